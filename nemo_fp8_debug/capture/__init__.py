@@ -1,0 +1,1 @@
+"""From a running model to sketches of its GEMM operands."""

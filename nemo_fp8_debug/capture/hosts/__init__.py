@@ -1,0 +1,11 @@
+"""One small file per host framework: the only place that knows what its GEMM modules look like."""
+
+from __future__ import annotations
+
+from . import megatron, torch_linear
+from .base import Host
+
+#: asked in this order; the first that owns a module serves it
+HOSTS: tuple[Host, ...] = (megatron.HOST, torch_linear.HOST)
+
+__all__ = ["HOSTS", "Host"]

@@ -1,0 +1,37 @@
+"""What the rest of the package asks of a host framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...numerics.scaling import Recipe
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Host:
+    """How to find a host's GEMM modules and their operands."""
+
+    name: str
+    #: its GEMM classes; empty as long as the run has not imported the host, which is never imported from here
+    gemm_classes: Callable[[], tuple[type[nn.Module], ...]]
+    #: X from the arguments of a forward call
+    input: Callable[[nn.Module, Args, Kwargs], torch.Tensor]
+    #: W; never through `module.weight`, whose getter makes some sharding engines gather
+    weight: Callable[[nn.Module, Args, Kwargs], torch.Tensor | None]
+    #: the tensor whose gradient is dY, from what forward returned
+    output: Callable[[Any], torch.Tensor]
+    #: the FP8 recipe that the module is configured for; None: none
+    recipe: Callable[[nn.Module], Recipe | None] = lambda module: None
+
+
+def raw_weight(module: nn.Module) -> torch.Tensor | None:
+    """The parameter as the module holds it, without the getters that sharding engines install."""
+    return dict.__getitem__(module._parameters, "weight")

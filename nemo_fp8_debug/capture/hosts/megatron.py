@@ -1,0 +1,46 @@
+"""Megatron-core's own parallel linear layers (those of Transformer Engine are another host)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...numerics.scaling import CurrentScaling, DelayedScaling, Recipe
+from .base import Args, Host, Kwargs, raw_weight
+
+
+def _gemm_classes() -> tuple[type[nn.Module], ...]:
+    layers = sys.modules.get("megatron.core.tensor_parallel.layers")
+    return (layers.ColumnParallelLinear, layers.RowParallelLinear) if layers else ()
+
+
+def _weight(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
+    # An output layer tied to the embedding owns no weight and is given it with each call.
+    given: Any = args[1] if len(args) > 1 else kwargs.get("weight")
+    return raw_weight(module) if given is None else given
+
+
+def _recipe(module: nn.Module) -> Recipe | None:
+    """The FP8 options of Megatron's TransformerConfig; block recipes, which have no per-tensor scale, give current scaling."""
+    config = getattr(module, "config", None)
+    fp8 = getattr(config, "fp8", None)
+    if not fp8:
+        return None
+    fp8_format = {"e4m3": "e4m3", "hybrid": "hybrid"}.get(str(fp8), "hybrid")
+    if str(getattr(config, "fp8_recipe", "delayed")) != "delayed":
+        return Recipe(CurrentScaling(), fp8_format)
+    delayed = DelayedScaling(config.fp8_margin, config.fp8_amax_history_len, config.fp8_amax_compute_algo)
+    return Recipe(delayed, fp8_format)
+
+
+HOST = Host(
+    name="Megatron ColumnParallelLinear and RowParallelLinear",
+    gemm_classes=_gemm_classes,
+    input=lambda module, args, kwargs: args[0] if args else kwargs["input_"],
+    weight=_weight,
+    output=lambda out: out[0] if isinstance(out, tuple) else out,
+    recipe=_recipe,
+)

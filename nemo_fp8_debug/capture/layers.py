@@ -1,0 +1,119 @@
+"""Which modules of a model are GEMMs, and what they are called on every host and rank."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..errors import ConfigError
+from .hosts import HOSTS, Host
+
+#: path components that wrappers put between a model and its layers
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A module that multiplies its input by a weight."""
+
+    #: global and stable: wrappers stripped, the pipeline-global layer index, 0-based
+    name: str
+    module: nn.Module
+    host: Host
+
+    @property
+    def kind(self) -> str:
+        """Last part of the name: what the GEMM does in its layer, as `linear_fc2`."""
+        return self.name.rpartition(".")[2]
+
+
+def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
+    """Every GEMM of a model, in module order.
+
+    Args:
+        roots: the model, or its chunks where a virtual pipeline splits it.
+    """
+    return [
+        Gemm(global_name(root, path), module, host)
+        for root in roots
+        for path, module in root.named_modules()
+        if (host := next((h for h in HOSTS if isinstance(module, h.gemm_classes())), None))
+    ]
+
+
+def global_name(root: nn.Module, path: str) -> str:
+    """The name of the module at `path` that does not depend on wrappers or on the pipeline stage."""
+    parts = path.split(".")
+    kept: list[str] = []
+    module = root
+    for i, part in enumerate(parts):
+        module = module.get_submodule(part)
+        wraps = part in _WRAPPERS or (part.isdigit() and not kept and parts[i + 1 : i + 2] == ["module"])
+        number = getattr(module, "layer_number", None)  # Megatron: 1-based, over all pipeline stages
+        if part.isdigit() and isinstance(number, int):
+            kept.append(str(number - 1))
+        elif not wraps:
+            kept.append(part)
+    return ".".join(kept)
+
+
+def compile_patterns(patterns: Sequence[str] | None) -> Callable[[str], bool]:
+    """A test of layer names: whether any pattern matches.
+
+    A glob matches a whole name, its end (`linear_fc2`), or a part of the tree (`decoder.layers.3`); `re:` starts a regular
+    expression, searched for anywhere in the name.
+
+    Raises:
+        ConfigError: a regular expression does not compile.
+    """
+    if patterns is None:
+        return lambda name: True
+    expressions = []
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                expressions.append(re.compile(pattern[3:]))
+            except re.error as error:
+                raise ConfigError(f"layer pattern {pattern!r} is not a regular expression: {error}") from None
+        else:
+            glob = fnmatch.translate(pattern).removesuffix(r"\Z").removesuffix(r"\z")
+            expressions.append(re.compile(rf"(^|\.)(?:{glob})(\.|$)"))
+    return lambda name: any(e.search(name) for e in expressions)
+
+
+def select(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
+    """The GEMMs whose names match.
+
+    Raises:
+        ConfigError: none does; lists names that could have been meant.
+    """
+    gemms = list(gemms)
+    matches = compile_patterns(patterns)
+    chosen = [g for g in gemms if matches(g.name)]
+    if not gemms:
+        known = ", ".join(h.name for h in HOSTS)
+        raise ConfigError(f"the model has no GEMM layer that is known here (looked for: {known})")
+    if not chosen:
+        names = sorted({g.name for g in gemms})
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        raise ConfigError(f"no GEMM layer matches {list(patterns or ())}; the model has {shown}")
+    return chosen
+
+
+def without_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
+    """Leave out the GEMMs of the first and last so many transformer layers (those numbered `layers.N` in their names).
+
+    Raises:
+        ConfigError: that leaves nothing.
+    """
+    number = {g.name: int(found[1]) for g in gemms if (found := re.search(r"(?:^|\.)layers\.(\d+)\.", g.name))}
+    layers = sorted(set(number.values()))
+    kept = set(layers[first : len(layers) - last])
+    chosen = [g for g in gemms if g.name not in number or number[g.name] in kept]
+    if not chosen:
+        raise ConfigError(f"leaving {first} first and {last} last layers in BF16 leaves none of {len(layers)} to quantise")
+    return chosen

@@ -1,0 +1,69 @@
+"""What a sampled step collects of each operand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..kernels import sketch
+from ..numerics import figures
+from ..numerics.formats import FloatFormat
+from ..numerics.scaling import CurrentScaling, amax_of
+from ..numerics.sketch import DTYPES, Sketch
+from .layers import Gemm
+
+
+@dataclass(frozen=True)
+class ScaleInUse:
+    """How the scale that an operand is cast with is known during one step."""
+
+    #: a float32 scalar tensor that holds through the step, or the rule that finds a scale anew for each tensor
+    scale: torch.Tensor | CurrentScaling
+    format: FloatFormat
+    #: "engine": read from what quantises the operand; "emulated": a history kept here; "current": the operand's own amax
+    source: str
+
+
+@dataclass
+class Operand:
+    """One operand of one GEMM in one step: the sum of all its micro-batches and calls."""
+
+    gemm: Gemm
+    role: str
+    in_use: ScaleInUse
+    #: dtype of the tensor that was looked at
+    dtype: torch.dtype | None = None
+    #: sketches to be measured under one scale each: one for all calls, or one a call where the scale follows the tensor
+    sketches: list[Sketch] = field(default_factory=list)
+    #: float32 operands only: what was measured directly, a row a call
+    moments: list[figures.Moments] = field(default_factory=list)
+    sums: list[figures.QuantizationSums] = field(default_factory=list)
+    calls: int = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Count another tensor in; keeps no reference to it."""
+        if self.role == "weight" and self.calls:
+            return  # the same weight in every micro-batch
+        counted = sketch(x)
+        if self.sketches and not isinstance(self.in_use.scale, CurrentScaling):
+            self.sketches[0] += counted
+        else:
+            self.sketches.append(counted)
+        if x.dtype not in DTYPES:
+            self._measure_directly(x.detach().float())
+        self.dtype = x.dtype
+        self.calls += 1
+
+    def _measure_directly(self, x: torch.Tensor) -> None:
+        scale, fmt = self.in_use.scale, self.in_use.format
+        if isinstance(scale, CurrentScaling):
+            scale = scale.scale(amax_of(x), fmt.max)
+        self.moments.append(figures.moments_of_float32(x))
+        self.sums.append(figures.quantization_sums_of_float32(x, scale.to(x.device), fmt))
+
+    @property
+    def total(self) -> Sketch:
+        """The sketch of all calls together."""
+        first, *rest = self.sketches
+        return sum(rest, first)

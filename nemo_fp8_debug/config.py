@@ -1,0 +1,62 @@
+"""What to sample, when, and where to write it: plain values, checked before the run's first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .capture.layers import compile_patterns
+from .errors import ConfigError
+from .numerics.scaling import ROLES, parse_recipe
+
+
+@dataclass(frozen=True)
+class Config:
+    """Plain values only, so that launchers can serialise them. Constructing one checks it.
+
+    Raises:
+        ConfigError: a value cannot be used; says which and why.
+    """
+
+    #: sample every step that this divides
+    interval: int = 100
+    first_step: int = 0
+    #: inclusive; None: to the end of the run
+    last_step: int | None = None
+    #: globs over global layer names (`decoder.layers.3.*`, `linear_fc2`), or `re:` and a regular expression; None: every GEMM
+    layers: Sequence[str] | None = None
+    #: operands to look at: input (X), weight (W), grad_output (dY)
+    roles: Sequence[str] = ROLES
+    #: "auto" reads what the run itself uses; otherwise a recipe to measure against, see `parse_recipe`
+    recipe: str | Mapping[str, Any] = "auto"
+    #: folder of the run record; None: `fp8_debug` beside the TensorBoard logger's events
+    output: str | None = None
+    #: "warn": a fault of the monitor costs a sample and one warning; "raise": it stops the run (for tests)
+    on_error: str = "warn"
+    #: at most this many scalar tags of single tensors in TensorBoard; beyond it the worst tensors of each role only
+    max_tags: int = 5000
+    #: rows of the table printed at each sampled step, worst first; 0 prints none
+    table_rows: int = 12
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.interval, int) or self.interval < 1:
+            raise ConfigError(f"interval is {self.interval!r}; it must be a whole number of steps, at least 1")
+        if self.last_step is not None and self.last_step < self.first_step:
+            raise ConfigError(f"last_step {self.last_step} comes before first_step {self.first_step}: nothing would be sampled")
+        if isinstance(self.layers, str) or isinstance(self.roles, str):
+            raise ConfigError("layers and roles take a list of strings, not one string")
+        if not self.roles or (unknown := [role for role in self.roles if role not in ROLES]):
+            raise ConfigError(f"unknown roles {unknown if self.roles else '[]'}; choose from {', '.join(ROLES)}")
+        if self.on_error not in ("warn", "raise"):
+            raise ConfigError(f"on_error is {self.on_error!r}; use 'warn' or 'raise'")
+        if self.max_tags < 0 or self.table_rows < 0:
+            raise ConfigError("max_tags and table_rows cannot be negative")
+        compile_patterns(self.layers)
+        if self.recipe != "auto":
+            parse_recipe(self.recipe)
+
+    def samples(self, step: int) -> bool:
+        """Whether `step` is sampled: a pure function of the step, so that all ranks agree."""
+        in_window = self.first_step <= step and (self.last_step is None or step <= self.last_step)
+        return in_window and step % self.interval == 0

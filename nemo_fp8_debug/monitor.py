@@ -1,0 +1,203 @@
+"""The framework-neutral monitor: what a training loop calls around its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .capture.hooks import Capture
+from .capture.layers import Gemm, find_gemms, select
+from .capture.measure import measure
+from .capture.operands import Operand
+from .capture.scales import Scales
+from .config import Config
+from .record.fingerprint import fingerprint
+from .record.store import RunRecord
+from .record.table import TableRecorder
+from .record.tensorboard import TensorBoardRecorder, event_writer
+from .sample import Recorder, Sample
+
+
+#: losses kept on the device between sampled steps, at the most
+LOSSES_HELD = 1000
+
+
+class FP8DebugWarning(UserWarning):
+    """A fault of the monitor, or something it cannot see; the run goes on."""
+
+
+class Monitor:
+    """Looks at the GEMM operands of every N-th step of any training loop.
+
+        monitor = Monitor(model, "runs/a", interval=100)
+        for step, batch in enumerate(data):
+            with monitor.step(step) as report:
+                report(loss=train_step(batch))
+        monitor.close()
+
+    Between sampled steps no hook is installed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        output: str | None = None,
+        *,
+        recorders: Sequence[Recorder] | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            model: the model, or its chunks where a virtual pipeline splits it.
+            output: folder for the run record and TensorBoard events; required unless `recorders` are given.
+            recorders: where samples go instead.
+            options: fields of `Config`.
+
+        Raises:
+            ConfigError: an option cannot be used, no GEMM matches, or the folder cannot be written.
+        """
+        self.config = Config(output=output, **options)
+        roots = [model] if isinstance(model, nn.Module) else list(model)
+        self.gemms: list[Gemm] = select(find_gemms(roots), self.config.layers)
+        self._scales = Scales(self.gemms, self.config.roles, self.config.recipe)
+        self.fingerprint = fingerprint(roots, self.gemms, self.config, self._scales.description)
+        self._recorders = list(self._default_recorders() if recorders is None else recorders)
+        for recorder in self._recorders:
+            recorder.open(self.fingerprint)
+        self._operands: dict[tuple[str, str], Operand] = {}
+        self._capture: Capture | None = None
+        self._step = -1
+        self._losses: dict[int, Any] = {}
+        self._warned: set[str] = set()
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._warn("figures are those of the shards on the writing rank; they are not yet reduced over ranks")
+
+    def _default_recorders(self) -> Iterator[Recorder]:
+        if self.config.output is None:
+            raise TypeError("Monitor needs an output folder, or recorders")
+        yield RunRecord(self.config.output)
+        yield TensorBoardRecorder(event_writer(self.config.output), self.config.max_tags)
+        if self.config.table_rows:
+            yield TableRecorder(self.config.table_rows)
+
+    @property
+    def sampling(self) -> bool:
+        """Whether a sampled step is under way."""
+        return self._capture is not None
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[Any]:
+        """A training step; yields a function that takes its scalars: `report(loss=..., lr=...)`."""
+        scalars: dict[str, Any] = {}
+        self.begin_step(step)
+        try:
+            yield scalars.update
+        except BaseException:
+            self.abandon_step()
+            raise
+        self.end_step(**scalars)
+
+    def begin_step(self, step: int) -> None:
+        """Before the forward pass: installs the hooks if `step` is sampled."""
+        self._step = step
+        if not self.config.samples(step):
+            return
+        with self._faults("while starting to sample"):
+            self._operands = {
+                (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role))
+                for gemm in self.gemms
+                for role in self.config.roles
+            }
+            self._capture = Capture(self._operands, self._hook_fault)
+            self._capture.attach()
+            return
+        self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """The step broke off: removes the hooks and forgets the sample."""
+        if self._capture is not None:
+            self._capture.detach()
+            self._capture = None
+
+    def end_step(self, **scalars: Any) -> None:
+        """After the backward pass: removes the hooks, measures and records.
+
+        Args:
+            scalars: of the step, numbers or scalar tensors; tensors are read on sampled steps only. `loss` is kept for
+                every step.
+        """
+        with self._faults("while noting the loss"):
+            if (loss := scalars.get("loss")) is not None:
+                self._losses[self._step] = loss.detach().clone() if torch.is_tensor(loss) else loss
+        if self._capture is None:
+            if len(self._losses) >= LOSSES_HELD:
+                self._flush_losses()
+            return
+        self.abandon_step()
+        with self._faults("while measuring"):
+            sample = self._measure({k: float(v) for k, v in scalars.items() if v is not None})
+            self._each_recorder(lambda recorder: recorder.record(sample))
+        self._flush_losses()
+
+    def close(self) -> None:
+        """The run is over: records what is left."""
+        self.abandon_step()
+        self._flush_losses()
+        self._each_recorder(lambda recorder: recorder.close())
+
+    def _measure(self, scalars: Mapping[str, float]) -> Sample:
+        seen = [o for o in self._operands.values() if o.calls]
+        self._report_unseen([o for o in self._operands.values() if not o.calls])
+        columns, amax = measure(seen)
+        self._scales.observe(seen, amax)
+        self._operands = {}
+        return Sample(self._step, columns, scalars)
+
+    def _report_unseen(self, unseen: Sequence[Operand]) -> None:
+        # A module without gradient has no dY; only one whose forward was not seen either is worth a word.
+        silent = sorted({o.gemm.name for o in unseen if o.role != "grad_output"})
+        if silent:
+            self._warn(
+                f"{len(silent)} of {len(self.gemms)} layers gave no sample, first {silent[0]}: "
+                "unused in this step, or compiled before the monitor was attached (torch.compile drops later hooks)"
+            )
+
+    def _flush_losses(self) -> None:
+        with self._faults("while recording losses"):
+            losses = {step: float(loss) for step, loss in self._losses.items()}
+            self._losses = {}
+            self._each_recorder(lambda recorder: recorder.record_losses(losses))
+
+    def _each_recorder(self, call: Any) -> None:
+        for recorder in self._recorders:
+            with self._faults(f"in {type(recorder).__name__}"):
+                call(recorder)
+
+    def _hook_fault(self, layer: str, error: Exception) -> None:
+        if self.config.on_error == "raise":
+            raise error
+        for role in self.config.roles:
+            self._operands.pop((layer, role), None)
+        self._warn(f"{layer} is missing from the sample of step {self._step}: {type(error).__name__}: {error}")
+
+    @contextlib.contextmanager
+    def _faults(self, when: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self.config.on_error == "raise":
+                raise
+            self._warn(f"step {self._step} is not recorded, a fault {when}: {type(error).__name__}: {error}")
+
+    def _warn(self, message: str) -> None:
+        """Warn once a kind of message: figures in it do not make it another."""
+        kind = "".join(c for c in message if not c.isdigit())
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"nemo_fp8_debug: {message}", FP8DebugWarning, stacklevel=3)

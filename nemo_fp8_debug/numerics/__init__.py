@@ -1,0 +1,1 @@
+"""Pure functions of low precision: formats, scaling rules, sketches and the figures made from them."""

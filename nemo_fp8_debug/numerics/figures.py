@@ -1,0 +1,259 @@
+"""Every figure, from moments (of a tensor alone) and quantization sums (of a tensor under a scale and a format).
+
+Moments and sums come from sketches, or straight from a float32 tensor; figures do not care which. All sums are float64,
+all counts int64. Formulas: docs/figures.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import torch
+
+from .formats import FloatFormat, saturating_cast
+from .sketch import SketchBatch
+
+_T = TypeVar("_T", bound="_Columns")
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Tensors of one length B, a row an operand."""
+
+    @classmethod
+    def concat(cls: type[_T], parts: Sequence[_T]) -> _T:
+        """Rows of all parts, in order."""
+        return cls(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+
+    def row(self: _T, i: int) -> _T:
+        """Row i as a table of one row."""
+        return type(self)(*(getattr(self, f.name)[i : i + 1] for f in fields(self)))
+
+    def cpu(self: _T) -> _T:
+        """The same rows in host memory."""
+        return type(self)(*(getattr(self, f.name).cpu() for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Moments(_Columns):
+    """What is known of a tensor before any scale; over its finite values, but for the two counts of the others."""
+
+    n: torch.Tensor  #: int64, finite values
+    nan: torch.Tensor  #: int64
+    inf: torch.Tensor  #: int64
+    amax: torch.Tensor  #: largest magnitude; 0 for an empty or all-zero tensor
+    amin: torch.Tensor  #: smallest non-zero magnitude; NaN where there is none
+    median: torch.Tensor  #: median magnitude of the non-zero values, the lower of two; NaN where there is none
+    sum_x2: torch.Tensor
+    sum_x4: torch.Tensor
+
+    def with_median(self, median: torch.Tensor) -> Moments:
+        """The same with another median."""
+        return replace(self, median=median)
+
+
+@dataclass(frozen=True)
+class QuantizationSums(_Columns):
+    """A tensor x against q = cast(x * scale) / scale, over its finite values; sums of the same tensor's parts add up."""
+
+    underflows: torch.Tensor  #: int64, x != 0 and q == 0
+    overflows: torch.Tensor  #: int64, |x| * scale > format max
+    sum_error2: torch.Tensor  #: sum (x - q)^2
+    sum_xq: torch.Tensor
+    sum_q2: torch.Tensor
+
+    def fold(self, owner: torch.Tensor, n: int) -> QuantizationSums:
+        """Add up the rows of each owner: int64 [B] -> n rows."""
+
+        def add(column: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(n, dtype=column.dtype, device=column.device).index_add_(0, owner, column)
+
+        return QuantizationSums(*(add(getattr(self, f.name)) for f in fields(self)))
+
+
+def moments(batch: SketchBatch) -> Moments:
+    """Moments of B sketches."""
+    x, counts = batch.values.double(), batch.counts
+    finite = x.isfinite()
+    kept = torch.where(finite, counts, 0)
+    x = torch.where(finite, x, 0.0)
+    nonzero = torch.where(x > 0, kept, 0)
+    b = len(batch.lengths)
+
+    # Bins lie in order of magnitude, so running counts over all sketches find every median in one search.
+    running = nonzero.cumsum(0)
+    per_sketch = batch.per_sketch(nonzero)
+    before = per_sketch.cumsum(0) - per_sketch
+    position = torch.searchsorted(running, before + (per_sketch + 1) // 2)
+    has = per_sketch > 0
+    padded = torch.cat([x, torch.zeros(1, dtype=x.dtype)])
+    first = torch.searchsorted(running, before + 1)
+    return Moments(
+        n=batch.per_sketch(kept),
+        nan=batch.per_sketch(torch.where(batch.values.isnan(), counts, 0)),
+        inf=batch.per_sketch(torch.where(batch.values.isinf(), counts, 0)),
+        amax=torch.zeros(b, dtype=x.dtype).index_reduce_(0, batch.owner, x, "amax"),
+        amin=torch.where(has, padded[first.clamp_max(len(x))], torch.nan),
+        median=torch.where(has, padded[position.clamp_max(len(x))], torch.nan),
+        sum_x2=batch.per_sketch(kept * x**2),
+        sum_x4=batch.per_sketch(kept * x**4),
+    )
+
+
+def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
+    """Sums of B sketches, each under its own scale and format.
+
+    Args:
+        scale: float32 [B].
+        formats: B formats.
+    """
+    scaled = batch.values * scale[batch.owner]
+    code = torch.empty_like(scaled)
+    limit = torch.tensor([fmt.max for fmt in formats])[batch.owner]
+    kind = {fmt.name: fmt for fmt in formats}
+    order = {name: i for i, name in enumerate(kind)}
+    which = torch.tensor([order[fmt.name] for fmt in formats], dtype=torch.int64)[batch.owner]
+    for name, fmt in kind.items():
+        mine = which == order[name]
+        code[mine] = saturating_cast(scaled[mine], fmt).float()
+    finite = batch.values.isfinite()
+    counts = torch.where(finite, batch.counts, 0)
+    return _sums(batch.values, scaled, code, scale[batch.owner], limit, finite, counts, batch.per_sketch)
+
+
+def _sums(
+    x: torch.Tensor,
+    scaled: torch.Tensor,
+    code: torch.Tensor,
+    scale: torch.Tensor,
+    limit: torch.Tensor,
+    finite: torch.Tensor,
+    counts: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor],
+) -> QuantizationSums:
+    """The sums that define every figure of quantization, from values with counts; `total` adds up what belongs together."""
+    x, q = torch.where(finite, x, 0.0).double(), torch.where(finite, code, 0.0).double() / scale.double()
+    return QuantizationSums(
+        underflows=total(counts * ((x != 0) & (q == 0))),
+        overflows=total(counts * (scaled.abs() > limit)),
+        sum_error2=total(counts * (x - q) ** 2),
+        sum_xq=total(counts * x * q),
+        sum_q2=total(counts * q**2),
+    )
+
+
+#: values of a float32 tensor handled at once; bounds the float64 temporaries to some tens of MiB
+_CHUNK = 1 << 20
+
+
+def moments_of_float32(x: torch.Tensor) -> Moments:
+    """Moments (one row, on x's device) of a float32 tensor; no host synchronisation. The median, which would take a sort, is NaN."""
+    parts = [_moments_of_chunk(chunk) for chunk in x.detach().reshape(-1).split(_CHUNK) or (x.detach().reshape(-1),)]
+    return merge(Moments.concat(parts))
+
+
+def _moments_of_chunk(x: torch.Tensor) -> Moments:
+    magnitude = x.abs()
+    finite = magnitude.isfinite()
+    kept = torch.where(finite, magnitude, 0.0)
+    padded = torch.cat([kept, kept.new_zeros(1)])
+    squares = kept.double() ** 2
+    return Moments(
+        n=finite.sum()[None],
+        nan=magnitude.isnan().sum()[None],
+        inf=magnitude.isinf().sum()[None],
+        amax=padded.amax().double()[None],
+        amin=_or_nan(torch.where(padded > 0, padded, torch.inf).amin().double()[None]),
+        median=torch.full_like(squares[:1].sum()[None], torch.nan),
+        sum_x2=squares.sum()[None],
+        sum_x4=(squares**2).sum()[None],
+    )
+
+
+def _or_nan(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isinf(), torch.nan, x)
+
+
+def merge(parts: Moments) -> Moments:
+    """Moments (one row) of a tensor from those of its parts; the median of a whole does not follow and is NaN."""
+    return Moments(
+        n=parts.n.sum()[None],
+        nan=parts.nan.sum()[None],
+        inf=parts.inf.sum()[None],
+        amax=parts.amax.amax()[None],
+        amin=_or_nan(parts.amin.nan_to_num(torch.inf).amin()[None]),
+        median=torch.full_like(parts.amax[:1], torch.nan),
+        sum_x2=parts.sum_x2.sum()[None],
+        sum_x4=parts.sum_x4.sum()[None],
+    )
+
+
+def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
+    """Sums (one row, on x's device) of a float32 tensor under a scale (float32 scalar tensor); no host synchronisation."""
+
+    def of(chunk: torch.Tensor) -> QuantizationSums:
+        scaled = chunk * scale
+        code = saturating_cast(scaled, fmt).float()
+        finite = chunk.isfinite()
+        limit = torch.tensor(fmt.max, device=chunk.device)
+        return _sums(chunk, scaled, code, scale, limit, finite, finite.long(), lambda v: v.sum()[None])
+
+    flat = x.detach().reshape(-1)
+    parts = QuantizationSums.concat([of(chunk) for chunk in flat.split(_CHUNK) or (flat,)])
+    return parts.fold(torch.zeros_like(parts.underflows), 1)
+
+
+#: figures in the order of the record's columns, and whether more of one is worse (1) or better (-1)
+WORSE = {
+    "underflow_pct": 1,
+    "overflow_pct": 1,
+    "mse": 1,
+    "relative_error": 1,
+    "sqnr_db": -1,
+    "cosine": -1,
+    "scale_ratio_log2": 1,
+    "amax": 1,
+    "amin": -1,
+    "dynamic_range_log2": 1,
+    "outlier_log2": 1,
+    "kurtosis": 1,
+}
+FIGURES = tuple(WORSE)
+
+
+def figures(
+    moments: Moments, sums: QuantizationSums, scale: torch.Tensor, scale_current: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """All figures of B operands, float64 [B] each, NaN where a figure cannot be had (of an all-zero tensor, say).
+
+    Args:
+        scale: float32 [B], in use; NaN where none is known, which leaves out every figure that needs one.
+        scale_current: float32 [B], what current scaling would use.
+    """
+    unknown = scale.isnan() | (moments.n == 0)
+    absent = torch.tensor(torch.nan, dtype=torch.float64)
+
+    def known(value: torch.Tensor) -> torch.Tensor:
+        return torch.where(unknown, absent, value)
+
+    n = moments.n.double()
+    # A ratio with a zero below is absent, not infinite.
+    power = torch.where(moments.sum_x2 > 0, moments.sum_x2, absent)
+    relative_error = (sums.sum_error2 / power).sqrt()
+    product = power * torch.where(sums.sum_q2 > 0, sums.sum_q2, absent)
+    return {
+        "underflow_pct": known(100 * sums.underflows / n),
+        "overflow_pct": known(100 * sums.overflows / n),
+        "mse": known(sums.sum_error2 / n),
+        "relative_error": known(relative_error),
+        "sqnr_db": known(-20 * relative_error.log10()),
+        "cosine": known(sums.sum_xq / product.sqrt()),
+        "scale_ratio_log2": torch.where(moments.amax > 0, (scale.double() / scale_current.double()).log2(), absent),
+        "amax": torch.where(moments.n > 0, moments.amax, absent),
+        "amin": moments.amin,
+        "dynamic_range_log2": (moments.amax / moments.amin).log2(),
+        "outlier_log2": (moments.amax / moments.median).log2(),
+        "kurtosis": n * moments.sum_x4 / power**2,
+    }

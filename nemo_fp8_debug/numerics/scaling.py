@@ -1,0 +1,210 @@
+"""Per-tensor scaling rules and the recipes made of them.
+
+`scale` multiplies a tensor before the cast (Transformer Engine's convention). All arithmetic is float32, as in
+Transformer Engine's kernels `recipe/delayed_scaling.cu` and `recipe/recipe_common.cuh`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .formats import E4M3, E5M2, FloatFormat, saturating_cast
+
+#: operand roles of a GEMM: X of the forward pass, W, and the gradient of the output, dY
+ROLES = ("input", "weight", "grad_output")
+
+_FLT_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class CurrentScaling:
+    """The scale follows the amax of the tensor being cast."""
+
+    #: amax below this counts as this
+    epsilon: float = 0.0
+    #: round the scale down to a power of two
+    power_of_two: bool = False
+
+    def scale(self, amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+        """Scales for tensors of the given amax; 1 where amax is zero or not finite.
+
+        Args:
+            amax: float32, any shape.
+            limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
+        """
+        amax = amax.clamp_min(self.epsilon)
+        usable = (amax > 0) & amax.isfinite()
+        scale = torch.where(usable, limit / torch.where(usable, amax, 1.0), 1.0).clamp_max(_FLT_MAX)
+        if self.power_of_two:
+            scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
+        return scale
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """The scale follows the amax of earlier steps."""
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    #: "max" over the history, or the "most_recent" entry
+    amax_compute_algo: str = "max"
+
+    def __post_init__(self) -> None:
+        if self.amax_history_len < 1:
+            raise ConfigError(f"amax_history_len is {self.amax_history_len}; it must be at least 1")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ConfigError(f"amax_compute_algo is {self.amax_compute_algo!r}; use 'max' or 'most_recent'")
+
+    def update(
+        self, history: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, limit: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of the history, after which `scale` is the one that the next step casts with.
+
+        Args:
+            history: float32 [amax_history_len, n], newest last; zeros where nothing was seen yet.
+            scale: float32 [n], in use until now.
+            amax: float32 [n], of the step that ends; 0 where the tensor was not cast, which leaves its history alone.
+            limit: float32 [n], largest finite value of each tensor's format.
+
+        Returns:
+            (history, scale), new tensors of the same shapes.
+        """
+        seen = amax > 0
+        history = torch.where(seen, torch.cat([history[1:], amax[None]]), history)
+        reference = history.amax(0) if self.amax_compute_algo == "max" else history[-1]
+        usable = (reference > 0) & reference.isfinite()
+        new = (limit * 2.0**-self.margin / torch.where(usable, reference, 1.0)).clamp_max(_FLT_MAX)
+        return history, torch.where(usable & seen, new, scale)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which format each operand is cast to, and how its scale is found."""
+
+    scaling: CurrentScaling | DelayedScaling
+    #: "hybrid" casts X and W to E4M3 and dY to E5M2; "e4m3" and "e5m2" cast all three to that format
+    fp8_format: str = "hybrid"
+
+    def __post_init__(self) -> None:
+        if self.fp8_format not in ("hybrid", "e4m3", "e5m2"):
+            raise ConfigError(f"fp8_format is {self.fp8_format!r}; use 'hybrid', 'e4m3' or 'e5m2'")
+
+    def format_of(self, role: str) -> FloatFormat:
+        """The format that operand `role` is cast to."""
+        backward = E5M2 if self.fp8_format != "e4m3" else E4M3
+        forward = E4M3 if self.fp8_format != "e5m2" else E5M2
+        return backward if role == "grad_output" else forward
+
+    @property
+    def name(self) -> str:
+        """Short unique name, as `delayed-hybrid` or `delayed-hybrid(margin=1)`; options at their default are left out."""
+        kind = "delayed" if isinstance(self.scaling, DelayedScaling) else "current"
+        changed = [
+            f"{f.name}={getattr(self.scaling, f.name)}"
+            for f in fields(self.scaling)
+            if getattr(self.scaling, f.name) != f.default
+        ]
+        return f"{kind}-{self.fp8_format}" + (f"({','.join(changed)})" if changed else "")
+
+
+class DelayedState:
+    """Histories and scales of many operands under one delayed scaling, a column an operand."""
+
+    def __init__(self, recipe: Recipe, columns: Sequence[tuple[str, str]], device: torch.device | None = None) -> None:
+        """
+        Args:
+            recipe: one with delayed scaling keeps a history; with another the state stays empty.
+            columns: (layer, role) of each operand.
+        """
+        self.columns = list(columns)
+        self.index = {column: i for i, column in enumerate(self.columns)}
+        n = len(self.columns)
+        self._scaling = recipe.scaling
+        length = recipe.scaling.amax_history_len if isinstance(recipe.scaling, DelayedScaling) else 0
+        self.limit = torch.tensor([recipe.format_of(role).max for _, role in self.columns], device=device)
+        self.scale = torch.ones(n, device=device)
+        self.amax = torch.zeros(n, device=device)
+        self.history = torch.zeros(length, n, device=device)
+
+    def update(self) -> None:
+        """End a step: move the scales by the amax gathered in it, and start the next."""
+        if isinstance(self._scaling, DelayedScaling):
+            self.history, self.scale = self._scaling.update(self.history, self.scale, self.amax, self.limit)
+            self.amax = torch.zeros_like(self.amax)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with the same scales."""
+        return {"columns": self.columns, "scale": self.scale, "history": self.history}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over the operands that the saved state knows, if its history is as long as this one's; others start anew."""
+        if saved["history"].shape[0] != self.history.shape[0]:
+            return
+        for j, column in enumerate(saved["columns"]):
+            if (i := self.index.get(tuple(column))) is not None:
+                self.scale[i] = saved["scale"][j]
+                self.history[:, i] = saved["history"][:, j]
+
+
+_SCALINGS: dict[str, type[CurrentScaling] | type[DelayedScaling]] = {
+    "delayed": DelayedScaling,
+    "current": CurrentScaling,
+}
+
+
+def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
+    """Read a recipe from plain values.
+
+    Args:
+        value: `"delayed"`, `"current"`, or a mapping such as
+            `{"name": "delayed", "fp8_format": "hybrid", "margin": 0, "amax_history_len": 1, "amax_compute_algo": "max"}`.
+
+    Raises:
+        ConfigError: unknown recipe, option or value.
+    """
+    if isinstance(value, Recipe):
+        return value
+    options = dict(value) if isinstance(value, Mapping) else {"name": value}
+    name = options.pop("name", None)
+    if name not in _SCALINGS:
+        raise ConfigError(f"unknown recipe {name!r}; known recipes: {', '.join(_SCALINGS)}")
+    fp8_format = options.pop("fp8_format", "hybrid")
+    scaling = _SCALINGS[name]
+    known = {f.name for f in fields(scaling)}
+    if unknown := set(options) - known:
+        raise ConfigError(
+            f"recipe {name!r} has no option {', '.join(sorted(map(repr, unknown)))}; "
+            f"its options: fp8_format, {', '.join(sorted(known))}"
+        )
+    return Recipe(scaling(**options), fp8_format)
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronisation."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    magnitude = x.detach().abs()
+    return torch.where(magnitude.isnan(), 0, magnitude).amax().float()
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """The codes of `x`: cast(x * scale), the product in float32.
+
+    Args:
+        x: any shape and floating dtype.
+        scale: float32, scalar or broadcastable to `x`.
+
+    Returns:
+        A tensor of x's shape in `fmt.dtype`.
+    """
+    return saturating_cast(x.float() * scale, fmt)
+
+
+def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """`x` as a low-precision GEMM sees it: its codes times the float32 reciprocal of the scale, in x's dtype."""
+    return (quantize(x, scale, fmt).float() * (1.0 / scale)).to(x.dtype)

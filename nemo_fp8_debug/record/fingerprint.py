@@ -1,0 +1,126 @@
+"""What a run is: versions, devices, recipe, parallel layout, model, and what of it is sampled."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.layers import Gemm
+from ..config import Config
+
+#: distributions whose version can explain a difference between two runs
+_PACKAGES = (
+    "nemo-fp8-debug",
+    "torch",
+    "lightning",
+    "nemo-toolkit",
+    "megatron-core",
+    "megatron-bridge",
+    "transformer-engine",
+    "deepspeed",
+    "transformers",
+    "numpy",
+    "numba",
+)
+
+#: options of Megatron's TransformerConfig that bear on precision or have been at fault in failed FP8 runs
+_HOST_OPTIONS = (
+    "fp8",
+    "fp8_recipe",
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "fp8_param",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "cpu_offloading",
+    "recompute_granularity",
+    "gradient_accumulation_fusion",
+    "tp_comm_overlap",
+    "params_dtype",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_moe_experts",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+
+
+def fingerprint(
+    roots: Sequence[nn.Module], gemms: Sequence[Gemm], config: Config, recipe: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Describe a run in plain values, by section."""
+    host = _host_options(roots)
+    return {
+        "versions": _versions(),
+        "devices": _devices(),
+        "recipe": dict(recipe) | {"fp8_engine": _engine(host, recipe)},
+        "host_options": host,
+        "model": {
+            "class": type(roots[0]).__name__,
+            "parameters": sum(p.numel() for root in roots for p in root.parameters()),
+            "parameter_dtypes": dict(Counter(str(p.dtype) for root in roots for p in root.parameters())),
+            "training_ranks": torch.distributed.get_world_size() if _distributed() else 1,
+        },
+        "sampled": {
+            "gemms": len(gemms),
+            "gemm_kinds": dict(Counter(g.kind for g in gemms)),
+            "hosts": sorted({g.host.name for g in gemms}),
+            **{k: v for k, v in asdict(config).items() if k not in ("recipe", "output")},
+        },
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def _devices() -> dict[str, Any]:
+    if not torch.cuda.is_initialized():
+        return {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    return {"gpu": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
+
+
+def _host_options(roots: Sequence[nn.Module]) -> dict[str, Any]:
+    """Options of the configuration that Megatron modules carry; empty on another host."""
+    carriers = (getattr(m, "config", None) for root in roots for m in root.modules())
+    config = next((c for c in carriers if hasattr(c, "tensor_model_parallel_size")), None)
+    options = {name: getattr(config, name) for name in _HOST_OPTIONS if hasattr(config, name)}
+    return {k: v if isinstance(v, (int, float, str, bool, type(None))) else str(v) for k, v in options.items()}
+
+
+def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
+    """Who quantises; Megatron configured for FP8 without Transformer Engine silently trains in high precision."""
+    if recipe["gemms_quantised_by_emulation"]:
+        return "emulation"
+    if host.get("fp8"):
+        present = "transformer_engine" in sys.modules
+        return "Transformer Engine" if present else "none: fp8 is configured, but without Transformer Engine it has no effect"
+    return "none"
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

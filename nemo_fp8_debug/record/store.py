@@ -1,0 +1,142 @@
+"""The run record: a folder of Parquet parts, one a sampled step, written whole or not at all.
+
+    RUN/attempt-0.json                      fingerprint of the run, one a start of the process
+    RUN/figures/attempt-0-step-00000120.parquet
+    RUN/losses/attempt-0-step-00000120.parquet
+
+A resumed run is another attempt beside the first: nothing is overwritten. Columns: docs/record.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from ..errors import ConfigError, RecordError
+from ..numerics.figures import FIGURES
+from ..sample import Sample
+
+SCHEMA_VERSION = 1
+
+_KEYS = {"attempt": pl.Int32, "step": pl.Int64}
+FIGURE_SCHEMA: dict[str, Any] = {
+    **_KEYS,
+    "layer": pl.String,
+    "gemm": pl.String,
+    "role": pl.String,
+    "format": pl.String,
+    "dtype": pl.String,
+    "scale_source": pl.String,
+    "calls": pl.Int64,
+    "n": pl.Int64,
+    "nan": pl.Int64,
+    "inf": pl.Int64,
+    "scale": pl.Float64,
+    "scale_current": pl.Float64,
+    **{figure: pl.Float64 for figure in FIGURES},
+}
+LOSS_SCHEMA: dict[str, Any] = {**_KEYS, "loss": pl.Float64}
+
+
+class RunRecord:
+    """Writes the record of one run."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._attempt = 0
+
+    def open(self, fingerprint: Mapping[str, Any]) -> None:
+        """Start an attempt.
+
+        Raises:
+            ConfigError: the folder cannot be made or written.
+        """
+        try:
+            for name in ("figures", "losses"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+            self._attempt = len(list(self.folder.glob("attempt-*.json")))
+            content = {"schema_version": SCHEMA_VERSION, "attempt": self._attempt, **fingerprint}
+            self._write(self.folder / f"attempt-{self._attempt}.json", json.dumps(content, indent=2, default=str).encode())
+        except OSError as error:
+            raise ConfigError(f"the run record cannot be written to {self.folder}: {error.strerror or error}") from None
+
+    def record(self, sample: Sample) -> None:
+        """Write one sampled step."""
+        columns = {"attempt": [self._attempt] * len(sample), "step": [sample.step] * len(sample), **sample.columns}
+        self._write_part("figures", sample.step, pl.DataFrame(columns, schema=FIGURE_SCHEMA))
+
+    def record_losses(self, losses: Mapping[int, float]) -> None:
+        """Write the losses of the steps since the last call."""
+        if losses:
+            steps = list(losses)
+            columns = {"attempt": [self._attempt] * len(steps), "step": steps, "loss": list(losses.values())}
+            self._write_part("losses", steps[-1], pl.DataFrame(columns, schema=LOSS_SCHEMA))
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+    def _write_part(self, table: str, step: int, frame: pl.DataFrame) -> None:
+        path = self.folder / table / f"attempt-{self._attempt}-step-{step:08d}.parquet"
+        temporary = path.with_suffix(".part")
+        frame.write_parquet(temporary)
+        temporary.replace(path)
+
+    @staticmethod
+    def _write(path: Path, content: bytes) -> None:
+        temporary = path.with_suffix(".part")
+        temporary.write_bytes(content)
+        temporary.replace(path)
+
+
+def find_run(path: str | os.PathLike[str]) -> Path:
+    """The record at or below `path`.
+
+    Raises:
+        RecordError: there is none, or several.
+    """
+    root = Path(path)
+    found = sorted({p.parent for p in root.rglob("attempt-*.json")}) if root.is_dir() else []
+    if not found:
+        raise RecordError(f"{root} holds no run record (a folder with attempt-0.json); name the folder that the run wrote to")
+    if len(found) > 1:
+        raise RecordError(f"{root} holds {len(found)} run records; name one of {', '.join(map(str, found[:4]))}")
+    return found[0]
+
+
+def read_table(run: Path, table: str) -> pl.DataFrame:
+    """All parts of a table, `figures` or `losses`; where attempts overlap, the latest attempt's rows.
+
+    Raises:
+        RecordError: a part cannot be read; names it.
+    """
+    schema = FIGURE_SCHEMA if table == "figures" else LOSS_SCHEMA
+    frames = [pl.DataFrame(schema=schema)]
+    for part in sorted((run / table).glob("*.parquet")):
+        try:
+            frames.append(pl.read_parquet(part).select(schema).cast(schema))
+        except Exception as error:
+            raise RecordError(f"{part} cannot be read as a part of {table}: {str(error).splitlines()[0]}") from None
+    rows = pl.concat(frames)
+    latest = rows.group_by("step").agg(pl.max("attempt"))
+    return rows.join(latest, on=["step", "attempt"], how="semi").sort("step", maintain_order=True)
+
+
+def read_fingerprint(run: Path) -> dict[str, Any]:
+    """The fingerprint of the latest attempt.
+
+    Raises:
+        RecordError: it cannot be read.
+    """
+    path = max(run.glob("attempt-*.json"), key=lambda p: int(p.stem.removeprefix("attempt-")))
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path} is not a fingerprint: {error}") from None
+    if content.get("schema_version") != SCHEMA_VERSION:
+        raise RecordError(f"{path} has schema version {content.get('schema_version')}; this release reads {SCHEMA_VERSION}")
+    return content

@@ -1,0 +1,61 @@
+"""The table printed at each sampled step: the worst tensors first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..sample import Sample
+
+SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"}
+_COLUMNS = ("amin", "amax", "scale_current", "scale", "cosine", "mse", "underflow_pct", "overflow_pct")
+_HEADINGS = ("amin", "amax", "current scale", "delayed scale", "cosine", "MSE", "underflow %", "overflow %")
+
+
+class TableRecorder:
+    """Prints the rows that lose most to underflow, overflow and rounding, in this order."""
+
+    def __init__(self, rows: int, console: Console | None = None) -> None:
+        self._rows = rows
+        self._console = console
+
+    def open(self, fingerprint: Mapping[str, Any]) -> None:
+        """Nothing to prepare."""
+
+    def record(self, sample: Sample) -> None:
+        """Print one sampled step."""
+        console = self._console or Console()
+        if not console.is_terminal:
+            console.width = max(console.width, 150)  # a log file has no width to respect
+        console.print(self.table(sample))
+
+    def record_losses(self, losses: Mapping[int, float]) -> None:
+        """Not shown."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def table(self, sample: Sample) -> Table:
+        """The table as rich renders it."""
+        columns = sample.columns
+
+        def harm(i: int) -> tuple[float, float]:
+            lost = (columns["underflow_pct"][i] or 0) + (columns["overflow_pct"][i] or 0)
+            return lost, columns["relative_error"][i] or 0
+
+        worst = sorted(range(len(sample)), key=harm, reverse=True)[: self._rows]
+        loss = sample.scalars.get("loss")
+        title = f"FP8 at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
+        table = Table(title=f"{title}: {len(worst)} of {len(sample)} tensors, worst first", title_justify="left")
+        table.add_column("layer", no_wrap=True)
+        table.add_column("tensor", no_wrap=True)
+        for heading in _HEADINGS:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for i in worst:
+            delayed = columns["scale_source"][i] != "current"
+            values = [columns[c][i] if c != "scale" or delayed else None for c in _COLUMNS]
+            table.add_row(columns["layer"][i], SHOWN_AS[columns["role"][i]], *("-" if v is None else f"{v:.4g}" for v in values))
+        return table

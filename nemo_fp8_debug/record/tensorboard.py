@@ -1,0 +1,169 @@
+"""Scalars for TensorBoard or any other logger: tags that lead with the question, few enough to stay readable."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..numerics.figures import FIGURES, WORSE
+from ..sample import Sample
+from .table import SHOWN_AS
+
+#: streamed as scalars, each tensor its own tag
+STREAMED = ("scale", *FIGURES)
+#: charts of the custom-scalars tab, beside the loss
+_CHARTS = ("underflow_pct", "overflow_pct", "mse", "cosine", "scale_ratio_log2", "amax")
+_WORST_SHOWN = 5
+_LOSS_TAGS = r"(reduced_)?(train(ing)?[_/])?loss(_step)?$"
+
+Write = Callable[[dict[str, float], int], None]
+
+
+class TagBudget:
+    """Which tensors get tags of their own when not all can: the worst of each role, kept once chosen."""
+
+    def __init__(self, max_tags: int) -> None:
+        self._max_tags = max_tags
+        self._admitted: dict[tuple[str, str], set[str]] = defaultdict(set)
+
+    def choose(self, figure: str, role: str, worst_first: Sequence[str], tensors: int, roles: int) -> set[str]:
+        """Layers whose `figure` of `role` is written, in this step and all that follow.
+
+        Args:
+            worst_first: layers with a value in this step.
+            tensors: how many tensors the step has, over all roles.
+            roles: how many roles share the budget.
+        """
+        admitted = self._admitted[figure, role]
+        if tensors * len(STREAMED) <= self._max_tags:
+            admitted.update(worst_first)
+        else:
+            free = self._max_tags // (len(STREAMED) * roles) - len(admitted)
+            admitted.update([layer for layer in worst_first if layer not in admitted][: max(0, free)])
+        return admitted
+
+
+class ScalarRecorder:
+    """Streams figures as scalars through `write(tags, step)`."""
+
+    def __init__(self, write: Write, max_tags: int) -> None:
+        self._write = write
+        self._budget = TagBudget(max_tags)
+
+    def open(self, fingerprint: Mapping[str, Any]) -> None:
+        """Nothing to prepare."""
+
+    def record(self, sample: Sample) -> None:
+        """Write one sampled step."""
+        tags, _ = self.scalars(sample)
+        self._write(tags, sample.step)
+
+    def record_losses(self, losses: Mapping[int, float]) -> None:
+        """The host logs its loss itself."""
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+    def scalars(self, sample: Sample) -> tuple[dict[str, float], dict[tuple[str, str], list[str]]]:
+        """The tags of a step, and by (figure, role) the layers that have one, worst first."""
+        tags: dict[str, float] = {}
+        worst: dict[tuple[str, str], list[str]] = {}
+        roles = sorted(set(sample.columns["role"]))
+        for role in roles:
+            rows = [i for i, r in enumerate(sample.columns["role"]) if r == role]
+            for figure in STREAMED:
+                values = {sample.columns["layer"][i]: sample.columns[figure][i] for i in rows}
+                values = {layer: v for layer, v in values.items() if v is not None and math.isfinite(v)}
+                if not values:
+                    continue
+                sign = WORSE.get(figure, 1)
+                ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
+                chosen = self._budget.choose(figure, role, ranked, len(sample), len(roles))
+                worst[figure, role] = [layer for layer in ranked if layer in chosen]
+                tags |= {f"fp8_{figure}/{role}/{layer}": values[layer] for layer in worst[figure, role]}
+                tags[f"fp8/{figure}/{role}/worst"] = values[ranked[0]]
+                tags[f"fp8/{figure}/{role}/median"] = statistics.median(values.values())
+        return tags, worst
+
+
+class EventWriter(Protocol):
+    """What is used of a SummaryWriter."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
+    def add_text(self, tag: str, text: str, step: int) -> None: ...
+    def add_custom_scalars(self, layout: Mapping[str, Any]) -> None: ...
+    def flush(self) -> None: ...
+
+
+class TensorBoardRecorder(ScalarRecorder):
+    """Scalars, a page that puts loss and worst layers side by side, and the run's fingerprint as text."""
+
+    def __init__(self, writer: EventWriter, max_tags: int, log_losses: bool = False) -> None:
+        """
+        Args:
+            log_losses: also write the loss, where no host does.
+        """
+        super().__init__(self._write_scalars, max_tags)
+        self._writer = writer
+        self._log_losses = log_losses
+        self._layout: dict[str, Any] = {}
+
+    def open(self, fingerprint: Mapping[str, Any]) -> None:
+        """Write the fingerprint."""
+        self._writer.add_text("fp8_debug/fingerprint", _as_markdown(fingerprint), 0)
+
+    def record(self, sample: Sample) -> None:
+        """Write one sampled step, and the layout where the worst layers have changed."""
+        tags, worst = self.scalars(sample)
+        self._write(tags, sample.step)
+        layout = _layout(worst)
+        if layout != self._layout:
+            self._writer.add_custom_scalars(layout)
+            self._layout = layout
+        self._writer.flush()
+
+    def record_losses(self, losses: Mapping[int, float]) -> None:
+        """Write losses, if no host does."""
+        if self._log_losses:
+            for step, loss in losses.items():
+                self._writer.add_scalar("loss", loss, step)
+
+    def close(self) -> None:
+        """Hand everything to the disk."""
+        self._writer.flush()
+
+    def _write_scalars(self, tags: Mapping[str, float], step: int) -> None:
+        for tag, value in tags.items():
+            self._writer.add_scalar(tag, value, step)
+
+
+def event_writer(folder: str) -> EventWriter:
+    """A TensorBoard event file in `folder`."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: EventWriter = SummaryWriter(folder)
+    return writer
+
+
+def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
+    """Custom-scalars layout: a category a role, in it the loss and for each figure the worst layers."""
+    layout: dict[str, Any] = {}
+    for role in sorted({role for _, role in worst}):
+        charts: dict[str, Any] = {"loss": ["Multiline", [_LOSS_TAGS]]}
+        for figure in _CHARTS:
+            layers = sorted(worst.get((figure, role), [])[:_WORST_SHOWN])
+            if layers:
+                charts[f"{figure}: worst layers"] = ["Multiline", [f"fp8_{figure}/{role}/{layer}$" for layer in layers]]
+        layout[f"FP8 {SHOWN_AS[role]} ({role})"] = charts
+    return layout
+
+
+def _as_markdown(fingerprint: Mapping[str, Any]) -> str:
+    sections = []
+    for title, content in fingerprint.items():
+        rows = [f"| {key} | {value} |" for key, value in content.items()]
+        sections.append("\n".join([f"### {title}", "", "| | |", "|---|---|", *rows]))
+    return "\n\n".join(sections)

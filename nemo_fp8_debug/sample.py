@@ -1,0 +1,44 @@
+"""One sampled step as the recorders get it: a table, a row an operand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+#: the columns that say what a row is about; figures follow
+KEYS = ("layer", "gemm", "role")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The figures of one step."""
+
+    step: int
+    #: columns of equal length: KEYS, then what was measured against, then the figures; None where a figure cannot be had
+    columns: Mapping[str, Sequence[Any]]
+    #: of the step as a whole: loss, learning rate, gradient norm, as far as they are known
+    scalars: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return len(self.columns["layer"])
+
+
+class Recorder(Protocol):
+    """Takes samples somewhere. A fault in one costs that recorder's sample, not the run."""
+
+    def open(self, fingerprint: Mapping[str, Any]) -> None:
+        """The run is about to start.
+
+        Raises:
+            ConfigError: the place cannot be written.
+        """
+
+    def record(self, sample: Sample) -> None:
+        """Keep one sampled step."""
+
+    def record_losses(self, losses: Mapping[int, float]) -> None:
+        """Keep the losses of all steps since the last call, by step."""
+
+    def close(self) -> None:
+        """The run is over."""

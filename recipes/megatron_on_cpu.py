@@ -1,0 +1,98 @@
+"""Lets Megatron-core and NeMo, which assume CUDA, train on a CPU. For demos and tests only.
+
+It stands in for torch's CUDA device plumbing while its context is open; no file of a framework is touched. Enter it after
+all imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+CPU = torch.device("cpu")
+FACTORIES = "tensor zeros ones empty full arange rand randn zeros_like ones_like empty_like full_like as_tensor randint tril triu"
+
+
+class _Stream:
+    """Stands in for a CUDA stream or event: everything on a CPU is in order already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+        return lambda *args, **kwargs: _Stream()
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, sent to the CPU where it asked for CUDA, and without pinned memory."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(CPU if _is_cuda(a) else a for a in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Megatron's optimizers compare with the names of CUDA's tensor types."""
+    found = torch._C.TensorBase.type(tensor, *args, **kwargs)
+    return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
+
+@contextlib.contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Within it `cuda` means `cpu`."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def same(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    stands_in: dict[tuple[Any, str], Any] = {
+        (torch.cuda, "current_device"): lambda: CPU,
+        (torch.cuda, "Stream"): _Stream,
+        (torch.cuda, "Event"): _Stream,
+        (torch.cuda, "stream"): lambda stream=None: contextlib.nullcontext(),
+        (torch.cuda, "current_stream"): lambda *args, **kwargs: _Stream(),
+        (torch.cuda, "default_stream"): lambda *args, **kwargs: _Stream(),
+        (torch.cuda, "synchronize"): nothing,
+        (torch.cuda, "empty_cache"): nothing,
+        (torch.cuda, "set_device"): nothing,
+        (torch.cuda, "get_rng_state"): lambda device=None: torch.get_rng_state(),
+        (torch.cuda, "default_generators"): {CPU: torch.default_generator},
+        (torch.cuda.random, "get_rng_state"): lambda device=None: torch.get_rng_state(),
+        (torch.Tensor, "cuda"): same,
+        (torch.Tensor, "pin_memory"): same,
+        (torch.Tensor, "to"): _on_cpu(torch.Tensor.to),
+        (torch.Tensor, "type"): _type_name,
+        (torch.nn.Module, "cuda"): same,
+        (megatron_random, "_set_cuda_rng_state"): nothing,
+        **{(torch, name): _on_cpu(getattr(torch, name)) for name in FACTORIES.split()},
+    }
+    if nemo_io := sys.modules.get("nemo.lightning.io.pl"):
+        stands_in[nemo_io, "_fix_tensors_device"] = lambda checkpoint: checkpoint
+    with contextlib.ExitStack() as stack:
+        for (owner, name), replacement in stands_in.items():
+            stack.enter_context(patch.object(owner, name, replacement))
+        # Megatron's own tracker for inference does without CUDA's random state.
+        megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        yield
