@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ._version import __version__
 from .errors import ConfigError, RecordError
 from .monitor import FP8DebugWarning, Monitor
 
 if TYPE_CHECKING:
     from .callback import FP8DebugCallback, FP8EmulationCallback
 
-from ._version import __version__
-__all__ = ["ConfigError", "FP8DebugCallback", "FP8DebugWarning", "FP8EmulationCallback", "Monitor", "RecordError"]
+
+__all__ = [
+    "ConfigError",
+    "FP8DebugCallback",
+    "FP8DebugWarning",
+    "FP8EmulationCallback",
+    "Monitor",
+    "RecordError",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

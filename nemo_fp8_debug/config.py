@@ -24,7 +24,7 @@ class Config:
     first_step: int = 0
     #: inclusive; None: to the end of the run
     last_step: int | None = None
-    #: globs over global layer names (`decoder.layers.3.*`, `linear_fc2`), or `re:` and a regular expression; None: every GEMM
+    #: globs over global names (`decoder.layers.3.*`, `linear_fc2`) or `re:` and a regular expression; None: every GEMM
     layers: Sequence[str] | None = None
     #: operands to look at: input (X), weight (W), grad_output (dY)
     roles: Sequence[str] = ROLES
@@ -43,7 +43,7 @@ class Config:
         if not isinstance(self.interval, int) or self.interval < 1:
             raise ConfigError(f"interval is {self.interval!r}; it must be a whole number of steps, at least 1")
         if self.last_step is not None and self.last_step < self.first_step:
-            raise ConfigError(f"last_step {self.last_step} comes before first_step {self.first_step}: nothing would be sampled")
+            raise ConfigError(f"last_step {self.last_step} is before first_step {self.first_step}: nothing is sampled")
         if isinstance(self.layers, str) or isinstance(self.roles, str):
             raise ConfigError("layers and roles take a list of strings, not one string")
         if not self.roles or (unknown := [role for role in self.roles if role not in ROLES]):

@@ -23,7 +23,6 @@ from .record.table import TableRecorder
 from .record.tensorboard import TensorBoardRecorder, event_writer
 from .sample import Recorder, Sample
 
-
 #: losses kept on the device between sampled steps, at the most
 LOSSES_HELD = 1000
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 #: the columns that say what a row is about; figures follow
 KEYS = ("layer", "gemm", "role")
+#: how people write the operand roles
+SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"}
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,11 @@ class _StraightThrough(torch.autograd.Function):
         return grad[0], None
 
 
+def _straight_through(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _StraightThrough.apply(x, quantized)  # type: ignore[no-untyped-call]
+    return result
+
+
 class EmulatedGemm:
     """One GEMM module whose X, W and dY are quantised on their way in."""
 
@@ -80,11 +85,11 @@ class EmulatedGemm:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host = self.gemm.host
         x, weight = host.input(module, args, kwargs), host.weight(module, args, kwargs)
-        quantized_x = _StraightThrough.apply(x, self.quantize("input", x))
+        quantized_x = _straight_through(x, self.quantize("input", x))
         args = tuple(quantized_x if a is x else a for a in args)
         kwargs = {k: quantized_x if v is x else v for k, v in kwargs.items()}
         if weight is not None:
-            quantized_weight = _StraightThrough.apply(weight, self.quantize("weight", weight))
+            quantized_weight = _straight_through(weight, self.quantize("weight", weight))
             args = tuple(quantized_weight if a is weight else a for a in args)
             kwargs = {k: quantized_weight if v is weight else v for k, v in kwargs.items()}
             if weight is module._parameters.get("weight"):

@@ -40,7 +40,7 @@ def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     """Ask for the cache line of `array[index]`; an index past the end is harmless, since a prefetch cannot fault."""
 
@@ -69,7 +69,7 @@ def _count_words(words: Words, counts: Counts) -> None:
     c, d = np.zeros(32768, np.uint32), np.zeros(32768, np.uint32)
     whole = words.size // 8 * 8
     for start in range(0, whole, 8):
-        _prefetch(words, start + AHEAD)
+        _prefetch(words, start + AHEAD)  # type: ignore[call-arg]
         for i in range(start, start + 8):
             word = words[i]
             a[word & _MASK] += 1

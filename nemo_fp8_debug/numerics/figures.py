@@ -148,9 +148,14 @@ def _sums(
 _CHUNK = 1 << 20
 
 
+def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    flat = x.detach().reshape(-1)
+    return flat.split(_CHUNK) or (flat,)
+
+
 def moments_of_float32(x: torch.Tensor) -> Moments:
-    """Moments (one row, on x's device) of a float32 tensor; no host synchronisation. The median, which would take a sort, is NaN."""
-    parts = [_moments_of_chunk(chunk) for chunk in x.detach().reshape(-1).split(_CHUNK) or (x.detach().reshape(-1),)]
+    """Moments (one row, on x's device) of a float32 tensor, without host synchronisation. The median is NaN."""
+    parts = [_moments_of_chunk(chunk) for chunk in _chunks(x)]
     return merge(Moments.concat(parts))
 
 
@@ -200,8 +205,7 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
         limit = torch.tensor(fmt.max, device=chunk.device)
         return _sums(chunk, scaled, code, scale, limit, finite, finite.long(), lambda v: v.sum()[None])
 
-    flat = x.detach().reshape(-1)
-    parts = QuantizationSums.concat([of(chunk) for chunk in flat.split(_CHUNK) or (flat,)])
+    parts = QuantizationSums.concat([of(chunk) for chunk in _chunks(x)])
     return parts.fold(torch.zeros_like(parts.underflows), 1)
 
 

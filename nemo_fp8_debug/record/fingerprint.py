@@ -118,7 +118,7 @@ def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
         return "emulation"
     if host.get("fp8"):
         present = "transformer_engine" in sys.modules
-        return "Transformer Engine" if present else "none: fp8 is configured, but without Transformer Engine it has no effect"
+        return "Transformer Engine" if present else "none: fp8 is configured but has no effect without Transformer Engine"
     return "none"
 
 

@@ -38,7 +38,7 @@ FIGURE_SCHEMA: dict[str, Any] = {
     "inf": pl.Int64,
     "scale": pl.Float64,
     "scale_current": pl.Float64,
-    **{figure: pl.Float64 for figure in FIGURES},
+    **dict.fromkeys(FIGURES, pl.Float64),
 }
 LOSS_SCHEMA: dict[str, Any] = {**_KEYS, "loss": pl.Float64}
 
@@ -102,7 +102,7 @@ def find_run(path: str | os.PathLike[str]) -> Path:
     root = Path(path)
     found = sorted({p.parent for p in root.rglob("attempt-*.json")}) if root.is_dir() else []
     if not found:
-        raise RecordError(f"{root} holds no run record (a folder with attempt-0.json); name the folder that the run wrote to")
+        raise RecordError(f"{root} holds no run record (a folder with attempt-0.json)")
     if len(found) > 1:
         raise RecordError(f"{root} holds {len(found)} run records; name one of {', '.join(map(str, found[:4]))}")
     return found[0]
@@ -118,7 +118,7 @@ def read_table(run: Path, table: str) -> pl.DataFrame:
     frames = [pl.DataFrame(schema=schema)]
     for part in sorted((run / table).glob("*.parquet")):
         try:
-            frames.append(pl.read_parquet(part).select(schema).cast(schema))
+            frames.append(pl.read_parquet(part).select(list(schema)).match_to_schema(schema))
         except Exception as error:
             raise RecordError(f"{part} cannot be read as a part of {table}: {str(error).splitlines()[0]}") from None
     rows = pl.concat(frames)

@@ -8,9 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..sample import Sample
+from ..sample import SHOWN_AS, Sample
 
-SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"}
 _COLUMNS = ("amin", "amax", "scale_current", "scale", "cosine", "mse", "underflow_pct", "overflow_pct")
 _HEADINGS = ("amin", "amax", "current scale", "delayed scale", "cosine", "MSE", "underflow %", "overflow %")
 
@@ -50,12 +49,13 @@ class TableRecorder:
         loss = sample.scalars.get("loss")
         title = f"FP8 at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
         table = Table(title=f"{title}: {len(worst)} of {len(sample)} tensors, worst first", title_justify="left")
-        table.add_column("layer", no_wrap=True)
-        table.add_column("tensor", no_wrap=True)
+        table.add_column("layer", overflow="fold")
+        table.add_column("tensor", min_width=6)
         for heading in _HEADINGS:
-            table.add_column(heading, justify="right", no_wrap=True)
+            table.add_column(heading, justify="right", overflow="fold")
         for i in worst:
             delayed = columns["scale_source"][i] != "current"
             values = [columns[c][i] if c != "scale" or delayed else None for c in _COLUMNS]
-            table.add_row(columns["layer"][i], SHOWN_AS[columns["role"][i]], *("-" if v is None else f"{v:.4g}" for v in values))
+            shown = ["-" if v is None else f"{v:.4g}" for v in values]
+            table.add_row(columns["layer"][i], SHOWN_AS[columns["role"][i]], *shown)
         return table

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..numerics.figures import FIGURES, WORSE
-from ..sample import Sample
-from .table import SHOWN_AS
+from ..sample import SHOWN_AS, Sample
 
 #: streamed as scalars, each tensor its own tag
 STREAMED = ("scale", *FIGURES)
@@ -92,10 +91,17 @@ class ScalarRecorder:
 class EventWriter(Protocol):
     """What is used of a SummaryWriter."""
 
-    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
-    def add_text(self, tag: str, text: str, step: int) -> None: ...
-    def add_custom_scalars(self, layout: Mapping[str, Any]) -> None: ...
-    def flush(self) -> None: ...
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """One point."""
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """Markdown."""
+
+    def add_custom_scalars(self, layout: Mapping[str, Any]) -> None:
+        """The page of charts; the last one written is shown."""
+
+    def flush(self) -> None:
+        """Hand everything to the disk."""
 
 
 class TensorBoardRecorder(ScalarRecorder):

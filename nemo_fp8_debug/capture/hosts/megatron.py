@@ -24,8 +24,8 @@ def _weight(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | Non
 
 
 def _recipe(module: nn.Module) -> Recipe | None:
-    """The FP8 options of Megatron's TransformerConfig; block recipes, which have no per-tensor scale, give current scaling."""
-    config = getattr(module, "config", None)
+    """The FP8 options of Megatron's TransformerConfig; block recipes give current scaling."""
+    config: Any = getattr(module, "config", None)
     fp8 = getattr(config, "fp8", None)
     if not fp8:
         return None

@@ -1,0 +1,184 @@
+"""Two runs side by side: their losses, and the tensors ranked by how far FP8's grip on them drifted apart."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from ..errors import RecordError
+from ..record.store import find_run, read_fingerprint, read_table
+from ..sample import SHOWN_AS
+from .loss import LossCurve
+
+#: per cent; ratios of underflow and overflow below this are noise
+_FLOOR_PCT = 0.01
+#: share of the matched steps, from the end, that the ranking looks at
+_TAIL = 0.5
+_SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "amax", "scale_ratio_log2")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record, read."""
+
+    path: Path
+    fingerprint: dict[str, Any]
+    figures: pl.DataFrame
+    loss: LossCurve
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Run:
+        """
+        Raises:
+            RecordError: there is no record at `path`, or it cannot be read.
+        """
+        found = find_run(path)
+        return cls(found, read_fingerprint(found), read_table(found, "figures"), LossCurve.of(read_table(found, "losses")))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What sets a run apart from a good one."""
+
+    good: Run
+    bad: Run
+    twin: Run | None
+    #: a row a tensor, farthest drifted first; columns as in `drifts`
+    tensors: pl.DataFrame
+
+    def verdict(self) -> str:
+        """The comparison in a sentence or three."""
+        since, worst = self.bad.loss.above(self.good.loss), self.tensors.row(0, named=True)
+        sentences = []
+        if since is None:
+            sentences.append("The second run's loss stays with the first run's.")
+        else:
+            fell = self.bad.loss.diverged_at
+            how = f"and rises for good from step {fell}" if fell is not None else "but does not rise above its own minimum"
+            sentences.append(f"The second run's loss stays above the first run's from step {since}, {how}.")
+        sentences.append(
+            f"Farthest apart is {worst['tensor']} of {worst['layer']}: MSE {_times(worst['mse_ratio'])}, underflow "
+            f"{worst['underflow_pct_good']:.3g}% -> {worst['underflow_pct_bad']:.3g}%, overflow "
+            f"{worst['overflow_pct_good']:.3g}% -> {worst['overflow_pct_bad']:.3g}%."
+        )
+        if self.twin is not None:
+            sentences.append(self._twin_sentence())
+        return " ".join(sentences)
+
+    def _twin_sentence(self) -> str:
+        assert self.twin is not None
+        since = self.twin.loss.above(self.good.loss)
+        if self.bad.loss.above(self.good.loss) is None:
+            return "With no divergence in the second run, the twin has nothing to tell."
+        if since is None:
+            return "Its twin does not diverge: what differs between them (quantisation, for a BF16 twin) is to blame."
+        return f"Its twin's loss leaves too, from step {since}: FP8 is not all of the cause."
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: the losses of each run, the verdict, the ranking."""
+        runs = {"good": self.good, "bad": self.bad} | ({"twin": self.twin} if self.twin else {})
+        return {
+            "verdict": self.verdict(),
+            "runs": {
+                name: {
+                    "path": str(run.path),
+                    "final_loss": run.loss.final,
+                    "lowest_loss": run.loss.lowest,
+                    "diverged_at": run.loss.diverged_at,
+                    "above_good_since": None if run is self.good else run.loss.above(self.good.loss),
+                }
+                for name, run in runs.items()
+            },
+            "tensors": self.tensors.to_dicts(),
+        }
+
+
+def compare(
+    good: str | os.PathLike[str], bad: str | os.PathLike[str], twin: str | os.PathLike[str] | None = None
+) -> Comparison:
+    """Compare the records of two runs, matched by step.
+
+    Args:
+        twin: a run that differs from `bad` in one thing, as BF16 instead of FP8.
+
+    Raises:
+        RecordError: a record is missing or unreadable, or the two have no sampled step and tensor in common.
+    """
+    runs = Run.read(good), Run.read(bad)
+    return Comparison(*runs, Run.read(twin) if twin is not None else None, drifts(*runs))
+
+
+def drifts(good: Run, bad: Run) -> pl.DataFrame:
+    """How far each tensor drifted, over the later half of the steps that both runs sampled.
+
+    `drift_log2` takes the largest of three medians over those steps, each the log2 of a ratio bad / good: of the underflow
+    ratio, of the overflow ratio (both floored at 0.01%), and of the relative error. None of them depends on how large the
+    tensor's values are. It is capped by the log2 of the MSE ratio: the MSE alone cannot rank tensors of different scale, but
+    where it fell, as in a gradient that vanishes because another tensor broke the run, the drift is a consequence.
+    """
+    key = ["step", "layer", "role"]
+    both = good.figures.join(bad.figures, on=key, suffix="_bad")
+    if both.is_empty():
+        raise RecordError(_nothing_in_common(good, bad))
+    steps = both["step"].unique().sort()
+    tail = steps.tail(max(1, round(len(steps) * _TAIL)))
+
+    def ratio(figure: str, floor: float = 0.0) -> pl.Expr:
+        return ((pl.col(f"{figure}_bad") + floor) / (pl.col(figure) + floor)).log(2)
+
+    medians = (
+        both.filter(pl.col("step").is_in(tail.implode()))
+        .with_columns(
+            underflow_log2=ratio("underflow_pct", _FLOOR_PCT),
+            overflow_log2=ratio("overflow_pct", _FLOOR_PCT),
+            relative_error_log2=ratio("relative_error"),
+            mse_log2=ratio("mse"),
+        )
+        .group_by("layer", "role")
+        .agg(
+            pl.median("underflow_log2", "overflow_log2", "relative_error_log2"),
+            pl.median("mse_log2"),
+            *(
+                pl.median(f"{figure}{end}").alias(f"{figure}_{name}")
+                for figure in (
+                    "mse",
+                    "underflow_pct",
+                    "overflow_pct",
+                    "relative_error",
+                    "cosine",
+                    "amax",
+                    "scale_ratio_log2",
+                )
+                for end, name in (("", "good"), ("_bad", "bad"))
+            ),
+        )
+    )
+    return (
+        medians.with_columns(
+            tensor=pl.col("role").replace_strict(SHOWN_AS),
+            mse_ratio=2 ** pl.col("mse_log2"),
+            drift_log2=pl.min_horizontal(
+                pl.max_horizontal("underflow_log2", "overflow_log2", "relative_error_log2"), "mse_log2"
+            ),
+        )
+        .sort("drift_log2", "mse_ratio", descending=True, nulls_last=True)
+        .select("layer", "tensor", "role", "drift_log2", pl.exclude("layer", "tensor", "role", "drift_log2"))
+    )
+
+
+def _nothing_in_common(good: Run, bad: Run) -> str:
+    def described(run: Run) -> str:
+        if run.figures.is_empty():
+            return f"{run.path} has no sampled step"
+        steps, layers = run.figures["step"], run.figures["layer"]
+        return f"{run.path} has steps {steps[0]} to {steps[-1]} and layers such as {layers[0]!s}"
+
+    return f"the runs have no sampled step and tensor in common: {described(good)}; {described(bad)}"
+
+
+def _times(ratio: float | None) -> str:
+    return "not known" if ratio is None else f"x {ratio:.3g}"
