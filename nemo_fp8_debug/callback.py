@@ -60,7 +60,7 @@ class FP8DebugCallback(pl.Callback):
         """Find the GEMMs and open the record."""
         output = self._options["output"] or _default_output(trainer)
         options = {**self._options, "output": output}
-        recorders = list(_recorders(trainer, Config(**options))) if trainer.is_global_zero else []
+        recorders = _recorders(trainer, Config(**options)) if trainer.is_global_zero else ()
         self._monitor = Monitor(_roots(trainer, pl_module), recorders=recorders, **options)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:

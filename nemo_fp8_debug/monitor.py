@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Monitor:
         model: nn.Module | Sequence[nn.Module],
         output: str | None = None,
         *,
-        recorders: Sequence[Recorder] | None = None,
+        recorders: Iterable[Recorder] | None = None,
         **options: Any,
     ) -> None:
         """
@@ -66,9 +66,11 @@ class Monitor:
         self.gemms: list[Gemm] = select(find_gemms(roots), self.config.layers)
         self._scales = Scales(self.gemms, self.config.roles, self.config.recipe)
         self.fingerprint = fingerprint(roots, self.gemms, self.config, self._scales.description)
-        self._recorders = list(self._default_recorders() if recorders is None else recorders)
-        for recorder in self._recorders:
+        self._recorders: list[Recorder] = []
+        # One by one, so that the run record has found the folder writable before others make files there.
+        for recorder in self._default_recorders() if recorders is None else recorders:
             recorder.open(self.fingerprint)
+            self._recorders.append(recorder)
         self._operands: dict[tuple[str, str], Operand] = {}
         self._capture: Capture | None = None
         self._step = -1
@@ -81,7 +83,7 @@ class Monitor:
         if self.config.output is None:
             raise TypeError("Monitor needs an output folder, or recorders")
         yield RunRecord(self.config.output)
-        yield TensorBoardRecorder(event_writer(self.config.output), self.config.max_tags)
+        yield TensorBoardRecorder(event_writer(self.config.output), self.config.max_tags, log_losses=True)
         if self.config.table_rows:
             yield TableRecorder(self.config.table_rows)
 

@@ -16,7 +16,9 @@ from unittest.mock import patch
 import torch
 
 CPU = torch.device("cpu")
-FACTORIES = "tensor zeros ones empty full arange rand randn zeros_like ones_like empty_like full_like as_tensor randint tril triu"
+FACTORIES = (
+    "tensor zeros ones empty full arange rand randn zeros_like ones_like empty_like full_like as_tensor randint tril triu"
+)
 
 
 class _Stream:
@@ -88,11 +90,13 @@ def megatron_on_cpu() -> Iterator[None]:
         (megatron_random, "_set_cuda_rng_state"): nothing,
         **{(torch, name): _on_cpu(getattr(torch, name)) for name in FACTORIES.split()},
     }
+    if moe := sys.modules.get("megatron.core.transformer.moe.moe_utils"):
+        stands_in.setdefault((moe, "te_general_gemm"), None)  # looked up, but never imported without Transformer Engine
     if nemo_io := sys.modules.get("nemo.lightning.io.pl"):
         stands_in[nemo_io, "_fix_tensors_device"] = lambda checkpoint: checkpoint
     with contextlib.ExitStack() as stack:
         for (owner, name), replacement in stands_in.items():
-            stack.enter_context(patch.object(owner, name, replacement))
+            stack.enter_context(patch.object(owner, name, replacement, create=not hasattr(owner, name)))
         # Megatron's own tracker for inference does without CUDA's random state.
         megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         yield

@@ -33,7 +33,10 @@ class Variant:
     fp8: bool
 
 
-VARIANTS = {"good": Variant(2e-3, fp8=True), "bad": Variant(6e-2, fp8=True), "twin": Variant(6e-2, fp8=False)}
+import os
+
+LR = float(os.environ.get("LR", "6e-2"))
+VARIANTS = {"good": Variant(2e-3, fp8=True), "bad": Variant(LR, fp8=True), "twin": Variant(LR, fp8=False)}
 
 
 def model(variant: Variant, steps: int, te: bool) -> llm.GPTModel:
@@ -56,8 +59,16 @@ def model(variant: Variant, steps: int, te: bool) -> llm.GPTModel:
         gradient_accumulation_fusion=te,
         masked_softmax_fusion=te,
     )
-    adam = OptimizerConfig(optimizer="adam", lr=variant.learning_rate, clip_grad=1.0, bf16=True, adam_beta2=0.95)
-    warmup = nl.lr_scheduler.CosineAnnealingScheduler(max_steps=10 * steps, warmup_steps=steps // 2, constant_steps=0)
+    adam = OptimizerConfig(
+        optimizer=os.environ.get("OPT", "adam"),
+        lr=variant.learning_rate,
+        clip_grad=float(os.environ.get("CLIP", "1.0")),
+        bf16=True,
+        adam_beta2=float(os.environ.get("B2", "0.95")),
+    )
+    warmup = nl.lr_scheduler.CosineAnnealingScheduler(
+        max_steps=10 * steps, warmup_steps=int(os.environ.get("WU", "150")), constant_steps=0
+    )
     return llm.GPTModel(config, optim=nl.MegatronOptimizerModule(adam, lr_scheduler=warmup), tokenizer=None)
 
 

@@ -58,7 +58,7 @@ def global_name(root: nn.Module, path: str) -> str:
             kept.append(str(number - 1))
         elif not wraps:
             kept.append(part)
-    return ".".join(kept)
+    return ".".join(kept) or "model"
 
 
 def compile_patterns(patterns: Sequence[str] | None) -> Callable[[str], bool]:

@@ -95,7 +95,7 @@ class EmulatedGemm:
             if weight is module._parameters.get("weight"):
                 # The module reads its weight itself; it finds the quantised one there for the length of this call.
                 self._own_weight, self._swapped = module._parameters["weight"], True
-                module._parameters["weight"] = quantized_weight
+                module._parameters["weight"] = quantized_weight  # type: ignore[assignment]
         return args, kwargs
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:

@@ -38,6 +38,8 @@ class CurrentScaling:
             limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
         """
         amax = amax.clamp_min(self.epsilon)
+        # A tensor, since torch computes `number / tensor` as number * reciprocal, which rounds twice.
+        limit = torch.as_tensor(limit, dtype=torch.float32, device=amax.device)
         usable = (amax > 0) & amax.isfinite()
         scale = torch.where(usable, limit / torch.where(usable, amax, 1.0), 1.0).clamp_max(_FLT_MAX)
         if self.power_of_two:

@@ -1,0 +1,33 @@
+"""Shared by all tests: a single-process gloo group and Megatron's parallel state, for real megatron-core modules."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch: megatron-core compiles small fusions, which takes longer than these tests.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import pytest
+import torch
+
+_here = Path(__file__).parent
+sys.path[:0] = [str(p) for p in (_here, _here / "hosts", _here / "interventions", _here.parent / "recipes")]
+
+
+@pytest.fixture(scope="session")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Megatron-core set up for one process on a CPU."""
+    from megatron.core import parallel_state
+    from megatron_on_cpu import megatron_on_cpu
+
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,121 @@
+"""Real megatron-core GPT layers: operands, names, recompute, tied embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import Samples
+
+from nemo_fp8_debug import Monitor
+from nemo_fp8_debug.capture.layers import find_gemms
+
+SEQUENCE, VOCABULARY = 16, 64
+KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+def gpt(tied: bool = False, experts: int | None = None, **options: Any) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(0)
+    if experts:
+        options |= {"num_moe_experts": experts, "moe_router_topk": 2, "add_bias_linear": False}
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        **options,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=experts),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+    )
+    return model.bfloat16()
+
+
+def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    tokens = torch.randint(VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1) > 0
+    positions = torch.arange(SEQUENCE).expand(2, SEQUENCE)
+    return model(tokens, positions, mask, labels=tokens.roll(-1, 1)).float().mean()
+
+
+def sampled(model: torch.nn.Module, micro_batches: int = 2) -> Samples:
+    samples = Samples()
+    monitor = Monitor(model, recorders=[samples], interval=1, on_error="raise")
+    with monitor.step(0):
+        for seed in range(micro_batches):
+            loss_of(model, seed).backward()
+    return samples
+
+
+@pytest.mark.usefixtures("megatron")
+class TestMegatron:
+    def test_every_gemm_of_the_layers_and_the_output_layer(self) -> None:
+        rows = sampled(gpt()).rows(0)
+        names = {f"decoder.layers.{i}.{kind}" for i in range(2) for kind in KINDS} | {"output_layer"}
+        assert {layer for layer, _ in rows} == names
+        assert len(rows) == 3 * len(names)
+        assert {row["dtype"] for row in rows.values()} == {"bfloat16"}
+
+    def test_the_weight_gradient_follows_from_what_was_captured(self) -> None:
+        """dW = dY^T X, so X and dY are the operands of this very GEMM and not of a neighbour."""
+        from nemo_fp8_debug.capture import operands
+
+        model, taken = gpt(), {}
+        original = operands.Operand.add
+
+        def keep(self: operands.Operand, x: torch.Tensor) -> None:
+            taken.setdefault((self.gemm.name, self.role), []).append(x.detach().clone())
+            original(self, x)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operands.Operand, "add", keep)
+            sampled(model)
+        for gemm in find_gemms([model]):
+            pairs = zip(taken[gemm.name, "input"], taken[gemm.name, "grad_output"], strict=True)
+            expected = sum(dy.flatten(0, -2).t().float() @ x.flatten(0, -2).float() for x, dy in pairs)
+            torch.testing.assert_close(
+                gemm.module.weight.grad.float(), expected, rtol=2e-2, atol=2e-2 * expected.abs().max()
+            )
+
+    @pytest.mark.parametrize(
+        "options", [{"recompute_method": "uniform", "recompute_granularity": "full", "recompute_num_layers": 1}]
+    )
+    def test_recompute_counts_once(self, options: dict[str, Any]) -> None:
+        assert sampled(gpt(**options)).rows(0) == sampled(gpt()).rows(0)
+
+    def test_tied_output_layer_is_given_its_weight(self) -> None:
+        model = gpt(tied=True)
+        row = sampled(model).rows(0)["output_layer", "weight"]
+        assert row["n"] == VOCABULARY * 32
+        assert row["amax"] == model.shared_embedding_or_output_weight().abs().max().item()
+
+    def test_experts_are_gemms_of_their_own(self) -> None:
+        rows = sampled(gpt(experts=4)).rows(0)
+        names = {layer for layer, _ in rows}
+        assert {f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc2" for e in range(4)} <= names
+        tokens = [rows[f"decoder.layers.0.mlp.experts.local_experts.{e}.linear_fc1", "input"]["n"] for e in range(4)]
+        assert sum(tokens) == 2 * 2 * SEQUENCE * 32 * 2  # micro-batches, sequences, tokens, width, experts a token goes to
+
+    def test_the_recipe_of_the_configuration_is_read(self) -> None:
+        model = gpt()
+        config = model.config
+        config.fp8, config.fp8_margin, config.fp8_amax_history_len, config.fp8_amax_compute_algo = "e4m3", 1, 4, "max"
+        samples = Samples()
+        Monitor(model, recorders=[samples], interval=1)
+        recipe = samples.fingerprint["recipe"]
+        assert recipe["measured_against"] == "delayed-e4m3(margin=1,amax_history_len=4)"
+        assert recipe["fp8_engine"] == "none: fp8 is configured but has no effect without Transformer Engine"
