@@ -1,0 +1,60 @@
+"""Runs the three variants of recipes/nemo_gpt.py side by side, then compares them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+#: megatron-core's fusions compile for longer than this model trains; one thread a run, since the runs share the cores
+ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def fresh_folder(wanted: Path) -> Path:
+    """`wanted`, or the first of `wanted-2`, `wanted-3`, ... that does not exist: earlier runs stay as they are."""
+    candidates = [wanted, *(wanted.with_name(f"{wanted.name}-{i}") for i in range(2, 1000))]
+    return next(c for c in candidates if not c.exists())
+
+
+def last_step(log: Path) -> str:
+    """The title of the last table that a run has printed."""
+    found = re.findall(r"FP8 at (step \d+, loss [\d.]+)", log.read_text(errors="replace"))
+    return found[-1] if found else "starting"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo")
+    parser.add_argument("--steps", type=int, default=360)
+    arguments = parser.parse_args()
+    output = fresh_folder(arguments.output)
+    output.mkdir(parents=True)
+
+    running = {}
+    for name in ("good", "bad", "twin"):
+        recipe = [sys.executable, "-W", "ignore", ROOT / "recipes/nemo_gpt.py", name, "--steps", str(arguments.steps)]
+        with (output / f"{name}.log").open("w") as log:
+            command = [*recipe, "--output", output]
+            running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT)
+    started = time.monotonic()
+    while any(process.poll() is None for process in running.values()):
+        time.sleep(10)
+        progress = "   ".join(f"{name}: {last_step(output / f'{name}.log')}" for name in running)
+        print(f"[{time.monotonic() - started:4.0f} s] {progress}", flush=True)
+    if failed := [name for name, process in running.items() if process.returncode]:
+        print(f"{', '.join(failed)} failed; see {output}/*.log", file=sys.stderr)
+        return 1
+
+    command = Path(sys.executable).with_name("nemo-fp8-debug")
+    status = subprocess.run([command, "compare", output / "good", output / "bad", "--twin", output / "twin"]).returncode
+    print(f"\nTo look closer:  {Path(sys.executable).with_name('tensorboard')} --logdir {output}  and open http://localhost:6006")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Style, types and all tests, on a CPU. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
+exec .venv/bin/python -m pytest "$@"

@@ -1,0 +1,91 @@
+"""Trains the recipe's GPT by real NeMo with and without the callback; prints losses, weights and a recipe's round trip.
+
+Run by test_nemo.py in a process of its own: NeMo's parallel state is global.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import nemo.lightning as nl
+import nemo_run
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from megatron_on_cpu import megatron_on_cpu
+from nemo.collections import llm
+from nemo_gpt import DELAYED, VARIANTS, model
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+from text import Text
+
+from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+        self.values.append(float(trainer.callback_metrics["reduced_train_loss"]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
+        return self
+
+
+def train(folder: Path, callbacks: list[pl.Callback], **options: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    losses = Losses()
+    trainer = nl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=5,
+        strategy=nl.MegatronStrategy(ckpt_async_save=False),
+        plugins=nl.MegatronMixedPrecision(precision="bf16-mixed"),
+        callbacks=[*callbacks, losses],
+        logger=TensorBoardLogger(folder, name="", version="run"),
+        log_every_n_steps=1,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    gpt: llm.GPTModel = model(VARIANTS["good"], 5, te=False)
+    for name, value in options.items():
+        setattr(gpt.config, name, value)
+    trainer.fit(gpt, Text(sequence=32, micro_batch_size=2, global_batch_size=4))
+    digest = hashlib.sha256()
+    for parameter in gpt.parameters():
+        digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
+    return {"losses": losses.values, "weights": digest.hexdigest()}
+
+
+def round_trip() -> dict[str, Any]:
+    """What a launcher does with a recipe that carries the callbacks."""
+    recipe = llm.llama3_8b.pretrain_recipe(name="t", dir="unused", num_nodes=1, num_gpus_per_node=1)
+    recipe.trainer.callbacks += [
+        nemo_run.Config(FP8DebugCallback, interval=50, layers=["linear_fc2"], roles=["input"], recipe=DELAYED),
+        nemo_run.Config(FP8EmulationCallback, recipe=DELAYED, first_layers_bf16=1),
+    ]
+    serializer = ZlibJSONSerializer()
+    restored = serializer.deserialize(serializer.serialize(recipe)).trainer.callbacks[-2:]
+    built = [config.__fn_or_cls__(**config.__arguments__) for config in restored]
+    return {"classes": [type(callback).__name__ for callback in built], "interval": restored[0].interval}
+
+
+if __name__ == "__main__":
+    output = Path(sys.argv[1])
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    results: dict[str, Any] = {"round_trip": round_trip()}
+    with megatron_on_cpu():
+        for case, options in (("plain", {}), ("recompute", recompute)):
+            for interval in (None, 1, 10):
+                watch = [FP8DebugCallback(interval=interval, on_error="raise", table_rows=0)] if interval else []
+                runs = results.setdefault(case, {})
+                runs[str(interval)] = train(
+                    output / f"{case}-{interval}", [*watch, FP8EmulationCallback(DELAYED)], **options
+                )
+    (output / "results.json").write_text(json.dumps(results))

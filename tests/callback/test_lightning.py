@@ -1,0 +1,176 @@
+"""The callback under a plain Lightning trainer: steps, loggers, accumulation, errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import polars as pl_frames
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8EmulationCallback
+from nemo_fp8_debug.record.store import find_run, read_table
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:GPU available"),
+    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step"),
+]
+
+
+class Module(pl.LightningModule):
+    """Its loss tells which batch it was: batch i is all i + 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.layers(batch).square().mean()
+        self.log("train_loss", batch.mean())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+def fit(folder: Path, callbacks: list[pl.Callback], batches: int = 6, logger: Any = None, **options: Any) -> pl.Trainer:
+    torch.manual_seed(0)
+    data = [torch.full((4,), i + 1.0) for i in range(batches) for _ in range(2)]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=logger if logger is not None else TensorBoardLogger(folder, name="", version="run"),
+        callbacks=callbacks,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=1,
+        **options,
+    )
+    trainer.fit(Module(), DataLoader(data, batch_size=2))
+    return trainer
+
+
+def events(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_figures_carry_the_step_of_the_loss_of_their_batch(tmp_path: Path, accumulate: int) -> None:
+    fit(tmp_path, [FP8DebugCallback(interval=1)], accumulate_grad_batches=accumulate)
+    found = events(tmp_path / "run")
+    loss = {e.step: e.value for e in found.Scalars("train_loss")}
+    amax = {e.step: e.value for e in found.Scalars("fp8_amax/input/layers.0")}
+    assert amax == loss  # X of the first layer is the batch; with accumulation both have that of the last batch
+    assert list(amax) == list(range(6 // accumulate))
+    figures = read_table(find_run(tmp_path), "figures").filter(layer="layers.0", role="input")
+    assert figures["calls"].to_list() == [accumulate] * (6 // accumulate)
+
+
+def test_the_record_lies_beside_the_events_and_has_every_loss(tmp_path: Path) -> None:
+    fit(tmp_path, [FP8DebugCallback(interval=4)])
+    run = find_run(tmp_path)
+    assert run == tmp_path / "run" / "fp8_debug"
+    assert read_table(run, "figures")["step"].unique().to_list() == [0, 4]
+    assert read_table(run, "losses")["step"].to_list() == list(range(6))
+
+
+def test_any_logger_gets_the_scalars(tmp_path: Path) -> None:
+    fit(tmp_path, [FP8DebugCallback(interval=2, output=str(tmp_path / "record"))], logger=CSVLogger(tmp_path, name="csv"))
+    rows = pl_frames.read_csv(next(tmp_path.rglob("metrics.csv")))
+    written = rows.filter(pl_frames.col("fp8_cosine/weight/layers.2").is_not_null())
+    assert written["step"].to_list() == [0, 2, 4]
+
+
+def test_no_logger_at_all(tmp_path: Path) -> None:
+    fit(tmp_path, [FP8DebugCallback(interval=2)], logger=False, default_root_dir=tmp_path)
+    assert find_run(tmp_path) == tmp_path / "fp8_debug"
+
+
+def test_table_is_printed_each_sampled_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, [FP8DebugCallback(interval=3, table_rows=2)])
+    out = capsys.readouterr().out
+    assert out.count("2 of 6 tensors, worst first") == 2
+    assert "FP8 at step 3, loss" in out
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_training_is_bit_identical_with_the_callback(tmp_path: Path, recipe: str) -> None:
+    def weights(name: str, callbacks: list[pl.Callback]) -> list[torch.Tensor]:
+        trainer = fit(tmp_path / name, [*callbacks, FP8EmulationCallback(recipe)], precision="bf16-mixed")
+        return list(trainer.model.parameters())
+
+    plain = weights("plain", [])
+    for interval in (1, 10):
+        monitored = weights(str(interval), [FP8DebugCallback(interval=interval, on_error="raise")])
+        assert all(torch.equal(a, b) for a, b in zip(plain, monitored, strict=True))
+
+
+def test_emulation_ends_with_the_fit(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, [FP8EmulationCallback("current")])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
+
+
+def test_emulation_resumes_with_its_scales(tmp_path: Path) -> None:
+    first = FP8EmulationCallback({"name": "delayed", "amax_history_len": 4})
+    trainer = fit(tmp_path, [first])
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    scales = first.state_dict()["scale"]
+    assert (scales != 1).all()
+
+    second = FP8EmulationCallback({"name": "delayed", "amax_history_len": 4})
+    resumed = pl.Trainer(accelerator="cpu", logger=False, callbacks=[second], max_epochs=1, enable_checkpointing=False)
+    resumed.fit(Module(), DataLoader([torch.ones(4)]), ckpt_path=tmp_path / "run.ckpt")
+    assert torch.equal(second.state_dict()["scale"], scales)
+
+
+def test_configuration_errors_come_before_the_first_step(tmp_path: Path) -> None:
+    for options, message in (
+        ({"interval": 0}, "interval is 0"),
+        ({"recipe": "fp9"}, "unknown recipe 'fp9'"),
+        ({"layers": ["re:["]}, "not a regular expression"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            FP8DebugCallback(**options)
+    with pytest.raises(ConfigError, match="no GEMM layer matches"):
+        fit(tmp_path / "a", [FP8DebugCallback(layers=["decoder.*"])])
+    with pytest.raises(ConfigError, match="no GEMM layer matches"):
+        fit(tmp_path / "b", [FP8EmulationCallback(layers=["decoder.*"])])
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        fit(tmp_path / "c", [FP8DebugCallback(output=str(tmp_path / "file"))])
+
+
+def test_a_disk_that_fills_up_costs_records_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = pl_frames.DataFrame.write_parquet
+
+    def full(self: pl_frames.DataFrame, path: Any) -> None:
+        if "00000002" in str(path):
+            raise OSError(28, "No space left on device")
+        original(self, path)
+
+    monkeypatch.setattr(pl_frames.DataFrame, "write_parquet", full)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(tmp_path, [FP8DebugCallback(interval=1)])
+    assert trainer.global_step == 6
+    assert sum("No space left" in str(w.message) for w in caught) == 1
+    assert read_table(find_run(tmp_path), "figures")["step"].unique().to_list() == [0, 1, 3, 4, 5]
+
+
+def test_callbacks_can_be_copied_and_pickled_before_the_run() -> None:
+    for callback in (FP8DebugCallback(interval=7, layers=["linear_fc2"]), FP8EmulationCallback("current")):
+        copy.deepcopy(callback)
+        pickle.loads(pickle.dumps(callback))

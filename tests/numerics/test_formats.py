@@ -1,0 +1,110 @@
+"""The saturating cast against three independent implementations, bit by bit."""
+
+from __future__ import annotations
+
+import gfloat
+import gfloat.formats as gformats
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from tensors import all_patterns
+
+from nemo_fp8_debug.numerics.formats import BF16, E4M3, E5M2, FORMATS, FP16, FloatFormat, saturating_cast
+
+ML_DTYPE = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+}
+GFLOAT = {
+    "e4m3": gformats.format_info_ocp_e4m3,
+    "e5m2": gformats.format_info_ocp_e5m2,
+    "bf16": gformats.format_info_bfloat16,
+    "fp16": gformats.format_info_binary16,
+}
+
+
+def random_float32() -> torch.Tensor:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
+    return torch.from_numpy(bits.view(np.float32))
+
+
+def ties_and_neighbours() -> torch.Tensor:
+    """Half way between any two neighbours of either FP8 format, and the float32 values next to it."""
+    patterns = np.arange(256, dtype=np.uint8)
+    ties = []
+    for name in ("e4m3", "e5m2"):
+        values = np.unique(patterns.view(ML_DTYPE[name]).astype(np.float32))
+        values = values[np.isfinite(values)]
+        ties.append((values[1:] + values[:-1]) / 2)
+    tie = np.concatenate(ties)
+    up, down = np.nextafter(tie, np.float32(np.inf)), np.nextafter(tie, np.float32(-np.inf))
+    return torch.from_numpy(np.concatenate([tie, up, down]))
+
+
+INPUTS = {
+    "all-bf16": lambda: all_patterns(torch.bfloat16).float(),
+    "all-fp16": lambda: all_patterns(torch.float16).float(),
+    "random-float32": random_float32,
+    "ties": ties_and_neighbours,
+}
+
+
+@pytest.fixture(params=INPUTS, scope="module")
+def x(request: pytest.FixtureRequest) -> torch.Tensor:
+    return INPUTS[request.param]()
+
+
+def assert_same_bits(got: torch.Tensor, want: npt.NDArray[np.float32]) -> None:
+    """Equal as float32 bits, so that the sign of a zero counts; any NaN equals any other."""
+    ours = got.float().numpy()
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(want))
+    real = ~np.isnan(want)
+    np.testing.assert_array_equal(ours[real].view(np.uint32), want[real].view(np.uint32))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+class TestSaturatingCast:
+    def test_equals_torch_after_clamping(self, fmt: FloatFormat, x: torch.Tensor) -> None:
+        got = saturating_cast(x, fmt)
+        assert got.dtype == fmt.dtype
+        assert_same_bits(got, x.clamp(-fmt.max, fmt.max).to(fmt.dtype).float().numpy())
+
+    def test_equals_ml_dtypes(self, fmt: FloatFormat, x: torch.Tensor) -> None:
+        target = ML_DTYPE[fmt.name]
+        limit = np.float32(ml_dtypes.finfo(target).max)
+        assert_same_bits(saturating_cast(x, fmt), np.clip(x.numpy(), -limit, limit).astype(target).astype(np.float32))
+
+    def test_equals_gfloat(self, fmt: FloatFormat, x: torch.Tensor) -> None:
+        want = gfloat.round_ndarray(GFLOAT[fmt.name], x.numpy().astype(np.float64), sat=True)
+        assert_same_bits(saturating_cast(x, fmt), want.astype(np.float32))
+
+    def test_half_of_the_smallest_value_rounds_to_zero_and_anything_above_does_not(
+        self, fmt: FloatFormat, x: torch.Tensor
+    ) -> None:
+        finite = x[x.isfinite()]
+        lost = saturating_cast(finite, fmt).float() == 0
+        assert torch.equal(lost, finite.abs() <= fmt.min_subnormal / 2)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
+class TestLimits:
+    def test_equal_ml_dtypes(self, fmt: FloatFormat) -> None:
+        info = ml_dtypes.finfo(ML_DTYPE[fmt.name])
+        limits = (info.max, info.smallest_normal, info.smallest_subnormal)
+        assert (fmt.max, fmt.min_normal, fmt.min_subnormal) == tuple(map(float, limits))
+        assert fmt.bits == info.bits
+
+    def test_equal_gfloat(self, fmt: FloatFormat) -> None:
+        info = GFLOAT[fmt.name]
+        assert (fmt.max, fmt.min_normal, fmt.min_subnormal) == (info.max, info.smallest_normal, info.smallest_subnormal)
+
+
+def test_the_wider_formats_hold_their_own_values_unchanged() -> None:
+    for fmt in (BF16, FP16):
+        values = all_patterns(fmt.dtype)
+        finite = values[values.isfinite()]
+        assert torch.equal(saturating_cast(finite.float(), fmt), finite)

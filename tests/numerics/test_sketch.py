@@ -1,0 +1,143 @@
+"""Sketches against NumPy's count of the same bit patterns."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tensors import KINDS, SIXTEEN_BIT, random_patterns
+
+from nemo_fp8_debug.kernels import anywhere, cpu, sketch
+from nemo_fp8_debug.numerics.sketch import BINS, Sketch, magnitudes
+
+PATTERNS = hnp.arrays(np.uint16, st.integers(0, 40), elements=st.integers(0, 0xFFFF))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def counted(x: torch.Tensor) -> npt.NDArray[np.int64]:
+    """The counts that a sketch of a 16-bit tensor must hold."""
+    bits = x.detach().contiguous().reshape(-1).view(torch.int16).numpy().view(np.uint16)
+    return np.bincount(bits & 0x7FFF, minlength=BINS)
+
+
+def assert_counts(got: Sketch, x: torch.Tensor) -> None:
+    assert got.dtype == x.dtype
+    assert not got.rounded
+    np.testing.assert_array_equal(got.counts.numpy(), counted(x))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind: str, dtype: torch.dtype) -> None:
+    x = KINDS[kind](dtype)
+    assert_counts(sketch(x), x)
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, 2, 3, 29])
+@pytest.mark.parametrize("view", [np.s_[:], np.s_[1:], np.s_[2:], np.s_[3:-1]], ids=str)
+def test_sizes_and_alignments_around_the_kernels_threshold(extra: int, view: slice) -> None:
+    start, stop = view.start or 0, view.stop or 0
+    x = random_patterns(cpu.SMALL + extra + start - stop, torch.bfloat16)[view]
+    assert len(x) == cpu.SMALL + extra
+    assert_counts(sketch(x), x)
+
+
+@pytest.mark.parametrize("size", [cpu.GRAIN - 1, cpu.GRAIN + 3, 2 * cpu.GRAIN + 7])
+@pytest.mark.parametrize("kind", ["random", "constant"])
+def test_sizes_that_are_shared_among_threads(size: int, kind: str, two_threads: None) -> None:
+    x = random_patterns(size + 1, torch.float16)[1:] if kind == "random" else torch.full((size,), 0.1, dtype=torch.float16)
+    assert_counts(sketch(x), x)
+
+
+def test_a_transposed_tensor_above_the_threshold() -> None:
+    x = random_patterns(600 * 300, torch.bfloat16).view(600, 300).t()
+    assert_counts(sketch(x), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_wider_values_are_rounded_to_bfloat16_and_marked(dtype: torch.dtype) -> None:
+    x = torch.randn(1000, dtype=dtype)
+    got = sketch(x)
+    assert got.rounded
+    assert got.dtype == torch.bfloat16
+    np.testing.assert_array_equal(got.counts.numpy(), counted(x.bfloat16()))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_torch_counts_the_same(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anywhere, "CHUNK", 100)
+    x = KINDS[kind](dtype)
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    anywhere.count_patterns(x.detach().contiguous().reshape(-1).view(torch.int16), counts)
+    assert torch.equal(counts, sketch(x).counts)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+def test_a_bin_stands_for_the_magnitude_of_its_pattern(dtype: torch.dtype) -> None:
+    own = magnitudes()[SIXTEEN_BIT.index(dtype) * BINS :][:BINS]
+    patterns = torch.arange(BINS, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    assert torch.equal(own.nan_to_num(-1), patterns.nan_to_num(-1))
+
+
+def test_threads_may_count_at_the_same_time() -> None:
+    arrays = [random_patterns(2 * cpu.GRAIN, torch.bfloat16, seed) for seed in range(3)]
+
+    def count(job: int) -> bool:
+        x = arrays[job % 3]
+        counts = np.zeros(BINS, np.int64)
+        cpu.count_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2 + job % 2)
+        return np.array_equal(counts, counted(x))
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(count, range(12)))
+
+
+def test_a_process_forked_after_the_threads_were_used_still_counts(two_threads: None) -> None:
+    x = random_patterns(2 * cpu.GRAIN, torch.bfloat16)
+    want = sketch(x).counts.numpy()
+
+    def count_in_child() -> None:
+        counts = np.zeros(BINS, np.int64)
+        cpu.count_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2)
+        np.testing.assert_array_equal(counts, want)
+
+    child = multiprocessing.get_context("fork").Process(target=count_in_child)
+    child.start()
+    child.join(timeout=15)
+    finished = child.exitcode
+    child.kill()
+    assert finished == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(PATTERNS, PATTERNS, st.sampled_from(SIXTEEN_BIT))
+def test_sketches_of_parts_add_up(a: npt.NDArray[np.uint16], b: npt.NDArray[np.uint16], dtype: torch.dtype) -> None:
+    x, y = (torch.from_numpy(bits.view(np.int16)).view(dtype) for bits in (a, b))
+    assert_counts(sketch(x) + sketch(y), torch.cat([x, y]))
+
+
+def test_a_sum_is_marked_rounded_if_one_part_is() -> None:
+    exact, rounded = sketch(torch.ones(3, dtype=torch.bfloat16)), sketch(torch.ones(3))
+    assert (exact + rounded).rounded
+    assert not (exact + exact).rounded
+
+
+def test_sketches_of_different_dtypes_refuse_to_add() -> None:
+    with pytest.raises(ValueError, match=r"float16.*bfloat16"):
+        Sketch(torch.bfloat16) + Sketch(torch.float16)
