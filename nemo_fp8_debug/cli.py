@@ -58,10 +58,10 @@ def _print(found: Comparison, top: int) -> None:
     tensors = Table(title="Tensors by drift, good -> bad, medians over the later half of the run", title_justify="left")
     tensors.add_column("layer", overflow="fold")
     tensors.add_column("tensor", min_width=6)
-    for heading in ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "relative error", "amax"):
+    for heading in ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax"):
         tensors.add_column(heading, justify="right", overflow="fold")
     for row in found.tensors.head(top).iter_rows(named=True):
-        pairs = [_pair(row, figure) for figure in ("underflow_pct", "overflow_pct", "relative_error", "amax")]
+        pairs = [_pair(row, figure) for figure in ("underflow_pct", "overflow_pct", "amax")]
         tensors.add_row(row["layer"], row["tensor"], _number(row["drift_log2"]), _number(row["mse_ratio"]), *pairs)
     console.print(tensors)
     console.print(found.verdict(), soft_wrap=True, highlight=False)

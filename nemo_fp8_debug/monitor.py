@@ -17,6 +17,7 @@ from .capture.measure import measure
 from .capture.operands import Operand
 from .capture.scales import Scales
 from .config import Config
+from .record.background import Background
 from .record.fingerprint import fingerprint
 from .record.store import RunRecord
 from .record.table import TableRecorder
@@ -82,10 +83,10 @@ class Monitor:
     def _default_recorders(self) -> Iterator[Recorder]:
         if self.config.output is None:
             raise TypeError("Monitor needs an output folder, or recorders")
-        yield RunRecord(self.config.output)
+        yield Background(RunRecord(self.config.output))
         yield TensorBoardRecorder(event_writer(self.config.output), self.config.max_tags, log_losses=True)
         if self.config.table_rows:
-            yield TableRecorder(self.config.table_rows)
+            yield Background(TableRecorder(self.config.table_rows))
 
     @property
     def sampling(self) -> bool:

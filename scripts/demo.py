@@ -52,7 +52,9 @@ def main() -> int:
 
     command = Path(sys.executable).with_name("nemo-fp8-debug")
     status = subprocess.run([command, "compare", output / "good", output / "bad", "--twin", output / "twin"]).returncode
-    print(f"\nTo look closer:  {Path(sys.executable).with_name('tensorboard')} --logdir {output}  and open http://localhost:6006")
+    print(
+        f"\nTo look closer:  {Path(sys.executable).with_name('tensorboard')} --logdir {output}  and open http://localhost:6006"
+    )
     return status
 
 

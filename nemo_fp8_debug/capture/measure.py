@@ -10,7 +10,7 @@ import torch
 from ..numerics import figures
 from ..numerics.figures import FIGURES, Moments, QuantizationSums
 from ..numerics.scaling import CurrentScaling
-from ..numerics.sketch import DTYPES, SketchBatch
+from ..numerics.sketch import SketchBatch
 from .operands import Operand
 
 _CURRENT = CurrentScaling()
@@ -22,12 +22,12 @@ def measure(operands: Sequence[Operand]) -> tuple[dict[str, list[Any]], torch.Te
     Returns:
         The columns of the sample, and each operand's amax (float32 [B]) for histories of the caller.
     """
-    moments = _moments(operands)
-    limit = torch.tensor([o.in_use.format.max for o in operands])
+    totals = SketchBatch.of([o.total for o in operands])
+    moments = _moments(operands, totals)
     amax = moments.amax.float()
-    current = _CURRENT.scale(amax, limit)
-    scale = torch.stack([_scale(o, a) for o, a in zip(operands, amax, strict=True)]) if operands else torch.zeros(0)
-    sums = _sums(operands)
+    current = _CURRENT.scale(amax, _limits(operands))
+    scale = _scales(operands, amax)
+    sums = _sums(operands, totals)
     measured = figures.figures(moments, sums, scale, current)
     columns: dict[str, list[Any]] = {
         "layer": [o.gemm.name for o in operands],
@@ -47,10 +47,14 @@ def measure(operands: Sequence[Operand]) -> tuple[dict[str, list[Any]], torch.Te
     return columns, amax
 
 
-def _moments(operands: Sequence[Operand]) -> Moments:
+def _limits(operands: Sequence[Operand]) -> torch.Tensor:
+    return torch.tensor([o.in_use.format.max for o in operands])
+
+
+def _moments(operands: Sequence[Operand], totals: SketchBatch) -> Moments:
     """Moments of each operand: those of its sketch, or the direct ones where the sketch is rounded."""
-    rows = figures.moments(SketchBatch.of([o.total for o in operands]))
-    if all(o.dtype in DTYPES for o in operands):
+    rows = figures.moments(totals)
+    if not any(o.moments for o in operands):
         return rows
     parts = []
     for i, operand in enumerate(operands):
@@ -61,23 +65,32 @@ def _moments(operands: Sequence[Operand]) -> Moments:
     return Moments.concat(parts)
 
 
-def _scale(operand: Operand, amax: torch.Tensor) -> torch.Tensor:
-    """The scale to report: the one in use, or the smallest of the calls where it follows the tensor."""
-    scale = operand.in_use.scale
-    if isinstance(scale, CurrentScaling):
-        return scale.scale(amax, operand.in_use.format.max)
-    return scale.detach().cpu().float()
+def _scales(operands: Sequence[Operand], amax: torch.Tensor) -> torch.Tensor:
+    """The scale of each operand, float32 [B]: the one in use, or what its rule makes of its amax."""
+    limits = _limits(operands)
+    scales = torch.full_like(amax, torch.nan)
+    for rule in {o.in_use.scale for o in operands if isinstance(o.in_use.scale, CurrentScaling)}:
+        mine = torch.tensor(
+            [o.in_use.scale == rule if isinstance(o.in_use.scale, CurrentScaling) else False for o in operands]
+        )
+        scales = torch.where(mine, rule.scale(amax, limits), scales)
+    for i, operand in enumerate(operands):
+        if isinstance(operand.in_use.scale, torch.Tensor):
+            scales[i] = operand.in_use.scale
+    return scales
 
 
-def _sums(operands: Sequence[Operand]) -> QuantizationSums:
+def _sums(operands: Sequence[Operand], totals: SketchBatch) -> QuantizationSums:
     """Sums of each operand: every sketch under the scale it was cast with, those of one operand added up."""
-    from_sketch = [(i, o, s) for i, o in enumerate(operands) if not o.sums for s in o.sketches]
-    batch = SketchBatch.of([s for _, _, s in from_sketch])
-    amax = figures.moments(batch).amax.float()
-    scales = [_scale(o, a) for (_, o, _), a in zip(from_sketch, amax, strict=True)]
-    rows = figures.quantization_sums(
-        batch, torch.stack(scales) if scales else torch.zeros(0), [o.in_use.format for _, o, _ in from_sketch]
-    )
+    parts = [(i, s) for i, o in enumerate(operands) if not o.sums for s in o.sketches]
+    owner = torch.tensor([i for i, _ in parts], dtype=torch.int64)
+    whole = owner.tolist() == list(range(len(operands)))
+    batch = totals if whole else SketchBatch.of([s for _, s in parts])
+    owners = [operands[i] for i, _ in parts]
+    scales = _scales(owners, batch.amax())
+    rows = figures.quantization_sums(batch, scales, [o.in_use.format for o in owners])
+    if whole:
+        return rows
     direct = [(i, s.cpu()) for i, o in enumerate(operands) for s in o.sums]
-    owner = torch.tensor([i for i, _, _ in from_sketch] + [i for i, _ in direct], dtype=torch.int64)
+    owner = torch.cat([owner, torch.tensor([i for i, _ in direct], dtype=torch.int64)])
     return QuantizationSums.concat([rows, *(s for _, s in direct)]).fold(owner, len(operands))

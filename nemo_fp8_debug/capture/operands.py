@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..kernels import sketch
+from ..kernels import count_into, sketch
 from ..numerics import figures
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import CurrentScaling, amax_of
@@ -45,11 +45,10 @@ class Operand:
         """Count another tensor in; keeps no reference to it."""
         if self.role == "weight" and self.calls:
             return  # the same weight in every micro-batch
-        counted = sketch(x)
         if self.sketches and not isinstance(self.in_use.scale, CurrentScaling):
-            self.sketches[0] += counted
+            count_into(self.sketches[0], x)
         else:
-            self.sketches.append(counted)
+            self.sketches.append(sketch(x))
         if x.dtype not in DTYPES:
             self._measure_directly(x.detach().float())
         self.dtype = x.dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..numerics.sketch import DTYPES, Sketch
+from ..numerics.sketch import BINS, DTYPES, Sketch
 from . import anywhere, cpu
 
 
@@ -15,17 +15,23 @@ def sketch(x: torch.Tensor) -> Sketch:
     Args:
         x: any shape and strides; bfloat16, float16, or another floating dtype, which is rounded to bfloat16 and marked.
     """
-    x = x.detach()
     rounded = x.dtype not in DTYPES
-    if rounded:
-        x = x.to(torch.bfloat16)
-    counts = torch.zeros(32768, dtype=torch.int64, device=x.device)
-    values = _flat(x).view(torch.int16)
+    dtype = torch.bfloat16 if rounded else x.dtype
+    # On a CPU numpy's zeros: memory that the system hands out zeroed, and most bins are never touched.
+    on_cpu = x.device.type == "cpu"
+    counts = torch.from_numpy(np.zeros(BINS, np.int64)) if on_cpu else torch.zeros(BINS, dtype=torch.int64, device=x.device)
+    result = Sketch(dtype, counts, rounded)
+    count_into(result, x)
+    return result
+
+
+def count_into(sketch: Sketch, x: torch.Tensor) -> None:
+    """Add the magnitudes of `x` to a sketch of its dtype."""
+    values = _flat(x.detach().to(sketch.dtype)).view(torch.int16)
     if x.device.type == "cpu":
-        cpu.count_patterns(values.numpy().view(np.uint16), counts.numpy(), torch.get_num_threads())
+        cpu.count_patterns(values.numpy().view(np.uint16), sketch.counts.numpy(), torch.get_num_threads())
     else:
-        anywhere.count_patterns(values, counts)
-    return Sketch(x.dtype, counts, rounded)
+        anywhere.count_patterns(values, sketch.counts)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

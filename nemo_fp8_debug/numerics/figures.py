@@ -76,29 +76,28 @@ class QuantizationSums(_Columns):
 def moments(batch: SketchBatch) -> Moments:
     """Moments of B sketches."""
     x, counts = batch.values.double(), batch.counts
-    finite = x.isfinite()
-    kept = torch.where(finite, counts, 0)
-    x = torch.where(finite, x, 0.0)
-    nonzero = torch.where(x > 0, kept, 0)
-    b = len(batch.lengths)
+    squares = x * x
+    nonzero = counts * (x > 0)
 
     # Bins lie in order of magnitude, so running counts over all sketches find every median in one search.
     running = nonzero.cumsum(0)
     per_sketch = batch.per_sketch(nonzero)
     before = per_sketch.cumsum(0) - per_sketch
-    position = torch.searchsorted(running, before + (per_sketch + 1) // 2)
-    has = per_sketch > 0
     padded = torch.cat([x, torch.zeros(1, dtype=x.dtype)])
-    first = torch.searchsorted(running, before + 1)
+
+    def nth_nonzero(rank: torch.Tensor) -> torch.Tensor:
+        found = padded[torch.searchsorted(running, before + rank).clamp_max(len(x))]
+        return torch.where(per_sketch > 0, found, torch.nan)
+
     return Moments(
-        n=batch.per_sketch(kept),
-        nan=batch.per_sketch(torch.where(batch.values.isnan(), counts, 0)),
-        inf=batch.per_sketch(torch.where(batch.values.isinf(), counts, 0)),
-        amax=torch.zeros(b, dtype=x.dtype).index_reduce_(0, batch.owner, x, "amax"),
-        amin=torch.where(has, padded[first.clamp_max(len(x))], torch.nan),
-        median=torch.where(has, padded[position.clamp_max(len(x))], torch.nan),
-        sum_x2=batch.per_sketch(kept * x**2),
-        sum_x4=batch.per_sketch(kept * x**4),
+        n=batch.per_sketch(counts),
+        nan=batch.nan,
+        inf=batch.inf,
+        amax=batch.amax().double(),
+        amin=nth_nonzero(torch.ones_like(per_sketch)),
+        median=nth_nonzero((per_sketch + 1) // 2),
+        sum_x2=batch.per_sketch(counts * squares),
+        sum_x4=batch.per_sketch(counts * (squares * squares)),
     )
 
 
@@ -109,18 +108,15 @@ def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence
         scale: float32 [B].
         formats: B formats.
     """
-    scaled = batch.values * scale[batch.owner]
-    code = torch.empty_like(scaled)
+    scales = scale[batch.owner]
+    scaled = batch.values * scales
     limit = torch.tensor([fmt.max for fmt in formats])[batch.owner]
-    kind = {fmt.name: fmt for fmt in formats}
-    order = {name: i for i, name in enumerate(kind)}
-    which = torch.tensor([order[fmt.name] for fmt in formats], dtype=torch.int64)[batch.owner]
-    for name, fmt in kind.items():
-        mine = which == order[name]
-        code[mine] = saturating_cast(scaled[mine], fmt).float()
-    finite = batch.values.isfinite()
-    counts = torch.where(finite, batch.counts, 0)
-    return _sums(batch.values, scaled, code, scale[batch.owner], limit, finite, counts, batch.per_sketch)
+    kinds = list(dict.fromkeys(formats))
+    which = torch.tensor([kinds.index(fmt) for fmt in formats], dtype=torch.int64)[batch.owner]
+    code = torch.zeros_like(scaled)
+    for i, fmt in enumerate(kinds):
+        code += saturating_cast(scaled, fmt).float() * (which == i)
+    return _sums(batch.values, scaled, code, scales, limit, batch.counts, batch.per_sketch)
 
 
 def _sums(
@@ -129,18 +125,18 @@ def _sums(
     code: torch.Tensor,
     scale: torch.Tensor,
     limit: torch.Tensor,
-    finite: torch.Tensor,
     counts: torch.Tensor,
     total: Callable[[torch.Tensor], torch.Tensor],
 ) -> QuantizationSums:
-    """The sums that define every figure of quantization, from values with counts; `total` adds up what belongs together."""
-    x, q = torch.where(finite, x, 0.0).double(), torch.where(finite, code, 0.0).double() / scale.double()
+    """The sums behind every figure of quantization, of finite values with counts; `total` adds what belongs together."""
+    x, q = x.double(), code.double() / scale.double()
+    error = x - q
     return QuantizationSums(
         underflows=total(counts * ((x != 0) & (q == 0))),
         overflows=total(counts * (scaled.abs() > limit)),
-        sum_error2=total(counts * (x - q) ** 2),
-        sum_xq=total(counts * x * q),
-        sum_q2=total(counts * q**2),
+        sum_error2=total(counts * (error * error)),
+        sum_xq=total(counts * (x * q)),
+        sum_q2=total(counts * (q * q)),
     )
 
 
@@ -199,11 +195,11 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
     """Sums (one row, on x's device) of a float32 tensor under a scale (float32 scalar tensor); no host synchronisation."""
 
     def of(chunk: torch.Tensor) -> QuantizationSums:
-        scaled = chunk * scale
+        x = torch.where(chunk.isfinite(), chunk, 0.0)  # a zero adds nothing to any sum
+        scaled = x * scale
         code = saturating_cast(scaled, fmt).float()
-        finite = chunk.isfinite()
-        limit = torch.tensor(fmt.max, device=chunk.device)
-        return _sums(chunk, scaled, code, scale, limit, finite, finite.long(), lambda v: v.sum()[None])
+        limit = torch.tensor(fmt.max, device=x.device)
+        return _sums(x, scaled, code, scale, limit, torch.ones_like(x, dtype=torch.int64), lambda v: v.sum()[None])
 
     parts = QuantizationSums.concat([of(chunk) for chunk in _chunks(x)])
     return parts.fold(torch.zeros_like(parts.underflows), 1)

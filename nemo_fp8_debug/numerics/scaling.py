@@ -183,6 +183,10 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
             f"recipe {name!r} has no option {', '.join(sorted(map(repr, unknown)))}; "
             f"its options: fp8_format, {', '.join(sorted(known))}"
         )
+    for f in fields(scaling):
+        given, kind = options.get(f.name, f.default), type(f.default)
+        if type(given) is not kind and not (kind is float and type(given) is int):
+            raise ConfigError(f"{f.name} of recipe {name!r} is {given!r}; it must be {kind.__name__}")
     return Recipe(scaling(**options), fp8_format)
 
 

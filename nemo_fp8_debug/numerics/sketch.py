@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 BINS = 32768
@@ -33,6 +34,12 @@ class Sketch:
         return Sketch(self.dtype, self.counts + other.counts, self.rounded or other.rounded)
 
 
+@functools.lru_cache(maxsize=len(DTYPES))
+def infinity_bin(dtype: torch.dtype) -> int:
+    """The bin of infinity; finite magnitudes lie below it, NaNs above."""
+    return int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16))
+
+
 @functools.lru_cache(maxsize=1)
 def magnitudes() -> torch.Tensor:
     """Float32 [2 * 32768]: the magnitude that each pattern stands for, bfloat16's then float16's; NaN and inf included."""
@@ -42,7 +49,7 @@ def magnitudes() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SketchBatch:
-    """The occupied bins of B sketches, laid end to end."""
+    """The occupied bins of B sketches, laid end to end: finite magnitudes in ascending order, the others counted apart."""
 
     #: int64 [B]: how many bins each sketch occupies
     lengths: torch.Tensor
@@ -50,16 +57,29 @@ class SketchBatch:
     index: torch.Tensor
     #: int64 [T]
     counts: torch.Tensor
+    #: int64 [B]
+    inf: torch.Tensor
+    #: int64 [B]
+    nan: torch.Tensor
 
     @classmethod
     def of(cls, sketches: Sequence[Sketch]) -> SketchBatch:
         """Pack sketches, in their order."""
-        parts = [s.counts.nonzero().squeeze(1).cpu() for s in sketches]
-        empty = torch.zeros(0, dtype=torch.int64)
+        index, counts, inf, nan = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [], []
+        for sketch in sketches:
+            dense, end = sketch.counts.cpu().numpy(), infinity_bin(sketch.dtype)
+            occupied = np.flatnonzero(dense[:end] != 0)
+            index.append(occupied + BINS * DTYPES.index(sketch.dtype))
+            counts.append(dense[occupied])
+            inf.append(int(dense[end]))
+            nan.append(int(dense[end + 1 :].sum()))
+        lengths = torch.tensor([len(c) for c in counts[1:]], dtype=torch.int64)
         return cls(
-            torch.tensor([len(p) for p in parts], dtype=torch.int64),
-            torch.cat([empty, *(p + BINS * DTYPES.index(s.dtype) for p, s in zip(parts, sketches, strict=True))]),
-            torch.cat([empty, *(s.counts.cpu()[p] for p, s in zip(parts, sketches, strict=True))]),
+            lengths,
+            torch.from_numpy(np.concatenate(index)),
+            torch.from_numpy(np.concatenate(counts)),
+            torch.tensor(inf, dtype=torch.int64),
+            torch.tensor(nan, dtype=torch.int64),
         )
 
     @functools.cached_property
@@ -72,6 +92,11 @@ class SketchBatch:
         """float32 [T]: the magnitude of each bin."""
         return magnitudes()[self.index]
 
+    def amax(self) -> torch.Tensor:
+        """float32 [B]: the largest finite magnitude of each sketch; 0 where there is none."""
+        return torch.segment_reduce(self.values, "max", lengths=self.lengths, unsafe=True, initial=0.0)
+
     def per_sketch(self, per_bin: torch.Tensor) -> torch.Tensor:
-        """[T] -> [B]: sum over the bins of each sketch, in the dtype given."""
-        return torch.zeros(len(self.lengths), dtype=per_bin.dtype).index_add_(0, self.owner, per_bin)
+        """[T] -> [B]: sum over the bins of each sketch; float64 within, which holds every count below 2^53."""
+        sums = torch.segment_reduce(per_bin.double(), "sum", lengths=self.lengths, unsafe=True)
+        return sums.to(per_bin.dtype)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class RunRecord:
         try:
             for name in ("figures", "losses"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
-            self._attempt = len(list(self.folder.glob("attempt-*.json")))
+            self._attempt = 1 + max(_attempts([*self.folder.iterdir(), *self.folder.glob("*/*")]), default=-1)
             content = {"schema_version": SCHEMA_VERSION, "attempt": self._attempt, **fingerprint}
             self._write(self.folder / f"attempt-{self._attempt}.json", json.dumps(content, indent=2, default=str).encode())
         except OSError as error:
@@ -100,7 +101,7 @@ def find_run(path: str | os.PathLike[str]) -> Path:
         RecordError: there is none, or several.
     """
     root = Path(path)
-    found = sorted({p.parent for p in root.rglob("attempt-*.json")}) if root.is_dir() else []
+    found = sorted({p.parent for p in root.rglob("attempt-*.json") if _attempts([p])}) if root.is_dir() else []
     if not found:
         raise RecordError(f"{root} holds no run record (a folder with attempt-0.json)")
     if len(found) > 1:
@@ -119,7 +120,7 @@ def read_table(run: Path, table: str) -> pl.DataFrame:
     for part in sorted((run / table).glob("*.parquet")):
         try:
             frames.append(pl.read_parquet(part).select(list(schema)).match_to_schema(schema))
-        except Exception as error:
+        except (Exception, pl.exceptions.PanicException) as error:
             raise RecordError(f"{part} cannot be read as a part of {table}: {str(error).splitlines()[0]}") from None
     rows = pl.concat(frames)
     latest = rows.group_by("step").agg(pl.max("attempt"))
@@ -132,11 +133,19 @@ def read_fingerprint(run: Path) -> dict[str, Any]:
     Raises:
         RecordError: it cannot be read.
     """
-    path = max(run.glob("attempt-*.json"), key=lambda p: int(p.stem.removeprefix("attempt-")))
+    path = run / f"attempt-{max(_attempts(run.glob('*.json')), default=0)}.json"
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: Any = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise RecordError(f"{path} is not a fingerprint: {error}") from None
+    if not isinstance(content, dict):
+        raise RecordError(f"{path} is not a fingerprint: a JSON object is expected")
     if content.get("schema_version") != SCHEMA_VERSION:
         raise RecordError(f"{path} has schema version {content.get('schema_version')}; this release reads {SCHEMA_VERSION}")
     return content
+
+
+def _attempts(paths: Iterable[Path]) -> list[int]:
+    """The attempts that files belong to, by their names; other files are passed over."""
+    names = (re.fullmatch(r"attempt-(\d+)(-step-\d+\.parquet|\.json)", path.name) for path in paths)
+    return [int(name[1]) for name in names if name]

@@ -8,7 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from tensorboard.compat.proto.summary_pb2 import Summary
+
 from ..numerics.figures import FIGURES, WORSE
+from ..numerics.scaling import ROLES
 from ..sample import SHOWN_AS, Sample
 
 #: streamed as scalars, each tensor its own tag
@@ -25,23 +28,24 @@ class TagBudget:
     """Which tensors get tags of their own when not all can: the worst of each role, kept once chosen."""
 
     def __init__(self, max_tags: int) -> None:
+        self._free = max_tags
         self._max_tags = max_tags
         self._admitted: dict[tuple[str, str], set[str]] = defaultdict(set)
 
-    def choose(self, figure: str, role: str, worst_first: Sequence[str], tensors: int, roles: int) -> set[str]:
+    def choose(self, figure: str, role: str, worst_first: Sequence[str], tensors: int) -> set[str]:
         """Layers whose `figure` of `role` is written, in this step and all that follow.
 
         Args:
             worst_first: layers with a value in this step.
             tensors: how many tensors the step has, over all roles.
-            roles: how many roles share the budget.
         """
         admitted = self._admitted[figure, role]
-        if tensors * len(STREAMED) <= self._max_tags:
-            admitted.update(worst_first)
-        else:
-            free = self._max_tags // (len(STREAMED) * roles) - len(admitted)
-            admitted.update([layer for layer in worst_first if layer not in admitted][: max(0, free)])
+        quota = self._free
+        if tensors * len(STREAMED) > self._max_tags:
+            quota = min(quota, self._max_tags // (len(STREAMED) * len(ROLES)) - len(admitted))
+        new = [layer for layer in worst_first if layer not in admitted][: max(0, quota)]
+        self._free -= len(new)
+        admitted.update(new)
         return admitted
 
 
@@ -70,8 +74,7 @@ class ScalarRecorder:
         """The tags of a step, and by (figure, role) the layers that have one, worst first."""
         tags: dict[str, float] = {}
         worst: dict[tuple[str, str], list[str]] = {}
-        roles = sorted(set(sample.columns["role"]))
-        for role in roles:
+        for role in ROLES:
             rows = [i for i, r in enumerate(sample.columns["role"]) if r == role]
             for figure in STREAMED:
                 values = {sample.columns["layer"][i]: sample.columns[figure][i] for i in rows}
@@ -80,7 +83,7 @@ class ScalarRecorder:
                     continue
                 sign = WORSE.get(figure, 1)
                 ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
-                chosen = self._budget.choose(figure, role, ranked, len(sample), len(roles))
+                chosen = self._budget.choose(figure, role, ranked, len(sample))
                 worst[figure, role] = [layer for layer in ranked if layer in chosen]
                 tags |= {f"fp8_{figure}/{role}/{layer}": values[layer] for layer in worst[figure, role]}
                 tags[f"fp8/{figure}/{role}/worst"] = values[ranked[0]]
@@ -91,8 +94,7 @@ class ScalarRecorder:
 class EventWriter(Protocol):
     """What is used of a SummaryWriter."""
 
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """One point."""
+    file_writer: Any
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Markdown."""
@@ -129,21 +131,21 @@ class TensorBoardRecorder(ScalarRecorder):
         if layout != self._layout:
             self._writer.add_custom_scalars(layout)
             self._layout = layout
-        self._writer.flush()
 
     def record_losses(self, losses: Mapping[int, float]) -> None:
         """Write losses, if no host does."""
         if self._log_losses:
             for step, loss in losses.items():
-                self._writer.add_scalar("loss", loss, step)
+                self._write_scalars({"loss": loss}, step)
 
     def close(self) -> None:
         """Hand everything to the disk."""
         self._writer.flush()
 
     def _write_scalars(self, tags: Mapping[str, float], step: int) -> None:
-        for tag, value in tags.items():
-            self._writer.add_scalar(tag, value, step)
+        # One event for all tags: an event each would wait on the writer's queue of ten.
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), step)
 
 
 def event_writer(folder: str) -> EventWriter:
@@ -157,7 +159,7 @@ def event_writer(folder: str) -> EventWriter:
 def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
     """Custom-scalars layout: a category a role, in it the loss and for each figure the worst layers."""
     layout: dict[str, Any] = {}
-    for role in sorted({role for _, role in worst}):
+    for role in (r for r in ROLES if any(r == role for _, role in worst)):
         charts: dict[str, Any] = {"loss": ["Multiline", [_LOSS_TAGS]]}
         for figure in _CHARTS:
             layers = sorted(worst.get((figure, role), [])[:_WORST_SHOWN])

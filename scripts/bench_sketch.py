@@ -1,0 +1,70 @@
+"""Times the sketch of a BF16 tensor beside torch.aminmax of the same tensor, and figures from many sketches.
+
+`python scripts/bench_sketch.py [--threads 2]`. Ratios and medians; the two calls alternate, so that they share the
+machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round twelve of them, as a
+training step goes round its operands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.numerics import figures
+from nemo_fp8_debug.numerics.formats import E4M3, E5M2
+from nemo_fp8_debug.numerics.sketch import SketchBatch
+
+VALUES = 1 << 24
+ROUNDS = 40
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def compare_with_aminmax(tensors: list[torch.Tensor]) -> tuple[float, float, float]:
+    """Medians of sketch and aminmax in ms, and the median of their paired ratios."""
+    pairs = []
+    for i in range(ROUNDS):
+        x, y = tensors[2 * i % len(tensors)], tensors[(2 * i + 1) % len(tensors)]
+        pairs.append((seconds(lambda x=x: sketch(x)), seconds(lambda y=y: torch.aminmax(y))))
+    ours, theirs = zip(*pairs, strict=True)
+    ratios = [a / b for a, b in pairs]
+    return 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs), statistics.median(ratios)
+
+
+def figures_of_500_sketches() -> float:
+    """Seconds for all figures of 500 sketches of normal values under 3 scalings."""
+    sketches = [sketch((1 + i) * torch.randn(1 << 16).bfloat16()) for i in range(500)]
+    start = time.perf_counter()
+    batch = SketchBatch.of(sketches)
+    moments = figures.moments(batch)
+    for scale, fmt in ((1.0, E4M3), (100.0, E4M3), (1000.0, E5M2)):
+        scales = torch.full((500,), scale)
+        figures.figures(moments, figures.quantization_sums(batch, scales, [fmt] * 500), scales, scales)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    torch.set_num_threads(parser.parse_args().threads)
+    torch.manual_seed(0)
+    tensors = [torch.randn(VALUES).bfloat16() for _ in range(12)]
+    sketch(tensors[0])
+    print(f"{VALUES / 2**20:.0f} Mi BF16 values, {torch.get_num_threads()} threads, medians of {ROUNDS}")
+    for name, chosen in (("hot", tensors[:1]), ("cold", tensors)):
+        ours, theirs, ratio = compare_with_aminmax(chosen)
+        print(f"{name:5} sketch {ours:6.2f} ms   torch.aminmax {theirs:6.2f} ms   ratio {ratio:.2f}")
+    print(f"figures of 500 sketches under 3 scalings: {figures_of_500_sketches():.2f} s")
+
+
+if __name__ == "__main__":
+    main()

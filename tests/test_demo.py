@@ -1,0 +1,52 @@
+"""The README's main job, whole: three real NeMo runs, and compare names what went wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("demo") / "runs"
+    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts/demo.py"), "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert f"--logdir {output}" in done.stdout
+    return output
+
+
+@pytest.fixture(scope="module")
+def comparison(demo: Path) -> dict[str, Any]:
+    cli = str(Path(sys.executable).with_name("nemo-fp8-debug"))
+    command = [cli, "compare", str(demo / "good"), str(demo / "bad"), "--twin", str(demo / "twin"), "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_the_bad_run_diverges_in_mid_run_and_the_good_one_does_not(comparison: dict[str, Any]) -> None:
+    runs = comparison["runs"]
+    assert runs["good"]["diverged_at"] is None
+    assert 120 < runs["bad"]["diverged_at"] < 300
+    assert runs["bad"]["final_loss"] > 1.2 * runs["good"]["final_loss"]
+
+
+def test_compare_names_the_input_of_linear_fc2(comparison: dict[str, Any]) -> None:
+    first = comparison["tensors"][0]
+    assert first["layer"].endswith("mlp.linear_fc2")
+    assert first["role"] == "input"
+    assert first["mse_ratio"] >= 1000
+    assert first["underflow_pct_bad"] >= 10 * first["underflow_pct_good"]
+    assert f"X of {first['layer']}" in comparison["verdict"]
+
+
+def test_compare_says_whether_the_twin_diverged(comparison: dict[str, Any]) -> None:
+    left = comparison["runs"]["twin"]["above_good_since"]
+    assert left is not None
+    assert f"Its twin's loss leaves too, from step {left}" in comparison["verdict"]
