@@ -113,8 +113,8 @@ class Monitor:
         with self._faults("while starting to sample"):
             self._operands = {
                 (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role))
-                for gemm in self.gemms
                 for role in self.config.roles
+                for gemm in self.gemms
             }
             self._capture = Capture(self._operands, self._hook_fault)
             self._capture.attach()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -111,11 +113,11 @@ def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence
     scales = scale[batch.owner]
     scaled = batch.values * scales
     limit = torch.tensor([fmt.max for fmt in formats])[batch.owner]
-    kinds = list(dict.fromkeys(formats))
-    which = torch.tensor([kinds.index(fmt) for fmt in formats], dtype=torch.int64)[batch.owner]
-    code = torch.zeros_like(scaled)
-    for i, fmt in enumerate(kinds):
-        code += saturating_cast(scaled, fmt).float() * (which == i)
+    code, start = torch.empty_like(scaled), 0
+    for fmt, same in groupby(zip(formats, batch.lengths.tolist(), strict=True), key=itemgetter(0)):
+        end = start + sum(length for _, length in same)
+        code[start:end] = saturating_cast(scaled[start:end], fmt).float()
+        start = end
     return _sums(batch.values, scaled, code, scales, limit, batch.counts, batch.per_sketch)
 
 
@@ -129,14 +131,15 @@ def _sums(
     total: Callable[[torch.Tensor], torch.Tensor],
 ) -> QuantizationSums:
     """The sums behind every figure of quantization, of finite values with counts; `total` adds what belongs together."""
+    underflows = total(counts * ((x != 0) & (code == 0)))
     x, q = x.double(), code.double() / scale.double()
-    error = x - q
+    error, weights = x - q, counts.double()
     return QuantizationSums(
-        underflows=total(counts * ((x != 0) & (q == 0))),
+        underflows=underflows,
         overflows=total(counts * (scaled.abs() > limit)),
-        sum_error2=total(counts * (error * error)),
-        sum_xq=total(counts * (x * q)),
-        sum_q2=total(counts * (q * q)),
+        sum_error2=total(weights * (error * error)),
+        sum_xq=total(weights * (x * q)),
+        sum_q2=total(weights * (q * q)),
     )
 
 

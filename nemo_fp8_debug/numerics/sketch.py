@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 BINS = 32768
@@ -40,6 +41,14 @@ def infinity_bin(dtype: torch.dtype) -> int:
     return int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16))
 
 
+def _occupied(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where counts are not zero: binade by binade, since most are empty."""
+    binades = counts.reshape(-1, 128)
+    rows = np.flatnonzero(binades.max(1))
+    row, column = np.nonzero(binades[rows])
+    return rows[row] * 128 + column
+
+
 @functools.lru_cache(maxsize=1)
 def magnitudes() -> torch.Tensor:
     """Float32 [2 * 32768]: the magnitude that each pattern stands for, bfloat16's then float16's; NaN and inf included."""
@@ -68,7 +77,7 @@ class SketchBatch:
         index, counts, inf, nan = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [], []
         for sketch in sketches:
             dense, end = sketch.counts.cpu().numpy(), infinity_bin(sketch.dtype)
-            occupied = np.flatnonzero(dense[:end] != 0)
+            occupied = _occupied(dense[:end])
             index.append(occupied + BINS * DTYPES.index(sketch.dtype))
             counts.append(dense[occupied])
             inf.append(int(dense[end]))

@@ -91,9 +91,7 @@ class TestCurrentScaling:
 @st.composite
 def delayed_runs(draw: st.DrawFn) -> tuple[DelayedScaling, list[float], list[list[float]]]:
     """A rule, the limit of each operand, and each step's amax of each operand."""
-    rule = DelayedScaling(
-        draw(st.integers(-2, 5)), draw(st.integers(1, 5)), draw(st.sampled_from(["max", "most_recent"]))
-    )
+    rule = DelayedScaling(draw(st.integers(-2, 5)), draw(st.integers(1, 5)), draw(st.sampled_from(["max", "most_recent"])))
     limits = draw(st.lists(LIMITS, min_size=1, max_size=4))
     amax = st.just(0.0) | st.just(float("inf")) | st.floats(0, width=32)
     steps = draw(st.lists(st.lists(amax, min_size=len(limits), max_size=len(limits)), max_size=12))
@@ -124,6 +122,13 @@ class TestDelayedScaling:
             history, scale = rule.update(history, scale, torch.tensor([amax]), limit)
             scales.append(scale.item())
         assert scales == [64, 1, 1, 64]
+
+    def test_an_operand_that_was_not_cast_keeps_history_and_scale(self) -> None:
+        history, scale = torch.tensor([[7.0, 7.0]]), torch.tensor([5.0, 5.0])  # as of a run with another margin
+        rule = DelayedScaling(amax_history_len=1)
+        history, scale = rule.update(history, scale, torch.tensor([0.0, 14.0]), torch.tensor([448.0, 448.0]))
+        assert history.tolist() == [[7, 14]]
+        assert scale.tolist() == [5, 32]
 
     def test_leaves_what_it_is_given_unchanged(self) -> None:
         history, scale = torch.zeros(3, 2), torch.ones(2)
@@ -231,10 +236,6 @@ class TestParseRecipe:
             ({"name": "current", "fp8_format": "e3m4"}, ["'e3m4'", "'hybrid'", "'e4m3'", "'e5m2'"]),
             ({"name": "delayed", "amax_compute_algo": "mean"}, ["'mean'", "'max'", "'most_recent'"]),
             ({"name": "delayed", "amax_history_len": 0}, ["amax_history_len", "0", "at least 1"]),
-            ({"name": "delayed", "amax_history_len": "16"}, ["amax_history_len", "'16'"]),
-            ({"name": "delayed", "amax_history_len": 1.5}, ["amax_history_len", "1.5"]),
-            ({"name": "delayed", "margin": "1"}, ["margin", "'1'"]),
-            ({"name": "current", "epsilon": "1e-6"}, ["epsilon", "'1e-6'"]),
         ],
         ids=str,
     )
@@ -242,6 +243,19 @@ class TestParseRecipe:
         with pytest.raises(ConfigError) as error:
             parse_recipe(value)
         assert [part for part in named if part not in str(error.value)] == []
+
+    @pytest.mark.parametrize(
+        ("name", "option", "value"),
+        [
+            ("delayed", "amax_history_len", "16"),
+            ("delayed", "amax_history_len", 1.5),
+            ("delayed", "margin", "1"),
+            ("current", "epsilon", "1e-6"),
+        ],
+    )
+    def test_names_an_option_whose_value_is_of_the_wrong_kind(self, name: str, option: str, value: Any) -> None:
+        with pytest.raises(ConfigError, match=option):
+            parse_recipe({"name": name, option: value})
 
     @pytest.mark.parametrize(
         ("value", "name"),
@@ -310,6 +324,12 @@ class TestQuantize:
         assert got.dtype == dtype
         assert np.array_equal(got.isnan().numpy(), ~real)
         assert np.array_equal(got.view(torch.int16).numpy()[real], want.view(np.int16)[real])
+
+
+def test_float32_values_are_codes_times_the_reciprocal_of_the_scale() -> None:
+    x, scale = torch.linspace(-500, 500, 1001), 1.7
+    want = codes(x, scale, ml_dtypes.float8_e4m3fn).astype(np.float32) * (np.float32(1) / np.float32(scale))
+    assert np.array_equal(quantize_dequantize(x, torch.tensor(scale), E4M3).numpy(), want)
 
 
 def test_quantize_takes_a_scale_for_each_row() -> None:

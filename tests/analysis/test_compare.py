@@ -1,0 +1,370 @@
+"""Good and bad records side by side: the culprit, the verdict, the losses, and records that cannot be read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pytest
+from samples import FINGERPRINT, sample
+from typer.testing import CliRunner, Result
+
+from nemo_fp8_debug.analysis.compare import Comparison, compare
+from nemo_fp8_debug.analysis.loss import LossCurve
+from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.errors import RecordError
+from nemo_fp8_debug.numerics.figures import FIGURES
+from nemo_fp8_debug.record.store import RunRecord
+
+STEPS = range(0, 200, 20)
+CULPRIT = ("decoder.layers.1.mlp.linear_fc2", "input")
+VANISHING = ("decoder.layers.0.mlp.linear_fc1", "grad_output")
+STEADY = ("decoder.layers.0.self_attention.linear_qkv", "weight")
+
+#: a tensor that FP8 holds without error, as one of powers of two, and one of zeros
+EXACT, NO_ERROR = ("exact", "weight"), {"mse": 0.0, "relative_error": 0.0, "underflow_pct": 0.0, "sqnr_db": None}
+ZERO, OF_ZEROS = ("zero", "grad_output"), NO_ERROR | {"relative_error": None, "cosine": None, "amin": None, "amax": 0.0}
+
+Rows = Callable[[int], list[dict[str, Any]]]
+Losses = Mapping[int, float]
+
+
+def row(tensor: tuple[str, str], **figures: Any) -> dict[str, Any]:
+    layer, role = tensor
+    return {"layer": layer, "gemm": layer.rpartition(".")[2], "role": role, **figures}
+
+
+def healthy(step: int) -> list[dict[str, Any]]:
+    return [row(VANISHING, mse=1e-10), row(STEADY), row(CULPRIT, mse=1e-5)]
+
+
+def broken(step: int) -> list[dict[str, Any]]:
+    """One tensor underflows more and more; behind it, a gradient vanishes, with what its quantisation costs."""
+    grown = step / max(STEPS)
+    return [
+        row(VANISHING, mse=1e-10 * 10 ** (-4 * grown), underflow_pct=0.1 + 90 * grown, relative_error=0.026 + 0.9 * grown),
+        row(STEADY),
+        row(CULPRIT, mse=1e-5 * 10 ** (3 * grown), underflow_pct=0.1 + 30 * grown, relative_error=0.026 + 0.3 * grown),
+    ]
+
+
+def all_nan(step: int) -> list[dict[str, Any]]:
+    """What is left to say of a step whose tensors hold nothing but NaN."""
+    return [healthy_row | dict.fromkeys(FIGURES) | {"n": 0, "nan": 4096} for healthy_row in healthy(step)]
+
+
+def falling(n: int = 200) -> dict[int, float]:
+    """A loss that falls from 5 towards 2, with 1% of noise."""
+    noise = np.random.default_rng(0).normal(0, 0.01, n)
+    return {i: float((2 + 3 * np.exp(-i / 30)) * (1 + noise[i])) for i in range(n)}
+
+
+def rising(since: int = 120) -> dict[int, float]:
+    """The same, until it rises without return."""
+    return {i: loss + max(0, i - since) * 0.05 for i, loss in falling().items()}
+
+
+def write(folder: Path, rows: Rows | None, losses: Losses, steps: Sequence[int] = STEPS) -> Path:
+    record = RunRecord(folder)
+    record.open(FINGERPRINT)
+    for step in steps if rows else ():
+        record.record(sample(step, rows(step)))
+    record.record_losses(losses)
+    record.close()
+    return folder
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return write(tmp_path / "good", healthy, falling())
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    return write(tmp_path / "bad", broken, rising())
+
+
+def ranking(found: Comparison) -> list[tuple[str, str]]:
+    return list(zip(found.tensors["layer"], found.tensors["role"], strict=True))
+
+
+class TestRanking:
+    def test_the_culprit_comes_before_the_gradient_that_vanishes_behind_it(self, good: Path, bad: Path) -> None:
+        found = ranking(compare(good, bad))
+        assert found[0] == CULPRIT
+        assert found[1:] in ([STEADY, VANISHING], [VANISHING, STEADY])
+
+    def test_a_vanishing_gradient_does_not_count_as_drift(self, good: Path, bad: Path) -> None:
+        drift = {(r["layer"], r["role"]): r["drift_log2"] for r in compare(good, bad).tensors.iter_rows(named=True)}
+        assert drift[CULPRIT] > 3
+        assert drift[VANISHING] < 0
+        assert drift[STEADY] == 0
+
+    def test_a_run_compared_with_itself_has_no_drift(self, good: Path) -> None:
+        assert compare(good, good).tensors["drift_log2"].to_list() == [0, 0, 0]
+
+    @pytest.mark.parametrize(
+        ("before", "after", "drift"),
+        [(0.1, 10.0, math.log2(10.01 / 0.11)), (0.0, 0.0005, math.log2(0.0105 / 0.01))],
+        ids=["real", "noise"],
+    )
+    def test_drift_is_the_ratio_of_underflow_above_a_floor(
+        self, tmp_path: Path, before: float, after: float, drift: float
+    ) -> None:
+        good = write(tmp_path / "good", lambda step: [row(CULPRIT, underflow_pct=before)], falling())
+        bad = write(tmp_path / "bad", lambda step: [row(CULPRIT, underflow_pct=after, mse=1.0)], falling())
+        assert compare(good, bad).tensors["drift_log2"].to_list() == [pytest.approx(drift)]
+
+    @pytest.mark.parametrize("figure", ["overflow_pct", "relative_error"])
+    def test_other_harm_than_underflow_counts_too(self, tmp_path: Path, good: Path, figure: str) -> None:
+        def harmed(step: int) -> list[dict[str, Any]]:
+            return [row(VANISHING, mse=1e-10), row(STEADY), row(CULPRIT, **{"mse": 1e-3, figure: 0.5})]
+
+        assert ranking(compare(good, write(tmp_path / "bad", harmed, rising())))[0] == CULPRIT
+
+    def test_only_the_later_half_counts(self, tmp_path: Path, good: Path) -> None:
+        def warming_up(step: int) -> list[dict[str, Any]]:
+            return healthy(step) if step >= 100 else broken(max(STEPS))
+
+        found = compare(good, write(tmp_path / "bad", warming_up, falling()))
+        assert found.tensors["drift_log2"].to_list() == [0, 0, 0]
+
+    def test_only_steps_that_both_runs_sampled_count(self, tmp_path: Path, good: Path) -> None:
+        def broken_in_between(step: int) -> list[dict[str, Any]]:
+            return healthy(step) if step in STEPS else broken(max(STEPS))
+
+        bad = write(tmp_path / "bad", broken_in_between, falling(), steps=range(0, 200, 5))
+        assert compare(good, bad).tensors["drift_log2"].to_list() == [0, 0, 0]
+
+    def test_a_tensor_that_fp8_holds_exactly_does_not_drift(self, tmp_path: Path) -> None:
+        def both(rows: Rows) -> Rows:
+            return lambda step: [row(EXACT, **NO_ERROR), row(ZERO, **OF_ZEROS), *rows(step)]
+
+        good = write(tmp_path / "good", both(healthy), falling())
+        bad = write(tmp_path / "bad", both(broken), rising())
+        found = compare(good, bad)
+        assert ranking(found)[0] == CULPRIT
+        assert {r["drift_log2"] for r in found.tensors.to_dicts() if r["layer"] in ("exact", "zero")} <= {0, None}
+
+
+class TestVerdict:
+    def test_names_the_culprit_and_the_step(self, good: Path, bad: Path) -> None:
+        found = compare(good, bad)
+        verdict = found.verdict()
+        assert f"X of {CULPRIT[0]}" in verdict
+        assert VANISHING[0] not in verdict
+        assert f"rises for good from step {found.bad.loss.diverged_at}" in verdict
+
+    def test_of_a_tensor_that_fp8_holds_exactly_has_no_nan(self, tmp_path: Path) -> None:
+        run = write(tmp_path / "run", lambda step: [row(EXACT, **NO_ERROR)], falling())
+        assert "nan" not in compare(run, run).verdict()
+
+    def test_says_so_where_the_loss_does_not_leave(self, tmp_path: Path, good: Path) -> None:
+        found = compare(good, write(tmp_path / "bad", broken, falling()))
+        assert "loss stays with the first run's" in found.verdict()
+
+    def test_tells_a_slower_fall_from_a_rise(self, tmp_path: Path, good: Path) -> None:
+        slower = {i: loss * 1.3 for i, loss in falling().items()}
+        verdict = compare(good, write(tmp_path / "bad", broken, slower)).verdict()
+        assert "stays above the first run's from step 0" in verdict
+        assert "does not rise above its own minimum" in verdict
+
+    def test_a_twin_that_holds_puts_the_blame_on_the_difference(self, tmp_path: Path, good: Path, bad: Path) -> None:
+        verdict = compare(good, bad, write(tmp_path / "twin", None, falling())).verdict()
+        assert "Its twin does not diverge" in verdict
+
+    def test_a_twin_that_diverges_too_acquits_fp8(self, tmp_path: Path, good: Path, bad: Path) -> None:
+        verdict = compare(good, bad, write(tmp_path / "twin", None, rising(100))).verdict()
+        assert "Its twin's loss leaves too" in verdict
+        assert "FP8 is not all of the cause" in verdict
+
+    def test_a_twin_of_a_run_that_did_not_diverge_has_nothing_to_tell(self, tmp_path: Path, good: Path) -> None:
+        verdict = compare(good, write(tmp_path / "bad", healthy, falling()), good).verdict()
+        assert "twin has nothing to tell" in verdict
+
+    def test_a_run_that_ended_in_nan_everywhere_has_a_verdict(self, tmp_path: Path, good: Path) -> None:
+        losses = {i: loss if i < 100 else float("nan") for i, loss in falling().items()}
+        bad = write(tmp_path / "bad", lambda step: healthy(step) if step < 100 else all_nan(step), losses)
+        assert "rises for good from step 100" in compare(good, bad).verdict()
+
+
+def curve(losses: npt.ArrayLike) -> LossCurve:
+    values = np.asarray(losses, np.float64)
+    return LossCurve.of(pl.DataFrame({"step": np.arange(len(values)), "loss": values}))
+
+
+class TestLossCurve:
+    def test_a_clean_run_did_not_diverge(self) -> None:
+        assert curve(list(falling().values())).diverged_at is None
+
+    @pytest.mark.parametrize("n", [50, 100, 1000])
+    def test_noise_is_no_divergence(self, n: int) -> None:
+        """3% of noise, as small batches have, on a loss that has long stopped to fall."""
+        runs = [curve(2 * (1 + np.random.default_rng(seed).normal(0, 0.03, n))) for seed in range(20)]
+        assert [run.diverged_at for run in runs if run.diverged_at is not None] == []
+
+    @pytest.mark.parametrize("n", [50, 100, 1000])
+    def test_noise_does_not_set_two_runs_apart(self, n: int) -> None:
+        runs = [curve(2 * (1 + np.random.default_rng(seed).normal(0, 0.03, n))) for seed in range(21)]
+        apart = [b.above(a) for a, b in itertools.pairwise(runs)]
+        assert [step for step in apart if step is not None] == []
+
+    @pytest.mark.parametrize("at", [0, 60, 198, 199])
+    def test_a_lone_spike_is_not_counted(self, at: int) -> None:
+        losses = np.array(list(falling().values()))
+        losses[at] = 50
+        assert curve(losses).diverged_at is None
+
+    @pytest.mark.parametrize("since", [60, 120, 180])
+    def test_a_divergence_is_found_near_its_step(self, since: int) -> None:
+        losses = np.array(list(falling().values()))
+        losses[since:] += 1
+        assert curve(losses).diverged_at == pytest.approx(since, abs=2)
+
+    def test_steps_are_those_of_the_table(self) -> None:
+        table = pl.DataFrame({"step": [30, 10, 20, 40, 50, 60], "loss": [1.0, 2.0, 1.5, 9.0, 9.0, 9.0]})
+        assert LossCurve.of(table).diverged_at == 40
+
+    def test_the_later_row_of_a_step_counts(self) -> None:
+        table = pl.DataFrame({"step": [0, 1, 1], "loss": [1.0, 7.0, 3.0]})
+        assert LossCurve.of(table).losses.tolist() == [1, 3]
+
+    @pytest.mark.parametrize("gone", [np.nan, np.inf])
+    def test_a_loss_that_is_no_longer_a_number_diverged(self, gone: float) -> None:
+        losses = np.array(list(falling().values()))
+        losses[90:] = gone
+        found = curve(losses)
+        assert found.diverged_at == pytest.approx(90, abs=2)
+        assert found.above(curve(list(falling().values()))) == found.diverged_at
+        assert found.lowest is not None
+        assert found.lowest[1] < 3
+
+    def test_a_lone_nan_is_not_counted(self) -> None:
+        losses = np.array(list(falling().values()))
+        losses[90] = np.nan
+        assert curve(losses).diverged_at is None
+
+    def test_no_losses(self) -> None:
+        none = curve([])
+        assert (none.final, none.lowest, none.diverged_at) == (None, None, None)
+        assert none.above(curve([1.0])) is None
+        assert curve([1.0]).above(none) is None
+
+    def test_a_single_loss(self) -> None:
+        one = curve([3.0])
+        assert (one.final, one.lowest, one.diverged_at) == (3, (0, 3), None)
+        assert one.above(one) is None
+        assert one.above(curve([2.0])) == 0
+
+    def test_above_compares_at_the_same_step(self) -> None:
+        fast, slow = curve(np.linspace(5, 1, 100)), curve(np.linspace(5, 3, 100))
+        assert slow.above(fast) == pytest.approx(11, abs=4)
+        assert fast.above(slow) is None
+
+    def test_above_compares_runs_that_logged_other_steps(self) -> None:
+        def every_tenth(losses: Losses) -> LossCurve:
+            return LossCurve.of(pl.DataFrame({"step": range(0, 200, 10), "loss": [losses[i] for i in range(0, 200, 10)]}))
+
+        fine, coarse = curve(list(falling().values())), every_tenth(falling())
+        assert coarse.above(fine) is fine.above(coarse) is None
+        assert curve(list(rising().values())).above(coarse) == pytest.approx(123, abs=5)
+        assert every_tenth(rising()).above(fine) == pytest.approx(125, abs=10)
+
+
+class TestRefused:
+    def test_no_step_in_common(self, tmp_path: Path, good: Path) -> None:
+        late = write(tmp_path / "late", broken, rising(), steps=range(5, 100, 20))
+        with pytest.raises(RecordError, match="no sampled step and tensor in common") as error:
+            compare(good, late)
+        assert "has steps 0 to 180" in str(error.value)
+        assert "has steps 5 to 85" in str(error.value)
+
+    def test_no_layer_in_common(self, tmp_path: Path, good: Path) -> None:
+        other = write(tmp_path / "other", lambda step: [row(("fc", "input"))], rising())
+        with pytest.raises(RecordError, match="layers such as fc"):
+            compare(good, other)
+
+    def test_a_run_without_samples(self, tmp_path: Path, good: Path) -> None:
+        empty = write(tmp_path / "empty", None, {})
+        with pytest.raises(RecordError, match="empty has no sampled step"):
+            compare(good, empty)
+
+    @pytest.mark.parametrize("which", ["good", "bad", "twin"])
+    def test_a_missing_run_is_named(self, tmp_path: Path, good: Path, bad: Path, which: str) -> None:
+        paths = {"good": good, "bad": bad, "twin": None} | {which: tmp_path / "missing"}
+        with pytest.raises(RecordError, match="missing holds no run record"):
+            compare(**paths)
+
+
+def run_cli(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def strict_json(text: str) -> Any:
+    """Parse as other languages do: NaN and Infinity are no JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+class TestCommandLine:
+    def test_prints_losses_ranking_and_verdict(self, good: Path, bad: Path) -> None:
+        result = run_cli(good, bad)
+        assert result.exit_code == 0
+        lines = result.output.splitlines()
+        ranked = [line for line in lines if "decoder.layers" in line and "│" in line]
+        assert CULPRIT[0] in ranked[0]
+        assert len(ranked) == 3
+        assert "0.1 ->" in ranked[0]
+        assert lines[-1] == compare(good, bad).verdict()
+
+    def test_lists_no_more_tensors_than_asked(self, good: Path, bad: Path) -> None:
+        result = run_cli(good, bad, "--top", 1)
+        assert sum("│ decoder.layers" in line for line in result.output.splitlines()) == 1
+
+    def test_json_holds_everything(self, tmp_path: Path, good: Path, bad: Path) -> None:
+        twin = write(tmp_path / "twin", None, falling())
+        result = run_cli(good, bad, "--twin", twin, "--json", "--top", 1)
+        assert result.exit_code == 0
+        assert strict_json(result.stdout) == json.loads(json.dumps(compare(good, bad, twin).to_json()))
+        found = strict_json(result.stdout)
+        assert set(found["runs"]) == {"good", "bad", "twin"}
+        assert len(found["tensors"]) == 3
+        assert found["tensors"][0]["layer"] == CULPRIT[0]
+
+    def test_json_of_a_loss_that_is_no_longer_a_number(self, tmp_path: Path, good: Path) -> None:
+        losses = {i: loss if i < 100 else float("nan") for i, loss in falling().items()}
+        bad = write(tmp_path / "bad", broken, losses)
+        assert strict_json(run_cli(good, bad, "--json").stdout)["runs"]["bad"]["diverged_at"] == 100
+
+    @pytest.mark.parametrize("in_bad", [NO_ERROR, {}], ids=["in both runs", "in the good run"])
+    def test_json_of_a_tensor_that_fp8_holds_exactly(self, tmp_path: Path, in_bad: dict[str, Any]) -> None:
+        good = write(tmp_path / "good", lambda step: [row(EXACT, **NO_ERROR)], falling())
+        bad = write(tmp_path / "bad", lambda step: [row(EXACT, **in_bad)], falling())
+        assert len(strict_json(run_cli(good, bad, "--json").stdout)["tensors"]) == 1
+
+    @pytest.mark.parametrize("name", ["missing", "runs [bf16]", "runs [/a]"])
+    def test_a_missing_run_is_an_error_in_one_line(self, tmp_path: Path, good: Path, name: str) -> None:
+        result = run_cli(good, tmp_path / name)
+        assert isinstance(result.exception, SystemExit)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr == f"error: {tmp_path / name} holds no run record (a folder with attempt-0.json)\n"
+
+    def test_a_damaged_record_is_an_error_in_one_line(self, good: Path, bad: Path) -> None:
+        part = next((bad / "figures").iterdir())
+        part.write_bytes(part.read_bytes()[:-50])
+        result = run_cli(good, bad)
+        assert isinstance(result.exception, SystemExit)
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"error: {part} cannot be read")
+        assert result.stderr.count("\n") == 1

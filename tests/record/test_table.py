@@ -1,0 +1,110 @@
+"""The printed table, as a terminal or a log file gets it."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+from samples import sample
+
+from nemo_fp8_debug.record.table import TableRecorder
+from nemo_fp8_debug.sample import Sample
+
+
+def printed(of: Sample, rows: int = 12, width: int = 200) -> list[str]:
+    out = StringIO()
+    TableRecorder(rows, Console(file=out, width=width)).record(of)
+    return out.getvalue().splitlines()
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    """Heading and rows, cell by cell."""
+    return [[cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")] for line in lines if line[0] in "┃│"]
+
+
+def rows(of: Sample, **options: Any) -> list[dict[str, str]]:
+    heading, *body = cells(printed(of, **options))
+    return [dict(zip(heading, row, strict=True)) for row in body]
+
+
+def test_shows_each_figure_under_its_heading() -> None:
+    figures = {
+        "amin": 1e-5,
+        "amax": 4.07,
+        "scale_current": 110.0,
+        "scale": 100.0,
+        "cosine": 0.9996,
+        "mse": 1.234e-4,
+        "underflow_pct": 0.125,
+        "overflow_pct": 0.5,
+    }
+    (row,) = rows(sample(120, [{"layer": "decoder.layers.0.mlp.linear_fc1", "role": "grad_output", **figures}]))
+    assert row == {
+        "layer": "decoder.layers.0.mlp.linear_fc1",
+        "tensor": "dY",
+        "amin": "1e-05",
+        "amax": "4.07",
+        "current scale": "110",
+        "delayed scale": "100",
+        "cosine": "0.9996",
+        "MSE": "0.0001234",
+        "underflow %": "0.125",
+        "overflow %": "0.5",
+    }
+
+
+def test_the_title_names_step_loss_and_how_many_are_shown() -> None:
+    title = printed(sample(120, [{}, {}, {}], loss=2.34567), rows=2)[0]
+    assert title.strip() == "FP8 at step 120, loss 2.346: 2 of 3 tensors, worst first"
+
+
+def test_the_title_does_without_a_loss() -> None:
+    assert printed(sample(0, [{}]))[0].strip() == "FP8 at step 0: 1 of 1 tensors, worst first"
+
+
+def test_the_worst_come_first() -> None:
+    lost = {
+        "rounding": (0, 0, 0.9),
+        "clipped": (0, 30, 0),
+        "fine": (0, 0, 0.1),
+        "underflowing": (20, 0, 0),
+        "both": (25, 25, 0),
+    }
+    of = sample(
+        0,
+        [
+            {"layer": layer, "underflow_pct": under, "overflow_pct": over, "relative_error": error}
+            for layer, (under, over, error) in lost.items()
+        ],
+    )
+    assert [row["layer"] for row in rows(of)] == ["both", "clipped", "underflowing", "rounding", "fine"]
+
+
+def test_rows_are_limited_to_the_worst() -> None:
+    of = sample(0, [{"layer": f"layers.{i}", "underflow_pct": float(i)} for i in range(9)])
+    assert [row["layer"] for row in rows(of, rows=3)] == ["layers.8", "layers.7", "layers.6"]
+
+
+@pytest.mark.parametrize(("role", "shown"), [("input", "X"), ("weight", "W"), ("grad_output", "dY")])
+def test_tensors_go_by_the_names_people_write(role: str, shown: str) -> None:
+    assert rows(sample(0, [{"role": role}]))[0]["tensor"] == shown
+
+
+def test_an_absent_figure_is_a_dash() -> None:
+    absent = dict.fromkeys(("amin", "cosine", "mse", "underflow_pct", "overflow_pct", "relative_error"))
+    (row,) = rows(sample(0, [absent]))
+    assert [row[heading] for heading in ("amin", "cosine", "MSE", "underflow %", "overflow %")] == ["-"] * 5
+    assert row["amax"] != "-"
+
+
+def test_current_scaling_has_no_delayed_scale() -> None:
+    (row,) = rows(sample(0, [{"scale_source": "current"}]))
+    assert row["delayed scale"] == "-"
+
+
+def test_a_log_file_gets_names_whole() -> None:
+    layer = "decoder.layers.31.self_attention.linear_qkv"
+    wide = dict.fromkeys(("amin", "amax", "scale", "scale_current", "mse", "underflow_pct", "overflow_pct"), 1.234e-10)
+    assert any(layer in line for line in printed(sample(0, [{"layer": layer, **wide}]), width=80))

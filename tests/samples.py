@@ -1,0 +1,66 @@
+"""Samples as a monitor hands them to its recorders: measured from tensors, or with figures chosen by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_fp8_debug.capture.hosts import torch_linear
+from nemo_fp8_debug.capture.layers import Gemm
+from nemo_fp8_debug.capture.measure import measure
+from nemo_fp8_debug.capture.operands import Operand, ScaleInUse
+from nemo_fp8_debug.numerics.formats import E4M3
+from nemo_fp8_debug.numerics.scaling import CurrentScaling
+from nemo_fp8_debug.record.store import FIGURE_SCHEMA
+from nemo_fp8_debug.sample import Sample
+
+FINGERPRINT = {"versions": {"torch": "2.8.0"}, "recipe": {"measured_against": "delayed-hybrid"}}
+#: what FP8 makes of an ordinary tensor
+ORDINARY = {
+    "layer": "decoder.layers.0.mlp.linear_fc1",
+    "gemm": "linear_fc1",
+    "role": "input",
+    "format": "e4m3",
+    "dtype": "bfloat16",
+    "scale_source": "emulated",
+    "calls": 1,
+    "n": 4096,
+    "nan": 0,
+    "inf": 0,
+    "scale": 100.0,
+    "scale_current": 110.0,
+    "underflow_pct": 0.1,
+    "overflow_pct": 0.0,
+    "mse": 1e-4,
+    "relative_error": 0.026,
+    "sqnr_db": 31.7,
+    "cosine": 0.9996,
+    "scale_ratio_log2": -0.14,
+    "amax": 4.07,
+    "amin": 1e-5,
+    "dynamic_range_log2": 18.6,
+    "outlier_log2": 2.6,
+    "kurtosis": 3.0,
+}
+COLUMNS = [name for name in FIGURE_SCHEMA if name not in ("attempt", "step")]
+
+
+def sample(step: int, rows: Iterable[Mapping[str, Any]], **scalars: float) -> Sample:
+    """A sample of rows that are ordinary but for what they say."""
+    full = [ORDINARY | row for row in rows]
+    return Sample(step, {name: [row[name] for row in full] for name in COLUMNS}, scalars)
+
+
+def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) -> Sample:
+    """A sample of tensors by (layer, role), each under the scale of its own amax."""
+    operands = []
+    for (layer, role), x in tensors.items():
+        gemm = Gemm(layer, nn.Linear(1, 1), torch_linear.HOST)
+        operand = Operand(gemm, role, ScaleInUse(CurrentScaling(), E4M3, "current"))
+        operand.add(x)
+        operands.append(operand)
+    columns, _ = measure(operands)
+    return Sample(step, columns, {"loss": 2.5})
