@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .errors import ConfigError, RecordError
-from .monitor import FP8DebugWarning, Monitor
+from .errors import ConfigError, FP8DebugWarning, RecordError
+from .monitor import Monitor
 
 if TYPE_CHECKING:
     from .callback import FP8DebugCallback, FP8EmulationCallback

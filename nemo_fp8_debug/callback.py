@@ -21,7 +21,6 @@ from .errors import ConfigError
 from .interventions.emulate import Emulation
 from .monitor import Monitor
 from .numerics.scaling import ROLES, parse_recipe
-from .record.background import Background
 from .record.store import RunRecord
 from .record.table import TableRecorder
 from .record.tensorboard import ScalarRecorder, TensorBoardRecorder
@@ -172,14 +171,14 @@ def _default_output(trainer: pl.Trainer) -> str:
 
 def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
     assert config.output is not None
-    yield Background(RunRecord(config.output))
+    yield RunRecord(config.output)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             yield TensorBoardRecorder(logger.experiment, config.max_tags)
         else:
             yield ScalarRecorder(logger.log_metrics, config.max_tags)
     if config.table_rows:
-        yield Background(TableRecorder(config.table_rows))
+        yield TableRecorder(config.table_rows)
 
 
 def _loss(outputs: Any) -> Any:

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from .analysis.compare import Comparison, compare
+from .analysis.compare import Comparison, compare, number
 from .errors import RecordError
 
 app = typer.Typer(help="See what FP8 does to a training run.", no_args_is_help=True, pretty_exceptions_enable=False)
@@ -33,7 +34,7 @@ def compare_command(
     try:
         found = compare(good, bad, twin)
     except RecordError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
@@ -44,7 +45,7 @@ def compare_command(
 def _print(found: Comparison, top: int) -> None:
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, 150)
+        console.width = max(console.width, 200)
     losses = Table(title="Loss", title_justify="left")
     for heading in ("run", "record", "lowest (step)", "final", "rises for good from", "above the good run from"):
         losses.add_column(heading)
@@ -52,24 +53,20 @@ def _print(found: Comparison, top: int) -> None:
         lowest = "-" if run["lowest_loss"] is None else f"{run['lowest_loss'][1]:.4g} ({run['lowest_loss'][0]})"
         final = "-" if run["final_loss"] is None else f"{run['final_loss']:.4g}"
         since = [("-" if run[key] is None else f"step {run[key]}") for key in ("diverged_at", "above_good_since")]
-        losses.add_row(name, run["path"], lowest, final, *since)
+        losses.add_row(name, escape(run["path"]), lowest, final, *since)
     console.print(losses)
 
     tensors = Table(title="Tensors by drift, good -> bad, medians over the later half of the run", title_justify="left")
-    tensors.add_column("layer", overflow="fold")
+    tensors.add_column("layer", no_wrap=True)
     tensors.add_column("tensor", min_width=6)
     for heading in ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax"):
         tensors.add_column(heading, justify="right", overflow="fold")
     for row in found.tensors.head(top).iter_rows(named=True):
         pairs = [_pair(row, figure) for figure in ("underflow_pct", "overflow_pct", "amax")]
-        tensors.add_row(row["layer"], row["tensor"], _number(row["drift_log2"]), _number(row["mse_ratio"]), *pairs)
+        tensors.add_row(escape(row["layer"]), row["tensor"], number(row["drift_log2"]), number(row["mse_ratio"]), *pairs)
     console.print(tensors)
-    console.print(found.verdict(), soft_wrap=True, highlight=False)
+    console.print(found.verdict(), soft_wrap=True, highlight=False, markup=False)
 
 
 def _pair(row: dict[str, float | None], figure: str) -> str:
-    return f"{_number(row[f'{figure}_good'])} -> {_number(row[f'{figure}_bad'])}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return f"{number(row[f'{figure}_good'])} -> {number(row[f'{figure}_bad'])}"

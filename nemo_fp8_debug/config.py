@@ -32,7 +32,9 @@ class Config:
     recipe: str | Mapping[str, Any] = "auto"
     #: folder of the run record; None: `fp8_debug` beside the TensorBoard logger's events
     output: str | None = None
-    #: "warn": a fault of the monitor costs a sample and one warning; "raise": it stops the run (for tests)
+    #: "warn": a fault of the monitor costs a sample and one warning;
+    #: "raise": it stops the run, and each
+    #: sample is recorded before the next step (for tests)
     on_error: str = "warn"
     #: at most this many scalar tags of single tensors in TensorBoard; beyond it the worst tensors of each role only
     max_tags: int = 5000

@@ -10,3 +10,7 @@ class ConfigError(ValueError):
 
 class RecordError(ValueError):
     """A recorded run cannot be read; names the file and says what is wrong with it."""
+
+
+class FP8DebugWarning(UserWarning):
+    """A fault of the monitor, or something it cannot see; the run goes on."""

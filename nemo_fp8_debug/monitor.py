@@ -17,8 +17,9 @@ from .capture.measure import measure
 from .capture.operands import Operand
 from .capture.scales import Scales
 from .config import Config
-from .record.background import Background
+from .errors import FP8DebugWarning
 from .record.fingerprint import fingerprint
+from .record.recording import Recording
 from .record.store import RunRecord
 from .record.table import TableRecorder
 from .record.tensorboard import TensorBoardRecorder, event_writer
@@ -26,10 +27,6 @@ from .sample import Recorder, Sample
 
 #: losses kept on the device between sampled steps, at the most
 LOSSES_HELD = 1000
-
-
-class FP8DebugWarning(UserWarning):
-    """A fault of the monitor, or something it cannot see; the run goes on."""
 
 
 class Monitor:
@@ -67,11 +64,8 @@ class Monitor:
         self.gemms: list[Gemm] = select(find_gemms(roots), self.config.layers)
         self._scales = Scales(self.gemms, self.config.roles, self.config.recipe)
         self.fingerprint = fingerprint(roots, self.gemms, self.config, self._scales.description)
-        self._recorders: list[Recorder] = []
-        # One by one, so that the run record has found the folder writable before others make files there.
-        for recorder in self._default_recorders() if recorders is None else recorders:
-            recorder.open(self.fingerprint)
-            self._recorders.append(recorder)
+        chosen = self._default_recorders() if recorders is None else recorders
+        self._recording = Recording(chosen, self.fingerprint, self._faults)
         self._operands: dict[tuple[str, str], Operand] = {}
         self._capture: Capture | None = None
         self._step = -1
@@ -83,10 +77,10 @@ class Monitor:
     def _default_recorders(self) -> Iterator[Recorder]:
         if self.config.output is None:
             raise TypeError("Monitor needs an output folder, or recorders")
-        yield Background(RunRecord(self.config.output))
+        yield RunRecord(self.config.output)
         yield TensorBoardRecorder(event_writer(self.config.output), self.config.max_tags, log_losses=True)
         if self.config.table_rows:
-            yield Background(TableRecorder(self.config.table_rows))
+            yield TableRecorder(self.config.table_rows)
 
     @property
     def sampling(self) -> bool:
@@ -111,6 +105,7 @@ class Monitor:
         if not self.config.samples(step):
             return
         with self._faults("while starting to sample"):
+            self._recording.deliver(wait=True)  # scales emulated from a history need the sample before
             self._operands = {
                 (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role))
                 for role in self.config.roles
@@ -137,29 +132,38 @@ class Monitor:
         with self._faults("while noting the loss"):
             if (loss := scalars.get("loss")) is not None:
                 self._losses[self._step] = loss.detach().clone() if torch.is_tensor(loss) else loss
+            self._recording.deliver(wait=False)
         if self._capture is None:
             if len(self._losses) >= LOSSES_HELD:
                 self._flush_losses()
             return
         self.abandon_step()
         with self._faults("while measuring"):
-            sample = self._measure({k: float(v) for k, v in scalars.items() if v is not None})
-            self._each_recorder(lambda recorder: recorder.record(sample))
+            values = {k: float(v) for k, v in scalars.items() if v is not None}
+            step, operands, self._operands = self._step, list(self._operands.values()), {}
+            self._recording.submit(lambda: self._measure(step, operands, values))
         self._flush_losses()
+        if self.config.on_error == "raise":
+            self.flush()
 
     def close(self) -> None:
         """The run is over: records what is left."""
         self.abandon_step()
         self._flush_losses()
-        self._each_recorder(lambda recorder: recorder.close())
+        with self._faults("while closing the record"):
+            self._recording.close()
 
-    def _measure(self, scalars: Mapping[str, float]) -> Sample:
-        seen = [o for o in self._operands.values() if o.calls]
-        self._report_unseen([o for o in self._operands.values() if not o.calls])
+    def flush(self) -> None:
+        """Wait until every sample so far is recorded."""
+        with self._faults("while recording"):
+            self._recording.deliver(wait=True)
+
+    def _measure(self, step: int, operands: Sequence[Operand], scalars: Mapping[str, float]) -> Sample:
+        seen = [o for o in operands if o.calls]
+        self._report_unseen([o for o in operands if not o.calls])
         columns, amax = measure(seen)
         self._scales.observe(seen, amax)
-        self._operands = {}
-        return Sample(self._step, columns, scalars)
+        return Sample(step, columns, scalars)
 
     def _report_unseen(self, unseen: Sequence[Operand]) -> None:
         # A module without gradient has no dY; only one whose forward was not seen either is worth a word.
@@ -171,15 +175,10 @@ class Monitor:
             )
 
     def _flush_losses(self) -> None:
-        with self._faults("while recording losses"):
-            losses = {step: float(loss) for step, loss in self._losses.items()}
-            self._losses = {}
-            self._each_recorder(lambda recorder: recorder.record_losses(losses))
-
-    def _each_recorder(self, call: Any) -> None:
-        for recorder in self._recorders:
-            with self._faults(f"in {type(recorder).__name__}"):
-                call(recorder)
+        losses, self._losses = self._losses, {}
+        if losses:
+            with self._faults("while recording losses"):
+                self._recording.submit_losses(lambda: {step: float(loss) for step, loss in losses.items()})
 
     def _hook_fault(self, layer: str, error: Exception) -> None:
         if self.config.on_error == "raise":

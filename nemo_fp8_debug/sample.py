@@ -29,6 +29,9 @@ class Sample:
 class Recorder(Protocol):
     """Takes samples somewhere. A fault in one costs that recorder's sample, not the run."""
 
+    #: whether it must be called in the thread of the training loop; others work in the background
+    in_callers_thread: bool
+
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """The run is about to start.
 

@@ -13,6 +13,8 @@ from nemo_fp8_debug.sample import Sample
 class Samples:
     """Keeps what a monitor records."""
 
+    in_callers_thread = True
+
     def __init__(self) -> None:
         self.samples: dict[int, Sample] = {}
         self.losses: dict[int, float] = {}

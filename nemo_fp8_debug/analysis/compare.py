@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,11 +62,7 @@ class Comparison:
             fell = self.bad.loss.diverged_at
             how = f"and rises for good from step {fell}" if fell is not None else "but does not rise above its own minimum"
             sentences.append(f"The second run's loss stays above the first run's from step {since}, {how}.")
-        sentences.append(
-            f"Farthest apart is {worst['tensor']} of {worst['layer']}: MSE {_times(worst['mse_ratio'])}, underflow "
-            f"{worst['underflow_pct_good']:.3g}% -> {worst['underflow_pct_bad']:.3g}%, overflow "
-            f"{worst['overflow_pct_good']:.3g}% -> {worst['overflow_pct_bad']:.3g}%."
-        )
+        sentences.append(_described(worst))
         if self.twin is not None:
             sentences.append(self._twin_sentence())
         return " ".join(sentences)
@@ -81,7 +79,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Plain values: the losses of each run, the verdict, the ranking."""
         runs = {"good": self.good, "bad": self.bad} | ({"twin": self.twin} if self.twin else {})
-        return {
+        plain = {
             "verdict": self.verdict(),
             "runs": {
                 name: {
@@ -95,6 +93,17 @@ class Comparison:
             },
             "tensors": self.tensors.to_dicts(),
         }
+        result: dict[str, Any] = _jsonable(plain)
+        return result
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has neither NaN nor infinity: null."""
+    if isinstance(value, Mapping):
+        return {k: _jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def compare(
@@ -128,7 +137,8 @@ def drifts(good: Run, bad: Run) -> pl.DataFrame:
     tail = steps.tail(max(1, round(len(steps) * _TAIL)))
 
     def ratio(figure: str, floor: float = 0.0) -> pl.Expr:
-        return ((pl.col(f"{figure}_bad") + floor) / (pl.col(figure) + floor)).log(2)
+        good_, bad_ = pl.col(figure) + floor, pl.col(f"{figure}_bad") + floor
+        return pl.when((good_ > 0) & (bad_ > 0)).then((bad_ / good_).log(2))  # a ratio with a zero is absent
 
     medians = (
         both.filter(pl.col("step").is_in(tail.implode()))
@@ -138,7 +148,7 @@ def drifts(good: Run, bad: Run) -> pl.DataFrame:
             relative_error_log2=ratio("relative_error"),
             mse_log2=ratio("mse"),
         )
-        .group_by("layer", "role")
+        .group_by("layer", "role", maintain_order=True)
         .agg(
             pl.median("underflow_log2", "overflow_log2", "relative_error_log2"),
             pl.median("mse_log2"),
@@ -165,9 +175,22 @@ def drifts(good: Run, bad: Run) -> pl.DataFrame:
                 pl.max_horizontal("underflow_log2", "overflow_log2", "relative_error_log2"), "mse_log2"
             ),
         )
-        .sort("drift_log2", "mse_ratio", descending=True, nulls_last=True)
-        .select("layer", "tensor", "role", "drift_log2", pl.exclude("layer", "tensor", "role", "drift_log2"))
+        .join(_nonfinite_since(both), on=["layer", "role"], how="left")
+        .sort(
+            pl.col("nonfinite_since"),
+            -pl.col("drift_log2"),
+            -pl.col("mse_log2"),
+            nulls_last=True,
+            maintain_order=True,
+        )
+        .select("layer", "tensor", "role", "drift_log2", pl.exclude("layer", "tensor", "role", "drift_log2", "mse_log2"))
     )
+
+
+def _nonfinite_since(both: pl.DataFrame) -> pl.DataFrame:
+    """First step at which a tensor of the bad run held NaN or infinity and the good run's did not; only such tensors."""
+    bad_only = (pl.col("nan_bad") + pl.col("inf_bad") > 0) & (pl.col("nan") + pl.col("inf") == 0)
+    return both.filter(bad_only).group_by("layer", "role").agg(pl.min("step").alias("nonfinite_since"))
 
 
 def _nothing_in_common(good: Run, bad: Run) -> str:
@@ -180,5 +203,19 @@ def _nothing_in_common(good: Run, bad: Run) -> str:
     return f"the runs have no sampled step and tensor in common: {described(good)}; {described(bad)}"
 
 
-def _times(ratio: float | None) -> str:
-    return "not known" if ratio is None else f"x {ratio:.3g}"
+def _described(worst: Mapping[str, Any]) -> str:
+    """The tensor at the top of the ranking, in a sentence."""
+    name = f"{worst['tensor']} of {worst['layer']}"
+    if worst["nonfinite_since"] is not None:
+        return f"First to hold NaN or infinity is {name}, at step {worst['nonfinite_since']}."
+
+    def pair(figure: str) -> str:
+        return " -> ".join(number(worst[f"{figure}_{run}"], "%") for run in ("good", "bad"))
+
+    ratio = number(worst["mse_ratio"], prefix="x ")
+    return f"Farthest apart is {name}: MSE {ratio}, underflow {pair('underflow_pct')}, overflow {pair('overflow_pct')}."
+
+
+def number(value: float | None, unit: str = "", prefix: str = "") -> str:
+    """Three digits of a figure; `-` where it is absent."""
+    return "-" if value is None else f"{prefix}{value:.3g}{unit}"

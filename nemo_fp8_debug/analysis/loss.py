@@ -8,19 +8,23 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-#: relative rise of the smoothed loss, over its own minimum or over another run, that counts
+#: relative rise of the smoothed loss, over its own minimum or over another run, that counts ...
 RISE = 0.05
+#: ... unless the curve's own noise is larger: standard deviations of the smoothed loss that count
+SIGMAS = 6.0
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Losses by step, and their running median, which a lone spike does not move."""
+    """Losses by step, and their running median over a sixth of the run, which a lone spike does not move."""
 
     steps: npt.NDArray[np.int64]
     losses: Floats
     smooth: Floats
+    #: half the width of the running median, in steps
+    half: int
 
     @classmethod
     def of(cls, table: pl.DataFrame) -> LossCurve:
@@ -28,9 +32,10 @@ class LossCurve:
         table = table.unique("step", keep="last").sort("step")
         losses = table["loss"].to_numpy().astype(np.float64)
         losses = np.where(np.isfinite(losses), losses, np.inf)
-        half = max(1, len(losses) // 40)
-        windows = [losses[max(0, i - half) : i + half + 1] for i in range(len(losses))]
-        return cls(table["step"].to_numpy(), losses, np.array([np.median(w) for w in windows]))
+        half = max(2, len(losses) // 12)
+        last = max(0, len(losses) - 2 * half - 1)  # windows are as wide at either end as in the middle
+        windows = [losses[(start := min(max(0, i - half), last)) : start + 2 * half + 1] for i in range(len(losses))]
+        return cls(table["step"].to_numpy(), losses, np.array([np.median(w) for w in windows]), half)
 
     @property
     def final(self) -> float | None:
@@ -46,21 +51,32 @@ class LossCurve:
         return int(self.steps[i]), float(self.smooth[i])
 
     @property
+    def noise(self) -> float:
+        """Standard deviation of the smoothed loss, from the lower quartile of second differences: without trend and jumps."""
+        finite = self.losses[np.isfinite(self.losses)]
+        if len(finite) < 3:
+            return 0.0
+        of_one = float(np.quantile(np.abs(np.diff(finite, 2)), 0.25)) / 0.3186 / np.sqrt(6)
+        return float(np.sqrt(np.pi / 2) * of_one / np.sqrt(2 * self.half + 1))  # of a median, Gaussian noise
+
+    @property
     def diverged_at(self) -> int | None:
-        """First step from which the smoothed loss stays more than `RISE` above its own minimum; None: it did not."""
+        """First step from which the smoothed loss stays above its own minimum for good; None: it did not."""
         if not len(self.smooth):
             return None
         start = int(np.argmin(self.smooth))
-        return self._stays(self.smooth > self.smooth[start] + RISE * abs(self.smooth[start]), after=start)
+        return self._stays_above(np.full_like(self.smooth, self.smooth[start]), self.noise, after=start)
 
     def above(self, other: LossCurve) -> int | None:
-        """First step from which the smoothed loss stays more than `RISE` above the other run's; None: it does not."""
+        """First step from which the smoothed loss stays above the other run's for good; None: it does not."""
         if not len(self.smooth) or not len(other.smooth):
             return None
         reference = np.interp(self.steps, other.steps, other.smooth)
-        return self._stays(self.smooth > reference + RISE * np.abs(reference), after=-1)
+        return self._stays_above(reference, float(np.hypot(self.noise, other.noise)), after=-1)
 
-    def _stays(self, high: npt.NDArray[np.bool_], after: int) -> int | None:
+    def _stays_above(self, reference: Floats, noise: float, after: int) -> int | None:
+        """First step behind `after` from which the loss exceeds the reference to the end, for longer than half a window."""
+        high = self.smooth > reference + np.maximum(RISE * np.abs(reference), SIGMAS * noise)
         low = np.flatnonzero(~high)
         first = max(after, int(low[-1]) if len(low) else -1) + 1
-        return int(self.steps[first]) if first < len(high) else None
+        return int(self.steps[first]) if first < len(high) - self.half else None

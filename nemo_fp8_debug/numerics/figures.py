@@ -56,12 +56,16 @@ class Moments(_Columns):
         return replace(self, median=median)
 
 
+#: A float32 scale made from the amax may carry the amax itself past the format's max by one unit in the last place.
+SCALE_ROUNDING = 1 + 2.0**-22
+
+
 @dataclass(frozen=True)
 class QuantizationSums(_Columns):
     """A tensor x against q = cast(x * scale) / scale, over its finite values; sums of the same tensor's parts add up."""
 
     underflows: torch.Tensor  #: int64, x != 0 and q == 0
-    overflows: torch.Tensor  #: int64, |x| * scale > format max
+    overflows: torch.Tensor  #: int64, |x| * scale > format max, by more than the rounding of the scale itself
     sum_error2: torch.Tensor  #: sum (x - q)^2
     sum_xq: torch.Tensor
     sum_q2: torch.Tensor
@@ -136,7 +140,7 @@ def _sums(
     error, weights = x - q, counts.double()
     return QuantizationSums(
         underflows=underflows,
-        overflows=total(counts * (scaled.abs() > limit)),
+        overflows=total(counts * (scaled.abs() > limit * SCALE_ROUNDING)),
         sum_error2=total(weights * (error * error)),
         sum_xq=total(weights * (x * q)),
         sum_q2=total(weights * (q * q)),

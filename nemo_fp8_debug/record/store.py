@@ -1,17 +1,22 @@
 """The run record: a folder of Parquet parts, one a sampled step, written whole or not at all.
 
     RUN/attempt-0.json                      fingerprint of the run, one a start of the process
-    RUN/figures/attempt-0-step-00000120.parquet
-    RUN/losses/attempt-0-step-00000120.parquet
+    RUN/figures/attempt-0-step-00000120-9f3c02d1.parquet
+    RUN/losses/attempt-0-step-00000120-0b77aa90.parquet
+
+The last part of a name is the CRC-32 of the file: a damaged file is found before a Parquet reader, which may not survive
+it, opens it.
 
 A resumed run is another attempt beside the first: nothing is overwritten. Columns: docs/record.md.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +51,8 @@ LOSS_SCHEMA: dict[str, Any] = {**_KEYS, "loss": pl.Float64}
 
 class RunRecord:
     """Writes the record of one run."""
+
+    in_callers_thread = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -82,10 +89,11 @@ class RunRecord:
         """Nothing is held back."""
 
     def _write_part(self, table: str, step: int, frame: pl.DataFrame) -> None:
-        path = self.folder / table / f"attempt-{self._attempt}-step-{step:08d}.parquet"
-        temporary = path.with_suffix(".part")
-        frame.write_parquet(temporary)
-        temporary.replace(path)
+        content = io.BytesIO()
+        frame.write_parquet(content)
+        checksum = zlib.crc32(content.getbuffer())
+        name = f"attempt-{self._attempt}-step-{step:08d}-{checksum:08x}.parquet"
+        self._write(self.folder / table / name, content.getvalue())
 
     @staticmethod
     def _write(path: Path, content: bytes) -> None:
@@ -119,12 +127,20 @@ def read_table(run: Path, table: str) -> pl.DataFrame:
     frames = [pl.DataFrame(schema=schema)]
     for part in sorted((run / table).glob("*.parquet")):
         try:
-            frames.append(pl.read_parquet(part).select(list(schema)).match_to_schema(schema))
-        except (Exception, pl.exceptions.PanicException) as error:
+            frames.append(pl.read_parquet(_checked(part)).select(list(schema)).match_to_schema(schema))
+        except Exception as error:
             raise RecordError(f"{part} cannot be read as a part of {table}: {str(error).splitlines()[0]}") from None
     rows = pl.concat(frames)
     latest = rows.group_by("step").agg(pl.max("attempt"))
     return rows.join(latest, on=["step", "attempt"], how="semi").sort("step", maintain_order=True)
+
+
+def _checked(part: Path) -> bytes:
+    """The content of a part whose name tells its checksum."""
+    content = part.read_bytes()
+    if not part.stem.endswith(f"-{zlib.crc32(content):08x}"):
+        raise ValueError("it is damaged or foreign: its name does not end in its checksum")
+    return content
 
 
 def read_fingerprint(run: Path) -> dict[str, Any]:
@@ -147,5 +163,5 @@ def read_fingerprint(run: Path) -> dict[str, Any]:
 
 def _attempts(paths: Iterable[Path]) -> list[int]:
     """The attempts that files belong to, by their names; other files are passed over."""
-    names = (re.fullmatch(r"attempt-(\d+)(-step-\d+\.parquet|\.json)", path.name) for path in paths)
+    names = (re.fullmatch(r"attempt-(\d+)(-step-\d+-[0-9a-f]+\.parquet|\.json)", path.name) for path in paths)
     return [int(name[1]) for name in names if name]

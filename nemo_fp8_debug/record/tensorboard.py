@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,9 @@ class TagBudget:
 
 class ScalarRecorder:
     """Streams figures as scalars through `write(tags, step)`."""
+
+    #: loggers are not made for use from two threads
+    in_callers_thread = True
 
     def __init__(self, write: Write, max_tags: int) -> None:
         self._write = write
@@ -109,6 +113,8 @@ class EventWriter(Protocol):
 class TensorBoardRecorder(ScalarRecorder):
     """Scalars, a page that puts loss and worst layers side by side, and the run's fingerprint as text."""
 
+    in_callers_thread = False
+
     def __init__(self, writer: EventWriter, max_tags: int, log_losses: bool = False) -> None:
         """
         Args:
@@ -164,14 +170,21 @@ def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
         for figure in _CHARTS:
             layers = sorted(worst.get((figure, role), [])[:_WORST_SHOWN])
             if layers:
-                charts[f"{figure}: worst layers"] = ["Multiline", [f"fp8_{figure}/{role}/{layer}$" for layer in layers]]
+                charts[f"{figure}: worst layers"] = [
+                    "Multiline",
+                    [f"fp8_{figure}/{role}/{re.escape(layer)}$" for layer in layers],
+                ]
         layout[f"FP8 {SHOWN_AS[role]} ({role})"] = charts
     return layout
+
+
+#: a bar would end the cell of a Markdown table
+BAR = "&#124;"
 
 
 def _as_markdown(fingerprint: Mapping[str, Any]) -> str:
     sections = []
     for title, content in fingerprint.items():
-        rows = [f"| {key} | {value} |" for key, value in content.items()]
+        rows = [f"| {key} | {str(value).replace('|', BAR)} |" for key, value in content.items()]
         sections.append("\n".join([f"### {title}", "", "| | |", "|---|---|", *rows]))
     return "\n\n".join(sections)

@@ -154,14 +154,14 @@ def test_configuration_errors_come_before_the_first_step(tmp_path: Path) -> None
 
 
 def test_a_disk_that_fills_up_costs_records_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = pl_frames.DataFrame.write_parquet
+    original = Path.write_bytes
 
-    def full(self: pl_frames.DataFrame, path: Any) -> None:
-        if "00000002" in str(path):
+    def full(self: Path, content: bytes) -> int:
+        if "step-00000002" in self.name:
             raise OSError(28, "No space left on device")
-        original(self, path)
+        return original(self, content)
 
-    monkeypatch.setattr(pl_frames.DataFrame, "write_parquet", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = fit(tmp_path, [FP8DebugCallback(interval=1)])

@@ -166,5 +166,7 @@ def test_layers_compiled_before_are_reported() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
     samples = Samples()
     monitor = Monitor(model, recorders=[samples], interval=1)
-    with pytest.warns(FP8DebugWarning, match=r"1 of 2 layers gave no sample, first 1"), monitor.step(0):
-        model[0](torch.randn(2, 4).bfloat16()).sum().backward()
+    with pytest.warns(FP8DebugWarning, match=r"1 of 2 layers gave no sample, first 1"):
+        with monitor.step(0):
+            model[0](torch.randn(2, 4).bfloat16()).sum().backward()
+        monitor.close()

@@ -133,6 +133,7 @@ def test_a_fault_in_a_hook_costs_that_layer_and_one_warning(monkeypatch: pytest.
         for step in range(3):
             with monitor.step(step):
                 model(torch.randn(2, 4)).sum().backward()
+        monitor.close()
     messages = [str(w.message) for w in caught if w.category is FP8DebugWarning]
     assert messages == ["nemo_fp8_debug: 1 is missing from the sample of step 0: ZeroDivisionError: injected"]
     assert {layer for layer, _ in samples.rows(2)} == {"0"}
@@ -146,8 +147,10 @@ class FaultyRecorder(Samples):
 def test_a_fault_in_a_recorder_costs_that_recorder_only() -> None:
     model, samples = nn.Linear(4, 4), Samples()
     monitor = Monitor(model, recorders=[FaultyRecorder(), samples], interval=1)
-    with pytest.warns(FP8DebugWarning, match="in FaultyRecorder: OSError.*No space left"), monitor.step(0):
-        model(torch.randn(2, 4)).sum().backward()
+    with pytest.warns(FP8DebugWarning, match="in FaultyRecorder: OSError.*No space left"):
+        with monitor.step(0):
+            model(torch.randn(2, 4)).sum().backward()
+        monitor.close()
     assert 0 in samples.samples
 
 

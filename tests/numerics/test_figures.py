@@ -58,7 +58,7 @@ def oracle(values: npt.NDArray[np.float32], scale: np.float32, fmt: FloatFormat)
     if n:
         of["amax"] = float(np.abs(x).max())
         of["underflow_pct"] = 100 * int(((x != 0) & (q == 0)).sum()) / n
-        of["overflow_pct"] = 100 * int((np.abs(product) > limit).sum()) / n
+        of["overflow_pct"] = 100 * int((np.abs(product) > np.float32(limit) * np.float32(1 + 2**-22)).sum()) / n
         of["mse"] = sum_error2 / n
     if magnitude.size:
         amax, amin, median = magnitude[-1], magnitude[0], magnitude[(magnitude.size - 1) // 2]

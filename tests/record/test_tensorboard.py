@@ -120,7 +120,7 @@ class TestLayout:
 
         (category,) = layout(written(tmp_path, ranked(0, 8), ranked(10, 0))).category
         (chart,) = [chart for chart in category.chart if chart.title == "mse: worst layers"]
-        assert "fp8_mse/input/layers.0$" in chart.multiline.tag
+        assert r"fp8_mse/input/layers\.0$" in chart.multiline.tag
 
     @pytest.mark.parametrize(
         "tag", ["loss", "train_loss", "reduced_train_loss", "train/loss", "training_loss", "train_loss_step"]

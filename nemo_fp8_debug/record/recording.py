@@ -1,0 +1,93 @@
+"""Measuring and recording off the training thread: in order, one sample at a time, dropping nothing."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..errors import FP8DebugWarning
+from ..sample import Recorder, Sample
+
+#: seconds of training time that waiting for an earlier sample may cost before a warning says so
+PATIENCE = 1.0
+
+Faults = Callable[[str], AbstractContextManager[None]]
+
+
+class Recording:
+    """Hands samples to recorders: in a thread of its own, or in the caller's where a recorder asks for that."""
+
+    def __init__(self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], faults: Faults) -> None:
+        """
+        Args:
+            recorders: opened one by one as they come, so that an earlier one can refuse before a later one makes files.
+            faults: a context, named by what it guards, that keeps a fault from the run.
+
+        Raises:
+            ConfigError: a recorder cannot write where it should.
+        """
+        self._faults = faults
+        self._recorders: list[Recorder] = []
+        for recorder in recorders:
+            recorder.open(fingerprint)
+            self._recorders.append(recorder)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nemo_fp8_debug")
+        self._pending: deque[Future[Sample | None]] = deque()
+
+    def submit(self, measure: Callable[[], Sample]) -> None:
+        """Measure and record a sample in the background; waits for the one before, which bounds the memory."""
+        started = time.monotonic()
+        self.deliver(wait=True)
+        if (waited := time.monotonic() - started) > PATIENCE:
+            warnings.warn(
+                f"nemo_fp8_debug: training waited {waited:.1f} s for an earlier sample; a longer interval avoids it",
+                FP8DebugWarning,
+                stacklevel=2,
+            )
+        self._pending.append(self._thread.submit(self._record, measure))
+
+    def submit_losses(self, losses: Callable[[], Mapping[int, float]]) -> None:
+        """Record losses by step in the background."""
+        self._pending.append(self._thread.submit(self._record_losses, losses))
+
+    def deliver(self, wait: bool) -> None:
+        """Pass what is measured to the recorders of the caller's thread; wait for what is under way, if asked."""
+        while self._pending and (wait or self._pending[0].done()):
+            if (sample := self._pending.popleft().result()) is not None:
+                self._each(True, functools.partial(_record_in, sample))
+
+    def close(self) -> None:
+        """Wait until all is recorded, and end."""
+        self.deliver(wait=True)
+        for in_callers_thread in (True, False):
+            self._each(in_callers_thread, lambda recorder: recorder.close())
+        self._recorders = []
+
+    def _record(self, measure: Callable[[], Sample]) -> Sample | None:
+        with self._faults("while measuring"):
+            sample = measure()
+            self._each(False, lambda recorder: recorder.record(sample))
+            return sample
+        return None
+
+    def _record_losses(self, losses: Callable[[], Mapping[int, float]]) -> None:
+        with self._faults("while recording losses"):
+            values = losses()
+            for in_callers_thread in (True, False):
+                self._each(in_callers_thread, lambda recorder: recorder.record_losses(values))
+
+    def _each(self, in_callers_thread: bool, call: Callable[[Recorder], None]) -> None:
+        for recorder in self._recorders:
+            if recorder.in_callers_thread == in_callers_thread:
+                with self._faults(f"in {type(recorder).__name__}"):
+                    call(recorder)
+
+
+def _record_in(sample: Sample, recorder: Recorder) -> None:
+    recorder.record(sample)
