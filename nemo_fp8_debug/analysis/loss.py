@@ -11,7 +11,7 @@ import polars as pl
 #: relative rise of the smoothed loss, over its own minimum or over another run, that counts ...
 RISE = 0.05
 #: ... unless the curve's own noise is larger: standard deviations of the smoothed loss that count
-SIGMAS = 6.0
+SIGMAS = 8.0
 
 Floats = npt.NDArray[np.float64]
 
@@ -52,11 +52,11 @@ class LossCurve:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the smoothed loss, from the lower quartile of second differences: without trend and jumps."""
-        finite = self.losses[np.isfinite(self.losses)]
-        if len(finite) < 3:
+        """Standard deviation of the smoothed loss, from the median distance of the losses from it."""
+        finite = np.isfinite(self.losses) & np.isfinite(self.smooth)
+        if not finite.any():
             return 0.0
-        of_one = float(np.quantile(np.abs(np.diff(finite, 2)), 0.25)) / 0.3186 / np.sqrt(6)
+        of_one = float(np.median(np.abs(self.losses - self.smooth)[finite])) / 0.6745
         return float(np.sqrt(np.pi / 2) * of_one / np.sqrt(2 * self.half + 1))  # of a median, Gaussian noise
 
     @property
