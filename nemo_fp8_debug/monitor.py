@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,17 +160,15 @@ class Monitor:
 
     def _measure(self, step: int, operands: Sequence[Operand], scalars: Mapping[str, float]) -> Sample:
         seen = [o for o in operands if o.calls]
-        self._report_unseen([o for o in operands if not o.calls])
+        self._report_silent({o.gemm.name for o in operands} - {o.gemm.name for o in seen})
         columns, amax = measure(seen)
         self._scales.observe(seen, amax)
         return Sample(step, columns, scalars)
 
-    def _report_unseen(self, unseen: Sequence[Operand]) -> None:
-        # A module without gradient has no dY; only one whose forward was not seen either is worth a word.
-        silent = sorted({o.gemm.name for o in unseen if o.role != "grad_output"})
+    def _report_silent(self, silent: Collection[str]) -> None:
         if silent:
             self._warn(
-                f"{len(silent)} of {len(self.gemms)} layers gave no sample, first {silent[0]}: "
+                f"{len(silent)} of {len(self.gemms)} layers gave no sample, first {min(silent)}: "
                 "unused in this step, or compiled before the monitor was attached (torch.compile drops later hooks)"
             )
 

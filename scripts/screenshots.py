@@ -29,7 +29,7 @@ def wait_for_server() -> None:
 
 
 def scalars(page: Page) -> None:
-    page.goto(f"http://localhost:{PORT}/#timeseries&tagFilter=reduced_train_loss%7Cfp8%2F(underflow_pct%7Cmse)%2Finput")
+    page.goto(f"http://localhost:{PORT}/?tagFilter=reduced_train_loss%7Cfp8%2F(underflow_pct%7Cmse)%2Finput#timeseries")
     page.wait_for_timeout(8000)
     page.screenshot(path=IMAGES / "scalars.png")
 
@@ -37,8 +37,6 @@ def scalars(page: Page) -> None:
 def custom_scalars(page: Page) -> None:
     page.goto(f"http://localhost:{PORT}/#custom_scalars")
     page.wait_for_timeout(8000)
-    page.get_by_text("FP8 X (input)").first.click()
-    page.wait_for_timeout(6000)
     page.screenshot(path=IMAGES / "custom_scalars.png")
 
 

@@ -71,11 +71,10 @@ class Capture:
         self._counting[gemm.name] = counts = self._counts(gemm.name)
         if not counts:
             return
-        if operand := self._operands.get((gemm.name, "input")):
-            operand.add(as_multiplied(gemm.host.input(module, args, kwargs)))
-        weight = gemm.host.weight(module, args, kwargs)
-        if weight is not None and (operand := self._operands.get((gemm.name, "weight"))):
-            operand.add(as_multiplied(weight))
+        for role, find in (("input", gemm.host.input), ("weight", gemm.host.weight)):
+            operand = self._operands.get((gemm.name, role))
+            if operand and (x := find(module, args, kwargs)) is not None:
+                operand.add(as_multiplied(x))
 
     def _counts(self, name: str) -> bool:
         if torch._C._current_graph_task_id() != -1:  # inside backward: a recompute

@@ -85,6 +85,7 @@ class EmulatedGemm:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host = self.gemm.host
         x, weight = host.input(module, args, kwargs), host.weight(module, args, kwargs)
+        assert x is not None  # only hosts with an FP8 of their own make it inside, and those are refused
         quantized_x = _straight_through(x, self.quantize("input", x))
         args = tuple(quantized_x if a is x else a for a in args)
         kwargs = {k: quantized_x if v is x else v for k, v in kwargs.items()}
@@ -115,10 +116,16 @@ class Emulation:
     def __init__(self, gemms: Iterable[Gemm], recipe: Recipe) -> None:
         """
         Raises:
-            ConfigError: a GEMM fuses gradient accumulation, which bypasses what is swapped in for its weight.
+            ConfigError: a GEMM has an FP8 of its own, or fuses gradient accumulation, which bypasses what is swapped in
+                for its weight.
         """
         gemms = list(gemms)
         for gemm in gemms:
+            if gemm.host.has_own_fp8:
+                raise ConfigError(
+                    f"{gemm.name} is a module of {gemm.host.name}, which quantises for itself; "
+                    "emulation is for modules that do not, as those of Megatron's local layer spec"
+                )
             if getattr(gemm.module, "gradient_accumulation_fusion", False):
                 raise ConfigError(
                     f"{gemm.name} uses gradient_accumulation_fusion, which FP8 emulation cannot quantise through; "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import megatron, torch_linear
+from . import megatron, torch_linear, transformer_engine
 from .base import Host
 
 #: asked in this order; the first that owns a module serves it
-HOSTS: tuple[Host, ...] = (megatron.HOST, torch_linear.HOST)
+HOSTS: tuple[Host, ...] = (transformer_engine.HOST, megatron.HOST, torch_linear.HOST)
 
 __all__ = ["HOSTS", "Host"]

@@ -22,12 +22,14 @@ class Host:
     name: str
     #: its GEMM classes; empty as long as the run has not imported the host, which is never imported from here
     gemm_classes: Callable[[], tuple[type[nn.Module], ...]]
-    #: X from the arguments of a forward call
-    input: Callable[[nn.Module, Args, Kwargs], torch.Tensor]
+    #: X from the arguments of a forward call; None where the module makes it inside
+    input: Callable[[nn.Module, Args, Kwargs], torch.Tensor | None]
     #: W; never through `module.weight`, whose getter makes some sharding engines gather
     weight: Callable[[nn.Module, Args, Kwargs], torch.Tensor | None]
     #: the tensor whose gradient is dY, from what forward returned
     output: Callable[[Any], torch.Tensor]
+    #: whether its modules quantise for themselves when told to
+    has_own_fp8: bool = False
     #: the FP8 recipe that the module is configured for; None: none
     recipe: Callable[[nn.Module], Recipe | None] = lambda module: None
 

@@ -23,7 +23,7 @@ def _weight(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | Non
     return raw_weight(module) if given is None else given
 
 
-def _recipe(module: nn.Module) -> Recipe | None:
+def configured_recipe(module: nn.Module) -> Recipe | None:
     """The FP8 options of Megatron's TransformerConfig; block recipes give current scaling."""
     config: Any = getattr(module, "config", None)
     fp8 = getattr(config, "fp8", None)
@@ -42,5 +42,5 @@ HOST = Host(
     input=lambda module, args, kwargs: args[0] if args else kwargs["input_"],
     weight=_weight,
     output=lambda out: out[0] if isinstance(out, tuple) else out,
-    recipe=_recipe,
+    recipe=configured_recipe,
 )
