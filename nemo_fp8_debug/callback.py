@@ -27,7 +27,7 @@ from .record.tensorboard import ScalarRecorder, TensorBoardRecorder
 from .sample import Recorder
 
 _LOSSES = ("reduced_train_loss", "train_loss", "loss")
-_SCALARS = {"lr": "lr", "grad_norm": "grad_norm"}
+_SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
 class FP8DebugCallback(pl.Callback):
@@ -58,9 +58,10 @@ class FP8DebugCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the GEMMs and open the record."""
-        output = self._options["output"] or _default_output(trainer)
-        options = {**self._options, "output": output}
-        recorders = _recorders(trainer, Config(**options)) if trainer.is_global_zero else ()
+        if not trainer.is_global_zero:
+            return  # figures are those of the writing rank
+        options = {**self._options, "output": self._options["output"] or _default_output(trainer)}
+        recorders = _recorders(trainer, Config(**options))
         self._monitor = Monitor(_roots(trainer, pl_module), recorders=recorders, **options)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
@@ -186,8 +187,8 @@ def _loss(outputs: Any) -> Any:
 
 
 def _scalars(trainer: pl.Trainer) -> dict[str, Any]:
-    """Loss, learning rate and gradient norm as the host logs them."""
+    """Loss, learning rate, gradient norm and consumed samples as the host logs them."""
     metrics = trainer.callback_metrics
-    found = {name: metrics[tag] for name, tag in _SCALARS.items() if tag in metrics}
+    found = {name: metrics[name] for name in _SCALARS if name in metrics}
     loss = next((metrics[tag] for tag in _LOSSES if tag in metrics), None)
     return found if loss is None else {"loss": loss, **found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,8 +26,8 @@ from .record.table import TableRecorder
 from .record.tensorboard import TensorBoardRecorder, event_writer
 from .sample import Recorder, Sample
 
-#: losses kept on the device between sampled steps, at the most
-LOSSES_HELD = 1000
+#: steps whose scalars are kept on the device between samples, at the most
+STEPS_HELD = 1000
 
 
 class Monitor:
@@ -69,7 +70,7 @@ class Monitor:
         self._operands: dict[tuple[str, str], Operand] = {}
         self._capture: Capture | None = None
         self._step = -1
-        self._losses: dict[int, Any] = {}
+        self._steps: dict[int, dict[str, Any]] = {}
         self._warned: set[str] = set()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._warn("figures are those of the shards on the writing rank; they are not yet reduced over ranks")
@@ -126,30 +127,30 @@ class Monitor:
         """After the backward pass: removes the hooks, measures and records.
 
         Args:
-            scalars: of the step, numbers or scalar tensors; tensors are read on sampled steps only. `loss` is kept for
-                every step.
+            scalars: of the step, numbers or scalar tensors, which are read in the background: `loss`, `grad_norm`, `lr`,
+                `loss_scale`, `skipped`, `consumed_samples`, as far as they are known.
         """
-        with self._faults("while noting the loss"):
-            if (loss := scalars.get("loss")) is not None:
-                self._losses[self._step] = loss.detach().clone() if torch.is_tensor(loss) else loss
+        with self._faults("while noting the step"):
+            known = {k: v.detach().clone() if torch.is_tensor(v) else v for k, v in scalars.items() if v is not None}
+            self._steps[self._step] = {"time": time.time(), **known}
             self._recording.deliver(wait=False)
         if self._capture is None:
-            if len(self._losses) >= LOSSES_HELD:
-                self._flush_losses()
+            if len(self._steps) >= STEPS_HELD:
+                self._flush_steps()
             return
         self.abandon_step()
         with self._faults("while measuring"):
-            values = {k: float(v) for k, v in scalars.items() if v is not None}
+            values = self._steps[self._step]
             step, operands, self._operands = self._step, list(self._operands.values()), {}
             self._recording.submit(lambda: self._measure(step, operands, values))
-        self._flush_losses()
+        self._flush_steps()
         if self.config.on_error == "raise":
             self.flush()
 
     def close(self) -> None:
         """The run is over: records what is left."""
         self.abandon_step()
-        self._flush_losses()
+        self._flush_steps()
         with self._faults("while closing the record"):
             self._recording.close()
 
@@ -158,12 +159,12 @@ class Monitor:
         with self._faults("while recording"):
             self._recording.deliver(wait=True)
 
-    def _measure(self, step: int, operands: Sequence[Operand], scalars: Mapping[str, float]) -> Sample:
+    def _measure(self, step: int, operands: Sequence[Operand], scalars: Mapping[str, Any]) -> Sample:
         seen = [o for o in operands if o.calls]
         self._report_silent({o.gemm.name for o in operands} - {o.gemm.name for o in seen})
-        columns, amax = measure(seen)
+        columns, sketches, amax = measure(seen)
         self._scales.observe(seen, amax)
-        return Sample(step, columns, scalars)
+        return Sample(step, columns, {k: float(v) for k, v in scalars.items()}, sketches)
 
     def _report_silent(self, silent: Collection[str]) -> None:
         if silent:
@@ -172,11 +173,13 @@ class Monitor:
                 "unused in this step, or compiled before the monitor was attached (torch.compile drops later hooks)"
             )
 
-    def _flush_losses(self) -> None:
-        losses, self._losses = self._losses, {}
-        if losses:
-            with self._faults("while recording losses"):
-                self._recording.submit_losses(lambda: {step: float(loss) for step, loss in losses.items()})
+    def _flush_steps(self) -> None:
+        steps, self._steps = self._steps, {}
+        if steps:
+            with self._faults("while recording steps"):
+                self._recording.submit_steps(
+                    lambda: {step: {k: float(v) for k, v in scalars.items()} for step, scalars in steps.items()}
+                )
 
     def _hook_fault(self, layer: str, error: Exception) -> None:
         if self.config.on_error == "raise":

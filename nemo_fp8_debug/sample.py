@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 #: the columns that say what a row is about; figures follow
@@ -21,6 +21,8 @@ class Sample:
     columns: Mapping[str, Sequence[Any]]
     #: of the step as a whole: loss, learning rate, gradient norm, as far as they are known
     scalars: Mapping[str, float]
+    #: columns of equal length: KEYS, the scale and format they were cast with, and the occupied bins with their counts
+    sketches: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns["layer"])
@@ -42,8 +44,8 @@ class Recorder(Protocol):
     def record(self, sample: Sample) -> None:
         """Keep one sampled step."""
 
-    def record_losses(self, losses: Mapping[int, float]) -> None:
-        """Keep the losses of all steps since the last call, by step."""
+    def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
+        """Keep the scalars of all steps since the last call, by step."""
 
     def close(self) -> None:
         """The run is over."""

@@ -17,7 +17,7 @@ class Samples:
 
     def __init__(self) -> None:
         self.samples: dict[int, Sample] = {}
-        self.losses: dict[int, float] = {}
+        self.steps: dict[int, Mapping[str, float]] = {}
         self.fingerprint: Mapping[str, Any] = {}
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
@@ -26,8 +26,8 @@ class Samples:
     def record(self, sample: Sample) -> None:
         self.samples[sample.step] = sample
 
-    def record_losses(self, losses: Mapping[int, float]) -> None:
-        self.losses |= losses
+    def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
+        self.steps |= steps
 
     def close(self) -> None:
         pass

@@ -23,6 +23,7 @@ ORDINARY = {
     "layer": "decoder.layers.0.mlp.linear_fc1",
     "gemm": "linear_fc1",
     "role": "input",
+    "recipe": "delayed-hybrid",
     "format": "e4m3",
     "dtype": "bfloat16",
     "scale_source": "emulated",
@@ -45,7 +46,7 @@ ORDINARY = {
     "outlier_log2": 2.6,
     "kurtosis": 3.0,
 }
-COLUMNS = [name for name in FIGURE_SCHEMA if name not in ("attempt", "step")]
+COLUMNS = [name for name in FIGURE_SCHEMA if name not in ("attempt", "step", "consumed_samples")]
 
 
 def sample(step: int, rows: Iterable[Mapping[str, Any]], **scalars: float) -> Sample:
@@ -59,8 +60,8 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
     operands = []
     for (layer, role), x in tensors.items():
         gemm = Gemm(layer, nn.Linear(1, 1), torch_linear.HOST)
-        operand = Operand(gemm, role, ScaleInUse(CurrentScaling(), E4M3, "current"))
+        operand = Operand(gemm, role, ScaleInUse(CurrentScaling(), E4M3, "current-hybrid", "current"))
         operand.add(x)
         operands.append(operand)
-    columns, _ = measure(operands)
-    return Sample(step, columns, {"loss": 2.5})
+    columns, sketches, _ = measure(operands)
+    return Sample(step, columns, {"loss": 2.5}, sketches)

@@ -39,7 +39,7 @@ class Run:
             RecordError: there is no record at `path`, or it cannot be read.
         """
         found = find_run(path)
-        return cls(found, read_fingerprint(found), read_table(found, "figures"), LossCurve.of(read_table(found, "losses")))
+        return cls(found, read_fingerprint(found), read_table(found, "figures"), LossCurve.of(read_table(found, "steps")))
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ class LossCurve:
 
     @classmethod
     def of(cls, table: pl.DataFrame) -> LossCurve:
-        """From the `losses` table of a record; a non-finite loss counts as infinite."""
-        table = table.unique("step", keep="last").sort("step")
+        """From the `steps` table of a record; a non-finite loss counts as infinite."""
+        table = table.filter(pl.col("loss").is_not_null()).unique("step", keep="last").sort("step")
         losses = table["loss"].to_numpy().astype(np.float64)
         losses = np.where(np.isfinite(losses), losses, np.inf)
         half = max(2, len(losses) // 12)

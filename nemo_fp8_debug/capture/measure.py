@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..numerics import figures
 from ..numerics.figures import FIGURES, Moments, QuantizationSums
 from ..numerics.scaling import CurrentScaling
-from ..numerics.sketch import SketchBatch
+from ..numerics.sketch import Sketch, SketchBatch
 from .operands import Operand
 
+Columns = dict[str, list[Any]]
 _CURRENT = CurrentScaling()
 
 
-def measure(operands: Sequence[Operand]) -> tuple[dict[str, list[Any]], torch.Tensor]:
+def measure(operands: Sequence[Operand]) -> tuple[Columns, Columns, torch.Tensor]:
     """All figures of operands that were seen at least once.
 
     Returns:
-        The columns of the sample, and each operand's amax (float32 [B]) for histories of the caller.
+        The figure and sketch columns of the sample, and each operand's amax (float32 [B]) for histories of the caller.
     """
     totals = SketchBatch.of([o.total for o in operands])
     moments = _moments(operands, totals)
     amax = moments.amax.float()
     current = _CURRENT.scale(amax, _limits(operands))
     scale = _scales(operands, amax)
-    sums = _sums(operands, totals)
+    parts = _Parts.of(operands, totals)
+    sums = parts.sums(operands)
     measured = figures.figures(moments, sums, scale, current)
-    columns: dict[str, list[Any]] = {
+    columns: Columns = {
         "layer": [o.gemm.name for o in operands],
         "gemm": [o.gemm.kind for o in operands],
         "role": [o.role for o in operands],
+        "recipe": [o.in_use.recipe for o in operands],
         "format": [o.in_use.format.name for o in operands],
         "dtype": [str(o.dtype).removeprefix("torch.") for o in operands],
         "scale_source": [o.in_use.source for o in operands],
@@ -44,7 +49,7 @@ def measure(operands: Sequence[Operand]) -> tuple[dict[str, list[Any]], torch.Te
         "scale_current": current.double().tolist(),
     }
     columns |= {name: [None if v != v else v for v in measured[name].tolist()] for name in FIGURES}
-    return columns, amax
+    return columns, parts.columns(), amax
 
 
 def _limits(operands: Sequence[Operand]) -> torch.Tensor:
@@ -80,17 +85,50 @@ def _scales(operands: Sequence[Operand], amax: torch.Tensor) -> torch.Tensor:
     return scales
 
 
-def _sums(operands: Sequence[Operand], totals: SketchBatch) -> QuantizationSums:
-    """Sums of each operand: every sketch under the scale it was cast with, those of one operand added up."""
-    parts = [(i, s) for i, o in enumerate(operands) if not o.sums for s in o.sketches]
-    owner = torch.tensor([i for i, _ in parts], dtype=torch.int64)
-    whole = owner.tolist() == list(range(len(operands)))
-    batch = totals if whole else SketchBatch.of([s for _, s in parts])
-    owners = [operands[i] for i, _ in parts]
-    scales = _scales(owners, batch.amax())
-    rows = figures.quantization_sums(batch, scales, [o.in_use.format for o in owners])
-    if whole:
-        return rows
-    direct = [(i, s.cpu()) for i, o in enumerate(operands) for s in o.sums]
-    owner = torch.cat([owner, torch.tensor([i for i, _ in direct], dtype=torch.int64)])
-    return QuantizationSums.concat([rows, *(s for _, s in direct)]).fold(owner, len(operands))
+@dataclass(frozen=True)
+class _Parts:
+    """The sketches of all operands, each with the scale that it was cast with."""
+
+    operands: list[Operand]
+    sketches: list[Sketch]
+    batch: SketchBatch
+    scales: torch.Tensor
+    owner: torch.Tensor  # int64: position of each part's operand
+
+    @classmethod
+    def of(cls, operands: Sequence[Operand], totals: SketchBatch) -> _Parts:
+        parts = [(i, o, s) for i, o in enumerate(operands) for s in o.sketches]
+        owners, sketches = [o for _, o, _ in parts], [s for _, _, s in parts]
+        batch = totals if len(parts) == len(operands) else SketchBatch.of(sketches)
+        owner = torch.tensor([i for i, _, _ in parts], dtype=torch.int64)
+        return cls(owners, sketches, batch, _scales(owners, batch.amax()), owner)
+
+    def sums(self, operands: Sequence[Operand]) -> QuantizationSums:
+        """Sums of each operand, those of its parts added up; the direct ones where sketches are rounded."""
+        rows = figures.quantization_sums(self.batch, self.scales, [o.in_use.format for o in self.operands])
+        folded = rows.fold(self.owner, len(operands))
+        if not any(o.sums for o in operands):
+            return folded
+        direct = [QuantizationSums.concat([s.cpu() for s in o.sums]) if o.sums else None for o in operands]
+        whole = torch.zeros(1, dtype=torch.int64)
+        return QuantizationSums.concat(
+            [
+                folded.row(i) if sums is None else sums.fold(whole.expand(len(sums.underflows)), 1)
+                for i, sums in enumerate(direct)
+            ]
+        )
+
+    def columns(self) -> Columns:
+        """The sketches as a table; bins of infinity and NaN included, so that a sketch is whole."""
+        occupied = [s.counts.cpu().numpy().nonzero()[0] for s in self.sketches]
+        return {
+            "layer": [o.gemm.name for o in self.operands],
+            "role": [o.role for o in self.operands],
+            "recipe": [o.in_use.recipe for o in self.operands],
+            "format": [o.in_use.format.name for o in self.operands],
+            "dtype": [str(s.dtype).removeprefix("torch.") for s in self.sketches],
+            "rounded": [s.rounded for s in self.sketches],
+            "scale": self.scales.double().tolist(),
+            "bins": [bins.astype(np.uint16) for bins in occupied],
+            "counts": [s.counts.cpu().numpy()[bins] for s, bins in zip(self.sketches, occupied, strict=True)],
+        }

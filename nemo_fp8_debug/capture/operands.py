@@ -21,6 +21,8 @@ class ScaleInUse:
     #: a float32 scalar tensor that holds through the step, or the rule that finds a scale anew for each tensor
     scale: torch.Tensor | CurrentScaling
     format: FloatFormat
+    #: name of the recipe that the scale belongs to
+    recipe: str
     #: "engine": read from what quantises the operand; "emulated": a history kept here; "current": the operand's own amax
     source: str
 

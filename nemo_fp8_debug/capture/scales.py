@@ -41,14 +41,15 @@ class Scales:
     def in_use(self, gemm: Gemm, role: str) -> ScaleInUse:
         """How operand `role` of `gemm` is cast in the step that begins."""
         if self._auto and (engine := emulated(gemm.module)):
-            return ScaleInUse(engine.scale(role), engine.recipe.format_of(role), "engine")
+            return ScaleInUse(engine.scale(role), engine.recipe.format_of(role), engine.recipe.name, "engine")
         fmt = self._recipe.format_of(role)
         scaling = self._recipe.scaling
         if isinstance(scaling, CurrentScaling):
-            return ScaleInUse(scaling, fmt, "current")
+            return ScaleInUse(scaling, fmt, self._recipe.name, "current")
         if (gemm.name, role) not in self._seen:
-            return ScaleInUse(CurrentScaling(), fmt, "current")
-        return ScaleInUse(self._history.scale[self._history.index[gemm.name, role]], fmt, "emulated")
+            return ScaleInUse(CurrentScaling(), fmt, self._recipe.name, "current")
+        scale = self._history.scale[self._history.index[gemm.name, role]]
+        return ScaleInUse(scale, fmt, self._recipe.name, "emulated")
 
     def observe(self, operands: Sequence[Operand], amax: torch.Tensor) -> None:
         """End of a sampled step: emulated histories take the amax (float32 [B]) of each operand."""

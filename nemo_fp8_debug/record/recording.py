@@ -17,6 +17,7 @@ from ..sample import Recorder, Sample
 #: seconds of training time that waiting for an earlier sample may cost before a warning says so
 PATIENCE = 1.0
 
+Steps = Mapping[int, Mapping[str, float]]
 Faults = Callable[[str], AbstractContextManager[None]]
 
 
@@ -52,9 +53,9 @@ class Recording:
             )
         self._pending.append(self._thread.submit(self._record, measure))
 
-    def submit_losses(self, losses: Callable[[], Mapping[int, float]]) -> None:
-        """Record losses by step in the background."""
-        self._pending.append(self._thread.submit(self._record_losses, losses))
+    def submit_steps(self, steps: Callable[[], Steps]) -> None:
+        """Record scalars by step in the background."""
+        self._pending.append(self._thread.submit(self._record_steps, steps))
 
     def deliver(self, wait: bool) -> None:
         """Pass what is measured to the recorders of the caller's thread; wait for what is under way, if asked."""
@@ -76,11 +77,11 @@ class Recording:
             return sample
         return None
 
-    def _record_losses(self, losses: Callable[[], Mapping[int, float]]) -> None:
-        with self._faults("while recording losses"):
-            values = losses()
+    def _record_steps(self, steps: Callable[[], Steps]) -> None:
+        with self._faults("while recording steps"):
+            values = steps()
             for in_callers_thread in (True, False):
-                self._each(in_callers_thread, lambda recorder: recorder.record_losses(values))
+                self._each(in_callers_thread, lambda recorder: recorder.record_steps(values))
 
     def _each(self, in_callers_thread: bool, call: Callable[[Recorder], None]) -> None:
         for recorder in self._recorders:

@@ -2,7 +2,8 @@
 
     RUN/attempt-0.json                      fingerprint of the run, one a start of the process
     RUN/figures/attempt-0-step-00000120-9f3c02d1.parquet
-    RUN/losses/attempt-0-step-00000120-0b77aa90.parquet
+    RUN/sketches/attempt-0-step-00000120-51d0e7c4.parquet
+    RUN/steps/attempt-0-step-00000120-0b77aa90.parquet
 
 The last part of a name is the CRC-32 of the file: a damaged file is found before a Parquet reader, which may not survive
 it, opens it.
@@ -32,9 +33,11 @@ SCHEMA_VERSION = 1
 _KEYS = {"attempt": pl.Int32, "step": pl.Int64}
 FIGURE_SCHEMA: dict[str, Any] = {
     **_KEYS,
+    "consumed_samples": pl.Float64,
     "layer": pl.String,
     "gemm": pl.String,
     "role": pl.String,
+    "recipe": pl.String,
     "format": pl.String,
     "dtype": pl.String,
     "scale_source": pl.String,
@@ -46,7 +49,26 @@ FIGURE_SCHEMA: dict[str, Any] = {
     "scale_current": pl.Float64,
     **dict.fromkeys(FIGURES, pl.Float64),
 }
-LOSS_SCHEMA: dict[str, Any] = {**_KEYS, "loss": pl.Float64}
+#: one row for each operand and scale: its occupied bins, ascending, and how many values each counts
+SKETCH_SCHEMA: dict[str, Any] = {
+    **_KEYS,
+    "layer": pl.String,
+    "role": pl.String,
+    "recipe": pl.String,
+    "format": pl.String,
+    "dtype": pl.String,
+    "rounded": pl.Boolean,
+    "scale": pl.Float64,
+    "bins": pl.List(pl.UInt16),
+    "counts": pl.List(pl.Int64),
+}
+#: every step; what is read on sampled steps only is null on others
+STEP_SCHEMA: dict[str, Any] = {
+    **_KEYS,
+    "time": pl.Float64,
+    **dict.fromkeys(("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples"), pl.Float64),
+}
+SCHEMAS = {"figures": FIGURE_SCHEMA, "sketches": SKETCH_SCHEMA, "steps": STEP_SCHEMA}
 
 
 class RunRecord:
@@ -65,7 +87,7 @@ class RunRecord:
             ConfigError: the folder cannot be made or written.
         """
         try:
-            for name in ("figures", "losses"):
+            for name in SCHEMAS:
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
             self._attempt = 1 + max(_attempts([*self.folder.iterdir(), *self.folder.glob("*/*")]), default=-1)
             content = {"schema_version": SCHEMA_VERSION, "attempt": self._attempt, **fingerprint}
@@ -75,15 +97,19 @@ class RunRecord:
 
     def record(self, sample: Sample) -> None:
         """Write one sampled step."""
-        columns = {"attempt": [self._attempt] * len(sample), "step": [sample.step] * len(sample), **sample.columns}
-        self._write_part("figures", sample.step, pl.DataFrame(columns, schema=FIGURE_SCHEMA))
+        for table, columns in (("figures", sample.columns), ("sketches", sample.sketches)):
+            if columns:
+                rows = len(columns["layer"])
+                keys: dict[str, list[Any]] = {"attempt": [self._attempt] * rows, "step": [sample.step] * rows}
+                if table == "figures":
+                    keys["consumed_samples"] = [sample.scalars.get("consumed_samples")] * rows
+                self._write_part(table, sample.step, pl.DataFrame({**keys, **columns}, schema=SCHEMAS[table]))
 
-    def record_losses(self, losses: Mapping[int, float]) -> None:
-        """Write the losses of the steps since the last call."""
-        if losses:
-            steps = list(losses)
-            columns = {"attempt": [self._attempt] * len(steps), "step": steps, "loss": list(losses.values())}
-            self._write_part("losses", steps[-1], pl.DataFrame(columns, schema=LOSS_SCHEMA))
+    def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
+        """Write the scalars of the steps since the last call; names that the schema does not have are left out."""
+        if steps:
+            rows = [{"attempt": self._attempt, "step": step, **scalars} for step, scalars in steps.items()]
+            self._write_part("steps", max(steps), pl.DataFrame(rows, schema=STEP_SCHEMA))
 
     def close(self) -> None:
         """Nothing is held back."""
@@ -118,12 +144,12 @@ def find_run(path: str | os.PathLike[str]) -> Path:
 
 
 def read_table(run: Path, table: str) -> pl.DataFrame:
-    """All parts of a table, `figures` or `losses`; where attempts overlap, the latest attempt's rows.
+    """All parts of a table, `figures`, `sketches` or `steps`; where attempts overlap, the latest attempt's rows.
 
     Raises:
         RecordError: a part cannot be read; names it.
     """
-    schema = FIGURE_SCHEMA if table == "figures" else LOSS_SCHEMA
+    schema = SCHEMAS[table]
     frames = [pl.DataFrame(schema=schema)]
     for part in sorted((run / table).glob("*.parquet")):
         try:

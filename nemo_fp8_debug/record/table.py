@@ -34,7 +34,7 @@ class TableRecorder:
             console.width = max(console.width, 200)  # a log file has no width to respect
         console.print(self.table(sample))
 
-    def record_losses(self, losses: Mapping[int, float]) -> None:
+    def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
         """Not shown."""
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class ScalarRecorder:
         tags, _ = self.scalars(sample)
         self._write(tags, sample.step)
 
-    def record_losses(self, losses: Mapping[int, float]) -> None:
+    def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
         """The host logs its loss itself."""
 
     def close(self) -> None:
@@ -138,11 +138,11 @@ class TensorBoardRecorder(ScalarRecorder):
             self._writer.add_custom_scalars(layout)
             self._layout = layout
 
-    def record_losses(self, losses: Mapping[int, float]) -> None:
+    def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
         """Write losses, if no host does."""
-        if self._log_losses:
-            for step, loss in losses.items():
-                self._write_scalars({"loss": loss}, step)
+        for step, scalars in steps.items():
+            if self._log_losses and "loss" in scalars:
+                self._write_scalars({"loss": scalars["loss"]}, step)
 
     def close(self) -> None:
         """Hand everything to the disk."""

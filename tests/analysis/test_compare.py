@@ -76,7 +76,7 @@ def write(folder: Path, rows: Rows | None, losses: Losses, steps: Sequence[int] 
     record.open(FINGERPRINT)
     for step in steps if rows else ():
         record.record(sample(step, rows(step)))
-    record.record_losses(losses)
+    record.record_steps({step: {"loss": loss} for step, loss in losses.items()})
     record.close()
     return folder
 

@@ -84,7 +84,7 @@ def test_the_record_lies_beside_the_events_and_has_every_loss(tmp_path: Path) ->
     run = find_run(tmp_path)
     assert run == tmp_path / "run" / "fp8_debug"
     assert read_table(run, "figures")["step"].unique().to_list() == [0, 4]
-    assert read_table(run, "losses")["step"].to_list() == list(range(6))
+    assert read_table(run, "steps")["step"].to_list() == list(range(6))
 
 
 def test_any_logger_gets_the_scalars(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_figures_and_loss_share_their_steps(output: Path, results: dict[str, Any
     assert [e.value for e in losses] == pytest.approx(results["plain"]["1"]["losses"])
     figures = events.Scalars("fp8_underflow_pct/input/decoder.layers.3.mlp.linear_fc2")
     assert [e.step for e in figures] == [e.step for e in losses] == list(range(5))
-    record = read_table(find_run(output / "plain-1"), "losses")
+    record = read_table(find_run(output / "plain-1"), "steps")
     assert record["loss"].to_list() == pytest.approx(results["plain"]["1"]["losses"])
 
 

@@ -101,7 +101,7 @@ def test_first_last_interval() -> None:
             report(loss=loss)
     monitor.close()
     assert list(samples.samples) == [3, 6, 9]
-    assert list(samples.losses) == list(range(15))
+    assert list(samples.steps) == list(range(15))
 
 
 def test_a_step_that_raises_leaves_no_hook_and_raises_on() -> None:
@@ -204,7 +204,7 @@ def test_a_plain_loop_in_three_lines(tmp_path: Path, capsys: pytest.CaptureFixtu
     monitor.close()
     run = find_run(tmp_path)
     assert read_table(run, "figures")["step"].unique().to_list() == [0, 2]
-    assert read_table(run, "losses")["step"].to_list() == [0, 1, 2, 3]
+    assert read_table(run, "steps")["step"].to_list() == [0, 1, 2, 3]
     assert "FP8 at step 2" in capsys.readouterr().out
 
 

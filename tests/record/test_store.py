@@ -17,8 +17,9 @@ from samples import COLUMNS, FINGERPRINT, measured_sample, sample
 from nemo_fp8_debug.errors import ConfigError, RecordError
 from nemo_fp8_debug.record.store import (
     FIGURE_SCHEMA,
-    LOSS_SCHEMA,
     SCHEMA_VERSION,
+    SKETCH_SCHEMA,
+    STEP_SCHEMA,
     RunRecord,
     find_run,
     read_fingerprint,
@@ -51,7 +52,7 @@ def run(tmp_path: Path) -> Path:
     record = start(tmp_path / "run")
     for step in (0, 10, 20):
         record.record(measured(step))
-        record.record_losses({s: 3.0 - s / 100 for s in range(step, step + 10)})
+        record.record_steps({s: {"loss": 3.0 - s / 100} for s in range(step, step + 10)})
     record.close()
     return tmp_path / "run"
 
@@ -66,7 +67,18 @@ class TestWritten:
         assert table.schema == pl.Schema(FIGURE_SCHEMA)
         assert table["step"].unique().to_list() == [0, 10, 20]
         for step in (0, 10, 20):
-            assert table.filter(pl.col("step") == step).select(COLUMNS).to_dict(as_series=False) == measured(step).columns
+            rows = table.filter(pl.col("step") == step).select(COLUMNS)
+            assert rows.to_dict(as_series=False) == measured(step).columns
+
+    def test_sketches_are_read_back_whole(self, run: Path) -> None:
+        table = read_table(run, "sketches")
+        assert table.schema == pl.Schema(SKETCH_SCHEMA)
+        columns = table.filter(step=20).drop("attempt", "step").to_dict(as_series=False)
+        assert columns == {
+            name: [getattr(v, "tolist", lambda v=v: v)() for v in values] for name, values in measured(20).sketches.items()
+        }
+        counted = table.with_columns(n=pl.col("counts").list.sum())
+        assert counted["n"].to_list() == 3 * [64 * 32, 8 * 32, 4]
 
     def test_a_figure_that_cannot_be_had_is_null(self, run: Path) -> None:
         zeros = read_table(run, "figures").filter(pl.col("role") == "grad_output")
@@ -74,8 +86,8 @@ class TestWritten:
         assert zeros["mse"].to_list() == [0, 0, 0]
 
     def test_losses_are_read_back(self, run: Path) -> None:
-        table = read_table(run, "losses")
-        assert table.schema == pl.Schema(LOSS_SCHEMA)
+        table = read_table(run, "steps")
+        assert table.schema == pl.Schema(STEP_SCHEMA)
         assert dict(zip(table["step"], table["loss"], strict=True)) == {s: 3.0 - s / 100 for s in range(30)}
 
     def test_any_parquet_reader_reads_it(self, run: Path) -> None:
@@ -88,13 +100,13 @@ class TestWritten:
         assert read_fingerprint(run) == {"schema_version": SCHEMA_VERSION, "attempt": 0, **FINGERPRINT}
 
     def test_a_nan_loss_stays_one(self, run: Path) -> None:
-        start(run).record_losses({30: float("nan")})
-        assert read_table(run, "losses").filter(pl.col("step") == 30)["loss"].is_nan().all()
+        start(run).record_steps({30: {"loss": float("nan")}})
+        assert read_table(run, "steps").filter(pl.col("step") == 30)["loss"].is_nan().all()
 
     def test_a_record_without_samples_has_the_columns(self, tmp_path: Path) -> None:
         start(tmp_path)
         assert read_table(tmp_path, "figures").schema == pl.Schema(FIGURE_SCHEMA)
-        assert read_table(tmp_path, "losses").is_empty()
+        assert read_table(tmp_path, "steps").is_empty()
 
 
 class TestResumed:
@@ -102,7 +114,7 @@ class TestResumed:
         before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
         again = start(run)
         again.record(measured(20))
-        again.record_losses({20: 1.0})
+        again.record_steps({20: {"loss": 1.0}})
         assert {p: p.read_bytes() for p in before} == before
         assert len(before) < len([p for p in run.rglob("*") if p.is_file()])
 
@@ -115,10 +127,10 @@ class TestResumed:
         assert found.rows() == [(0, [0], 3), (10, [0], 3), (20, [1], 1), (30, [1], 1)]
 
     def test_losses_of_overlapping_steps_are_those_of_the_latest_attempt(self, run: Path) -> None:
-        start(run).record_losses({25: 1.0, 26: 2.0})
-        start(run).record_losses({26: 7.0})
-        losses = read_table(run, "losses").filter(pl.col("step") >= 24)
-        assert losses.rows()[:3] == [(0, 24, 3.0 - 0.24), (1, 25, 1.0), (2, 26, 7.0)]
+        start(run).record_steps({25: {"loss": 1.0}, 26: {"loss": 2.0}})
+        start(run).record_steps({26: {"loss": 7.0}})
+        losses = read_table(run, "steps").filter(pl.col("step") >= 24)
+        assert losses.select("attempt", "step", "loss").rows()[:3] == [(0, 24, 3.0 - 0.24), (1, 25, 1.0), (2, 26, 7.0)]
 
     def test_the_tenth_attempt_comes_after_the_ninth(self, tmp_path: Path) -> None:
         for attempt in range(11):
@@ -193,7 +205,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 class TestDamaged:
     @pytest.mark.parametrize("damage", DAMAGE)
-    @pytest.mark.parametrize("table", ["figures", "losses"])
+    @pytest.mark.parametrize("table", ["figures", "steps"])
     def test_a_damaged_part_is_named(self, run: Path, table: str, damage: str) -> None:
         part = a_part(run, table)
         part.write_bytes(DAMAGE[damage](part.read_bytes()))

@@ -33,7 +33,7 @@ def written(folder: Path, *samples: Sample, losses: Mapping[int, float] | None =
     recorder.open(FINGERPRINT)
     for each in samples:
         recorder.record(each)
-    recorder.record_losses(losses or {})
+    recorder.record_steps({step: {"loss": loss} for step, loss in (losses or {}).items()})
     recorder.close()
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
