@@ -26,7 +26,6 @@ from .record.table import TableRecorder
 from .record.tensorboard import ScalarRecorder, TensorBoardRecorder
 from .sample import Recorder
 
-_LOSSES = ("reduced_train_loss", "train_loss", "loss")
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
@@ -54,29 +53,39 @@ class FP8DebugCallback(pl.Callback):
         self._options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         Config(**self._options)
         self._monitor: Monitor | None = None
-        self._opened_at = -1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the GEMMs and open the record."""
-        if not trainer.is_global_zero:
-            return  # figures are those of the writing rank
-        options = {**self._options, "output": self._options["output"] or _default_output(trainer)}
-        recorders = _recorders(trainer, Config(**options))
-        self._monitor = Monitor(_roots(trainer, pl_module), recorders=recorders, **options)
+        refused = None
+        if trainer.is_global_zero:  # figures are those of the writing rank
+            options = {**self._options, "output": self._options["output"] or self._default_output(trainer)}
+            try:
+                recorders = _recorders(trainer, Config(**options))
+                self._monitor = Monitor(_roots(trainer, pl_module), recorders=recorders, **options)
+            except ConfigError as error:
+                refused = str(error)
+        # All ranks stop, or none: one that went on alone would wait for the others in its first collective.
+        if refused := trainer.strategy.broadcast(refused):
+            raise ConfigError(refused)
+
+    def _default_output(self, trainer: pl.Trainer) -> str:
+        """`fp8_debug` beside the TensorBoard events; a second callback of the same trainer gets a folder of its own."""
+        own = [c for c in trainer.callbacks if isinstance(c, FP8DebugCallback)].index(self)  # type: ignore[attr-defined]
+        beside = (logger.log_dir for logger in trainer.loggers if isinstance(logger, TensorBoardLogger))
+        return str(Path(next(beside, trainer.default_root_dir)) / ("fp8_debug" + (f"_{own + 1}" if own else "")))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Open a sample where one is due."""
         if self._monitor and not self._monitor.sampling:
-            self._opened_at = trainer.global_step
             self._monitor.begin_step(_logged_step(trainer))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Close the sample once the optimizer has stepped."""
-        if self._monitor and trainer.global_step != self._opened_at:
+        """Close the sample, unless the next batch accumulates onto this one."""
+        if self._monitor and not _accumulates(trainer):
             scalars = _scalars(trainer) if self._monitor.sampling else {}
-            self._monitor.end_step(**{"loss": _loss(outputs), **scalars})
+            self._monitor.end_step(loss=_loss(trainer, pl_module, outputs), **scalars)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record what is left."""
@@ -121,7 +130,10 @@ class FP8EmulationCallback(pl.Callback):
         self._resumed: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Attach."""
+        """Attach; a second fit goes on with the scales of the first."""
+        if self._emulation:
+            self._resumed = self._emulation.state.state_dict()
+            self._emulation.detach()
         gemms = select(find_gemms(_roots(trainer, pl_module)), self._layers)
         self._emulation = Emulation(without_ends(gemms, *self._ends), self._recipe)
         if self._resumed:
@@ -131,12 +143,17 @@ class FP8EmulationCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move delayed scales on."""
-        if self._emulation:
+        """Move delayed scales on, once a step."""
+        if self._emulation and not _accumulates(trainer):
             self._emulation.end_step()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Detach."""
+        if self._emulation:
+            self._emulation.detach()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The run failed: leave the model as it was."""
         if self._emulation:
             self._emulation.detach()
 
@@ -163,13 +180,6 @@ def _logged_step(trainer: pl.Trainer) -> int:
     return step
 
 
-def _default_output(trainer: pl.Trainer) -> str:
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            return str(Path(logger.log_dir) / "fp8_debug")
-    return str(Path(trainer.default_root_dir) / "fp8_debug")
-
-
 def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
     assert config.output is not None
     yield RunRecord(config.output)
@@ -182,13 +192,19 @@ def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
         yield TableRecorder(config.table_rows)
 
 
-def _loss(outputs: Any) -> Any:
-    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+def _accumulates(trainer: pl.Trainer) -> bool:
+    """Whether the next batch adds its gradients to this one's; under manual optimization each batch stands alone."""
+    result: bool = trainer.fit_loop._should_accumulate()
+    return result
+
+
+def _loss(trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> Any:
+    """The loss of a batch as the model computed it: Lightning hands it over divided by the accumulated batches."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    divided = pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1
+    return loss * trainer.accumulate_grad_batches if divided and loss is not None else loss
 
 
 def _scalars(trainer: pl.Trainer) -> dict[str, Any]:
-    """Loss, learning rate, gradient norm and consumed samples as the host logs them."""
-    metrics = trainer.callback_metrics
-    found = {name: metrics[name] for name in _SCALARS if name in metrics}
-    loss = next((metrics[tag] for tag in _LOSSES if tag in metrics), None)
-    return found if loss is None else {"loss": loss, **found}
+    """Learning rate, gradient norm and consumed samples as the host logs them."""
+    return {name: trainer.callback_metrics[name] for name in _SCALARS if name in trainer.callback_metrics}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +45,18 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.interval, int) or self.interval < 1:
             raise ConfigError(f"interval is {self.interval!r}; it must be a whole number of steps, at least 1")
+        for name in ("first_step", "last_step", "max_tags", "table_rows"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and not (name == "last_step" and value is None):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number")
+        for name in ("layers", "roles"):
+            values = getattr(self, name)
+            if isinstance(values, str) or any(not isinstance(v, str) for v in values or ()):
+                raise ConfigError(f"{name} is {values!r}; it takes a list of strings")
+        if not isinstance(self.output, (str, os.PathLike, type(None))):
+            raise ConfigError(f"output is {self.output!r}; it must be a path")
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(f"last_step {self.last_step} is before first_step {self.first_step}: nothing is sampled")
-        if isinstance(self.layers, str) or isinstance(self.roles, str):
-            raise ConfigError("layers and roles take a list of strings, not one string")
         if not self.roles or (unknown := [role for role in self.roles if role not in ROLES]):
             raise ConfigError(f"unknown roles {unknown if self.roles else '[]'}; choose from {', '.join(ROLES)}")
         if self.on_error not in ("warn", "raise"):

@@ -1,4 +1,7 @@
-"""The two ways this package speaks up."""
+"""How this package speaks up."""
+
+import logging
+import warnings
 
 
 class ConfigError(ValueError):
@@ -14,3 +17,11 @@ class RecordError(ValueError):
 
 class FP8DebugWarning(UserWarning):
     """A fault of the monitor, or something it cannot see; the run goes on."""
+
+
+def warn(message: str) -> None:
+    """Warn; where warnings are turned into errors, log instead: a warning of ours never stops a run."""
+    try:
+        warnings.warn(f"nemo_fp8_debug: {message}", FP8DebugWarning, stacklevel=4)
+    except FP8DebugWarning:
+        logging.getLogger("nemo_fp8_debug").warning(message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +17,13 @@ from .capture.measure import measure
 from .capture.operands import Operand
 from .capture.scales import Scales
 from .config import Config
-from .errors import FP8DebugWarning
+from .errors import warn
 from .record.fingerprint import fingerprint
 from .record.recording import Recording
 from .record.store import RunRecord
 from .record.table import TableRecorder
 from .record.tensorboard import TensorBoardRecorder, event_writer
-from .sample import Recorder, Sample
+from .sample import SHOWN_AS, Recorder, Sample
 
 #: steps whose scalars are kept on the device between samples, at the most
 STEPS_HELD = 1000
@@ -65,14 +64,16 @@ class Monitor:
         self.gemms: list[Gemm] = select(find_gemms(roots), self.config.layers)
         self._scales = Scales(self.gemms, self.config.roles, self.config.recipe)
         self.fingerprint = fingerprint(roots, self.gemms, self.config, self._scales.description)
-        chosen = self._default_recorders() if recorders is None else recorders
-        self._recording = Recording(chosen, self.fingerprint, self._faults)
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if recorders is None:
+            recorders = self._default_recorders() if ranks == 1 or dist.get_rank() == 0 else ()
+        self._recording = Recording(recorders, self.fingerprint, self._faults)
         self._operands: dict[tuple[str, str], Operand] = {}
         self._capture: Capture | None = None
         self._step = -1
         self._steps: dict[int, dict[str, Any]] = {}
         self._warned: set[str] = set()
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if ranks > 1:
             self._warn("figures are those of the shards on the writing rank; they are not yet reduced over ranks")
 
     def _default_recorders(self) -> Iterator[Recorder]:
@@ -102,6 +103,7 @@ class Monitor:
 
     def begin_step(self, step: int) -> None:
         """Before the forward pass: installs the hooks if `step` is sampled."""
+        self.abandon_step()
         self._step = step
         if not self.config.samples(step):
             return
@@ -131,8 +133,7 @@ class Monitor:
                 `loss_scale`, `skipped`, `consumed_samples`, as far as they are known.
         """
         with self._faults("while noting the step"):
-            known = {k: v.detach().clone() if torch.is_tensor(v) else v for k, v in scalars.items() if v is not None}
-            self._steps[self._step] = {"time": time.time(), **known}
+            self._steps[self._step] = {"time": time.time(), **self._noted(scalars)}
             self._recording.deliver(wait=False)
         if self._capture is None:
             if len(self._steps) >= STEPS_HELD:
@@ -146,6 +147,18 @@ class Monitor:
         self._flush_steps()
         if self.config.on_error == "raise":
             self.flush()
+
+    def _noted(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Scalars as they are now; tensors stay on their device until they are read in the background."""
+        noted: dict[str, Any] = {}
+        for name, value in scalars.items():
+            if torch.is_tensor(value) and value.numel() == 1:
+                noted[name] = value.detach().clone()
+            elif isinstance(value, (int, float)):
+                noted[name] = value
+            elif value is not None:
+                self._warn(f"{name} of a step is not recorded: it is no scalar but {type(value).__name__}")
+        return noted
 
     def close(self) -> None:
         """The run is over: records what is left."""
@@ -181,12 +194,12 @@ class Monitor:
                     lambda: {step: {k: float(v) for k, v in scalars.items()} for step, scalars in steps.items()}
                 )
 
-    def _hook_fault(self, layer: str, error: Exception) -> None:
+    def _hook_fault(self, layer: str, role: str, error: Exception) -> None:
         if self.config.on_error == "raise":
             raise error
-        for role in self.config.roles:
-            self._operands.pop((layer, role), None)
-        self._warn(f"{layer} is missing from the sample of step {self._step}: {type(error).__name__}: {error}")
+        self._operands.pop((layer, role), None)
+        message = f"{SHOWN_AS[role]} of {layer} is missing from the sample of step {self._step}"
+        self._warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
 
     @contextlib.contextmanager
     def _faults(self, when: str) -> Iterator[None]:
@@ -195,11 +208,11 @@ class Monitor:
         except Exception as error:
             if self.config.on_error == "raise":
                 raise
-            self._warn(f"step {self._step} is not recorded, a fault {when}: {type(error).__name__}: {error}")
+            message = f"a fault {when}, at about step {self._step}, cost what was recorded there"
+            self._warn(f"{message}: {type(error).__name__}: {error}", kind=f"{when} {type(error)}")
 
-    def _warn(self, message: str) -> None:
-        """Warn once a kind of message: figures in it do not make it another."""
-        kind = "".join(c for c in message if not c.isdigit())
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(f"nemo_fp8_debug: {message}", FP8DebugWarning, stacklevel=3)
+    def _warn(self, message: str, kind: str | None = None) -> None:
+        """Warn once a kind of fault."""
+        if (kind or message) not in self._warned:
+            self._warned.add(kind or message)
+            warn(message)

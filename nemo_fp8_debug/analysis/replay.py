@@ -62,10 +62,10 @@ def _step(rows: pl.DataFrame, about: pl.DataFrame, scales: _Recorded | _Emulated
     sums = figures.quantization_sums(batch, scale, formats).fold(owner, len(operands))
 
     first = torch.tensor([int((owner == i).nonzero()[0]) for i in range(len(operands))], dtype=torch.int64)
-    limits = torch.tensor([formats[i].max for i in first])
+    limits = torch.tensor([formats[i].max for i in first], dtype=torch.float32)
     amax = moments.amax.float()
     current = _CURRENT.scale(amax, limits)
-    in_use = torch.zeros(len(operands)).index_reduce_(0, owner, scale, "amin", include_self=False)
+    in_use = torch.zeros(len(operands), dtype=torch.float32).index_reduce_(0, owner, scale, "amin", include_self=False)
     measured = figures.figures(moments, sums, in_use, current)
     scales.end_step(operands, amax)
     columns = {
@@ -125,7 +125,7 @@ class _Emulated:
     ) -> tuple[list[str], list[FloatFormat], torch.Tensor]:
         keys = rows.select(_KEY).rows()
         formats = [self._recipe.format_of(role) for _, role in keys]
-        limits = torch.tensor([fmt.max for fmt in formats])
+        limits = torch.tensor([fmt.max for fmt in formats], dtype=torch.float32)
         rule = self._recipe.scaling
         scale = (rule if isinstance(rule, CurrentScaling) else _CURRENT).scale(batch.amax(), limits)
         if not isinstance(rule, CurrentScaling):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class Gemm:
     name: str
     module: nn.Module
     host: Host
+    #: runs inside torch.compile, where a hook would become part of the graph and change it
+    compiled: bool = False
 
     @property
     def kind(self) -> str:
@@ -37,12 +40,18 @@ def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
     Args:
         roots: the model, or its chunks where a virtual pipeline splits it.
     """
+    compiled = {id(inner) for root in roots for outer in root.modules() if _is_compiled(outer) for inner in outer.modules()}
     return [
-        Gemm(global_name(root, path), module, host)
+        Gemm(global_name(root, path), module, host, id(module) in compiled)
         for root in roots
         for path, module in root.named_modules()
-        if (host := next((h for h in HOSTS if isinstance(module, h.gemm_classes())), None))
+        if (host := next((h for h in HOSTS if h.owns(module)), None))
     ]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return bool(dynamo and isinstance(module, dynamo.OptimizedModule)) or module._compiled_call_impl is not None
 
 
 def global_name(root: nn.Module, path: str) -> str:
@@ -101,7 +110,12 @@ def select(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
         names = sorted({g.name for g in gemms})
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         raise ConfigError(f"no GEMM layer matches {list(patterns or ())}; the model has {shown}")
-    return chosen
+    if all(g.compiled for g in chosen):
+        raise ConfigError(
+            f"{chosen[0].name} and all other chosen layers run inside torch.compile, where a hook would change the graph; "
+            "compile after the run with nemo_fp8_debug, or only parts of the model"
+        )
+    return [g for g in chosen if not g.compiled]
 
 
 def without_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:

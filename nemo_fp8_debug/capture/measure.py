@@ -53,7 +53,7 @@ def measure(operands: Sequence[Operand]) -> tuple[Columns, Columns, torch.Tensor
 
 
 def _limits(operands: Sequence[Operand]) -> torch.Tensor:
-    return torch.tensor([o.in_use.format.max for o in operands])
+    return torch.tensor([o.in_use.format.max for o in operands], dtype=torch.float32)
 
 
 def _moments(operands: Sequence[Operand], totals: SketchBatch) -> Moments:

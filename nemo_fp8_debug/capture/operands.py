@@ -13,6 +13,8 @@ from ..numerics.scaling import CurrentScaling, amax_of
 from ..numerics.sketch import DTYPES, Sketch
 from .layers import Gemm
 
+MEASURED = (*DTYPES, torch.float32)
+
 
 @dataclass(frozen=True)
 class ScaleInUse:
@@ -47,12 +49,18 @@ class Operand:
         """Count another tensor in; keeps no reference to it."""
         if self.role == "weight" and self.calls:
             return  # the same weight in every micro-batch
+        if x.dtype not in MEASURED:
+            raise TypeError(f"{self.role} is {x.dtype}, which FP8 does not stand in for")
+        if self.dtype not in (None, x.dtype):
+            raise TypeError(f"{self.role} is {self.dtype} in one call and {x.dtype} in another of the same step")
+        if hasattr(x, "to_local"):  # a DTensor: this rank's shard
+            x = x.to_local()
         if self.sketches and not isinstance(self.in_use.scale, CurrentScaling):
             count_into(self.sketches[0], x)
         else:
             self.sketches.append(sketch(x))
         if x.dtype not in DTYPES:
-            self._measure_directly(x.detach().float())
+            self._measure_directly(x.detach())
         self.dtype = x.dtype
         self.calls += 1
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..capture.hooks import Hook
 from ..capture.layers import Gemm
 from ..errors import ConfigError
 from ..numerics.formats import FloatFormat
@@ -66,8 +67,8 @@ class EmulatedGemm:
         """Install the hooks that quantise."""
         _ACTIVE[self.gemm.module] = self
         return [
-            self.gemm.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.gemm.module.register_forward_hook(self._after_forward, always_call=True),
+            self.gemm.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
+            self.gemm.module.register_forward_hook(Hook(self._after_forward), always_call=True),
         ]
 
     def quantize(self, role: str, x: torch.Tensor) -> torch.Tensor:
@@ -81,6 +82,12 @@ class EmulatedGemm:
         if role == "grad_output" or torch.is_grad_enabled():  # evaluation leaves no trace in the history
             state.amax[slot] = torch.maximum(state.amax[slot], amax)
         return quantize_dequantize(x.detach(), state.scale[slot], fmt)
+
+    def restore(self) -> None:
+        """Give the module its own weight back; torch skips hooks when a forward is interrupted from the keyboard."""
+        if self._swapped:
+            self.gemm.module._parameters["weight"] = self._own_weight  # type: ignore[assignment]
+            self._own_weight, self._swapped = None, False
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host = self.gemm.host
@@ -100,9 +107,7 @@ class EmulatedGemm:
         return args, kwargs
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if self._swapped:
-            module._parameters["weight"] = self._own_weight  # type: ignore[assignment]
-            self._own_weight, self._swapped = None, False
+        self.restore()
         if out is None:  # the forward raised
             return
         y = self.gemm.host.output(out)
@@ -147,6 +152,7 @@ class Emulation:
         for handle in self._handles:
             handle.remove()
         for gemm in self._gemms:
+            gemm.restore()
             _ACTIVE.pop(gemm.gemm.module, None)
         self._handles = []
 

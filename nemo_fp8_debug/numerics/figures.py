@@ -116,7 +116,7 @@ def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence
     """
     scales = scale[batch.owner]
     scaled = batch.values * scales
-    limit = torch.tensor([fmt.max for fmt in formats])[batch.owner]
+    limit = torch.tensor([fmt.max for fmt in formats], dtype=torch.float32)[batch.owner]
     code, start = torch.empty_like(scaled), 0
     for fmt, same in groupby(zip(formats, batch.lengths.tolist(), strict=True), key=itemgetter(0)):
         end = start + sum(length for _, length in same)
@@ -205,7 +205,7 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
         x = torch.where(chunk.isfinite(), chunk, 0.0)  # a zero adds nothing to any sum
         scaled = x * scale
         code = saturating_cast(scaled, fmt).float()
-        limit = torch.tensor(fmt.max, device=x.device)
+        limit = torch.tensor(fmt.max, dtype=torch.float32, device=x.device)
         return _sums(x, scaled, code, scale, limit, torch.ones_like(x, dtype=torch.int64), lambda v: v.sum()[None])
 
     parts = QuantizationSums.concat([of(chunk) for chunk in _chunks(x)])

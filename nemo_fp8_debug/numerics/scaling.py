@@ -127,11 +127,12 @@ class DelayedState:
         self.index = {column: i for i, column in enumerate(self.columns)}
         n = len(self.columns)
         self._scaling = recipe.scaling
+        kind: Any = {"dtype": torch.float32, "device": device}
         length = recipe.scaling.amax_history_len if isinstance(recipe.scaling, DelayedScaling) else 0
-        self.limit = torch.tensor([recipe.format_of(role).max for _, role in self.columns], device=device)
-        self.scale = torch.ones(n, device=device)
-        self.amax = torch.zeros(n, device=device)
-        self.history = torch.zeros(length, n, device=device)
+        self.limit = torch.tensor([recipe.format_of(role).max for _, role in self.columns], **kind)
+        self.scale = torch.ones(n, **kind)
+        self.amax = torch.zeros(n, **kind)
+        self.history = torch.zeros(length, n, **kind)
 
     def update(self) -> None:
         """End a step: move the scales by the amax gathered in it, and start the next."""
@@ -193,7 +194,7 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
 def amax_of(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronisation."""
     if x.numel() == 0:
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
     magnitude = x.detach().abs()
     return torch.where(magnitude.isnan(), 0, magnitude).amax().float()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..capture.layers import Gemm
 from ..config import Config
@@ -73,7 +74,7 @@ def fingerprint(
         "host_options": host,
         "model": {
             "class": type(roots[0]).__name__,
-            "parameters": sum(p.numel() for root in roots for p in root.parameters()),
+            "parameters": sum(p.numel() for root in roots for p in root.parameters() if not is_lazy(p)),
             "parameter_dtypes": dict(Counter(str(p.dtype) for root in roots for p in root.parameters())),
             "training_ranks": torch.distributed.get_world_size() if _distributed() else 1,
         },

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ..errors import FP8DebugWarning
+from ..errors import warn
 from ..sample import Recorder, Sample
 
 #: seconds of training time that waiting for an earlier sample may cost before a warning says so
@@ -38,19 +37,13 @@ class Recording:
         for recorder in recorders:
             recorder.open(fingerprint)
             self._recorders.append(recorder)
+        self._impatient = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nemo_fp8_debug")
         self._pending: deque[Future[Sample | None]] = deque()
 
     def submit(self, measure: Callable[[], Sample]) -> None:
         """Measure and record a sample in the background; waits for the one before, which bounds the memory."""
-        started = time.monotonic()
         self.deliver(wait=True)
-        if (waited := time.monotonic() - started) > PATIENCE:
-            warnings.warn(
-                f"nemo_fp8_debug: training waited {waited:.1f} s for an earlier sample; a longer interval avoids it",
-                FP8DebugWarning,
-                stacklevel=2,
-            )
         self._pending.append(self._thread.submit(self._record, measure))
 
     def submit_steps(self, steps: Callable[[], Steps]) -> None:
@@ -59,9 +52,13 @@ class Recording:
 
     def deliver(self, wait: bool) -> None:
         """Pass what is measured to the recorders of the caller's thread; wait for what is under way, if asked."""
+        started = time.monotonic()
         while self._pending and (wait or self._pending[0].done()):
             if (sample := self._pending.popleft().result()) is not None:
                 self._each(True, functools.partial(_record_in, sample))
+        if (waited := time.monotonic() - started) > PATIENCE and not self._impatient:
+            self._impatient = True
+            warn(f"training waited {waited:.1f} s for an earlier sample to be recorded; a longer interval avoids it")
 
     def close(self) -> None:
         """Wait until all is recorded, and end."""

@@ -13,16 +13,20 @@ A resumed run is another attempt beside the first: nothing is overwritten. Colum
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import re
+import uuid
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ..errors import ConfigError, RecordError
 from ..numerics.figures import FIGURES
@@ -71,6 +75,16 @@ STEP_SCHEMA: dict[str, Any] = {
 SCHEMAS = {"figures": FIGURE_SCHEMA, "sketches": SKETCH_SCHEMA, "steps": STEP_SCHEMA}
 
 
+_ARROW_TYPES = {
+    pl.Boolean: pa.bool_(),
+    pl.UInt16: pa.uint16(),
+    pl.Int32: pa.int32(),
+    pl.Int64: pa.int64(),
+    pl.Float64: pa.float64(),
+    pl.String: pa.string(),
+}
+
+
 class RunRecord:
     """Writes the record of one run."""
 
@@ -89,11 +103,20 @@ class RunRecord:
         try:
             for name in SCHEMAS:
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
-            self._attempt = 1 + max(_attempts([*self.folder.iterdir(), *self.folder.glob("*/*")]), default=-1)
+            self._claim_attempt()
             content = {"schema_version": SCHEMA_VERSION, "attempt": self._attempt, **fingerprint}
             self._write(self.folder / f"attempt-{self._attempt}.json", json.dumps(content, indent=2, default=str).encode())
         except OSError as error:
             raise ConfigError(f"the run record cannot be written to {self.folder}: {error.strerror or error}") from None
+
+    def _claim_attempt(self) -> None:
+        """Take the first number that no other start of a process has, even if it starts at the same moment."""
+        self._attempt = 1 + max(_attempts([*self.folder.iterdir(), *self.folder.glob("*/*")]), default=-1)
+        while True:
+            with contextlib.suppress(FileExistsError):
+                (self.folder / f"attempt-{self._attempt}.json").touch(exist_ok=False)
+                return
+            self._attempt += 1
 
     def record(self, sample: Sample) -> None:
         """Write one sampled step."""
@@ -103,29 +126,39 @@ class RunRecord:
                 keys: dict[str, list[Any]] = {"attempt": [self._attempt] * rows, "step": [sample.step] * rows}
                 if table == "figures":
                     keys["consumed_samples"] = [sample.scalars.get("consumed_samples")] * rows
-                self._write_part(table, sample.step, pl.DataFrame({**keys, **columns}, schema=SCHEMAS[table]))
+                self._write_part(table, sample.step, {**keys, **columns})
 
     def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
         """Write the scalars of the steps since the last call; names that the schema does not have are left out."""
         if steps:
             rows = [{"attempt": self._attempt, "step": step, **scalars} for step, scalars in steps.items()]
-            self._write_part("steps", max(steps), pl.DataFrame(rows, schema=STEP_SCHEMA))
+            self._write_part("steps", max(steps), {name: [row.get(name) for row in rows] for name in STEP_SCHEMA})
 
     def close(self) -> None:
         """Nothing is held back."""
 
-    def _write_part(self, table: str, step: int, frame: pl.DataFrame) -> None:
+    def _write_part(self, table: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        # Not by polars: its thread pool does not survive a fork, and would hang the workers of a data loader that use it.
+        types = {name: _arrow_type(kind) for name, kind in SCHEMAS[table].items()}
+        arrays = {name: pa.array(columns[name], kind) for name, kind in types.items()}
         content = io.BytesIO()
-        frame.write_parquet(content)
+        pq.write_table(pa.table(arrays), content, compression="zstd")
         checksum = zlib.crc32(content.getbuffer())
         name = f"attempt-{self._attempt}-step-{step:08d}-{checksum:08x}.parquet"
         self._write(self.folder / table / name, content.getvalue())
 
     @staticmethod
     def _write(path: Path, content: bytes) -> None:
-        temporary = path.with_suffix(".part")
+        path.parent.mkdir(parents=True, exist_ok=True)  # the folder may have been moved away in mid-run
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
         temporary.write_bytes(content)
         temporary.replace(path)
+
+
+def _arrow_type(kind: Any) -> pa.DataType:
+    if isinstance(kind, pl.List):
+        return pa.list_(_arrow_type(kind.inner))
+    return _ARROW_TYPES[kind]
 
 
 def find_run(path: str | os.PathLike[str]) -> Path:
@@ -144,7 +177,7 @@ def find_run(path: str | os.PathLike[str]) -> Path:
 
 
 def read_table(run: Path, table: str) -> pl.DataFrame:
-    """All parts of a table, `figures`, `sketches` or `steps`; where attempts overlap, the latest attempt's rows.
+    """All parts of a table, `figures`, `sketches` or `steps`; where attempts overlap, the latest one's rows of a step.
 
     Raises:
         RecordError: a part cannot be read; names it.

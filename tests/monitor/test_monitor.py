@@ -114,7 +114,7 @@ def test_a_step_that_raises_leaves_no_hook_and_raises_on() -> None:
     assert not samples.samples
 
 
-def test_a_fault_in_a_hook_costs_that_layer_and_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_a_hook_costs_that_operand_and_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_fp8_debug.capture import operands
 
     original = operands.Operand.add
@@ -135,7 +135,10 @@ def test_a_fault_in_a_hook_costs_that_layer_and_one_warning(monkeypatch: pytest.
                 model(torch.randn(2, 4)).sum().backward()
         monitor.close()
     messages = [str(w.message) for w in caught if w.category is FP8DebugWarning]
-    assert messages == ["nemo_fp8_debug: 1 is missing from the sample of step 0: ZeroDivisionError: injected"]
+    assert messages == [
+        f"nemo_fp8_debug: {x} of 1 is missing from the sample of step 0: ZeroDivisionError: injected"
+        for x in ("X", "W", "dY")
+    ]
     assert {layer for layer, _ in samples.rows(2)} == {"0"}
 
 
@@ -147,7 +150,7 @@ class FaultyRecorder(Samples):
 def test_a_fault_in_a_recorder_costs_that_recorder_only() -> None:
     model, samples = nn.Linear(4, 4), Samples()
     monitor = Monitor(model, recorders=[FaultyRecorder(), samples], interval=1)
-    with pytest.warns(FP8DebugWarning, match="in FaultyRecorder: OSError.*No space left"):
+    with pytest.warns(FP8DebugWarning, match="a fault in FaultyRecorder, at about step 0.*OSError.*No space left"):
         with monitor.step(0):
             model(torch.randn(2, 4)).sum().backward()
         monitor.close()
@@ -169,7 +172,10 @@ def test_on_error_raise_lets_faults_through() -> None:
         ({"recipe": "delayd"}, "unknown recipe 'delayd'; known recipes: delayed, current"),
         ({"recipe": {"name": "delayed", "marign": 1}}, "has no option 'marign'"),
         ({"layers": ["re:("]}, "not a regular expression"),
-        ({"layers": "linear_fc2"}, "take a list of strings"),
+        ({"layers": "linear_fc2"}, "takes a list of strings"),
+        ({"layers": [1]}, "takes a list of strings"),
+        ({"first_step": None}, "first_step is None; it must be a whole number"),
+        ({"output": 123}, "output is 123; it must be a path"),
         ({"layers": ["nothing"]}, "no GEMM layer matches"),
         ({"roles": ["output"]}, r"unknown roles \['output'\]; choose from input, weight, grad_output"),
         ({"roles": []}, "unknown roles"),

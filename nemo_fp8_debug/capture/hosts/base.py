@@ -20,8 +20,8 @@ class Host:
     """How to find a host's GEMM modules and their operands."""
 
     name: str
-    #: its GEMM classes; empty as long as the run has not imported the host, which is never imported from here
-    gemm_classes: Callable[[], tuple[type[nn.Module], ...]]
+    #: whether a module is one of its GEMMs; the host is never imported from here
+    owns: Callable[[nn.Module], bool]
     #: X from the arguments of a forward call; None where the module makes it inside
     input: Callable[[nn.Module, Args, Kwargs], torch.Tensor | None]
     #: W; never through `module.weight`, whose getter makes some sharding engines gather
@@ -35,5 +35,5 @@ class Host:
 
 
 def raw_weight(module: nn.Module) -> torch.Tensor | None:
-    """The parameter as the module holds it, without the getters that sharding engines install."""
-    return dict.__getitem__(module._parameters, "weight")
+    """The parameter as the module holds it, without the getters of sharding engines; None where it is computed anew."""
+    return dict.get(module._parameters, "weight")

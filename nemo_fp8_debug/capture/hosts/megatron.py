@@ -12,9 +12,9 @@ from ...numerics.scaling import CurrentScaling, DelayedScaling, Recipe
 from .base import Args, Host, Kwargs, raw_weight
 
 
-def _gemm_classes() -> tuple[type[nn.Module], ...]:
-    layers = sys.modules.get("megatron.core.tensor_parallel.layers")
-    return (layers.ColumnParallelLinear, layers.RowParallelLinear) if layers else ()
+def _owns(module: nn.Module) -> bool:
+    layers: Any = sys.modules.get("megatron.core.tensor_parallel.layers")
+    return layers is not None and isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear))
 
 
 def _weight(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
@@ -38,7 +38,7 @@ def configured_recipe(module: nn.Module) -> Recipe | None:
 
 HOST = Host(
     name="Megatron ColumnParallelLinear and RowParallelLinear",
-    gemm_classes=_gemm_classes,
+    owns=_owns,
     input=lambda module, args, kwargs: args[0] if args else kwargs["input_"],
     weight=_weight,
     output=lambda out: out[0] if isinstance(out, tuple) else out,

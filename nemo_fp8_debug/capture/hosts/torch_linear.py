@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .base import Host, raw_weight
 
 HOST = Host(
     name="torch.nn.Linear",
-    gemm_classes=lambda: (nn.Linear,),
+    # The output projection of MultiheadAttention is a Linear that is never called.
+    owns=lambda module: isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear),
     input=lambda module, args, kwargs: args[0] if args else kwargs["input"],
     weight=lambda module, args, kwargs: raw_weight(module),
-    output=lambda out: out,
+    output=lambda out: out[0] if isinstance(out, tuple) else out,
 )

@@ -16,9 +16,9 @@ from .base import Args, Host, Kwargs, raw_weight
 from .megatron import configured_recipe
 
 
-def _gemm_classes() -> tuple[type[nn.Module], ...]:
+def _owns(module: nn.Module) -> bool:
     te = sys.modules.get("transformer_engine.pytorch")
-    return tuple(getattr(te, name) for name in ("Linear", "LayerNormLinear") if hasattr(te, name))
+    return isinstance(module, tuple(getattr(te, name) for name in ("Linear", "LayerNormLinear") if hasattr(te, name)))
 
 
 def _input(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
@@ -35,7 +35,7 @@ def _output(out: Any) -> torch.Tensor:
 
 HOST = Host(
     name="Transformer Engine Linear and LayerNormLinear",
-    gemm_classes=_gemm_classes,
+    owns=_owns,
     input=_input,
     weight=lambda module, args, kwargs: raw_weight(module),
     output=_output,
