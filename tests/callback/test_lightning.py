@@ -43,7 +43,9 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def fit(folder: Path, callbacks: list[pl.Callback], batches: int = 6, logger: Any = None, **options: Any) -> pl.Trainer:
+def fit(
+    folder: Path, callbacks: list[pl.Callback], batches: int = 6, logger: Any = None, module: Any = None, **options: Any
+) -> pl.Trainer:
     torch.manual_seed(0)
     data = [torch.full((4,), i + 1.0) for i in range(batches) for _ in range(2)]
     trainer = pl.Trainer(
@@ -57,7 +59,7 @@ def fit(folder: Path, callbacks: list[pl.Callback], batches: int = 6, logger: An
         max_epochs=1,
         **options,
     )
-    trainer.fit(Module(), DataLoader(data, batch_size=2))
+    trainer.fit(module or Module(), DataLoader(data, batch_size=2))
     return trainer
 
 
@@ -174,3 +176,91 @@ def test_callbacks_can_be_copied_and_pickled_before_the_run() -> None:
     for callback in (FP8DebugCallback(interval=7, layers=["linear_fc2"]), FP8EmulationCallback("current")):
         copy.deepcopy(callback)
         pickle.loads(pickle.dumps(callback))
+
+
+class Seen(pl.Callback):
+    """The true loss of each batch, by the step that Lightning logs it under."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses[trainer.fit_loop.epoch_loop._batches_that_stepped] = module.last
+
+
+class Misleading(Module):
+    """Logs other numbers than its loss under the names that losses go by."""
+
+    last = 0.0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.layers(batch).square().mean()
+        self.last = loss.item()
+        self.log("train_loss", 100.0, on_step=False, on_epoch=True)
+        return loss
+
+
+class Manual(Misleading):
+    """Steps an optimizer that Lightning does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.own = torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.own.zero_grad()
+        loss.backward()
+        self.own.step()
+        return loss
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("module", "accumulate"), [(Misleading, 1), (Misleading, 3), (Manual, 1)])
+def test_the_recorded_loss_is_the_models_own(tmp_path: Path, module: type[Module], accumulate: int) -> None:
+    seen = Seen()
+    fit(tmp_path, [FP8DebugCallback(interval=2), seen], module=module(), accumulate_grad_batches=accumulate)
+    run = find_run(tmp_path)
+    steps = read_table(run, "steps")
+    assert dict(zip(steps["step"], steps["loss"], strict=True)) == pytest.approx(seen.losses)
+    assert (read_table(run, "figures")["calls"] <= accumulate).all()
+
+
+def test_emulated_scales_hold_through_accumulated_batches(tmp_path: Path) -> None:
+    fit(tmp_path, [FP8EmulationCallback("delayed"), FP8DebugCallback(interval=1)], accumulate_grad_batches=3)
+    rows = read_table(find_run(tmp_path), "figures").filter(layer="layers.0", role="input")
+    # Batch i is all i + 1: the second step casts with the scale of the largest of the first three.
+    assert rows["scale"].to_list() == [1.0, pytest.approx(448 / 3)]
+    assert rows["calls"].to_list() == [3, 3]
+
+
+def test_a_failed_run_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    class Failing(Module):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                raise RuntimeError("the user's own")
+            return super().training_step(batch, batch_idx)
+
+    module = Failing()
+    with pytest.raises(RuntimeError, match="the user's own"):
+        fit(tmp_path, [FP8EmulationCallback("current"), FP8DebugCallback(interval=1)], module=module)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert read_table(find_run(tmp_path), "figures")["step"].unique().to_list() == [0, 1, 2]
+
+
+def test_a_second_fit_goes_on_with_the_scales_of_the_first(tmp_path: Path) -> None:
+    emulation = FP8EmulationCallback("delayed")
+    fit(tmp_path / "a", [emulation])
+    scales = emulation.state_dict()["scale"]
+    fit(tmp_path / "b", [emulation, FP8DebugCallback(interval=1)])
+    rows = read_table(find_run(tmp_path / "b"), "figures").filter(step=0, layer="layers.0", role="input")
+    assert rows["scale"].to_list() == [pytest.approx(scales[0].item())]
+
+
+def test_two_callbacks_get_a_folder_each(tmp_path: Path) -> None:
+    fit(tmp_path, [FP8DebugCallback(interval=2, layers=["layers.0"]), FP8DebugCallback(interval=3, layers=["layers.2"])])
+    for name, layer in (("fp8_debug", "layers.0"), ("fp8_debug_2", "layers.2")):
+        assert set(read_table(tmp_path / "run" / name, "figures")["layer"]) == {layer}
