@@ -96,16 +96,15 @@ class Monitor:
         self.begin_step(step)
         try:
             yield scalars.update
-        except BaseException:
+            self.end_step(**scalars)
+        finally:
             self.abandon_step()
-            raise
-        self.end_step(**scalars)
 
     def begin_step(self, step: int) -> None:
         """Before the forward pass: installs the hooks if `step` is sampled."""
         self.abandon_step()
         self._step = step
-        if not self.config.samples(step):
+        if self._recording.idle or not self.config.samples(step):
             return
         with self._faults("while starting to sample"):
             self._recording.deliver(wait=True)  # scales emulated from a history need the sample before
@@ -132,6 +131,8 @@ class Monitor:
             scalars: of the step, numbers or scalar tensors, which are read in the background: `loss`, `grad_norm`, `lr`,
                 `loss_scale`, `skipped`, `consumed_samples`, as far as they are known.
         """
+        if self._recording.idle:
+            return
         with self._faults("while noting the step"):
             self._steps[self._step] = {"time": time.time(), **self._noted(scalars)}
             self._recording.deliver(wait=False)

@@ -12,12 +12,14 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.kernels.cpu import count_patterns
 from nemo_fp8_debug.numerics import figures
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
-from nemo_fp8_debug.numerics.sketch import SketchBatch
+from nemo_fp8_debug.numerics.sketch import BINS, SketchBatch
 
 VALUES = 1 << 24
 ROUNDS = 40
@@ -38,6 +40,14 @@ def compare_with_aminmax(tensors: list[torch.Tensor]) -> tuple[float, float, flo
     ours, theirs = zip(*pairs, strict=True)
     ratios = [a / b for a, b in pairs]
     return 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs), statistics.median(ratios)
+
+
+def floor_ms(threads: int) -> float:
+    """What counting costs when no memory is waited for: one counter update a value, of values that a close cache holds."""
+    values = torch.randn(1 << 15).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    counts = np.zeros(BINS, np.int64)
+    best = min(seconds(lambda: [count_patterns(values, counts, 1) for _ in range(32)]) for _ in range(ROUNDS))
+    return 1e3 * best * VALUES / (32 * values.size) / threads
 
 
 def figures_of_500_sketches() -> float:
@@ -63,6 +73,7 @@ def main() -> None:
     for name, chosen in (("hot", tensors[:1]), ("cold", tensors)):
         ours, theirs, ratio = compare_with_aminmax(chosen)
         print(f"{name:5} sketch {ours:6.2f} ms   torch.aminmax {theirs:6.2f} ms   ratio {ratio:.2f}")
+    print(f"floor of one counter update a value: {floor_ms(torch.get_num_threads()):.2f} ms")
     print(f"figures of 500 sketches under 3 scalings: {figures_of_500_sketches():.2f} s")
 
 

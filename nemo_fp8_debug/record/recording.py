@@ -41,6 +41,11 @@ class Recording:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nemo_fp8_debug")
         self._pending: deque[Future[Sample | None]] = deque()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody records: on ranks that do not write, and once closed."""
+        return not self._recorders
+
     def submit(self, measure: Callable[[], Sample]) -> None:
         """Measure and record a sample in the background; waits for the one before, which bounds the memory."""
         self.deliver(wait=True)

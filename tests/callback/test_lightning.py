@@ -174,8 +174,8 @@ def test_a_disk_that_fills_up_costs_records_and_not_the_run(tmp_path: Path, monk
 
 def test_callbacks_can_be_copied_and_pickled_before_the_run() -> None:
     for callback in (FP8DebugCallback(interval=7, layers=["linear_fc2"]), FP8EmulationCallback("current")):
-        copy.deepcopy(callback)
-        pickle.loads(pickle.dumps(callback))
+        for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+            assert copied.__dict__ == callback.__dict__
 
 
 class Seen(pl.Callback):

@@ -172,12 +172,13 @@ def test_an_interrupted_forward_does_not_keep_the_quantised_weight() -> None:
 
 def test_warnings_turned_into_errors_do_not_stop_the_run() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    monitor, _ = monitored(model)
+    monitor, samples = monitored(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with monitor.step(0):
             model[0](torch.randn(2, 4)).sum().backward()
         monitor.close()
+    assert len(samples.samples[0]) == 3
 
 
 def test_a_step_begun_twice_leaves_no_hook() -> None:
