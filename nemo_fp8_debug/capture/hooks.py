@@ -62,11 +62,15 @@ class Capture:
     def attach(self) -> None:
         """Install the hooks."""
         for gemm in {name: operand.gemm for (name, _), operand in self._operands.items()}.values():
-            before, after = Hook(partial(self._before_forward, gemm)), Hook(partial(self._after_forward, gemm))
+            before, after = (Hook(partial(self._run, hook, gemm)) for hook in (self._before_forward, self._after_forward))
             self._handles += [
                 gemm.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 gemm.module.register_forward_hook(after, prepend=True),
             ]
+
+    def _run(self, hook: Callable[..., None], gemm: Gemm, *arguments: Any) -> None:
+        with self._guarded(gemm.name, "input"):
+            hook(gemm, *arguments)
 
     def detach(self) -> None:
         """Remove the hooks; gradients that arrive later are ignored."""
