@@ -1,7 +1,7 @@
 """Times the sketch of a BF16 tensor beside torch.aminmax of the same tensor, and figures from many sketches.
 
-`python scripts/bench_sketch.py [--threads 2]`. Ratios and medians; the two calls alternate, so that they share the
-machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round twelve of them, as a
+`python scripts/bench_sketch.py [--threads 2]`. Ratios and medians; the two take turns, so that they share the machine's
+moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round twelve of them, as a
 training step goes round its operands.
 """
 
@@ -22,7 +22,9 @@ from nemo_fp8_debug.numerics.formats import E4M3, E5M2
 from nemo_fp8_debug.numerics.sketch import BINS, SketchBatch
 
 VALUES = 1 << 24
-ROUNDS = 40
+ROUNDS = 80
+#: calls in a row; the two take turns by blocks
+BLOCK = 8
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -32,13 +34,17 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def compare_with_aminmax(tensors: list[torch.Tensor]) -> tuple[float, float, float]:
-    """Medians of sketch and aminmax in ms, and the median of their paired ratios."""
-    pairs = []
-    for i in range(ROUNDS):
-        x, y = tensors[2 * i % len(tensors)], tensors[(2 * i + 1) % len(tensors)]
-        pairs.append((seconds(lambda x=x: sketch(x)), seconds(lambda y=y: torch.aminmax(y))))
-    ours, theirs = zip(*pairs, strict=True)
-    ratios = [a / b for a, b in pairs]
+    """Medians of sketch and aminmax in ms, and the median ratio of neighbouring blocks."""
+
+    def block(call: Callable[[torch.Tensor], object], first: int) -> list[float]:
+        chosen = [tensors[(first + i) % len(tensors)] for i in range(BLOCK)]
+        return [seconds(lambda x=x: call(x)) for x in chosen][1:]  # torch's idle threads spin into the first call
+
+    ours, theirs, ratios = [], [], []
+    for i in range(ROUNDS // BLOCK):
+        a, b = block(sketch, 2 * i * BLOCK), block(torch.aminmax, (2 * i + 1) * BLOCK)
+        ours, theirs = ours + a, theirs + b
+        ratios.append(statistics.median(a) / statistics.median(b))
     return 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs), statistics.median(ratios)
 
 
