@@ -2,7 +2,7 @@
 
 A sample opens in `on_train_batch_start` and takes the step number under which Lightning will log this batch's loss
 (`_batches_that_stepped`, which unlike `global_step` does not move before the batch ends). It closes in
-`on_train_batch_end` of the batch that stepped the optimizer, so that accumulated batches belong to one sample.
+`on_train_batch_end` of the batch that the next one does not accumulate onto, so that accumulated batches are one sample.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from .capture.layers import compile_patterns, find_gemms, select, without_ends
 from .config import Config
-from .errors import ConfigError
+from .errors import ConfigError, warn
 from .interventions.emulate import Emulation
 from .monitor import Monitor
 from .numerics.scaling import ROLES, parse_recipe
@@ -56,7 +56,7 @@ class FP8DebugCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the GEMMs and open the record."""
-        refused = None
+        self._monitor, refused = None, None
         if trainer.is_global_zero:  # figures are those of the writing rank
             options = {**self._options, "output": self._options["output"] or self._default_output(trainer)}
             try:
@@ -64,6 +64,10 @@ class FP8DebugCallback(pl.Callback):
                 self._monitor = Monitor(_roots(trainer, pl_module), recorders=recorders, **options)
             except ConfigError as error:
                 refused = str(error)
+            except Exception as error:
+                if self._options["on_error"] == "raise":
+                    raise
+                warn(f"this run is not monitored, a fault at its start: {type(error).__name__}: {error}")
         # All ranks stop, or none: one that went on alone would wait for the others in its first collective.
         if refused := trainer.strategy.broadcast(refused):
             raise ConfigError(refused)

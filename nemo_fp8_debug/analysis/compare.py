@@ -20,6 +20,7 @@ from .loss import LossCurve
 _FLOOR_PCT = 0.01
 #: share of the matched steps, from the end, that the ranking looks at
 _TAIL = 0.5
+#: figures of either run that stand beside the ranking
 _SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "amax", "scale_ratio_log2")
 
 
@@ -154,15 +155,7 @@ def drifts(good: Run, bad: Run) -> pl.DataFrame:
             pl.median("mse_log2"),
             *(
                 pl.median(f"{figure}{end}").alias(f"{figure}_{name}")
-                for figure in (
-                    "mse",
-                    "underflow_pct",
-                    "overflow_pct",
-                    "relative_error",
-                    "cosine",
-                    "amax",
-                    "scale_ratio_log2",
-                )
+                for figure in _SHOWN
                 for end, name in (("", "good"), ("_bad", "bad"))
             ),
         )

@@ -11,7 +11,7 @@ import polars as pl
 import torch
 
 from ..numerics import figures
-from ..numerics.figures import FIGURES, Moments
+from ..numerics.figures import FIGURES
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.scaling import CurrentScaling, DelayedState, Recipe, parse_recipe
 from ..numerics.sketch import Sketch, SketchBatch
@@ -58,7 +58,7 @@ def _step(rows: pl.DataFrame, about: pl.DataFrame, scales: _Recorded | _Emulated
     totals = [sum(rest, first) for first, *rest in _grouped(parts, owner, len(operands))]
     moments = figures.moments(SketchBatch.of(totals))
     batch = SketchBatch.of(parts)
-    names, formats, scale = scales.of(rows, batch, moments, owner)
+    names, formats, scale = scales.of(rows, batch)
     sums = figures.quantization_sums(batch, scale, formats).fold(owner, len(operands))
 
     first = torch.tensor([int((owner == i).nonzero()[0]) for i in range(len(operands))], dtype=torch.int64)
@@ -102,9 +102,8 @@ def _grouped(parts: Sequence[Sketch], owner: torch.Tensor, n: int) -> list[list[
 class _Recorded:
     """The scales that were in use."""
 
-    def of(
-        self, rows: pl.DataFrame, batch: SketchBatch, moments: Moments, owner: torch.Tensor
-    ) -> tuple[list[str], list[FloatFormat], torch.Tensor]:
+    def of(self, rows: pl.DataFrame, batch: SketchBatch) -> tuple[list[str], list[FloatFormat], torch.Tensor]:
+        """Recipe names, formats and scales (float32) of the parts."""
         scale = torch.from_numpy(rows["scale"].to_numpy().copy()).float()
         return rows["recipe"].to_list(), [FORMATS[name] for name in rows["format"]], scale
 
@@ -120,9 +119,8 @@ class _Emulated:
         self._state = DelayedState(recipe, sketches.select(_KEY).unique(maintain_order=True).rows())
         self._seen: set[tuple[str, str]] = set()
 
-    def of(
-        self, rows: pl.DataFrame, batch: SketchBatch, moments: Moments, owner: torch.Tensor
-    ) -> tuple[list[str], list[FloatFormat], torch.Tensor]:
+    def of(self, rows: pl.DataFrame, batch: SketchBatch) -> tuple[list[str], list[FloatFormat], torch.Tensor]:
+        """Recipe names, formats and scales (float32) of the parts."""
         keys = rows.select(_KEY).rows()
         formats = [self._recipe.format_of(role) for _, role in keys]
         limits = torch.tensor([fmt.max for fmt in formats], dtype=torch.float32)

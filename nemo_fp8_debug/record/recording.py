@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,8 @@ from ..sample import Recorder, Sample
 PATIENCE = 1.0
 
 Steps = Mapping[int, Mapping[str, float]]
+#: hands one thing to a recorder
+Record = Callable[[Recorder], None]
 Faults = Callable[[str], AbstractContextManager[None]]
 
 
@@ -39,7 +40,7 @@ class Recording:
             self._recorders.append(recorder)
         self._impatient = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nemo_fp8_debug")
-        self._pending: deque[Future[Sample | None]] = deque()
+        self._pending: deque[Future[Record | None]] = deque()
 
     @property
     def idle(self) -> bool:
@@ -56,11 +57,11 @@ class Recording:
         self._pending.append(self._thread.submit(self._record_steps, steps))
 
     def deliver(self, wait: bool) -> None:
-        """Pass what is measured to the recorders of the caller's thread; wait for what is under way, if asked."""
+        """Pass what is ready to the recorders of the caller's thread; wait for what is under way, if asked."""
         started = time.monotonic()
         while self._pending and (wait or self._pending[0].done()):
-            if (sample := self._pending.popleft().result()) is not None:
-                self._each(True, functools.partial(_record_in, sample))
+            if record := self._pending.popleft().result():
+                self._each(True, record)
         if (waited := time.monotonic() - started) > PATIENCE and not self._impatient:
             self._impatient = True
             warn(f"training waited {waited:.1f} s for an earlier sample to be recorded; a longer interval avoids it")
@@ -71,26 +72,27 @@ class Recording:
         for in_callers_thread in (True, False):
             self._each(in_callers_thread, lambda recorder: recorder.close())
         self._recorders = []
+        self._thread.shutdown()
 
-    def _record(self, measure: Callable[[], Sample]) -> Sample | None:
+    def _record(self, measure: Callable[[], Sample]) -> Record | None:
         with self._faults("while measuring"):
             sample = measure()
-            self._each(False, lambda recorder: recorder.record(sample))
-            return sample
+            return self._here(lambda recorder: recorder.record(sample))
         return None
 
-    def _record_steps(self, steps: Callable[[], Steps]) -> None:
+    def _record_steps(self, steps: Callable[[], Steps]) -> Record | None:
         with self._faults("while recording steps"):
             values = steps()
-            for in_callers_thread in (True, False):
-                self._each(in_callers_thread, lambda recorder: recorder.record_steps(values))
+            return self._here(lambda recorder: recorder.record_steps(values))
+        return None
 
-    def _each(self, in_callers_thread: bool, call: Callable[[Recorder], None]) -> None:
+    def _here(self, record: Record) -> Record:
+        """Serve the recorders of this thread; what is left to do in the caller's is returned."""
+        self._each(False, record)
+        return record
+
+    def _each(self, in_callers_thread: bool, call: Record) -> None:
         for recorder in self._recorders:
             if recorder.in_callers_thread == in_callers_thread:
                 with self._faults(f"in {type(recorder).__name__}"):
                     call(recorder)
-
-
-def _record_in(sample: Sample, recorder: Recorder) -> None:
-    recorder.record(sample)

@@ -63,7 +63,8 @@ class TableRecorder:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    scale = row["scale"] if row["scale_source"] != "current" else None  # current scaling has no delayed scale
+    delayed = row["scale_source"] != "current" and not row["recipe"].startswith("current")
+    scale = row["scale"] if delayed else None  # current scaling has no delayed scale
     values = [scale if name == "scale" else row[name] for name in _COLUMNS]
     shown = ["-" if value is None else f"{value:.4g}" for value in values]
     return [escape(row["layer"]), SHOWN_AS[row["role"]], *shown]

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8EmulationCallback
+from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8DebugWarning, FP8EmulationCallback
 from nemo_fp8_debug.record.store import find_run, read_table
 
 pytestmark = [
@@ -264,3 +264,15 @@ def test_two_callbacks_get_a_folder_each(tmp_path: Path) -> None:
     fit(tmp_path, [FP8DebugCallback(interval=2, layers=["layers.0"]), FP8DebugCallback(interval=3, layers=["layers.2"])])
     for name, layer in (("fp8_debug", "layers.0"), ("fp8_debug_2", "layers.2")):
         assert set(read_table(tmp_path / "run" / name, "figures")["layer"]) == {layer}
+
+
+def test_a_fault_at_the_start_costs_the_monitor_and_not_the_run(tmp_path: Path) -> None:
+    class Odd(nn.Linear):
+        @property
+        def layer_number(self) -> int:
+            raise RuntimeError("not yet known")
+
+    module = Module()
+    module.layers[0] = Odd(4, 8)
+    with pytest.warns(FP8DebugWarning, match="this run is not monitored.*RuntimeError: not yet known"):
+        assert fit(tmp_path, [FP8DebugCallback(interval=1)], module=module).global_step == 6
