@@ -1,4 +1,4 @@
-"""The command line: `nemo-fp8-debug COMMAND`."""
+"""`nemo-fp8-debug compare GOOD BAD`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .analysis.compare import Comparison, compare, number
-from .errors import RecordError
-
-app = typer.Typer(help="See what FP8 does to a training run.", no_args_is_help=True, pretty_exceptions_enable=False)
+from ..analysis.compare import Comparison, compare, number
+from .console import console
 
 
-@app.callback()
-def main() -> None:
-    """See what FP8 does to a training run."""
-
-
-@app.command("compare")
-def compare_command(
+def command(
     good: Annotated[Path, typer.Argument(help="folder of the good run, or one above it")],
     bad: Annotated[Path, typer.Argument(help="folder of the run to explain")],
     twin: Annotated[Path | None, typer.Option(help="a run that differs from BAD in one thing, as BF16 for FP8")] = None,
@@ -31,11 +22,7 @@ def compare_command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")] = False,
 ) -> None:
     """Tell a good run from a bad one: loss, and the tensors ranked by how far they drifted apart."""
-    try:
-        found = compare(good, bad, twin)
-    except RecordError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    found = compare(good, bad, twin)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:
@@ -43,9 +30,7 @@ def compare_command(
 
 
 def _print(found: Comparison, top: int) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 200)
+    out = console()
     losses = Table(title="Loss", title_justify="left")
     for heading in ("run", "record", "lowest (step)", "final", "rises for good from", "above the good run from"):
         losses.add_column(heading)
@@ -54,7 +39,7 @@ def _print(found: Comparison, top: int) -> None:
         final = "-" if run["final_loss"] is None else f"{run['final_loss']:.4g}"
         since = [("-" if run[key] is None else f"step {run[key]}") for key in ("diverged_at", "above_good_since")]
         losses.add_row(name, escape(run["path"]), lowest, final, *since)
-    console.print(losses)
+    out.print(losses)
 
     tensors = Table(title="Tensors by drift, good -> bad, medians over the later half of the run", title_justify="left")
     tensors.add_column("layer", no_wrap=True)
@@ -64,8 +49,8 @@ def _print(found: Comparison, top: int) -> None:
     for row in found.tensors.head(top).iter_rows(named=True):
         pairs = [_pair(row, figure) for figure in ("underflow_pct", "overflow_pct", "amax")]
         tensors.add_row(escape(row["layer"]), row["tensor"], number(row["drift_log2"]), number(row["mse_ratio"]), *pairs)
-    console.print(tensors)
-    console.print(found.verdict(), soft_wrap=True, highlight=False, markup=False)
+    out.print(tensors)
+    out.print(found.verdict(), soft_wrap=True, highlight=False, markup=False)
 
 
 def _pair(row: dict[str, float | None], figure: str) -> str:

@@ -1,0 +1,46 @@
+"""What all commands share: how they print, and how they refuse."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ..errors import ConfigError, RecordError
+
+
+def console() -> Console:
+    """Standard output; wide enough for every column where it is no terminal."""
+    result = Console()
+    if not result.is_terminal:
+        result.width = max(result.width, 200)
+    return result
+
+
+def explained(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with errors and warnings of ours as one line each on standard error; an error exits with 1."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            try:
+                command(*args, **kwargs)
+            except (ConfigError, RecordError) as error:
+                _complain("[bold red]error:[/]", str(error))
+                raise typer.Exit(1) from None
+
+    return run
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    _complain("[bold yellow]warning:[/]", str(message).removeprefix("nemo_fp8_debug: "))
+
+
+def _complain(kind: str, message: str) -> None:
+    Console(stderr=True).print(f"{kind} {escape(message)}", highlight=False, soft_wrap=True)
