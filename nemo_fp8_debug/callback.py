@@ -45,6 +45,13 @@ class FP8DebugCallback(pl.Callback):
         layers: Sequence[str] | None = None,
         roles: Sequence[str] = ROLES,
         recipe: str | Mapping[str, Any] = "auto",
+        weigh: Sequence[str | Mapping[str, Any]] = (),
+        dump: Sequence[str] = (),
+        dump_max_bytes: int = 10 << 30,
+        dump_min_free_bytes: int = 20 << 30,
+        triggers: Sequence[str] = (),
+        trigger_steps: int = 5,
+        trigger_dump: Sequence[str] = (),
         output: str | None = None,
         on_error: str = "warn",
         max_tags: int = 5000,
@@ -56,21 +63,17 @@ class FP8DebugCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the GEMMs and open the record."""
-        self._monitor, refused = None, None
-        if trainer.is_global_zero:  # figures are those of the writing rank
+        self._monitor = None
+        try:
             options = {**self._options, "output": self._options["output"] or self._default_output(trainer)}
-            try:
-                recorders = _recorders(trainer, Config(**options))
-                self._monitor = Monitor(_roots(trainer, pl_module), recorders=recorders, **options)
-            except ConfigError as error:
-                refused = str(error)
-            except Exception as error:
-                if self._options["on_error"] == "raise":
-                    raise
-                warn(f"this run is not monitored, a fault at its start: {type(error).__name__}: {error}")
-        # All ranks stop, or none: one that went on alone would wait for the others in its first collective.
-        if refused := trainer.strategy.broadcast(refused):
-            raise ConfigError(refused)
+            recorders = _recorders(trainer, Config(**options))
+            self._monitor = Monitor(_roots(trainer, pl_module), recorders=recorders, **options)
+        except ConfigError:  # on all ranks, or none: one that went on alone would wait for the others for ever
+            raise
+        except Exception as error:
+            if self._options["on_error"] == "raise":
+                raise
+            warn(f"this run is not monitored, a fault at its start: {type(error).__name__}: {error}")
 
     def _default_output(self, trainer: pl.Trainer) -> str:
         """`fp8_debug` beside the TensorBoard events; a second callback of the same trainer gets a folder of its own."""

@@ -10,6 +10,19 @@ from typing import Any
 from .capture.layers import compile_patterns
 from .errors import ConfigError
 from .numerics.scaling import ROLES, parse_recipe
+from .triggers import parse_rule
+
+#: options that are whole numbers, and the least that each may be
+_NUMBERS = {
+    "interval": 1,
+    "first_step": -(1 << 62),
+    "last_step": -(1 << 62),
+    "dump_max_bytes": 0,
+    "dump_min_free_bytes": 0,
+    "trigger_steps": 1,
+    "max_tags": 0,
+    "table_rows": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,21 @@ class Config:
     roles: Sequence[str] = ROLES
     #: "auto" reads what the run itself uses; otherwise a recipe to measure against, see `parse_recipe`
     recipe: str | Mapping[str, Any] = "auto"
-    #: folder of the run record; None: `fp8_debug` beside the TensorBoard logger's events
+    #: recipes that were not in use and that each sample is weighed under as well
+    weigh: Sequence[str | Mapping[str, Any]] = ()
+    #: layers whose tensors are dumped at every sampled step, as in `layers`
+    dump: Sequence[str] = ()
+    #: bytes that the dumps of a rank may take, earlier starts of the run included
+    dump_max_bytes: int = 10 << 30
+    #: bytes that a dump leaves free on the disk
+    dump_min_free_bytes: int = 20 << 30
+    #: what makes the next steps be sampled: loss_spike, nonfinite, or a figure past a limit, as `underflow_pct/input > 20`
+    triggers: Sequence[str] = ()
+    #: how many steps a trigger has sampled
+    trigger_steps: int = 5
+    #: layers whose tensors are dumped at those steps
+    trigger_dump: Sequence[str] = ()
+    #: folder of the run record, or any fsspec address; None: `fp8_debug` beside the TensorBoard logger's events
     output: str | None = None
     #: "warn": a fault of the monitor costs a sample and one warning;
     #: "raise": it stops the run, and each
@@ -43,16 +70,20 @@ class Config:
     table_rows: int = 12
 
     def __post_init__(self) -> None:
-        if not isinstance(self.interval, int) or self.interval < 1:
-            raise ConfigError(f"interval is {self.interval!r}; it must be a whole number of steps, at least 1")
-        for name in ("first_step", "last_step", "max_tags", "table_rows"):
+        for name, least in _NUMBERS.items():
             value = getattr(self, name)
-            if not isinstance(value, int) and not (name == "last_step" and value is None):
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number")
-        for name in ("layers", "roles"):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                if name == "last_step" and value is None:
+                    continue
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+        for name in ("layers", "roles", "dump", "triggers", "trigger_dump"):
             values = getattr(self, name)
-            if isinstance(values, str) or any(not isinstance(v, str) for v in values or ()):
+            if name == "layers" and values is None:
+                continue
+            if not isinstance(values, Sequence) or isinstance(values, str) or any(not isinstance(v, str) for v in values):
                 raise ConfigError(f"{name} is {values!r}; it takes a list of strings")
+        if not isinstance(self.weigh, Sequence) or isinstance(self.weigh, str):
+            raise ConfigError(f"weigh is {self.weigh!r}; it takes a list of recipes")
         if not isinstance(self.output, (str, os.PathLike, type(None))):
             raise ConfigError(f"output is {self.output!r}; it must be a path")
         if self.last_step is not None and self.last_step < self.first_step:
@@ -61,11 +92,12 @@ class Config:
             raise ConfigError(f"unknown roles {unknown if self.roles else '[]'}; choose from {', '.join(ROLES)}")
         if self.on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {self.on_error!r}; use 'warn' or 'raise'")
-        if self.max_tags < 0 or self.table_rows < 0:
-            raise ConfigError("max_tags and table_rows cannot be negative")
-        compile_patterns(self.layers)
-        if self.recipe != "auto":
-            parse_recipe(self.recipe)
+        for patterns in (self.layers, self.dump, self.trigger_dump):
+            compile_patterns(patterns)
+        for recipe in (*self.weigh, *(() if self.recipe == "auto" else (self.recipe,))):
+            parse_recipe(recipe)
+        for trigger in self.triggers:
+            parse_rule(trigger)
 
     def samples(self, step: int) -> bool:
         """Whether `step` is sampled: a pure function of the step, so that all ranks agree."""

@@ -8,22 +8,32 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from .capture.hooks import Capture
-from .capture.layers import Gemm, find_gemms, select
+from .capture.hooks import Capture, Taker
+from .capture.layers import Gemm, find_gemms, matching, select
 from .capture.measure import measure
 from .capture.operands import Operand
 from .capture.scales import Scales
 from .config import Config
-from .errors import warn
+from .control import Control
+from .distributed import Ranks
+from .dumping import Dumping
+from .errors import ConfigError
+from .faults import Faults
+from .numerics.history import EmulatedScales
+from .numerics.scaling import ROLES, parse_recipe
+from .record.dump import TensorDump
 from .record.fingerprint import fingerprint
+from .record.place import Place
 from .record.recording import Recording
 from .record.store import RunRecord
 from .record.table import TableRecorder
 from .record.tensorboard import TensorBoardRecorder, event_writer
 from .sample import SHOWN_AS, Recorder, Sample
+from .schedule import Schedule
+from .steering import Steering
+from .triggers import Triggers, parse_rule
 
 #: steps whose scalars are kept on the device between samples, at the most
 STEPS_HELD = 1000
@@ -38,7 +48,7 @@ class Monitor:
                 report(loss=train_step(batch))
         monitor.close()
 
-    Between sampled steps no hook is installed.
+    Between sampled steps no hook is installed. On several ranks each carries a monitor; the first one writes the record.
     """
 
     def __init__(
@@ -52,37 +62,79 @@ class Monitor:
         """
         Args:
             model: the model, or its chunks where a virtual pipeline splits it.
-            output: folder for the run record and TensorBoard events; required unless `recorders` are given.
+            output: folder for the run record and TensorBoard events, or any fsspec address; required unless `recorders` are
+                given.
             recorders: where samples go instead.
             options: fields of `Config`.
 
         Raises:
-            ConfigError: an option cannot be used, no GEMM matches, or the folder cannot be written.
+            ConfigError: an option cannot be used, no GEMM matches, or the folder cannot be written, on any rank.
         """
         self.config = Config(output=output, **options)
-        roots = [model] if isinstance(model, nn.Module) else list(model)
-        self.gemms: list[Gemm] = select(find_gemms(roots), self.config.layers)
-        self._scales = Scales(self.gemms, self.config.roles, self.config.recipe)
-        self.fingerprint = fingerprint(roots, self.gemms, self.config, self._scales.description)
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if recorders is None:
-            recorders = self._default_recorders() if ranks == 1 or dist.get_rank() == 0 else ()
-        self._recording = Recording(recorders, self.fingerprint, self._faults)
-        self._operands: dict[tuple[str, str], Operand] = {}
+        self._faults = Faults(self.config.on_error)
+        self._ranks = Ranks()
+        try:
+            self._find_gemms(model)
+            self._recording = Recording(self._chosen(recorders), self.fingerprint, self._faults.guard)
+            attempts = [r.attempt for r in self._recording.recorders if isinstance(r, RunRecord)]
+        except Exception as error:
+            self._ranks.start(None, error)
+            raise
+        told = self._ranks.start({"attempt": max(attempts, default=0), "output": self.config.output})
+        self._attempt: int = told["attempt"]
+        self._idle = self._ranks.world == 1 and not self._recording.recorders
+        self._prepare(Place(told["output"]) if told["output"] is not None else None)
         self._capture: Capture | None = None
-        self._step = -1
+        self._operands: dict[tuple[str, str], Operand] = {}
         self._steps: dict[int, dict[str, Any]] = {}
-        self._warned: set[str] = set()
-        if ranks > 1:
-            self._warn("figures are those of the shards on the writing rank; they are not yet reduced over ranks")
+        if self._ranks.world > 1 and self._ranks.writes:
+            self._faults.warn("figures are those of the shards on the writing rank; they are not yet reduced over ranks")
+
+    def _find_gemms(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        roots = [model] if isinstance(model, nn.Module) else list(model)
+        found = find_gemms(roots)
+        self._known = [g for g in found if not g.compiled]
+        if self._ranks.world == 1:
+            self.gemms: list[Gemm] = select(found, self.config.layers)
+            for patterns in filter(None, (self.config.dump, self.config.trigger_dump)):
+                select(found, patterns)
+        else:  # a pipeline stage may have none that match
+            self.gemms = matching(self._known, self.config.layers)
+        self._scales = Scales(self._known, self.config.recipe)
+        self.fingerprint = fingerprint(roots, self.gemms, self.config, self._scales.description)
+
+    def _chosen(self, recorders: Iterable[Recorder] | None) -> Iterable[Recorder]:
+        if not self._ranks.writes:
+            return ()
+        return self._default_recorders() if recorders is None else recorders
 
     def _default_recorders(self) -> Iterator[Recorder]:
         if self.config.output is None:
             raise TypeError("Monitor needs an output folder, or recorders")
         yield RunRecord(self.config.output)
-        yield TensorBoardRecorder(event_writer(self.config.output), self.config.max_tags, log_losses=True)
+        yield TensorBoardRecorder(event_writer(str(self.config.output)), self.config.max_tags, log_losses=True)
         if self.config.table_rows:
             yield TableRecorder(self.config.table_rows)
+
+    def _prepare(self, place: Place | None) -> None:
+        """What samples at which step, and where tensors go."""
+        config = self.config
+        if place is None and (config.dump or config.trigger_dump):
+            raise ConfigError("dump and trigger_dump need an output folder")
+        limits = config.dump_max_bytes, config.dump_min_free_bytes
+        self._dump = TensorDump(place, *limits, self._recording.submit_job) if place else None
+        self._schedule = Schedule(config)
+        triggers = Triggers([parse_rule(rule) for rule in config.triggers], self._ranks)
+        self._steering = Steering(self._schedule, triggers, self._ranks, place, self._check)
+        self._others: dict[str, EmulatedScales] = {}
+        self._recording.submit_job(self._steering.read)
+
+    def _check(self, control: Control) -> None:
+        """Refuse a control file that names no layer of this model; on several ranks another one may have it."""
+        if self._ranks.world == 1:
+            for name in ("layers", "dump"):
+                if control.changes.get(name):
+                    select(self._known, control.changes[name])
 
     @property
     def sampling(self) -> bool:
@@ -101,22 +153,44 @@ class Monitor:
             self.abandon_step()
 
     def begin_step(self, step: int) -> None:
-        """Before the forward pass: installs the hooks if `step` is sampled."""
+        """Before the forward pass: installs the hooks if `step` is sampled. On several ranks, called on all."""
         self.abandon_step()
-        self._step = step
-        if self._recording.idle or not self.config.samples(step):
+        self._faults.step = step
+        if self._idle:
             return
-        with self._faults("while starting to sample"):
-            self._recording.deliver(wait=True)  # scales emulated from a history need the sample before
-            self._operands = {
-                (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role))
-                for role in self.config.roles
-                for gemm in self.gemms
-            }
-            self._capture = Capture(self._operands, self._hook_fault)
-            self._capture.attach()
+        with self._faults.guard("while starting to sample"):
+            self._steering.start_step(step)
+            if self._schedule.samples(step):
+                self._recording.deliver(wait=True)  # scales emulated from a history need the sample before
+                self._steering.start_sample(step)
+                if not self._recording.stuck:
+                    self._open(step)
             return
         self.abandon_step()
+
+    def _open(self, step: int) -> None:
+        plan, patterns = self._schedule.config, self._schedule.dumped(step)
+        dumped = {g.name for g in matching(self._known, patterns)} if patterns and self._dump else set()
+        sampled = {g.name for g in matching(self._known, plan.layers)} if self._ranks.writes else set()
+        self._operands = {
+            (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role))
+            for role in plan.roles
+            for gemm in self._known
+            if gemm.name in sampled | dumped
+        }
+        takers: dict[tuple[str, str], Taker] = dict(self._operands)
+        for key, operand in self._operands.items():
+            if self._dump and key[0] in dumped:
+                takers[key] = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
+        self._weigh(plan)
+        self._capture = Capture(takers, self._hook_fault)
+        self._capture.attach()
+
+    def _weigh(self, plan: Config) -> None:
+        """Keep the histories of recipes that are weighed as before, and begin those of new ones."""
+        keys = [(g.name, role) for g in self._known for role in ROLES]
+        recipes = {recipe.name: recipe for recipe in map(parse_recipe, plan.weigh)}
+        self._others = {name: self._others.get(name) or EmulatedScales(r, keys) for name, r in recipes.items()}
 
     def abandon_step(self) -> None:
         """The step broke off: removes the hooks and forgets the sample."""
@@ -125,29 +199,38 @@ class Monitor:
             self._capture = None
 
     def end_step(self, **scalars: Any) -> None:
-        """After the backward pass: removes the hooks, measures and records.
+        """After the backward pass: removes the hooks, measures and records. On several ranks, called on all.
 
         Args:
             scalars: of the step, numbers or scalar tensors, which are read in the background: `loss`, `grad_norm`, `lr`,
                 `loss_scale`, `skipped`, `consumed_samples`, as far as they are known.
         """
-        if self._recording.idle:
+        if self._idle:
             return
-        with self._faults("while noting the step"):
-            self._steps[self._step] = {"time": time.time(), **self._noted(scalars)}
-            self._recording.deliver(wait=False)
-        if self._capture is None:
-            if len(self._steps) >= STEPS_HELD:
-                self._flush_steps()
-            return
+        step, sampled = self._faults.step, self.sampling
         self.abandon_step()
-        with self._faults("while measuring"):
-            values = self._steps[self._step]
-            step, operands, self._operands = self._step, list(self._operands.values()), {}
-            self._recording.submit(lambda: self._measure(step, operands, values))
-        self._flush_steps()
-        if self.config.on_error == "raise":
+        with self._faults.guard("while watching the loss"):
+            self._steering.end_step(step, scalars.get("loss"))
+        if self._ranks.writes:
+            with self._faults.guard("while noting the step"):
+                self._steps[step] = {"time": time.time(), **self._noted(scalars)}
+                self._recording.deliver(wait=False)
+            if sampled:
+                self._submit(step)
+            if sampled or len(self._steps) >= STEPS_HELD:
+                self._flush_steps()
+        self._operands = {}
+        if self._schedule.samples(step + 1):
+            self._recording.submit_job(self._steering.read)
+        if self._faults.raises:
             self.flush()
+
+    def _submit(self, step: int) -> None:
+        with self._faults.guard("while measuring"):
+            values, operands, why = self._steps[step], list(self._operands.values()), self._schedule.why(step)
+            values |= {"trigger": why} if why else {}
+            self._recording.submit(lambda: self._measure(step, operands, values))
+            self._recording.submit_job(lambda: self._steering.report(step, self._dump.progress() if self._dump else {}))
 
     def _noted(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """Scalars as they are now; tensors stay on their device until they are read in the background."""
@@ -158,31 +241,34 @@ class Monitor:
             elif isinstance(value, (int, float)):
                 noted[name] = value
             elif value is not None:
-                self._warn(f"{name} of a step is not recorded: it is no scalar but {type(value).__name__}")
+                self._faults.warn(f"{name} of a step is not recorded: it is no scalar but {type(value).__name__}")
         return noted
 
     def close(self) -> None:
         """The run is over: records what is left."""
         self.abandon_step()
         self._flush_steps()
-        with self._faults("while closing the record"):
+        self._idle = True
+        with self._faults.guard("while closing the record"):
             self._recording.close()
 
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
-        with self._faults("while recording"):
+        with self._faults.guard("while recording"):
             self._recording.deliver(wait=True)
 
     def _measure(self, step: int, operands: Sequence[Operand], scalars: Mapping[str, Any]) -> Sample:
         seen = [o for o in operands if o.calls]
         self._report_silent({o.gemm.name for o in operands} - {o.gemm.name for o in seen})
-        columns, sketches, amax = measure(seen)
-        self._scales.observe(seen, amax)
-        return Sample(step, columns, {k: float(v) for k, v in scalars.items()}, sketches)
+        measured = measure(seen, list(self._others.values()))
+        self._scales.observe(seen, measured.amax)
+        sample = Sample(step, measured.figures, _read(scalars), measured.sketches, measured.what_if, scalars.get("trigger"))
+        self._steering.see_sample(sample)
+        return sample
 
     def _report_silent(self, silent: Collection[str]) -> None:
         if silent:
-            self._warn(
+            self._faults.warn(
                 f"{len(silent)} of {len(self.gemms)} layers gave no sample, first {min(silent)}: "
                 "unused in this step, or compiled before the monitor was attached (torch.compile drops later hooks)"
             )
@@ -190,30 +276,22 @@ class Monitor:
     def _flush_steps(self) -> None:
         steps, self._steps = self._steps, {}
         if steps:
-            with self._faults("while recording steps"):
+            with self._faults.guard("while recording steps"):
                 self._recording.submit_steps(
-                    lambda: {step: {k: float(v) for k, v in scalars.items()} for step, scalars in steps.items()}
+                    lambda: {
+                        step: _read(scalars) | {k: scalars[k] for k in ("trigger",) if k in scalars}
+                        for step, scalars in steps.items()
+                    }
                 )
 
     def _hook_fault(self, layer: str, role: str, error: Exception) -> None:
-        if self.config.on_error == "raise":
+        if self._faults.raises:
             raise error
         self._operands.pop((layer, role), None)
-        message = f"{SHOWN_AS[role]} of {layer} is missing from the sample of step {self._step}"
-        self._warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
+        message = f"{SHOWN_AS[role]} of {layer} is missing from the sample of step {self._faults.step}"
+        self._faults.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
 
-    @contextlib.contextmanager
-    def _faults(self, when: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if self.config.on_error == "raise":
-                raise
-            message = f"a fault {when}, at about step {self._step}, cost what was recorded there"
-            self._warn(f"{message}: {type(error).__name__}: {error}", kind=f"{when} {type(error)}")
 
-    def _warn(self, message: str, kind: str | None = None) -> None:
-        """Warn once a kind of fault."""
-        if (kind or message) not in self._warned:
-            self._warned.add(kind or message)
-            warn(message)
+def _read(scalars: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a step; waits for the device where they are still there."""
+    return {name: float(value) for name, value in scalars.items() if name != "trigger"}

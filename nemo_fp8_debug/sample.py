@@ -23,6 +23,10 @@ class Sample:
     scalars: Mapping[str, float]
     #: columns of equal length: KEYS, the scale and format they were cast with, and the occupied bins with their counts
     sketches: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: as `columns`, under recipes that were not in use
+    what_if: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: why the step was sampled, where it was not its turn
+    trigger: str | None = None
 
     def __len__(self) -> int:
         return len(self.columns["layer"])
@@ -44,7 +48,7 @@ class Recorder(Protocol):
     def record(self, sample: Sample) -> None:
         """Keep one sampled step."""
 
-    def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
+    def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep the scalars of all steps since the last call, by step."""
 
     def close(self) -> None:

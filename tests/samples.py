@@ -14,7 +14,7 @@ from nemo_fp8_debug.capture.measure import measure
 from nemo_fp8_debug.capture.operands import Operand, ScaleInUse
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.scaling import CurrentScaling
-from nemo_fp8_debug.record.store import FIGURE_SCHEMA
+from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.sample import Sample
 
 FINGERPRINT = {"versions": {"torch": "2.8.0"}, "recipe": {"measured_against": "delayed-hybrid"}}
@@ -31,6 +31,7 @@ ORDINARY = {
     "n": 4096,
     "nan": 0,
     "inf": 0,
+    "nonfinite_order": None,
     "scale": 100.0,
     "scale_current": 110.0,
     "underflow_pct": 0.1,
@@ -46,7 +47,7 @@ ORDINARY = {
     "outlier_log2": 2.6,
     "kurtosis": 3.0,
 }
-COLUMNS = [name for name in FIGURE_SCHEMA if name not in ("attempt", "step", "consumed_samples")]
+COLUMNS = [name for name in SCHEMAS["figures"] if name not in ("attempt", "step", "consumed_samples")]
 
 
 def sample(step: int, rows: Iterable[Mapping[str, Any]], **scalars: float) -> Sample:
@@ -61,7 +62,7 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
     for (layer, role), x in tensors.items():
         gemm = Gemm(layer, nn.Linear(1, 1), torch_linear.HOST)
         operand = Operand(gemm, role, ScaleInUse(CurrentScaling(), E4M3, "current-hybrid", "current"))
-        operand.add(x)
+        operand.add(x, 0)
         operands.append(operand)
-    columns, sketches, _ = measure(operands)
-    return Sample(step, columns, {"loss": 2.5}, sketches)
+    measured = measure(operands)
+    return Sample(step, measured.figures, {"loss": 2.5}, measured.sketches)

@@ -6,13 +6,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from ..errors import RecordError
-from ..record.store import find_run, read_fingerprint, read_table
+from ..record.reader import find_run, read_fingerprint, read_table
 from ..sample import SHOWN_AS
 from .loss import LossCurve
 
@@ -28,7 +27,7 @@ _SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "a
 class Run:
     """A record, read."""
 
-    path: Path
+    path: str
     fingerprint: dict[str, Any]
     figures: pl.DataFrame
     loss: LossCurve
@@ -40,7 +39,9 @@ class Run:
             RecordError: there is no record at `path`, or it cannot be read.
         """
         found = find_run(path)
-        return cls(found, read_fingerprint(found), read_table(found, "figures"), LossCurve.of(read_table(found, "steps")))
+        return cls(
+            str(found), read_fingerprint(found), read_table(found, "figures"), LossCurve.of(read_table(found, "steps"))
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Comparison:
             "verdict": self.verdict(),
             "runs": {
                 name: {
-                    "path": str(run.path),
+                    "path": run.path,
                     "final_loss": run.loss.final,
                     "lowest_loss": run.loss.lowest,
                     "diverged_at": run.loss.diverged_at,

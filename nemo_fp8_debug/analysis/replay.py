@@ -1,138 +1,227 @@
-"""Figures of a recorded run under another recipe, from its sketches: "would current scaling have saved it?"."""
+"""Figures of a recorded run under another recipe: "would current scaling have saved it?".
+
+From its sketches, or from the tensors that it dumped; both give the same figures. Steps are computed in parallel, on this
+machine or on a cluster; delayed scales, which follow from step to step, come from the recorded amax beforehand.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import polars as pl
 import torch
 
+from ..errors import RecordError, warn
 from ..numerics import figures
-from ..numerics.figures import FIGURES
+from ..numerics.figures import Moments, QuantizationSums
 from ..numerics.formats import FORMATS, FloatFormat
-from ..numerics.scaling import CurrentScaling, DelayedState, Recipe, parse_recipe
-from ..numerics.sketch import Sketch, SketchBatch
-from ..record.store import FIGURE_SCHEMA, find_run, read_table
+from ..numerics.history import EmulatedScales, Key
+from ..numerics.rows import rows, weigh
+from ..numerics.scaling import CurrentScaling, Recipe, parse_recipe
+from ..numerics.sketch import DTYPES, Sketch, SketchBatch
+from ..record.dump import dumped_files, read_dump
+from ..record.place import Place
+from ..record.reader import find_run, read_table
+from ..record.schema import SCHEMAS
+from ..record.store import add_rows
+from .parallel import map_in_parallel
 
-_CURRENT = CurrentScaling()
 _KEY = ["layer", "role"]
+#: what the figures of a step are recomputed from
+SOURCES = ("sketches", "dumps")
 
 
-def replay(path: str | os.PathLike[str], recipe: str | Mapping[str, Any] | None = None) -> pl.DataFrame:
-    """Recompute every figure of a run from its sketches.
+def replay(
+    address: str | os.PathLike[str],
+    recipe: str | Mapping[str, Any] | None = None,
+    source: str = "sketches",
+    cluster: str | None = None,
+) -> pl.DataFrame:
+    """Recompute every figure of a run.
 
     Delayed scaling takes its history from the sampled steps, and the tensor's own amax where it has none yet. Micro-batches
     that were cast with one scale were recorded as one sketch, so current scaling gives them one scale here. Float32 operands
-    were recorded rounded to bfloat16, and are left out.
+    have rounded sketches, which are left out; their dumps are not.
 
     Args:
-        path: the run's folder, or one above it.
+        address: the run, or a place above it.
         recipe: as for `parse_recipe`; None: the scales that were in use, which gives the recorded figures again.
+        source: "sketches", or "dumps": the tensors that the first rank dumped, which are those that the record is of.
+        cluster: see `map_in_parallel`.
 
     Returns:
-        Rows of the `figures` table.
+        Rows of the `figures` table. A file that cannot be read is named in a warning and left out.
 
     Raises:
-        RecordError: the record is missing or cannot be read.
-        ConfigError: the recipe cannot be used.
+        RecordError: there is no record.
+        ConfigError: the recipe or the cluster cannot be used.
     """
-    run = find_run(path)
-    sketches = read_table(run, "sketches").filter(~pl.col("rounded"))
+    run = find_run(address)
+    wanted = None if recipe is None else parse_recipe(recipe)
     recorded = read_table(run, "figures")
-    scales = _Recorded() if recipe is None else _Emulated(parse_recipe(recipe), sketches)
-    frames = [pl.DataFrame(schema=FIGURE_SCHEMA)]
-    for step, rows in sketches.group_by("step", maintain_order=True):
-        about = recorded.filter(pl.col("step") == step[0])
-        frames.append(_step(rows, about, scales))
-    return pl.concat(frames)
+    jobs = [
+        _Job(str(run), source, wanted, int(step[0]), about, scales)
+        for (step, about), scales in zip(
+            recorded.group_by("step", maintain_order=True), _scales(recorded, wanted), strict=True
+        )
+    ]
+    if source == "dumps":
+        there = {(attempt, step) for attempt, step, rank, _ in dumped_files(run) if rank == 0}
+        jobs = [job for job in jobs if (job.about["attempt"][0], job.step) in there]
+    frames = map_in_parallel(_replay_step, jobs, cluster)
+    return pl.concat([pl.DataFrame(schema=SCHEMAS["figures"]), *frames])
 
 
-def _step(rows: pl.DataFrame, about: pl.DataFrame, scales: _Recorded | _Emulated) -> pl.DataFrame:
-    """The figures of one step; a row of `rows` is a part of an operand, all cast with one scale."""
-    parts = list(_sketches(rows))
-    operands = rows.select(_KEY).unique(maintain_order=True).with_row_index("owner")
-    owner = torch.from_numpy(rows.join(operands, on=_KEY, maintain_order="left")["owner"].to_numpy().astype(np.int64))
-    totals = [sum(rest, first) for first, *rest in _grouped(parts, owner, len(operands))]
-    moments = figures.moments(SketchBatch.of(totals))
-    batch = SketchBatch.of(parts)
-    names, formats, scale = scales.of(rows, batch)
-    sums = figures.quantization_sums(batch, scale, formats).fold(owner, len(operands))
-
-    first = torch.tensor([int((owner == i).nonzero()[0]) for i in range(len(operands))], dtype=torch.int64)
-    limits = torch.tensor([formats[i].max for i in first], dtype=torch.float32)
-    amax = moments.amax.float()
-    current = _CURRENT.scale(amax, limits)
-    in_use = torch.zeros(len(operands), dtype=torch.float32).index_reduce_(0, owner, scale, "amin", include_self=False)
-    measured = figures.figures(moments, sums, in_use, current)
-    scales.end_step(operands, amax)
-    columns = {
-        "recipe": [names[i] for i in first],
-        "format": [formats[i].name for i in first],
-        "n": moments.n.tolist(),
-        "nan": moments.nan.tolist(),
-        "inf": moments.inf.tolist(),
-        "scale": in_use.double().tolist(),
-        "scale_current": current.double().tolist(),
-        **{name: [None if v != v else v for v in measured[name].tolist()] for name in FIGURES},
-    }
-    kept = [c for c in FIGURE_SCHEMA if c not in columns]
-    described = operands.join(about.select(kept), on=_KEY, how="left", maintain_order="left")
-    return described.with_columns(**{k: pl.Series(v, dtype=FIGURE_SCHEMA[k]) for k, v in columns.items()}).select(
-        list(FIGURE_SCHEMA)
-    )
+def _scales(recorded: pl.DataFrame, recipe: Recipe | None) -> list[dict[Key, torch.Tensor | CurrentScaling]]:
+    """For each sampled step what a recipe would have cast each operand with."""
+    if recipe is None:
+        return [{} for _ in range(recorded["step"].n_unique())]
+    emulated = EmulatedScales(recipe, recorded.select(_KEY).unique(maintain_order=True).rows())
+    found = []
+    for _, about in recorded.group_by("step", maintain_order=True):
+        keys = about.select(_KEY).rows()
+        found.append({key: emulated.next_for(key) for key in keys})
+        emulated.observe(keys, torch.tensor(about["amax"].fill_null(0).to_list(), dtype=torch.float32))
+    return found
 
 
-def _sketches(rows: pl.DataFrame) -> Iterator[Sketch]:
-    for dtype, bins, counts in rows.select("dtype", "bins", "counts").iter_rows():
+@dataclass(frozen=True)
+class _Job:
+    """One step, with all that a process elsewhere needs to recompute it."""
+
+    run: str
+    source: str
+    #: None: the recorded scales
+    recipe: Recipe | None
+    step: int
+    #: the step's recorded rows
+    about: pl.DataFrame
+    scales: Mapping[Key, torch.Tensor | CurrentScaling]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Calls of an operand that were cast with one scale: their sketch, or the tensor itself where it is float32."""
+
+    key: Key
+    values: Sketch | torch.Tensor
+    recipe: str
+    format: FloatFormat
+    scale: float
+
+
+def _replay_step(job: _Job) -> pl.DataFrame:
+    run = Place(job.run)
+    parts = _sketched(run, job) if job.source == "sketches" else _dumped(run, job)
+    sketched = [part for part in parts if isinstance(part.values, Sketch)]
+    columns = [_of_sketches(sketched, job)] if sketched else []
+    columns += [_of_tensors(group, job) for group in _by_key(p for p in parts if isinstance(p.values, torch.Tensor))]
+    frames = [_as_rows(job, c) for c in columns]
+    return pl.concat([pl.DataFrame(schema=SCHEMAS["figures"]), *frames])
+
+
+def _sketched(run: Place, job: _Job) -> list[_Part]:
+    table = read_table(run, "sketches", where={"step": job.step, "rounded": False})
+    names = ("layer", "role", "dtype", "bins", "counts", "recipe", "format", "scale")
+    parts = []
+    for layer, role, dtype, bins, counts, *rest in table.select(names).iter_rows():
         sketch = Sketch(getattr(torch, dtype))
         sketch.counts[torch.tensor(bins, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
-        yield sketch
+        parts.append(_Part((layer, role), sketch, rest[0], FORMATS[rest[1]], rest[2]))
+    return parts
 
 
-def _grouped(parts: Sequence[Sketch], owner: torch.Tensor, n: int) -> list[list[Sketch]]:
-    groups: list[list[Sketch]] = [[] for _ in range(n)]
-    for part, i in zip(parts, owner.tolist(), strict=True):
-        groups[i].append(part)
-    return groups
+def _dumped(run: Place, job: _Job) -> list[_Part]:
+    from ..kernels import sketch  # compiles on import, which sketches do not need
+
+    parts = []
+    for attempt, step, rank, name in dumped_files(run):
+        if (attempt, step, rank) != (job.about["attempt"][0], job.step, 0):
+            continue
+        try:
+            about, tensors = read_dump(run, name)
+        except (OSError, ValueError) as error:
+            warn(f"{run.path(name)} is left out, it cannot be read: {error}")
+            continue
+        x = tensors["value"]
+        values = sketch(x) if x.dtype in DTYPES else x
+        parts.append(_Part((about.layer, about.role), values, about.recipe, about.format, float(tensors["scale"])))
+    return parts
 
 
-class _Recorded:
-    """The scales that were in use."""
-
-    def of(self, rows: pl.DataFrame, batch: SketchBatch) -> tuple[list[str], list[FloatFormat], torch.Tensor]:
-        """Recipe names, formats and scales (float32) of the parts."""
-        scale = torch.from_numpy(rows["scale"].to_numpy().copy()).float()
-        return rows["recipe"].to_list(), [FORMATS[name] for name in rows["format"]], scale
-
-    def end_step(self, operands: pl.DataFrame, amax: torch.Tensor) -> None:
-        """Nothing carries over."""
+def _by_key(parts: Any) -> list[list[_Part]]:
+    groups: dict[Key, list[_Part]] = defaultdict(list)
+    for part in parts:
+        groups[part.key].append(part)
+    return list(groups.values())
 
 
-class _Emulated:
-    """The scales that a recipe would have used."""
+def _of_sketches(parts: Sequence[_Part], job: _Job) -> dict[str, list[Any]]:
+    groups = _by_key(parts)
+    ordered = [part for group in groups for part in group]
+    owner = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(group) for group in groups]))
+    batch = SketchBatch.of([part.values for part in ordered])  # type: ignore[misc]
+    moments = figures.moments(SketchBatch.of([sum((p.values for p in g[1:]), g[0].values) for g in groups]))  # type: ignore
+    scale, formats = _casts(ordered, batch.amax(), job)
+    return _named(groups, job) | weigh(moments, batch, owner, scale, formats)
 
-    def __init__(self, recipe: Recipe, sketches: pl.DataFrame) -> None:
-        self._recipe = recipe
-        self._state = DelayedState(recipe, sketches.select(_KEY).unique(maintain_order=True).rows())
-        self._seen: set[tuple[str, str]] = set()
 
-    def of(self, rows: pl.DataFrame, batch: SketchBatch) -> tuple[list[str], list[FloatFormat], torch.Tensor]:
-        """Recipe names, formats and scales (float32) of the parts."""
-        keys = rows.select(_KEY).rows()
-        formats = [self._recipe.format_of(role) for _, role in keys]
-        limits = torch.tensor([fmt.max for fmt in formats], dtype=torch.float32)
-        rule = self._recipe.scaling
-        scale = (rule if isinstance(rule, CurrentScaling) else _CURRENT).scale(batch.amax(), limits)
-        if not isinstance(rule, CurrentScaling):
-            held = self._state.scale[torch.tensor([self._state.index[key] for key in keys])]
-            scale = torch.where(torch.tensor([key in self._seen for key in keys]), held, scale)
-        return [self._recipe.name] * len(keys), formats, scale
+def _of_tensors(parts: Sequence[_Part], job: _Job) -> dict[str, list[Any]]:
+    """One float32 operand, measured directly."""
+    tensors: list[torch.Tensor] = [part.values for part in parts]  # type: ignore[misc]
+    each = Moments.concat([figures.moments_of_float32(x) for x in tensors])
+    scale, formats = _casts(parts, each.amax.float(), job)
+    sums = QuantizationSums.concat(
+        [figures.quantization_sums_of_float32(x, s, f) for x, s, f in zip(tensors, scale, formats, strict=True)]
+    )
+    whole = sums.fold(torch.zeros(len(parts), dtype=torch.int64), 1)
+    return _named([parts], job) | rows(figures.merge(each), whole, scale.amin()[None], formats[:1])
 
-    def end_step(self, operands: pl.DataFrame, amax: torch.Tensor) -> None:
-        keys = operands.select(_KEY).rows()
-        self._state.amax[torch.tensor([self._state.index[key] for key in keys])] = amax
-        self._seen.update(keys)
-        self._state.update()
+
+def _casts(parts: Sequence[_Part], amax: torch.Tensor, job: _Job) -> tuple[torch.Tensor, list[FloatFormat]]:
+    """Scale, float32 [P], and format of each part: those in use, or what the job's recipe makes of its amax."""
+    if job.recipe is None:
+        return torch.tensor([part.scale for part in parts]).float(), [part.format for part in parts]
+    formats = [job.recipe.format_of(part.key[1]) for part in parts]
+    scale = CurrentScaling().scale(amax, torch.tensor([fmt.max for fmt in formats], dtype=torch.float32))
+    for i, part in enumerate(parts):
+        held = job.scales.get(part.key, CurrentScaling())
+        scale[i] = held.scale(amax[i], formats[i].max) if isinstance(held, CurrentScaling) else held
+    return scale, formats
+
+
+def _named(groups: Sequence[Sequence[_Part]], job: _Job) -> dict[str, list[Any]]:
+    return {
+        "layer": [group[0].key[0] for group in groups],
+        "role": [group[0].key[1] for group in groups],
+        "recipe": [job.recipe.name if job.recipe else group[0].recipe for group in groups],
+    }
+
+
+def _as_rows(job: _Job, columns: dict[str, list[Any]]) -> pl.DataFrame:
+    """Rows of the `figures` table; what does not depend on the recipe is taken from the recorded ones."""
+    schema = SCHEMAS["figures"]
+    measured = pl.DataFrame({name: pl.Series(values, dtype=schema[name]) for name, values in columns.items()})
+    kept = [name for name in schema if name not in columns or name in _KEY]
+    known = job.about.select(kept)
+    if job.recipe is not None:
+        known = known.with_columns(scale_source=pl.lit("what-if"))
+    return measured.join(known, on=_KEY, how="left", maintain_order="left").select(list(schema))
+
+
+def add_to_record(address: str | os.PathLike[str], replayed: pl.DataFrame) -> None:
+    """Keep replayed rows in the record, in its table `replayed`.
+
+    Raises:
+        RecordError: there is no record, or it cannot be written.
+    """
+    run = find_run(address)
+    try:
+        add_rows(run, "replayed", replayed)
+    except Exception as error:  # every driver of a remote file system has errors of its own
+        raise RecordError(f"the record at {run} cannot be written: {error}") from None

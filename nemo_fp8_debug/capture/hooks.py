@@ -9,20 +9,33 @@ dY       in a tensor hook on the output, set before all others see that output: 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .layers import Gemm
-from .operands import Operand
 
 #: told of (GEMM name, role, error)
 Fault = Callable[[str, str, Exception], None]
+
+
+class Taker(Protocol):
+    """Gets an operand of one GEMM, a tensor for each call."""
+
+    gemm: Gemm
+
+    def add(self, x: torch.Tensor, order: int) -> None:
+        """Take a tensor; nothing may be kept of it that could change.
+
+        Args:
+            order: place of the call in the step's order of execution.
+        """
 
 
 class Hook:
@@ -46,22 +59,23 @@ class Capture:
     where the first one could not: under `no_grad`, where it left no output to hook.
     """
 
-    def __init__(self, operands: Mapping[tuple[str, str], Operand], on_fault: Fault) -> None:
+    def __init__(self, takers: Mapping[tuple[str, str], Taker], on_fault: Fault) -> None:
         """
         Args:
-            operands: by (GEMM name, role); those that are to be looked at.
+            takers: by (GEMM name, role): what gets each operand that is to be looked at.
             on_fault: told of a fault in a hook, which costs that operand and nothing else.
         """
-        self._operands = operands
+        self._takers = takers
         self._on_fault = on_fault
         self._handles: list[RemovableHandle] = []
-        self._without_grad: Counter[str] = Counter()  # forwards that a recompute may still come for
+        self._order = itertools.count(step=2)
+        self._without_grad: dict[str, deque[int]] = defaultdict(deque)  # forwards that a recompute may still come for
         self._with_grad: set[str] = set()  # counted outside backward: a recompute of these adds nothing
         self._counting: dict[str, bool] = {}
 
     def attach(self) -> None:
         """Install the hooks."""
-        for gemm in {name: operand.gemm for (name, _), operand in self._operands.items()}.values():
+        for gemm in {name: taker.gemm for (name, _), taker in self._takers.items()}.values():
             before, after = (Hook(partial(self._run, hook, gemm)) for hook in (self._before_forward, self._after_forward))
             self._handles += [
                 gemm.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -77,7 +91,7 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._operands = {}
+        self._takers = {}
 
     @contextlib.contextmanager
     def _guarded(self, name: str, role: str) -> Iterator[None]:
@@ -88,37 +102,38 @@ class Capture:
             self._on_fault(name, role, error)
 
     def _before_forward(self, gemm: Gemm, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._counting[gemm.name] = counts = self._counts(gemm.name, module.training)
-        if not counts:
+        order = self._counted(gemm.name, module.training)
+        self._counting[gemm.name] = order is not None
+        if order is None:
             return
-        for role, find in (("input", gemm.host.input), ("weight", gemm.host.weight)):
-            operand = self._operands.get((gemm.name, role))
+        for place, role, find in ((order, "input", gemm.host.input), (order + 1, "weight", gemm.host.weight)):
+            taker = self._takers.get((gemm.name, role))
             with self._guarded(gemm.name, role):
-                if operand and (x := find(module, args, kwargs)) is not None:
-                    operand.add(as_multiplied(x))
+                if taker and (x := find(module, args, kwargs)) is not None:
+                    taker.add(as_multiplied(x), place)
 
-    def _counts(self, name: str, training: bool) -> bool:
+    def _counted(self, name: str, training: bool) -> int | None:
+        """The place of a forward in the order of execution, a recompute's that of its first pass; None: not counted."""
         if torch._C._current_graph_task_id() != -1:  # inside backward: a recompute
-            if name in self._with_grad or self._without_grad[name] == 0:
-                return False
-            self._without_grad[name] -= 1
-            return True
+            first_passes = self._without_grad[name]
+            return first_passes.popleft() if first_passes and name not in self._with_grad else None
         if not torch.is_grad_enabled():
-            self._without_grad[name] += training
-            return False
+            if training:
+                self._without_grad[name].append(next(self._order))
+            return None
         self._with_grad.add(name)
-        return True
+        return next(self._order)
 
     def _after_forward(self, gemm: Gemm, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         key = gemm.name, "grad_output"
-        operand = self._operands.get(key)
-        if operand is None or not self._counting.get(gemm.name):
+        taker = self._takers.get(key)
+        if taker is None or not self._counting.get(gemm.name):
             return
 
         def take(grad: torch.Tensor) -> None:
             with self._guarded(*key):
-                if key in self._operands:
-                    operand.add(grad)
+                if key in self._takers:
+                    taker.add(grad, next(self._order))
 
         with self._guarded(*key):
             y = gemm.host.output(out)

@@ -94,6 +94,12 @@ def compile_patterns(patterns: Sequence[str] | None) -> Callable[[str], bool]:
     return lambda name: any(e.search(name) for e in expressions)
 
 
+def matching(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
+    """The GEMMs whose names match; perhaps none."""
+    matches = compile_patterns(patterns)
+    return [g for g in gemms if matches(g.name)]
+
+
 def select(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
     """The GEMMs whose names match.
 
@@ -101,8 +107,7 @@ def select(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
         ConfigError: none does; lists names that could have been meant.
     """
     gemms = list(gemms)
-    matches = compile_patterns(patterns)
-    chosen = [g for g in gemms if matches(g.name)]
+    chosen = matching(gemms, patterns)
     if not gemms:
         known = ", ".join(h.name for h in HOSTS)
         raise ConfigError(f"the model has no GEMM layer that is known here (looked for: {known})")

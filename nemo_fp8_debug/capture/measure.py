@@ -10,46 +10,74 @@ import numpy as np
 import torch
 
 from ..numerics import figures
-from ..numerics.figures import FIGURES, Moments, QuantizationSums
+from ..numerics.figures import Moments, QuantizationSums
+from ..numerics.history import EmulatedScales
+from ..numerics.rows import rows, weigh
 from ..numerics.scaling import CurrentScaling
 from ..numerics.sketch import Sketch, SketchBatch
 from .operands import Operand
 
 Columns = dict[str, list[Any]]
-_CURRENT = CurrentScaling()
 
 
-def measure(operands: Sequence[Operand]) -> tuple[Columns, Columns, torch.Tensor]:
+@dataclass(frozen=True)
+class Measured:
+    """What a sample records of its operands."""
+
+    #: columns of figures
+    figures: Columns
+    #: columns of sketches
+    sketches: Columns
+    #: columns of figures under recipes that were not in use
+    what_if: Columns
+    #: float32 [B], of each operand
+    amax: torch.Tensor
+
+
+def measure(operands: Sequence[Operand], others: Sequence[EmulatedScales] = ()) -> Measured:
     """All figures of operands that were seen at least once.
 
-    Returns:
-        The figure and sketch columns of the sample, and each operand's amax (float32 [B]) for histories of the caller.
+    Args:
+        others: recipes to weigh as well; float32 operands, whose sketches are rounded, are left out under those.
     """
     totals = SketchBatch.of([o.total for o in operands])
     moments = _moments(operands, totals)
     amax = moments.amax.float()
-    current = _CURRENT.scale(amax, _limits(operands))
-    scale = _scales(operands, amax)
     parts = _Parts.of(operands, totals)
-    sums = parts.sums(operands)
-    measured = figures.figures(moments, sums, scale, current)
-    columns: Columns = {
+    in_use = [o.in_use for o in operands]
+    measured = rows(moments, parts.sums(operands), _scales(operands, amax), [use.format for use in in_use])
+    described: Columns = {
+        "recipe": [use.recipe for use in in_use],
+        "scale_source": [use.source for use in in_use],
+        "nonfinite_order": [o.nonfinite_order for o in operands],
+    }
+    return Measured(_about(operands) | described | measured, parts.columns(), _what_if(operands, others), amax)
+
+
+def _about(operands: Sequence[Operand]) -> Columns:
+    return {
         "layer": [o.gemm.name for o in operands],
         "gemm": [o.gemm.kind for o in operands],
         "role": [o.role for o in operands],
-        "recipe": [o.in_use.recipe for o in operands],
-        "format": [o.in_use.format.name for o in operands],
         "dtype": [str(o.dtype).removeprefix("torch.") for o in operands],
-        "scale_source": [o.in_use.source for o in operands],
         "calls": [o.calls for o in operands],
-        "n": moments.n.tolist(),
-        "nan": moments.nan.tolist(),
-        "inf": moments.inf.tolist(),
-        "scale": scale.double().tolist(),
-        "scale_current": current.double().tolist(),
     }
-    columns |= {name: [None if v != v else v for v in measured[name].tolist()] for name in FIGURES}
-    return columns, parts.columns(), amax
+
+
+def _what_if(operands: Sequence[Operand], others: Sequence[EmulatedScales]) -> Columns:
+    exact = [o for o in operands if not o.moments]
+    if not exact or not others:
+        return {}
+    totals = SketchBatch.of([o.total for o in exact])
+    moments, parts = figures.moments(totals), _Parts.of(exact, totals)
+    keys = [o.key for o in parts.operands]
+    tables = []
+    for other in others:
+        measured = weigh(moments, parts.batch, parts.owner, other.of(keys, parts.batch.amax()), other.formats(keys))
+        named = {"recipe": [other.recipe.name] * len(exact), "scale_source": ["what-if"] * len(exact)}
+        tables.append(_about(exact) | named | measured)
+        other.observe([o.key for o in exact], moments.amax.float())
+    return {name: [value for table in tables for value in table[name]] for name in tables[0]}
 
 
 def _limits(operands: Sequence[Operand]) -> torch.Tensor:
@@ -58,12 +86,12 @@ def _limits(operands: Sequence[Operand]) -> torch.Tensor:
 
 def _moments(operands: Sequence[Operand], totals: SketchBatch) -> Moments:
     """Moments of each operand: those of its sketch, or the direct ones where the sketch is rounded."""
-    rows = figures.moments(totals)
+    of_sketches = figures.moments(totals)
     if not any(o.moments for o in operands):
-        return rows
+        return of_sketches
     parts = []
     for i, operand in enumerate(operands):
-        row = rows.row(i)
+        row = of_sketches.row(i)
         if operand.moments:
             row = figures.merge(Moments.concat(operand.moments).cpu()).with_median(row.median)
         parts.append(row)
@@ -105,8 +133,8 @@ class _Parts:
 
     def sums(self, operands: Sequence[Operand]) -> QuantizationSums:
         """Sums of each operand, those of its parts added up; the direct ones where sketches are rounded."""
-        rows = figures.quantization_sums(self.batch, self.scales, [o.in_use.format for o in self.operands])
-        folded = rows.fold(self.owner, len(operands))
+        of_sketches = figures.quantization_sums(self.batch, self.scales, [o.in_use.format for o in self.operands])
+        folded = of_sketches.fold(self.owner, len(operands))
         if not any(o.sums for o in operands):
             return folded
         direct = [QuantizationSums.concat([s.cpu() for s in o.sums]) if o.sums else None for o in operands]

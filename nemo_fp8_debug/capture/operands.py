@@ -10,7 +10,7 @@ from ..kernels import count_into, sketch
 from ..numerics import figures
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import CurrentScaling, amax_of
-from ..numerics.sketch import DTYPES, Sketch
+from ..numerics.sketch import DTYPES, Sketch, infinity_bin
 from .layers import Gemm
 
 MEASURED = (*DTYPES, torch.float32)
@@ -44,9 +44,20 @@ class Operand:
     moments: list[figures.Moments] = field(default_factory=list)
     sums: list[figures.QuantizationSums] = field(default_factory=list)
     calls: int = 0
+    #: of each call its place in the order of execution, and how many values that were not finite it brought, or all so far
+    _nonfinite: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
-    def add(self, x: torch.Tensor) -> None:
-        """Count another tensor in; keeps no reference to it."""
+    @property
+    def key(self) -> tuple[str, str]:
+        """(layer, role)"""
+        return self.gemm.name, self.role
+
+    def add(self, x: torch.Tensor, order: int) -> None:
+        """Count another tensor in; keeps no reference to it.
+
+        Args:
+            order: place of the call in the step's order of execution.
+        """
         if self.role == "weight" and self.calls:
             return  # the same weight in every micro-batch
         if x.dtype not in MEASURED:
@@ -61,8 +72,21 @@ class Operand:
             self.sketches.append(sketch(x))
         if x.dtype not in DTYPES:
             self._measure_directly(x.detach())
+        self._nonfinite.append((order, self._nonfinite_count()))
         self.dtype = x.dtype
         self.calls += 1
+
+    def _nonfinite_count(self) -> torch.Tensor:
+        """An int64 tensor on the operand's device; without host synchronisation."""
+        if self.moments:
+            return self.moments[-1].nan + self.moments[-1].inf
+        last = self.sketches[-1]
+        return last.counts[infinity_bin(last.dtype) :].sum()
+
+    @property
+    def nonfinite_order(self) -> int | None:
+        """Place in the order of execution of the first call that held NaN or infinity; None where none did."""
+        return min((order for order, count in self._nonfinite if count > 0), default=None)
 
     def _measure_directly(self, x: torch.Tensor) -> None:
         scale, fmt = self.in_use.scale, self.in_use.format

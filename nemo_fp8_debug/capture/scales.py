@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..interventions.emulate import emulated
-from ..numerics.scaling import CurrentScaling, DelayedScaling, DelayedState, Recipe, parse_recipe
+from ..numerics.history import EmulatedScales
+from ..numerics.scaling import ROLES, CurrentScaling, Recipe, parse_recipe
 from .layers import Gemm
 from .operands import Operand, ScaleInUse
 
@@ -19,7 +20,7 @@ SHADOW = Recipe(CurrentScaling())
 class Scales:
     """Answers, at the start of a sampled step, how each operand's scale will be known."""
 
-    def __init__(self, gemms: Sequence[Gemm], roles: Sequence[str], recipe: str | Mapping[str, Any]) -> None:
+    def __init__(self, gemms: Sequence[Gemm], recipe: str | Mapping[str, Any]) -> None:
         """
         Args:
             recipe: "auto", or what to measure against whatever the run uses.
@@ -29,8 +30,7 @@ class Scales:
         engines = [e.recipe for g in gemms if (e := emulated(g.module))]
         #: of operands that nothing quantises, or whose scale cannot be read
         self._recipe = parse_recipe(recipe) if not self._auto else (engines + configured + [SHADOW])[0]
-        self._history = DelayedState(self._recipe, [(g.name, role) for g in gemms for role in roles])
-        self._seen: set[tuple[str, str]] = set()
+        self._emulated = EmulatedScales(self._recipe, [(g.name, role) for g in gemms for role in ROLES])
         self.description = {
             "asked": recipe if isinstance(recipe, str) else dict(recipe),
             "measured_against": self._recipe.name,
@@ -42,21 +42,10 @@ class Scales:
         """How operand `role` of `gemm` is cast in the step that begins."""
         if self._auto and (engine := emulated(gemm.module)):
             return ScaleInUse(engine.scale(role), engine.recipe.format_of(role), engine.recipe.name, "engine")
-        fmt = self._recipe.format_of(role)
-        scaling = self._recipe.scaling
-        if isinstance(scaling, CurrentScaling):
-            return ScaleInUse(scaling, fmt, self._recipe.name, "current")
-        if (gemm.name, role) not in self._seen:
-            return ScaleInUse(CurrentScaling(), fmt, self._recipe.name, "current")
-        scale = self._history.scale[self._history.index[gemm.name, role]]
-        return ScaleInUse(scale, fmt, self._recipe.name, "emulated")
+        scale = self._emulated.next_for((gemm.name, role))
+        source = "current" if isinstance(scale, CurrentScaling) else "emulated"
+        return ScaleInUse(scale, self._recipe.format_of(role), self._recipe.name, source)
 
     def observe(self, operands: Sequence[Operand], amax: torch.Tensor) -> None:
         """End of a sampled step: emulated histories take the amax (float32 [B]) of each operand."""
-        if not isinstance(self._recipe.scaling, DelayedScaling):
-            return
-        for operand, value in zip(operands, amax, strict=True):
-            key = (operand.gemm.name, operand.role)
-            self._history.amax[self._history.index[key]] = value
-            self._seen.add(key)
-        self._history.update()
+        self._emulated.observe([o.key for o in operands], amax)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..errors import ConfigError, RecordError
+from ..errors import ConfigError, FP8DebugWarning, RecordError
 
 
 def console() -> Console:
@@ -28,7 +28,8 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.simplefilter("always", FP8DebugWarning)
+            warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
             try:
                 command(*args, **kwargs)
             except (ConfigError, RecordError) as error:
@@ -38,8 +39,11 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    _complain("[bold yellow]warning:[/]", str(message).removeprefix("nemo_fp8_debug: "))
+def _show_warning(others: Callable[..., None], message: Warning | str, *rest: Any, **named: Any) -> None:
+    if isinstance(message, FP8DebugWarning):
+        _complain("[bold yellow]warning:[/]", str(message).removeprefix("nemo_fp8_debug: "))
+    else:
+        others(message, *rest, **named)
 
 
 def _complain(kind: str, message: str) -> None:

@@ -18,7 +18,8 @@ from ..capture.hooks import Hook
 from ..capture.layers import Gemm
 from ..errors import ConfigError
 from ..numerics.formats import FloatFormat
-from ..numerics.scaling import ROLES, CurrentScaling, DelayedState, Recipe, amax_of, quantize_dequantize
+from ..numerics.history import DelayedState
+from ..numerics.scaling import ROLES, CurrentScaling, Recipe, amax_of, quantize_dequantize
 
 _ACTIVE: weakref.WeakKeyDictionary[nn.Module, EmulatedGemm] = weakref.WeakKeyDictionary()
 

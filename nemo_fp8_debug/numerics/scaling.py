@@ -6,7 +6,9 @@ Transformer Engine's kernels `recipe/delayed_scaling.cu` and `recipe/recipe_comm
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -114,57 +116,18 @@ class Recipe:
         return f"{kind}-{self.fp8_format}" + (f"({','.join(changed)})" if changed else "")
 
 
-class DelayedState:
-    """Histories and scales of many operands under one delayed scaling, a column an operand."""
-
-    def __init__(self, recipe: Recipe, columns: Sequence[tuple[str, str]], device: torch.device | None = None) -> None:
-        """
-        Args:
-            recipe: one with delayed scaling keeps a history; with another the state stays empty.
-            columns: (layer, role) of each operand.
-        """
-        self.columns = list(columns)
-        self.index = {column: i for i, column in enumerate(self.columns)}
-        n = len(self.columns)
-        self._scaling = recipe.scaling
-        kind: Any = {"dtype": torch.float32, "device": device}
-        length = recipe.scaling.amax_history_len if isinstance(recipe.scaling, DelayedScaling) else 0
-        self.limit = torch.tensor([recipe.format_of(role).max for _, role in self.columns], **kind)
-        self.scale = torch.ones(n, **kind)
-        self.amax = torch.zeros(n, **kind)
-        self.history = torch.zeros(length, n, **kind)
-
-    def update(self) -> None:
-        """End a step: move the scales by the amax gathered in it, and start the next."""
-        if isinstance(self._scaling, DelayedScaling):
-            self.history, self.scale = self._scaling.update(self.history, self.scale, self.amax, self.limit)
-            self.amax = torch.zeros_like(self.amax)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the same scales."""
-        return {"columns": self.columns, "scale": self.scale, "history": self.history}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over the operands that the saved state knows, if its history is as long as this one's; others start anew."""
-        if saved["history"].shape[0] != self.history.shape[0]:
-            return
-        for j, column in enumerate(saved["columns"]):
-            if (i := self.index.get(tuple(column))) is not None:
-                self.scale[i] = saved["scale"][j]
-                self.history[:, i] = saved["history"][:, j]
-
-
 _SCALINGS: dict[str, type[CurrentScaling] | type[DelayedScaling]] = {
     "delayed": DelayedScaling,
     "current": CurrentScaling,
 }
+_NAME = re.compile(r"(?P<name>\w+?)(-(?P<fp8_format>\w+))?(\((?P<options>[^()]*)\))?")
 
 
 def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
     """Read a recipe from plain values.
 
     Args:
-        value: `"delayed"`, `"current"`, or a mapping such as
+        value: a name such as `"delayed"`, `"current-e4m3"` or `"delayed-hybrid(margin=1,amax_history_len=16)"`, or a mapping
             `{"name": "delayed", "fp8_format": "hybrid", "margin": 0, "amax_history_len": 1, "amax_compute_algo": "max"}`.
 
     Raises:
@@ -172,9 +135,9 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
     """
     if isinstance(value, Recipe):
         return value
-    options = dict(value) if isinstance(value, Mapping) else {"name": value}
+    options = dict(value) if isinstance(value, Mapping) else _options_in(value)
     name = options.pop("name", None)
-    if name not in _SCALINGS:
+    if not isinstance(name, str) or name not in _SCALINGS:
         raise ConfigError(f"unknown recipe {name!r}; known recipes: {', '.join(_SCALINGS)}")
     fp8_format = options.pop("fp8_format", "hybrid")
     scaling = _SCALINGS[name]
@@ -189,6 +152,21 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
         if type(given) is not kind and not (kind is float and type(given) is int):
             raise ConfigError(f"{f.name} of recipe {name!r} is {given!r}; it must be {kind.__name__}")
     return Recipe(scaling(**options), fp8_format)
+
+
+def _options_in(text: Any) -> dict[str, Any]:
+    """What the name of a recipe says; options are Python literals, or text."""
+    found = _NAME.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
+    if found is None:
+        return {"name": text}
+    options: dict[str, Any] = {key: found[key] for key in ("name", "fp8_format") if found[key]}
+    for option in filter(None, (found["options"] or "").split(",")):
+        key, _, literal = option.partition("=")
+        try:
+            options[key] = ast.literal_eval(literal)
+        except (ValueError, SyntaxError):
+            options[key] = literal
+    return options
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:

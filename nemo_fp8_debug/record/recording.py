@@ -1,11 +1,13 @@
-"""Measuring and recording off the training thread: in order, one sample at a time, dropping nothing."""
+"""Measuring and recording off the training thread: in order, one sample at a time."""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,8 +16,12 @@ from ..sample import Recorder, Sample
 
 #: seconds of training time that waiting for an earlier sample may cost before a warning says so
 PATIENCE = 1.0
+#: seconds after which a write is taken to hang, as on a network file system that is gone: training does not wait for it
+STUCK = 30.0
+#: jobs that may wait behind a write that hangs
+WAITING = 1000
 
-Steps = Mapping[int, Mapping[str, float]]
+Steps = Mapping[int, Mapping[str, Any]]
 #: hands one thing to a recorder
 Record = Callable[[Recorder], None]
 Faults = Callable[[str], AbstractContextManager[None]]
@@ -34,32 +40,44 @@ class Recording:
             ConfigError: a recorder cannot write where it should.
         """
         self._faults = faults
-        self._recorders: list[Recorder] = []
+        self.recorders: list[Recorder] = []
         for recorder in recorders:
             recorder.open(fingerprint)
-            self._recorders.append(recorder)
+            self.recorders.append(recorder)
         self._impatient = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nemo_fp8_debug")
+        self.stuck = False
         self._pending: deque[Future[Record | None]] = deque()
-
-    @property
-    def idle(self) -> bool:
-        """Whether nobody records: on ranks that do not write, and once closed."""
-        return not self._recorders
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Record | None], Future[Record | None]] | None] = queue.SimpleQueue()
+        # A daemon: a write that hangs for ever must not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name="nemo_fp8_debug", daemon=True)
+        self._thread.start()
 
     def submit(self, measure: Callable[[], Sample]) -> None:
-        """Measure and record a sample in the background; waits for the one before, which bounds the memory."""
+        """Measure and record a sample in the background; waits for what is before it, which bounds the memory."""
         self.deliver(wait=True)
-        self._pending.append(self._thread.submit(self._record, measure))
+        self._enqueue(lambda: self._record(measure))
 
     def submit_steps(self, steps: Callable[[], Steps]) -> None:
         """Record scalars by step in the background."""
-        self._pending.append(self._thread.submit(self._record_steps, steps))
+        self._enqueue(lambda: self._record_steps(steps))
+
+    def submit_job(self, job: Callable[[], None]) -> None:
+        """Do something else in the background, after all that was submitted before."""
+
+        def guarded() -> None:
+            with self._faults("in the background"):
+                job()
+
+        self._enqueue(guarded)
 
     def deliver(self, wait: bool) -> None:
-        """Pass what is ready to the recorders of the caller's thread; wait for what is under way, if asked."""
+        """Pass what is ready to the recorders of the caller's thread; wait for what is under way, if asked.
+
+        A wait ends when something hangs for `STUCK` seconds; `stuck` then stays true until it does no longer.
+        """
         started = time.monotonic()
-        while self._pending and (wait or self._pending[0].done()):
+        while self._pending and (self._pending[0].done() or (wait and self._wait_for(self._pending[0]))):
+            self.stuck = False
             if record := self._pending.popleft().result():
                 self._each(True, record)
         if (waited := time.monotonic() - started) > PATIENCE and not self._impatient:
@@ -69,10 +87,38 @@ class Recording:
     def close(self) -> None:
         """Wait until all is recorded, and end."""
         self.deliver(wait=True)
+        if self.stuck:
+            warn(f"{len(self._pending)} jobs of recording hang behind a write that does not end; what they hold is lost")
+            return
         for in_callers_thread in (True, False):
             self._each(in_callers_thread, lambda recorder: recorder.close())
-        self._recorders = []
-        self._thread.shutdown()
+        self._jobs.put(None)
+        self._thread.join(PATIENCE)
+
+    def _enqueue(self, job: Callable[[], Record | None]) -> None:
+        if len(self._pending) >= WAITING:
+            return  # only behind a write that hangs, which was said
+        future: Future[Record | None] = Future()
+        self._pending.append(future)
+        self._jobs.put((job, future))
+
+    def _work(self) -> None:
+        while entry := self._jobs.get():
+            job, future = entry
+            try:
+                future.set_result(job())
+            except BaseException as error:  # on_error="raise" hands faults to the training thread
+                future.set_exception(error)
+
+    def _wait_for(self, future: Future[Any]) -> bool:
+        """Whether `future` is done, soon enough."""
+        if self.stuck:
+            return False
+        wait([future], STUCK)
+        if not future.done():
+            self.stuck = True
+            warn(f"recording hangs for {STUCK:.0f} s; the run goes on, and steps are not sampled until it does no longer")
+        return future.done()
 
     def _record(self, measure: Callable[[], Sample]) -> Record | None:
         with self._faults("while measuring"):
@@ -92,7 +138,7 @@ class Recording:
         return record
 
     def _each(self, in_callers_thread: bool, call: Record) -> None:
-        for recorder in self._recorders:
+        for recorder in self.recorders:
             if recorder.in_callers_thread == in_callers_thread:
                 with self._faults(f"in {type(recorder).__name__}"):
                     call(recorder)

@@ -1,98 +1,60 @@
-"""The run record: a folder of Parquet parts, one a sampled step, written whole or not at all.
+"""Writes the run record: a folder of Parquet parts, one a sampled step, written whole or not at all.
 
     RUN/attempt-0.json                      fingerprint of the run, one a start of the process
     RUN/figures/attempt-0-step-00000120-9f3c02d1.parquet
     RUN/sketches/attempt-0-step-00000120-51d0e7c4.parquet
     RUN/steps/attempt-0-step-00000120-0b77aa90.parquet
 
-The last part of a name is the CRC-32 of the file: a damaged file is found before a Parquet reader, which may not survive
-it, opens it.
-
-A resumed run is another attempt beside the first: nothing is overwritten. Columns: docs/record.md.
+Small parts are merged, `MERGED` at a time, so that reading a figure over all steps does not open thousands of files. A
+resumed run is another attempt beside the first: nothing is overwritten.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
-import re
-import uuid
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import Any
 
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from ..errors import ConfigError, RecordError
-from ..numerics.figures import FIGURES
+from ..errors import ConfigError, warn
 from ..sample import Sample
+from . import parquet
+from .place import Place
+from .schema import STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
 
-SCHEMA_VERSION = 1
-
-_KEYS = {"attempt": pl.Int32, "step": pl.Int64}
-FIGURE_SCHEMA: dict[str, Any] = {
-    **_KEYS,
-    "consumed_samples": pl.Float64,
-    "layer": pl.String,
-    "gemm": pl.String,
-    "role": pl.String,
-    "recipe": pl.String,
-    "format": pl.String,
-    "dtype": pl.String,
-    "scale_source": pl.String,
-    "calls": pl.Int64,
-    "n": pl.Int64,
-    "nan": pl.Int64,
-    "inf": pl.Int64,
-    "scale": pl.Float64,
-    "scale_current": pl.Float64,
-    **dict.fromkeys(FIGURES, pl.Float64),
-}
-#: one row for each operand and scale: its occupied bins, ascending, and how many values each counts
-SKETCH_SCHEMA: dict[str, Any] = {
-    **_KEYS,
-    "layer": pl.String,
-    "role": pl.String,
-    "recipe": pl.String,
-    "format": pl.String,
-    "dtype": pl.String,
-    "rounded": pl.Boolean,
-    "scale": pl.Float64,
-    "bins": pl.List(pl.UInt16),
-    "counts": pl.List(pl.Int64),
-}
-#: every step; what is read on sampled steps only is null on others
-STEP_SCHEMA: dict[str, Any] = {
-    **_KEYS,
-    "time": pl.Float64,
-    **dict.fromkeys(("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples"), pl.Float64),
-}
-SCHEMAS = {"figures": FIGURE_SCHEMA, "sketches": SKETCH_SCHEMA, "steps": STEP_SCHEMA}
-
-
-_ARROW_TYPES = {
-    pl.Boolean: pa.bool_(),
-    pl.UInt16: pa.uint16(),
-    pl.Int32: pa.int32(),
-    pl.Int64: pa.int64(),
-    pl.Float64: pa.float64(),
-    pl.String: pa.string(),
-}
+#: parts that are merged into one
+MERGED = 64
+#: tables whose parts are small
+_MERGED_TABLES = ("figures", "what_if", "steps")
+#: bytes of parts that are kept while the place cannot be written
+BACKLOG = 256 << 20
 
 
 class RunRecord:
-    """Writes the record of one run."""
+    """Writes the record of one run; a place that cannot be written for a while costs nothing that fits into `BACKLOG`."""
 
     in_callers_thread = False
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
-        self._attempt = 0
+    def __init__(self, address: str | os.PathLike[str]) -> None:
+        """
+        Args:
+            address: a folder, or any fsspec address.
+
+        Raises:
+            ConfigError: the address is none.
+        """
+        self.place = Place(address)
+        self.attempt = 0
+        self._backlog: deque[tuple[str, Part, bytes]] = deque()
+        self._lost = 0
+        self._warned = False
+        self._unmerged: dict[str, list[Part]] = defaultdict(list)
+        self._tidy = False
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Start an attempt.
@@ -101,126 +63,147 @@ class RunRecord:
             ConfigError: the folder cannot be made or written.
         """
         try:
-            for name in SCHEMAS:
-                (self.folder / name).mkdir(parents=True, exist_ok=True)
-            self._claim_attempt()
-            content = {"schema_version": SCHEMA_VERSION, "attempt": self._attempt, **fingerprint}
-            self._write(self.folder / f"attempt-{self._attempt}.json", json.dumps(content, indent=2, default=str).encode())
-        except OSError as error:
-            raise ConfigError(f"the run record cannot be written to {self.folder}: {error.strerror or error}") from None
+            for table in ("figures", "sketches", "steps"):
+                self.place.make(table)
+            self._claim_attempt(fingerprint)
+        except Exception as error:  # every driver of a remote file system has errors of its own
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"the run record cannot be written to {self.place}: {reason}") from None
 
-    def _claim_attempt(self) -> None:
+    def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
         """Take the first number that no other start of a process has, even if it starts at the same moment."""
-        self._attempt = 1 + max(_attempts([*self.folder.iterdir(), *self.folder.glob("*/*")]), default=-1)
+        taken = [attempt_of_fingerprint(name) for name in self.place.names()]
+        taken += [part.attempt for table in ("figures", "sketches", "steps") for part in self._parts(table)]
+        self.attempt = 1 + max((a for a in taken if a is not None), default=-1)
         while True:
+            content = {"schema_version": VERSION, "attempt": self.attempt, **fingerprint}
             with contextlib.suppress(FileExistsError):
-                (self.folder / f"attempt-{self._attempt}.json").touch(exist_ok=False)
+                self.place.create(f"attempt-{self.attempt}.json", json.dumps(content, indent=2, default=str).encode())
                 return
-            self._attempt += 1
+            self.attempt += 1
 
     def record(self, sample: Sample) -> None:
         """Write one sampled step."""
-        for table, columns in (("figures", sample.columns), ("sketches", sample.sketches)):
+        for table, columns in (
+            ("figures", sample.columns),
+            ("what_if", sample.what_if),
+            ("sketches", sample.sketches),
+        ):
             if columns:
                 rows = len(columns["layer"])
-                keys: dict[str, list[Any]] = {"attempt": [self._attempt] * rows, "step": [sample.step] * rows}
-                if table == "figures":
+                keys: dict[str, list[Any]] = {"attempt": [self.attempt] * rows, "step": [sample.step] * rows}
+                if table != "sketches":
                     keys["consumed_samples"] = [sample.scalars.get("consumed_samples")] * rows
-                self._write_part(table, sample.step, {**keys, **columns})
+                self.write_part(table, {**keys, **columns}, sample.step)
+        self._tidy_up()
 
-    def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
+    def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
         """Write the scalars of the steps since the last call; names that the schema does not have are left out."""
         if steps:
-            rows = [{"attempt": self._attempt, "step": step, **scalars} for step, scalars in steps.items()]
-            self._write_part("steps", max(steps), {name: [row.get(name) for row in rows] for name in STEP_SCHEMA})
+            rows = [{"attempt": self.attempt, "step": step, **scalars} for step, scalars in steps.items()]
+            names = ("attempt", "step", "time", *STEP_SCALARS, "trigger")
+            self.write_part("steps", {name: [row.get(name) for row in rows] for name in names}, max(steps))
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Write what waits; says what is lost where that cannot be done."""
+        self._write_backlog()
+        self._lost += len(self._backlog)
+        self._backlog.clear()
+        if self._lost:
+            warn(f"{self._lost} parts of the record were lost, since {self.place} could not be written")
 
-    def _write_part(self, table: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        # Not by polars: its thread pool does not survive a fork, and would hang the workers of a data loader that use it.
-        types = {name: _arrow_type(kind) for name, kind in SCHEMAS[table].items()}
-        arrays = {name: pa.array(columns[name], kind) for name, kind in types.items()}
-        content = io.BytesIO()
-        pq.write_table(pa.table(arrays), content, compression="zstd")
-        checksum = zlib.crc32(content.getbuffer())
-        name = f"attempt-{self._attempt}-step-{step:08d}-{checksum:08x}.parquet"
-        self._write(self.folder / table / name, content.getvalue())
+    def write_part(self, table: str, columns: Mapping[str, Any], first: int, last: int | None = None) -> None:
+        """Write a part of a table, with the rows of step `first`, or of all steps to `last`."""
+        content, checksum = parquet.encode(arrow_table(table, columns))
+        part = Part.named(part_name(self.attempt, first, last, checksum))
+        assert part
+        self._backlog.append((table, part, content))
+        self._write_backlog()
 
-    @staticmethod
-    def _write(path: Path, content: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)  # the folder may have been moved away in mid-run
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-        temporary.write_bytes(content)
-        temporary.replace(path)
-
-
-def _arrow_type(kind: Any) -> pa.DataType:
-    if isinstance(kind, pl.List):
-        return pa.list_(_arrow_type(kind.inner))
-    return _ARROW_TYPES[kind]
-
-
-def find_run(path: str | os.PathLike[str]) -> Path:
-    """The record at or below `path`.
-
-    Raises:
-        RecordError: there is none, or several.
-    """
-    root = Path(path)
-    found = sorted({p.parent for p in root.rglob("attempt-*.json") if _attempts([p])}) if root.is_dir() else []
-    if not found:
-        raise RecordError(f"{root} holds no run record (a folder with attempt-0.json)")
-    if len(found) > 1:
-        raise RecordError(f"{root} holds {len(found)} run records; name one of {', '.join(map(str, found[:4]))}")
-    return found[0]
-
-
-def read_table(run: Path, table: str) -> pl.DataFrame:
-    """All parts of a table, `figures`, `sketches` or `steps`; where attempts overlap, the latest one's rows of a step.
-
-    Raises:
-        RecordError: a part cannot be read; names it.
-    """
-    schema = SCHEMAS[table]
-    frames = [pl.DataFrame(schema=schema)]
-    for part in sorted((run / table).glob("*.parquet")):
+    def _write_backlog(self) -> None:
+        """Write what waits, oldest first, until something cannot be written."""
         try:
-            frames.append(pl.read_parquet(_checked(part)).select(list(schema)).match_to_schema(schema))
+            while self._backlog:
+                table, part, content = self._backlog[0]
+                self.place.write(f"{table}/{part.name}", content)
+                self._backlog.popleft()
+                self._warned = False
+                self._merge_when_due(table, part)
         except Exception as error:
-            raise RecordError(f"{part} cannot be read as a part of {table}: {str(error).splitlines()[0]}") from None
-    rows = pl.concat(frames)
-    latest = rows.group_by("step").agg(pl.max("attempt"))
-    return rows.join(latest, on=["step", "attempt"], how="semi").sort("step", maintain_order=True)
+            self._hold_back(error)
+
+    def _hold_back(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"the record at {self.place} cannot be written ({type(error).__name__}: {error}); the run goes on, and "
+                f"up to {BACKLOG >> 20} MiB are kept in memory until it can be"
+            )
+        while sum(len(content) for _, _, content in self._backlog) > BACKLOG:
+            # Sketches are large, and what is lost with one is least.
+            doomed = next((entry for entry in self._backlog if entry[0] == "sketches"), self._backlog[0])
+            self._backlog.remove(doomed)
+            self._lost += 1
+
+    def _merge_when_due(self, table: str, part: Part) -> None:
+        if table in _MERGED_TABLES and not part.merged:
+            self._unmerged[table].append(part)
+            if len(self._unmerged[table]) >= MERGED:
+                self._merge(table, self._unmerged.pop(table))
+
+    def _merge(self, table: str, parts: list[Part]) -> None:
+        """Put one part in the place of several of one attempt; what cannot be read stays as it is."""
+        read = []
+        for part in parts:
+            with contextlib.suppress(Exception), self.place.open(f"{table}/{part.name}") as file:
+                read.append((part, parquet.read(file, part.checksum)))
+        if len(read) < 2:
+            return
+        content, checksum = parquet.encode(pa.concat_tables([rows for _, rows in read]).cast(arrow_schema(table)))
+        first, last = min(part.first for part, _ in read), max(part.last for part, _ in read)
+        name = part_name(parts[0].attempt, first, last, checksum)
+        with contextlib.suppress(Exception):  # until the merged part is there, the small ones are
+            self.place.write(f"{table}/{name}", content)
+            for part, _ in read:
+                self.place.remove(f"{table}/{part.name}")
+
+    def _tidy_up(self) -> None:
+        """Once an attempt, in the background: merge what earlier attempts left in small parts."""
+        if self._tidy:
+            return
+        self._tidy = True
+        for table in _MERGED_TABLES:
+            earlier = defaultdict(list)
+            for part in self._parts(table):
+                if part.attempt < self.attempt:
+                    earlier[part.attempt].append(part)
+            for parts in earlier.values():
+                self._merge(table, self._not_yet_merged(table, parts))
+
+    def _not_yet_merged(self, table: str, parts: list[Part]) -> list[Part]:
+        """The small ones of an attempt's parts; those that a process was killed before it could remove are removed."""
+        held: set[int] = set()
+        for part in parts:
+            if part.merged:
+                with contextlib.suppress(Exception), self.place.open(f"{table}/{part.name}") as file:
+                    held.update(parquet.read(file, part.checksum, ["step"])["step"].to_pylist())
+        small = [part for part in parts if not part.merged]
+        for part in small:
+            if part.first in held:
+                with contextlib.suppress(Exception):
+                    self.place.remove(f"{table}/{part.name}")
+        return [part for part in small if part.first not in held]
+
+    def _parts(self, table: str) -> list[Part]:
+        return [part for name in self.place.names(table) if (part := Part.named(name))]
 
 
-def _checked(part: Path) -> bytes:
-    """The content of a part whose name tells its checksum."""
-    content = part.read_bytes()
-    if not part.stem.endswith(f"-{zlib.crc32(content):08x}"):
-        raise ValueError("it is damaged or foreign: its name does not end in its checksum")
-    return content
-
-
-def read_fingerprint(run: Path) -> dict[str, Any]:
-    """The fingerprint of the latest attempt.
-
-    Raises:
-        RecordError: it cannot be read.
-    """
-    path = run / f"attempt-{max(_attempts(run.glob('*.json')), default=0)}.json"
-    try:
-        content: Any = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path} is not a fingerprint: {error}") from None
-    if not isinstance(content, dict):
-        raise RecordError(f"{path} is not a fingerprint: a JSON object is expected")
-    if content.get("schema_version") != SCHEMA_VERSION:
-        raise RecordError(f"{path} has schema version {content.get('schema_version')}; this release reads {SCHEMA_VERSION}")
-    return content
-
-
-def _attempts(paths: Iterable[Path]) -> list[int]:
-    """The attempts that files belong to, by their names; other files are passed over."""
-    names = (re.fullmatch(r"attempt-(\d+)(-step-\d+-[0-9a-f]+\.parquet|\.json)", path.name) for path in paths)
-    return [int(name[1]) for name in names if name]
+def add_rows(place: Place, table: str, rows: pl.DataFrame) -> None:
+    """Add rows to a table of a record that others may be writing; a table of its own, which no run writes."""
+    for (attempt,), of_attempt in rows.group_by("attempt", maintain_order=True):
+        steps = of_attempt["step"].unique().sort()
+        for first in range(0, len(steps), MERGED):
+            chunk = steps[first : first + MERGED]
+            part = of_attempt.filter(pl.col("step").is_between(chunk[0], chunk[-1])).to_arrow().cast(arrow_schema(table))
+            content, checksum = parquet.encode(part)
+            place.write(f"{table}/{part_name(int(attempt), chunk[0], chunk[-1], checksum)}", content)

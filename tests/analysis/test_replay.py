@@ -14,7 +14,7 @@ from torch import nn
 from nemo_fp8_debug import ConfigError, Monitor, RecordError
 from nemo_fp8_debug.analysis.replay import replay
 from nemo_fp8_debug.numerics.figures import FIGURES
-from nemo_fp8_debug.record.store import find_run, read_table
+from nemo_fp8_debug.record.reader import find_run, read_table
 
 
 def train(folder: Path, recipe: str | dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nemo_fp8_debug.record.store import find_run, read_fingerprint, read_table
+from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 
 
 @pytest.fixture(scope="module")

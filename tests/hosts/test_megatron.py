@@ -77,9 +77,9 @@ class TestMegatron:
         model, taken = gpt(), {}
         original = operands.Operand.add
 
-        def keep(self: operands.Operand, x: torch.Tensor) -> None:
+        def keep(self: operands.Operand, x: torch.Tensor, order: int) -> None:
             taken.setdefault((self.gemm.name, self.role), []).append(x.detach().clone())
-            original(self, x)
+            original(self, x, order)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(operands.Operand, "add", keep)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
-from nemo_fp8_debug.record.store import find_run, read_table
+from nemo_fp8_debug.record.reader import find_run, read_table
 from nemo_fp8_debug.sample import Sample
 
 STEPS = 4
@@ -119,10 +119,10 @@ def test_a_fault_in_a_hook_costs_that_operand_and_one_warning(monkeypatch: pytes
 
     original = operands.Operand.add
 
-    def faulty(self: operands.Operand, x: torch.Tensor) -> None:
+    def faulty(self: operands.Operand, x: torch.Tensor, order: int) -> None:
         if self.gemm.name == "1":
             raise ZeroDivisionError("injected")
-        original(self, x)
+        original(self, x, order)
 
     monkeypatch.setattr(operands.Operand, "add", faulty)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -167,7 +167,7 @@ def test_on_error_raise_lets_faults_through() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"interval": 0}, "interval is 0; it must be a whole number of steps, at least 1"),
+        ({"interval": 0}, "interval is 0; it must be a whole number, at least 1"),
         ({"interval": 2.5}, r"interval is 2\.5"),
         ({"recipe": "delayd"}, "unknown recipe 'delayd'; known recipes: delayed, current"),
         ({"recipe": {"name": "delayed", "marign": 1}}, "has no option 'marign'"),
@@ -181,7 +181,7 @@ def test_on_error_raise_lets_faults_through() -> None:
         ({"roles": []}, "unknown roles"),
         ({"first_step": 5, "last_step": 4}, "last_step 4 is before first_step 5"),
         ({"on_error": "ignore"}, "use 'warn' or 'raise'"),
-        ({"max_tags": -1}, "cannot be negative"),
+        ({"max_tags": -1}, "max_tags is -1; it must be a whole number, at least 0"),
     ],
 )
 def test_configuration_errors_are_clear_and_early(options: dict[str, Any], message: str) -> None:

@@ -16,11 +16,11 @@ from tensors import KINDS, SIXTEEN_BIT, all_patterns
 
 from nemo_fp8_debug.errors import ConfigError
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
+from nemo_fp8_debug.numerics.history import DelayedState
 from nemo_fp8_debug.numerics.scaling import (
     ROLES,
     CurrentScaling,
     DelayedScaling,
-    DelayedState,
     Recipe,
     amax_of,
     parse_recipe,

@@ -1,0 +1,123 @@
+"""What the ranks of a run tell each other: through the store that they met at, which no GPU has to wait for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError, warn
+
+#: seconds that a rank waits for the others to start their monitors
+START = 120.0
+#: seconds that a rank waits for the first one's word on a sampled step
+WORD = 60.0
+
+_instances = itertools.count()
+
+
+class Ranks:
+    """The ranks of a run that carry a monitor each; the first of them writes."""
+
+    def __init__(self) -> None:
+        there = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if there else 0
+        self.world = dist.get_world_size() if there else 1
+        # The same on all ranks, which start their monitors in the same order.
+        self._prefix = f"nemo_fp8_debug/{next(_instances)}"
+        self._words = 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank keeps the record."""
+        return self.rank == 0
+
+    def start(self, word: dict[str, Any] | None, fault: Exception | None = None) -> dict[str, Any]:
+        """Every rank's monitor has started, or failed to; returns the word of the first rank.
+
+        Args:
+            word: what the first rank has to say; plain values.
+            fault: what keeps this rank from starting.
+
+        Raises:
+            ConfigError: that is the fault on another rank.
+            RuntimeError: another rank has another fault.
+        """
+        if self.world == 1:
+            return word or {}
+        if fault is not None:
+            refused = {"config": isinstance(fault, ConfigError), "message": str(fault)}
+            self._store.set(self._key("fault"), json.dumps(refused))
+        elif self.writes:
+            self._store.set(self._key("word"), json.dumps(word))
+        if self._store.add(self._key("started"), 1) == self.world:
+            self._store.set(self._key("all"), "")
+        if fault is not None:
+            return {}
+        if not self._waits_for("all", START):
+            if self.writes:
+                warn(f"other ranks have started no monitor within {START:.0f} s; the first rank goes on alone")
+            self.world = 1
+            return word or {}
+        if self._store.check([self._key("fault")]):
+            refused = json.loads(self._store.get(self._key("fault")))
+            raise (ConfigError if refused["config"] else RuntimeError)(refused["message"])
+        result: dict[str, Any] = json.loads(self._store.get(self._key("word")))
+        return result
+
+    def share(self, word: str | None) -> str | None:
+        """The word of the first rank; called on all ranks, at the same steps.
+
+        Raises:
+            TimeoutError: the first rank does not give it.
+        """
+        if self.world == 1:
+            return word
+        self._words += 1
+        name = f"word-{self._words}"
+        if self.writes:
+            self._store.set(self._key(name), json.dumps(word))
+            # Training itself has kept the ranks together since the sample before the last.
+            self._store.delete_key(self._key(f"word-{self._words - 2}"))
+            return word
+        if not self._waits_for(name, WORD):
+            raise TimeoutError(f"the first rank did not say within {WORD:.0f} s how to sample")
+        result: str | None = json.loads(self._store.get(self._key(name)))
+        return result
+
+    def total(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sums over all ranks, float64 on the device of the run, not yet waited for; called on all ranks, at the same steps.
+
+        Args:
+            values: scalar tensors.
+        """
+        sums = torch.stack([value.double() for value in values])
+        if self.world > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks can add up tensors."""
+        if self.world > 1 and "nccl" in dist.get_backend():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    @property
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_default_store()
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _waits_for(self, name: str, seconds: float) -> bool:
+        try:
+            self._store.wait([self._key(name)], timedelta(seconds=seconds))
+        except (RuntimeError, dist.DistError):
+            return False
+        return True

@@ -1,0 +1,27 @@
+"""An operand that is dumped as well as counted."""
+
+from __future__ import annotations
+
+import torch
+
+from .capture.layers import Gemm
+from .capture.operands import Operand
+from .record.dump import Dumped, TensorDump
+
+
+class Dumping:
+    """Takes the place of an operand in a step that dumps it."""
+
+    def __init__(self, operand: Operand, dump: TensorDump, attempt: int, step: int, rank: int) -> None:
+        self.gemm: Gemm = operand.gemm
+        self._operand, self._dump = operand, dump
+        self._where = attempt, step, rank
+
+    def add(self, x: torch.Tensor, order: int) -> None:
+        """Count the tensor in, and dump it if it counts."""
+        call = self._operand.calls
+        self._operand.add(x, order)
+        if self._operand.calls > call:
+            use = self._operand.in_use
+            key, about = (*self._operand.key, call), (use.recipe, use.format, use.source)
+            self._dump.add(Dumped(*self._where, *key, *about), x.detach(), use.scale)

@@ -1,0 +1,222 @@
+"""Tensors of chosen operands as safetensors files, written in the background, within a byte budget.
+
+    RUN/tensors/attempt-0-step-00000120/rank-00000.call-000.input.decoder.layers.3.mlp.linear_fc2.9f3c02d1.safetensors
+
+A file holds one operand of one call on one rank: `value` as the GEMM was to multiply it, `codes` in the format in use, and
+the `scale` between them (float32, multiplies before the cast); what they belong to is in its metadata. The last part of its
+name is the CRC-32 of its content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import safetensors.torch
+import torch
+
+from ..numerics.formats import FORMATS, FloatFormat
+from ..numerics.scaling import ROLES, CurrentScaling, amax_of, quantize
+from ..numerics.sketch import DTYPES
+from .place import Place
+
+FOLDER = "tensors"
+#: bytes of tensors that wait to be written, at the most; a run that dumps faster than it can write waits
+IN_FLIGHT = 4 << 30
+#: seconds that a hook waits for room; then the tensor is left out
+PATIENCE = 30.0
+#: values quantised at once
+_CHUNK = 1 << 24
+#: characters of a layer's name that go into a file name
+_LONGEST = 120
+_DTYPES = (*DTYPES, torch.float32)
+_NAME = re.compile(r"rank-(\d+)\.call-(\d+)\..*\.([0-9a-f]{8})\.safetensors")
+_STEP = re.compile(r"attempt-(\d+)-step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """What a tensor is, beside its values."""
+
+    attempt: int
+    step: int
+    rank: int
+    layer: str
+    role: str
+    #: counts the calls and micro-batches of the step
+    call: int
+    recipe: str
+    format: FloatFormat
+    scale_source: str
+
+    @property
+    def folder(self) -> str:
+        """Where the step's files lie."""
+        return f"{FOLDER}/attempt-{self.attempt}-step-{self.step:08d}"
+
+    def name(self, checksum: str) -> str:
+        """The name of the file; a layer's name is cut short where it would be too long, and kept whole in the metadata."""
+        layer = quote(self.layer, safe="[]")[:_LONGEST]
+        return f"{self.folder}/rank-{self.rank:05d}.call-{self.call:03d}.{self.role}.{layer}.{checksum}.safetensors"
+
+    def metadata(self) -> dict[str, str]:
+        """As safetensors keeps it."""
+        return {**{key: str(value) for key, value in vars(self).items()}, "format": self.format.name}
+
+
+class TensorDump:
+    """Copies tensors in hooks and writes them in the background."""
+
+    def __init__(
+        self, place: Place, max_bytes: int, min_free_bytes: int, submit: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """
+        Args:
+            place: folder of the run record.
+            max_bytes: that all dumps of the run may take here; earlier attempts count.
+            min_free_bytes: that a dump leaves on the disk.
+            submit: runs a function in the background, in order.
+        """
+        self._place, self._submit = place, submit
+        self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
+        self._room = threading.Condition()
+        self._in_flight = 0
+        self.taken = place.size(FOLDER)  # bytes, written or to be
+        self.tensors = self.bytes = 0  # written since the start
+        #: why tensors were left out, and how many
+        self.left_out: dict[str, int] = {}
+
+    def add(self, about: Dumped, x: torch.Tensor, scale: torch.Tensor | CurrentScaling) -> None:
+        """Take a copy of `x`, and write it when its turn comes; called in hooks.
+
+        Args:
+            x: the operand; a DTensor gives this rank's shard.
+            scale: that it is cast with, float32 scalar, or the rule that finds it.
+        """
+        if hasattr(x, "to_local"):
+            x = x.to_local()
+        size = x.numel() * (x.element_size() + about.format.dtype.itemsize)
+        if self.taken + size > self._max_bytes:
+            self._leave_out(f"the dump's budget of {_readable(self._max_bytes)} is used up")
+            return
+        if not self._wait_for_room(size):
+            self._leave_out(f"{_readable(self._in_flight)} still waited to be written after {PATIENCE:.0f} s")
+            return
+        self.taken += size
+        fetch = _copy(x.detach())
+        self._submit(lambda: self._write(about, fetch, scale, size))
+
+    def _wait_for_room(self, size: int) -> bool:
+        with self._room:
+            there_is = self._room.wait_for(lambda: self._in_flight == 0 or self._in_flight + size <= IN_FLIGHT, PATIENCE)
+            self._in_flight += size if there_is else 0
+        return there_is
+
+    def _write(
+        self, about: Dumped, fetch: Callable[[], torch.Tensor], scale: torch.Tensor | CurrentScaling, size: int
+    ) -> None:
+        try:
+            if self._place.is_local and shutil.disk_usage(self._place.path("")).free - size < self._min_free_bytes:
+                self._leave_out(f"the disk would be left with less than {_readable(self._min_free_bytes)}")
+                return
+            x = fetch()
+            if isinstance(scale, CurrentScaling):
+                scale = scale.scale(amax_of(x), about.format.max)
+            content = _encode(about, x, scale.detach().float().cpu())
+            self._place.write(about.name(f"{zlib.crc32(content):08x}"), content)
+            self.tensors += 1
+            self.bytes += len(content)
+        except Exception as error:
+            self._leave_out(f"{type(error).__name__}: {error}")
+        finally:
+            with self._room:
+                self._in_flight -= size
+                self._room.notify_all()
+
+    def _leave_out(self, why: str) -> None:
+        self.left_out[why] = self.left_out.get(why, 0) + 1
+
+    def progress(self) -> dict[str, Any]:
+        """What was written since the start of the process, what waits, and what was left out and why."""
+        return {
+            "tensors": self.tensors,
+            "bytes": self.bytes,
+            "bytes_waiting": self._in_flight,
+            "budget_bytes": self._max_bytes,
+            "budget_left_bytes": max(0, self._max_bytes - self.taken),
+            "left_out": dict(self.left_out),
+        }
+
+
+def _copy(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A copy in host memory, made without waiting for the device; the result is asked for in the background."""
+    if x.device.type != "cuda":
+        copy = x.contiguous().clone() if x.device.type == "cpu" else x.to("cpu").contiguous()
+        return lambda: copy
+    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    pinned.copy_(x, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def fetch() -> torch.Tensor:
+        arrived.synchronize()
+        return pinned
+
+    return fetch
+
+
+def _encode(about: Dumped, x: torch.Tensor, scale: torch.Tensor) -> bytes:
+    codes = torch.empty(x.shape, dtype=about.format.dtype)
+    for piece, into in zip(x.reshape(-1).split(_CHUNK), codes.view(-1).split(_CHUNK), strict=True):
+        into.copy_(quantize(piece, scale, about.format))
+    return safetensors.torch.save({"value": x, "codes": codes, "scale": scale.reshape(())}, about.metadata())
+
+
+def _readable(size: int) -> str:
+    return f"{size / (1 << 30):.3g} GiB"
+
+
+def dumped_files(place: Place) -> Iterator[tuple[int, int, int, str]]:
+    """(attempt, step, rank, name) of every dumped tensor, in order."""
+    for folder in place.names(FOLDER):
+        if found := _STEP.fullmatch(folder):
+            for file in place.names(f"{FOLDER}/{folder}"):
+                if name := _NAME.fullmatch(file):
+                    yield int(found[1]), int(found[2]), int(name[1]), f"{FOLDER}/{folder}/{file}"
+
+
+def read_dump(place: Place, name: str) -> tuple[Dumped, dict[str, torch.Tensor]]:
+    """What a file holds, and its tensors `value`, `codes` and `scale`.
+
+    Raises:
+        ValueError: it is damaged or foreign.
+    """
+    content = place.read(name)
+    if not name.endswith(f".{zlib.crc32(content):08x}.safetensors"):
+        raise ValueError("it is damaged or foreign: its name does not tell its checksum")
+    try:
+        tensors = safetensors.torch.load(content)
+        about = _about(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"])
+        value, codes, scale = tensors["value"], tensors["codes"], tensors["scale"]
+    except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise ValueError(f"it is no dump of a tensor: {type(error).__name__}: {error}") from None
+    if value.dtype not in _DTYPES or codes.dtype != about.format.dtype or codes.shape != value.shape:
+        raise ValueError(f"it is no dump of a tensor: values in {value.dtype}, codes in {codes.dtype}")
+    if scale.dtype != torch.float32 or scale.dim() != 0:
+        raise ValueError("it is no dump of a tensor: its scale is not one float32")
+    return about, tensors
+
+
+def _about(metadata: dict[str, str]) -> Dumped:
+    if metadata["role"] not in ROLES:
+        raise ValueError(f"unknown role {metadata['role']!r}")
+    numbers: Any = {key: int(metadata[key]) for key in ("attempt", "step", "rank", "call")}
+    texts: Any = {key: metadata[key] for key in ("layer", "role", "recipe", "scale_source")}
+    return Dumped(**numbers, **texts, format=FORMATS[metadata["format"]])

@@ -1,0 +1,116 @@
+"""A folder, local or at any fsspec address: the only code that knows the difference."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from ..errors import ConfigError
+
+
+class Place:
+    """Files by name below a folder; names use `/`."""
+
+    def __init__(self, address: str | os.PathLike[str]) -> None:
+        """
+        Args:
+            address: a path, or `s3://bucket/run`, `gs://...`, `memory://...`: whatever fsspec has a driver for.
+
+        Raises:
+            ConfigError: no driver for the address is installed.
+        """
+        try:
+            self._fs, root = url_to_fs(os.fspath(address))
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{os.fspath(address)} is no address that can be written to: {error}") from None
+        self._root = root.rstrip("/")
+        self.is_local = isinstance(self._fs, LocalFileSystem)
+
+    def __str__(self) -> str:
+        return self._root if self.is_local else str(self._fs.unstrip_protocol(self._root))
+
+    __fspath__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and str(self) == str(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def below(self, name: str) -> Place:
+        """A folder in this one."""
+        inner = object.__new__(Place)
+        inner._fs, inner._root, inner.is_local = self._fs, self.path(name), self.is_local
+        return inner
+
+    def path(self, name: str) -> str:
+        """The file's path as its file system spells it."""
+        return f"{self._root}/{name}" if name else self._root
+
+    def names(self, folder: str = "") -> list[str]:
+        """Names in a folder, sorted; none where there is no such folder."""
+        path = self.path(folder)
+        self._fs.invalidate_cache(path)
+        try:
+            found: list[str] = self._fs.ls(path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(p.rstrip("/").rpartition("/")[2] for p in found)
+
+    def size(self, folder: str) -> int:
+        """Bytes of all files in a folder and below; 0 where there is no such folder."""
+        try:
+            return int(self._fs.du(self.path(folder)))
+        except FileNotFoundError:
+            return 0
+
+    def folders_with(self, pattern: str) -> list[Place]:
+        """Every folder at or below this one that holds a file named like the glob `pattern`."""
+        found = self._fs.glob(self.path(f"**/{pattern}"))
+        roots = sorted({path.rpartition("/")[0] for path in found})
+        return [self.below(root.removeprefix(self._root).strip("/")) for root in roots]
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        content: bytes = self._fs.cat_file(self.path(name))
+        return content
+
+    def open(self, name: str) -> Any:
+        """A file to read, as a binary file object."""
+        return open(self.path(name), "rb") if self.is_local else self._fs.open(self.path(name), "rb")
+
+    def make(self, folder: str) -> None:
+        """Make a folder, where file systems have such a thing."""
+        self._fs.makedirs(self.path(folder), exist_ok=True)
+
+    def create(self, name: str, content: bytes) -> None:
+        """Write a new file.
+
+        Raises:
+            FileExistsError: there is one.
+        """
+        self._fs.pipe_file(self.path(name), content, mode="create")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file whole or not at all: an upload is, and a local file is renamed once it is."""
+        path = self.path(name)
+        if not self.is_local:
+            self._fs.pipe_file(path, content)
+            return
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # the folder may have been moved away in mid-run
+        temporary = f"{path}.{uuid.uuid4().hex}.part"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+            os.replace(temporary, path)
+        except OSError:
+            if os.path.exists(temporary):
+                os.remove(temporary)
+            raise
+
+    def remove(self, name: str) -> None:
+        """Delete a file."""
+        self._fs.rm_file(self.path(name))

@@ -1,0 +1,152 @@
+"""Reads run records. A file that is damaged or foreign is named in a warning, and everything else is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..errors import ConfigError, RecordError, warn
+from . import parquet
+from .place import Place
+from .schema import SCHEMAS, VERSION, Part, arrow_schema, attempt_of_fingerprint
+
+Address = str | os.PathLike[str]
+
+
+def find_run(address: Address) -> Place:
+    """The record at or below `address`, a path or any fsspec address.
+
+    Raises:
+        RecordError: there is none, or several.
+    """
+    try:
+        root = Place(address)
+        found = [p for p in root.folders_with("attempt-*.json") if _attempts(p)]
+    except ConfigError as error:
+        raise RecordError(str(error)) from None
+    except Exception as error:  # every driver of a remote file system has errors of its own
+        raise RecordError(f"{address} cannot be read: {error}") from None
+    if not found:
+        raise RecordError(f"{root} holds no run record (a folder with attempt-0.json)")
+    if len(found) > 1:
+        raise RecordError(f"{root} holds {len(found)} run records; name one of {', '.join(map(str, found[:4]))}")
+    return found[0]
+
+
+def read_fingerprint(run: Address) -> dict[str, Any]:
+    """The fingerprint of the latest attempt that has a readable one; empty where none has.
+
+    Raises:
+        RecordError: the record was written by a release with another schema.
+    """
+    run = Place(run)
+    for attempt in sorted(_attempts(run), reverse=True):
+        name = f"attempt-{attempt}.json"
+        try:
+            content = json.loads(run.read(name))
+            if not isinstance(content, dict):
+                raise ValueError("a JSON object is expected")
+        except (OSError, ValueError) as error:
+            warn(f"{run.path(name)} is not a fingerprint: {error}")
+            continue
+        if content.get("schema_version") != VERSION:
+            raise RecordError(
+                f"{run.path(name)} has schema version {content.get('schema_version')}; this release reads {VERSION}"
+            )
+        return content
+    return {}
+
+
+def read_table(
+    run: Address, table: str, columns: Sequence[str] | None = None, where: Mapping[str, Any] | None = None
+) -> pl.DataFrame:
+    """Rows of a table, in order of steps; where attempts overlap, the latest one's rows of a step.
+
+    Args:
+        table: `figures`, `what_if`, `replayed`, `sketches` or `steps`.
+        columns: to read; all by default.
+        where: values that columns must have, as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.
+    """
+    wanted, where = list(columns or SCHEMAS[table]), dict(where or {})
+    schema = arrow_schema(table, {*wanted, *where, "attempt", "step"})
+    parts, newest = [schema.empty_table()], dict[int, int]()
+    for part, rows in _read(Place(run), table, schema, where.get("step")):
+        for attempt, step in _samples(part, rows):
+            newest[step] = max(attempt, newest.get(step, 0))
+        parts.append(_matching(rows, where).cast(schema))
+    frame = pl.DataFrame(pl.from_arrow(pa.concat_tables(parts)))
+    latest = pl.DataFrame({"step": list(newest), "attempt": list(newest.values())}, {k: SCHEMAS[table][k] for k in _SAMPLE})
+    frame = frame.join(latest, on=_SAMPLE, how="semi").sort("step", maintain_order=True)
+    if table == "replayed":  # twice, perhaps
+        frame = frame.unique(["step", "layer", "role", "recipe"], maintain_order=True)
+    return frame.select(wanted)
+
+
+_SAMPLE = ["step", "attempt"]
+
+
+def _matching(rows: pa.Table, where: Mapping[str, Any]) -> pa.Table:
+    for name, value in where.items():
+        rows = rows.filter(pc.equal(rows[name], value))
+    return rows
+
+
+def _samples(part: Part, rows: pa.Table) -> Collection[tuple[int, int]]:
+    """(attempt, step) of a part's rows."""
+    steps = pc.unique(rows["step"]).to_pylist() if len(rows) else ()
+    return {(part.attempt, step) for step in steps}
+
+
+def _read(run: Place, table: str, schema: pa.Schema, step: int | None) -> Iterator[tuple[Part, pa.Table]]:
+    """The parts of a table that may hold `step`, each step of an attempt once."""
+    merged_already: set[tuple[int, int]] = set()
+    for part in _parts(run, table):
+        if step is not None and table != "steps" and not part.first <= step <= part.last:
+            continue
+        # A process killed while it merged parts left both.
+        if not part.merged and (part.attempt, part.first) in merged_already:
+            continue
+        rows = _read_part(run, table, schema, part)
+        if isinstance(rows, str):
+            warn(f"{run.path(f'{table}/{part.name}')} is left out, it cannot be read as a part of {table}: {rows}")
+            continue
+        if part.merged:
+            merged_already.update(_samples(part, rows))
+        yield part, rows
+
+
+def _read_part(run: Place, table: str, schema: pa.Schema, part: Part) -> pa.Table | str:
+    """The rows of a part, or what is wrong with it."""
+    try:
+        with run.open(f"{table}/{part.name}") as file:
+            rows = parquet.read(file, part.checksum, schema.names)
+        if [_plain(column.type) for column in rows.schema] != schema.types:
+            return "its columns are not those of this table"
+        return rows
+    except Exception as error:
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _parts(run: Place, table: str) -> list[Part]:
+    """Merged parts first."""
+    parts = []
+    for name in run.names(table):
+        if part := Part.named(name):
+            parts.append(part)
+        elif not name.endswith(".part"):  # left by a process that was killed while it wrote
+            warn(f"{run.path(f'{table}/{name}')} is passed over: its name is not that of a part")
+    return sorted(parts, key=lambda part: not part.merged)
+
+
+def _attempts(run: Place) -> list[int]:
+    return [a for name in run.names() if (a := attempt_of_fingerprint(name)) is not None]

@@ -1,0 +1,130 @@
+"""The tables of a run record, and how its parts are named. Columns: docs/record.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from ..numerics.figures import FIGURES
+
+VERSION = 2
+
+_KEYS = {"attempt": pl.Int32, "step": pl.Int64}
+_FIGURES: dict[str, Any] = {
+    **_KEYS,
+    "consumed_samples": pl.Float64,
+    "layer": pl.String,
+    "gemm": pl.String,
+    "role": pl.String,
+    "recipe": pl.String,
+    "format": pl.String,
+    "dtype": pl.String,
+    "scale_source": pl.String,
+    "calls": pl.Int64,
+    "n": pl.Int64,
+    "nan": pl.Int64,
+    "inf": pl.Int64,
+    "nonfinite_order": pl.Int64,
+    "scale": pl.Float64,
+    "scale_current": pl.Float64,
+    **dict.fromkeys(FIGURES, pl.Float64),
+}
+#: one row for each operand and scale: its occupied bins, ascending, and how many values each counts
+_SKETCHES: dict[str, Any] = {
+    **_KEYS,
+    "layer": pl.String,
+    "role": pl.String,
+    "recipe": pl.String,
+    "format": pl.String,
+    "dtype": pl.String,
+    "rounded": pl.Boolean,
+    "scale": pl.Float64,
+    "bins": pl.List(pl.UInt16),
+    "counts": pl.List(pl.Int64),
+}
+#: numbers of every step that a host may report
+STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples")
+#: every step; what is read on sampled steps only is null on others
+_STEPS: dict[str, Any] = {**_KEYS, "time": pl.Float64, **dict.fromkeys(STEP_SCALARS, pl.Float64), "trigger": pl.String}
+
+#: `what_if` and `replayed` have figures under recipes that were not in use, weighed in the run or added to its record later
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "figures": _FIGURES,
+    "what_if": _FIGURES,
+    "replayed": _FIGURES,
+    "sketches": _SKETCHES,
+    "steps": _STEPS,
+}
+
+_ARROW_TYPES = {
+    pl.Boolean: pa.bool_(),
+    pl.UInt16: pa.uint16(),
+    pl.Int32: pa.int32(),
+    pl.Int64: pa.int64(),
+    pl.Float64: pa.float64(),
+    pl.String: pa.string(),
+}
+
+
+def arrow_table(table: str, columns: Mapping[str, Any]) -> pa.Table:
+    """Columns as the schema of `table` has them; null where they are not given, and names that it lacks left out."""
+    rows = len(next(iter(columns.values())))
+    schema = arrow_schema(table)
+    given = {field.name: columns.get(field.name) for field in schema}
+    arrays = [pa.nulls(rows, f.type) if given[f.name] is None else pa.array(given[f.name], f.type) for f in schema]
+    return pa.table(arrays, schema=schema)
+
+
+def arrow_schema(table: str, columns: Iterable[str] | None = None) -> pa.Schema:
+    """The schema of `table`, or of some of its columns, as parts have it."""
+    kept = None if columns is None else set(columns)
+    return pa.schema([(c, _arrow_type(kind)) for c, kind in SCHEMAS[table].items() if kept is None or c in kept])
+
+
+def _arrow_type(kind: Any) -> pa.DataType:
+    if isinstance(kind, pl.List):
+        return pa.list_(_arrow_type(kind.inner))
+    return _ARROW_TYPES[kind]
+
+
+_PART = re.compile(r"attempt-(\d+)-steps?-(\d+)(?:-(\d+))?-([0-9a-f]{8})\.parquet")
+_FINGERPRINT = re.compile(r"attempt-(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the name of a part says."""
+
+    name: str
+    attempt: int
+    first: int
+    last: int
+    checksum: str
+    #: made of several parts, which it replaces
+    merged: bool
+
+    @classmethod
+    def named(cls, name: str) -> Part | None:
+        """The part called `name`; None where that is no name of one."""
+        found = _PART.fullmatch(name)
+        if not found:
+            return None
+        attempt, first, last, checksum = found.groups()
+        return cls(name, int(attempt), int(first), int(last or first), checksum, last is not None)
+
+
+def part_name(attempt: int, first: int, last: int | None, checksum: str) -> str:
+    """The name of a part of one step, or of a merged one where `last` is given."""
+    steps = f"step-{first:08d}" if last is None else f"steps-{first:08d}-{last:08d}"
+    return f"attempt-{attempt}-{steps}-{checksum}.parquet"
+
+
+def attempt_of_fingerprint(name: str) -> int | None:
+    """The attempt that the fingerprint called `name` belongs to; None where that is no name of one."""
+    found = _FINGERPRINT.fullmatch(name)
+    return int(found[1]) if found else None
