@@ -1,0 +1,70 @@
+"""Logs of other tools as a run record."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ...errors import RecordError
+from ..store import RunRecord
+from . import msprobe, nvdlfw
+from .imported import Imported
+
+_FORMATS = (nvdlfw, msprobe)
+_EXPECTED = "; ".join(f"{tool.TOOL}: {tool.EXPECTED}" for tool in _FORMATS)
+
+
+def import_logs(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> Imported:
+    """Write a record of what another tool logged. Every import into the same `output` is another attempt.
+
+    Args:
+        source: a log, or a folder of the logs of one run; the files tell which tool wrote them.
+        output: folder for the record, or any fsspec address.
+
+    Raises:
+        RecordError: no log can be read, or there are logs of two tools.
+        ConfigError: the record cannot be written.
+    """
+    root = Path(source)
+    if not root.exists():
+        raise RecordError(f"{root} does not exist; name a log or a folder of logs ({_EXPECTED})")
+    try:
+        imported = _read(root)
+    except OSError as error:
+        raise RecordError(f"{error.filename or root} cannot be read: {error.strerror or error}") from None
+    _write(imported, source, output)
+    return imported
+
+
+def _read(root: Path) -> Imported:
+    files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+    claimed = {tool: mine for tool in _FORMATS if (mine := [p for p in files if tool.claims(p)])}
+    if not claimed:
+        raise RecordError(f"{root} is no log, or holds none, that can be imported ({_EXPECTED})")
+    if len(claimed) > 1:
+        found = ", ".join(f"{tool.TOOL} ({mine[0]})" for tool, mine in claimed.items())
+        raise RecordError(f"{root} holds logs of {len(claimed)} tools: {found}; name the folder of one")
+    ((tool, mine),) = claimed.items()
+    imported: Imported = tool.read(mine)
+    if not imported.rows:
+        reasons = "".join(f"; {what} ({n})" for what, n in imported.left_out.items())
+        raise RecordError(f"{root} has no figure that can be imported ({tool.TOOL}: {tool.EXPECTED}){reasons}")
+    return imported
+
+
+def _write(imported: Imported, source: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
+    record = RunRecord(output)
+    record.open(
+        {
+            "imported": {
+                "tool": imported.tool,
+                "from": os.path.abspath(source),
+                "files": [str(path) for path in imported.files],
+                "left_out": imported.left_out,
+            }
+        }
+    )
+    for sample in imported.samples():
+        record.record(sample)
+    record.record_steps(imported.steps)
+    record.close()

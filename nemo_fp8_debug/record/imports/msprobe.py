@@ -1,0 +1,170 @@
+"""CSV files of msProbe's monitors (`TrainerMon`, and `TrainerMonitorV2`): amax and NaN counts of X, W and dY.
+
+Each rank writes what it holds itself, unreduced: the lowest rank is taken. Rows of one step and tensor are micro-batches.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import NamedTuple
+
+from .imported import Faults, Imported, Key, first_lines, global_name, numbered_lines
+
+TOOL = "msprobe"
+EXPECTED = "CSV files with the columns vpp_stage, step and name or module_name"
+
+#: what a file, or the scope of its rows, holds: which of its tensors are an operand, and of which role
+_OPERANDS = {
+    "actv": (re.compile(r"(.*)\.input(?:_0)?"), "input"),
+    "forward": (re.compile(r"(.*)\.input\.0"), "input"),
+    "actv_grad": (re.compile(r"(.*)\.output(?:_0)?"), "grad_output"),
+    "backward": (re.compile(r"(.*)\.grad_output\.0"), "grad_output"),
+    "param_origin": (re.compile(r"(.*)\.weight"), "weight"),
+}
+_USED = {"vpp_stage", "name", "module_name", "scope", "step", "micro_step", "min", "max", "nans", "dtype"}
+#: decimals of a `TrainerMon` that is not configured otherwise (`ndigits`)
+_DECIMALS = 6
+
+
+class Row(NamedTuple):
+    """An operand as one line has it."""
+
+    layer: str
+    role: str
+    step: int
+    amax: float
+    #: None: the file does not tell
+    nans: float | None
+    dtype: str | None
+    decimals: int | None
+
+
+def claims(path: Path) -> bool:
+    """Whether a file is read here."""
+    header = next(iter(first_lines(path, 1)), "") if path.suffix == ".csv" else ""
+    columns = set(header.strip().split(","))
+    return {"vpp_stage", "step"} <= columns and bool({"name", "module_name"} & columns)
+
+
+def read(files: Iterable[Path]) -> Imported:
+    """Everything that the files of a run tell; a step written again in another place counts as it was written last."""
+    files = sorted(files, key=_order)
+    rank = min(_rank(path) for path in files)
+    found = Imported(TOOL, [path for path in files if _rank(path) == rank])
+    if others := len(files) - len(found.files):
+        found.left_out[f"files of ranks above {rank}, which hold other parts of the tensors: import each alone"] = others
+    totals: dict[tuple[int, str, str], tuple[object, list[Row]]] = {}
+    for path in found.files:
+        block, last = 0, None
+        for row in read_file(path, found):
+            block, last = block + (row.step != last), row.step
+            key = (row.step, row.layer, row.role)
+            place, rows = totals.get(key, (None, []))
+            if rows and place != (path, block):
+                found.left_out["operands of steps that were written again, as after a restart"] += 1
+            if place != (path, block):
+                totals[key] = (path, block), [row]
+            else:
+                rows.append(row)
+    for (step, layer, role), (_, rows) in totals.items():
+        _fill_row(found, step, (layer, role, None, False), rows)
+    return found
+
+
+def _order(path: Path) -> tuple[datetime, str, int, str]:
+    """Starts of a run in the order of the time in their folder's name, then files by what they hold and by step."""
+    try:
+        # Names have no year; one with a 29th of February is wanted.
+        start = datetime.strptime("2000" + path.parent.name.partition("-rank")[0], "%Y%b%d_%H-%M-%S")
+    except ValueError:
+        start = datetime.min
+    found = re.search(r"_(?:step)?(\d{1,18})-\d+\.csv$", path.name)
+    return start, str(path.parent), int(found[1]) if found else 0, path.name
+
+
+def _rank(path: Path) -> int:
+    found = re.search(r"(?:-rank(\d{1,9})-|^rank_(\d{1,9})$)", path.parent.name)
+    return int(found[1] or found[2]) if found else 0
+
+
+def read_file(path: Path, found: Imported) -> Iterator[Row]:
+    """The rows of operands; a line that cannot be read is named in a warning, what is not used is noted in `found`."""
+    lines = numbered_lines(path, faults := Faults(path, "a row with the columns of the first line"))
+    _, header = next(lines, (0, ""))
+    columns = header.split(",")
+    kind = re.sub(r"_(step)?\d+-\d+\.csv$|\.csv$", "", path.name)
+    for column in columns:
+        if column not in _USED and column != "shape":
+            found.left_out[f"column {column}: no figure is defined so"] += 1
+    for number, line in lines:
+        try:
+            fields = next(csv.reader([line]))
+            if len(fields) != len(columns):
+                raise ValueError(f"it has {len(fields)} columns, not {len(columns)}")
+            row = _parse(dict(zip(columns, fields, strict=True)), kind)
+        except (ValueError, ArithmeticError, csv.Error) as error:
+            faults.add(number, str(error) or "it is no row of numbers")
+            continue
+        if isinstance(row, str):
+            found.left_out[row] += 1
+        else:
+            yield row
+    faults.report()
+
+
+def _parse(fields: dict[str, str], kind: str) -> Row | str:
+    """The operand of a line, or why it is none."""
+    name, kind = fields.get("module_name") or fields.get("name") or "", fields.get("scope", kind)
+    if kind not in _OPERANDS:
+        return f"{kind}: no operand of a GEMM"
+    stage, _, name = name.rpartition(":")
+    pattern, role = _OPERANDS[kind]
+    if not (operand := pattern.fullmatch(name)):
+        return f"{kind}: other tensors than {role.replace('grad_output', 'the gradient of the output')}"
+    low, high, nans = (float(fields[column]) if column in fields else None for column in ("min", "max", "nans"))
+    if low is None or high is None:
+        return f"{role}: min and max, which together are the amax, were not monitored"
+    step = int(fields["step"])
+    if not 0 <= step < 1 << 63 or not (nans is None or math.isnan(nans) or 0 <= nans < 1 << 63):
+        raise ValueError(f"step {step} or {nans} NaNs cannot be")
+    return Row(
+        _layer(operand[1], int(stage or fields["vpp_stage"])),
+        role,
+        step,
+        max(abs(low), abs(high)) if math.isfinite(low + high) else math.nan,
+        nans,
+        fields["dtype"].removeprefix("torch.") if "dtype" in fields else None,
+        # `TrainerMonitorV2` writes all digits.
+        None if "scope" in fields else max(_DECIMALS, *(_decimals(fields[column]) for column in ("min", "max"))),
+    )
+
+
+def _layer(name: str, stage: int) -> str:
+    """Layers are numbered from 0 in every chunk of a virtual pipeline: later ones keep the chunk in their name."""
+    return f"chunk{stage}.{global_name(name)}" if stage > 0 else global_name(name)
+
+
+def _decimals(number: str) -> int:
+    exponent = Decimal(number).as_tuple().exponent
+    return -exponent if isinstance(exponent, int) else 0
+
+
+def _fill_row(found: Imported, step: int, key: Key, rows: list[Row]) -> None:
+    amax = max(row.amax for row in rows) if all(math.isfinite(row.amax) for row in rows) else math.nan
+    nans = [row.nans for row in rows if row.nans is not None]
+    if len(nans) == len(rows) and all(map(math.isfinite, nans)):
+        found.add(step, key, "nan", int(sum(nans)))
+    elif nans:
+        found.left_out["nan: not counted, of something that is no tensor"] += 1
+    found.add(step, key, "amax", amax, rows[0].decimals)
+    if key in found.rows.get(step, {}):
+        row = found.rows[step][key]
+        row["calls"] = len(rows)
+        if rows[0].dtype:
+            row["dtype"] = rows[0].dtype

@@ -1,0 +1,282 @@
+"""Statistics that nvdlfw_inspect logs: Transformer Engine's debug features, alone or under Megatron-Bridge.
+
+Read are its text logs and, where a run streamed the same statistics to TensorBoard, the event files. A text log has four
+decimals, an event file all digits: it goes first.
+
+Every rank writes a log of its own. Statistics are gathered over the reduction group before each rank writes them
+(`stats_buffer.py`, `_Buffer.log`), so the copies in the logs of a group are equal, and that of the lowest rank is taken.
+Logs that differ on a statistic are of ranks that hold different tensors under one name.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+from ...errors import warn
+from .imported import Faults, Imported, Key, first_lines, global_name, numbered_lines
+
+TOOL = "nvdlfw_inspect"
+EXPECTED = "nvdlfw_inspect_statistics_logs/*.log or TensorBoard event files"
+
+_LINE = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(?P<ms>\d{3}) - [A-Z]+ - (?P<name>\S+)\s+"
+    r"iteration=(?P<step>\d{1,18})\s+value=(?P<value>-?\d{1,300}\.\d{4}|-?inf|nan)"
+)
+_DECIMALS = 4
+_NAME = re.compile(r"(?P<layer>.+)_(?P<tensor>activation|weight|gradient|output|wgrad|dgrad)_(?P<stat>.+)")
+_STAT = re.compile(
+    r"(?:(?P<recipe>fp8_delayed_scaling|fp8_current_scaling|mxfp8|fp8_block_scaling|nvfp4)_)?(?P<name>.+?)(?P<turned>_columnwise)?"
+)
+_LOSS = re.compile(r"lm loss|(reduced_)?(train(ing)?[_/])?loss(_step)?")
+
+_ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
+#: statistics of a tensor as it is, and of what a recipe makes of it, that one of our figures is defined as
+_OF_TENSOR = {"cur_amax": "amax", "dynamic_range": "dynamic_range_log2"}
+_OF_RECIPE = {"underflows%": "underflow_pct", "overflows%": "overflow_pct", "mse": "mse"}
+_SCALES = ("scale_inv_min", "scale_inv_max")
+_EXTREMES = ("min", "max")
+_KNOWN = {*_OF_TENSOR, *_OF_RECIPE, *_SCALES, *_EXTREMES}
+#: recipes with one scale for the whole tensor
+_PER_TENSOR = {"fp8_delayed_scaling", "fp8_current_scaling"}
+#: figures that are looked at as ratios: rounding takes them apart when they are small
+_RATIOS = {"amax", "mse", "scale"}
+
+
+class Scalar(NamedTuple):
+    """A number as the log has it."""
+
+    name: str
+    step: int
+    value: float
+    time: float
+    #: None: nothing is lost
+    decimals: int | None
+
+
+class Statistic(NamedTuple):
+    """What a number is of."""
+
+    layer: str
+    role: str
+    #: None for one of the tensor as it is, or of the recipe in use
+    recipe: str | None
+    name: str
+
+
+class _Value(NamedTuple):
+    value: float
+    decimals: int | None
+    #: of the log it is from; None for an event file
+    rank: int | None
+
+
+#: by step, then by the recipe and name of the statistic
+_Steps = dict[int, dict[tuple[str | None, str], _Value]]
+
+
+def claims(path: Path) -> bool:
+    """Whether a file is read here."""
+    if _is_events(path):
+        return any(parse_name(scalar.name)[0] for scalar in read_events(path, quiet=True))
+    return path.suffix in (".log", ".txt") and any(_LINE.fullmatch(line.strip()) for line in first_lines(path, 200))
+
+
+def _is_events(path: Path) -> bool:
+    return "tfevents" in path.name
+
+
+def read(files: Iterable[Path]) -> Imported:
+    """Everything that the logs of a run tell; a step logged twice counts as it was logged last."""
+    found = Imported(TOOL, sorted(files, key=_precedence))
+    tensors: dict[tuple[str, str], _Steps] = defaultdict(lambda: defaultdict(dict))
+    conflicts: dict[tuple[int, int], int] = defaultdict(int)
+    for path in found.files:
+        rank = None if _is_events(path) else _rank(path)
+        for scalar in read_events(path) if rank is None else read_text(path):
+            if _LOSS.fullmatch(scalar.name):
+                # Megatron counts iterations from 1 in its logs, the statistics from 0.
+                found.steps[max(0, scalar.step - (scalar.name == "lm loss"))]["loss"] = scalar.value
+                continue
+            statistic, reason = parse_name(scalar.name)
+            if statistic is None:
+                if reason:
+                    found.left_out[reason] += 1
+                continue
+            values = tensors[statistic.layer, statistic.role][scalar.step]
+            before = values.get(key := (statistic.recipe, statistic.name))
+            values[key] = _Value(scalar.value, scalar.decimals, rank)
+            found.steps[scalar.step]["time"] = scalar.time
+            if before and None not in (before.rank, rank) and before.rank != rank and before.value != scalar.value:
+                conflicts[rank or 0, before.rank or 0] += 1
+    for (rank, other), n in sorted(conflicts.items()):
+        what = f"values in the log of rank {other} that differ from rank {rank}'s for the same layer: import each alone"
+        found.left_out[what] = n
+        warn(f"{n} {what}")
+    _fill(found, tensors)
+    return found
+
+
+def _precedence(path: Path) -> tuple[bool, int, str]:
+    """Later ones win: event files over text, lower ranks over higher, later starts (by the time in their names)."""
+    return _is_events(path), -_rank(path), path.name
+
+
+def _rank(path: Path) -> int:
+    found = re.search(r"rank-?_?(\d{1,9})", path.name)
+    return int(found[1]) if found else 0
+
+
+def read_text(path: Path) -> Iterator[Scalar]:
+    """The lines of a text log; what is no such line is named in one warning."""
+    faults = Faults(path, "'<time> - INFO - <layer>_<tensor>_<statistic> iteration=000010 value=0.1234'")
+    for number, text in numbered_lines(path, faults):
+        if line := _LINE.fullmatch(text):
+            try:
+                time = datetime.fromisoformat(line["time"]).timestamp() + int(line["ms"]) / 1000
+            except (ValueError, OverflowError, OSError):
+                faults.add(number, f"{line['time']} is no time")
+                continue
+            yield Scalar(line["name"], int(line["step"]), float(line["value"]), time, _DECIMALS)
+        else:
+            faults.add(number, "it is no statistic")
+    faults.report()
+
+
+def read_events(path: Path, quiet: bool = False) -> Iterator[Scalar]:
+    """The scalars of an event file up to its end, or to where it is damaged."""
+    with path.open("rb") as file:
+        while header := file.read(12):
+            record = file.read(min(int.from_bytes(header[:8], "little"), 1 << 28))
+            whole = file.read(4) == masked_crc32c(record).to_bytes(4, "little")
+            event = Event()
+            try:
+                event.ParseFromString(record)
+            except Exception:  # protobuf's own errors have no types to import
+                whole = False
+            if not whole:
+                if not quiet:
+                    warn(f"{path} is damaged or cut off before byte {file.tell()}; what follows is left out")
+                return
+            for value in event.summary.value:
+                if value.HasField("simple_value") and event.step >= 0:
+                    yield Scalar(value.tag, event.step, value.simple_value, event.wall_time, None)
+
+
+@functools.cache
+def parse_name(name: str) -> tuple[Statistic | None, str]:
+    """What a number is of; None, and why, where the record has no place for it, and no reason where it is no statistic."""
+    found = _NAME.fullmatch(name)
+    if not found:
+        return None, "" if "_" not in name else f"{name.rpartition('_')[2]} of tensors that are not named as GEMM operands"
+    if (role := _ROLES.get(found["tensor"])) is None:
+        return None, f"{found['tensor']}: no operand of a GEMM"
+    stat = _STAT.fullmatch(found["stat"])
+    assert stat
+    if stat["turned"]:
+        return None, f"{stat['name']}_columnwise: of the transposed copy, which is quantised apart"
+    if stat["name"] not in _KNOWN:
+        return None, f"{found['stat']}: no figure is defined so"
+    layer = global_name(found["layer"].removeprefix("model."))
+    return Statistic(layer, role, stat["recipe"], stat["name"]), ""
+
+
+def _fill(found: Imported, tensors: Mapping[tuple[str, str], _Steps]) -> None:
+    """Turn statistics into rows."""
+    shift = _counts_layers_from_1(layer for layer, _ in tensors)
+    logged = [(key, value) for steps in tensors.values() for values in steps.values() for key, value in values.items()]
+    doubt = _doubt_about_underflow(logged)
+    for (layer, role), steps in tensors.items():
+        layer = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) - shift}{m[3]}", layer)
+        in_use, what_if = _in_use({key for values in steps.values() for key in values})
+        if what_if and in_use is None:
+            found.left_out["recipe in use: not known of several that are logged, all are in the table what_if"] += 1
+        for step, values in steps.items():
+            for recipe in (None, *what_if):
+                row: Key = (layer, role, recipe or in_use, recipe is not None)
+                mine = {stat: v for (of, stat), v in values.items() if of == recipe or (recipe is None and of == in_use)}
+                if doubt and mine.pop("underflows%", None):
+                    found.left_out[doubt] += 1
+                _fill_row(found, step, row, mine)
+
+
+def _fill_row(found: Imported, step: int, row: Key, values: Mapping[str, _Value]) -> None:
+    for stat, figure in {**_OF_TENSOR, **_OF_RECIPE}.items():
+        if stat in values:
+            found.add(step, row, figure, values[stat].value, values[stat].decimals if figure in _RATIOS else None)
+    low, high = (values.get(stat) for stat in _EXTREMES)
+    if low and high and "cur_amax" not in values:
+        amax = max(abs(low.value), abs(high.value)) if math.isfinite(low.value + high.value) else math.nan
+        found.add(step, row, "amax", amax, low.decimals)
+    elif (low or high) and "cur_amax" not in values:
+        found.left_out["min or max alone: both together are the amax"] += 1
+    low, high = (values.get(stat) for stat in _SCALES)
+    if low or high:
+        _fill_scale(found, step, row, low, high)
+
+
+def _fill_scale(found: Imported, step: int, row: Key, low: _Value | None, high: _Value | None) -> None:
+    if row[2] not in _PER_TENSOR:
+        found.left_out["scale_inv_min, scale_inv_max: of a recipe with many scales, or one that is not named"] += 1
+    elif low is None or high is None or low.value != high.value:
+        found.left_out["scale_inv_min, scale_inv_max: not one scale all over the step"] += 1
+    elif low.decimals is not None and low.value < 5 * 10.0**-low.decimals:
+        found.add(step, row, "scale", low.value, low.decimals)  # counts as too small
+    else:
+        found.add(step, row, "scale", 1 / low.value if low.value > 0 else math.nan)
+
+
+def _in_use(statistics: Iterable[tuple[str | None, str]]) -> tuple[str | None, list[str]]:
+    """The recipe that a tensor was cast with, None where the log does not tell, and those that were tried beside it.
+
+    Statistics without a recipe's name are of the one in use. Delayed scaling is logged only where it is in use, overflow
+    only under delayed scaling (`log_fp8_tensor_stats.py`, `check_if_stat_is_supported`).
+    """
+    statistics = set(statistics)
+    named = sorted({recipe for recipe, _ in statistics if recipe})
+    unnamed = {stat for recipe, stat in statistics if not recipe}
+    if "fp8_delayed_scaling" in named or "overflows%" in unnamed:
+        in_use: str | None = "fp8_delayed_scaling"
+    elif len(named) == 1 and not unnamed & {*_OF_RECIPE, *_SCALES}:
+        in_use = named[0]
+    else:
+        in_use = None
+    return in_use, [recipe for recipe in named if recipe != in_use]
+
+
+def _doubt_about_underflow(logged: Iterable[tuple[tuple[str | None, str], _Value]]) -> str | None:
+    """Why the underflow in this log is not ours; None if it is.
+
+    Transformer Engine 2.4 to 2.6 logged the share of zeros under the same name and nothing else of quantised tensors. 2.7
+    left out values that became -0, which can make it negative.
+    """
+    newer = negative = False
+    for (recipe, stat), value in logged:
+        newer |= recipe is not None or stat in ("overflows%", "mse", *_SCALES)
+        negative |= stat == "underflows%" and value.value < 0
+    if negative:
+        return "underflows%: of Transformer Engine 2.7, which counts half of them (some are below 0)"
+    if not newer:
+        return (
+            "underflows%: the share of zeros in Transformer Engine 2.4 to 2.6, and the log does not tell the release; "
+            "log mse or fp8_delayed_scaling_underflows% beside it"
+        )
+    return None
+
+
+_LAYER = re.compile(r"(\bdecoder\.layers\.)(\d{1,9})(\.(?:self_attention|cross_attention|mlp)\b)")
+
+
+def _counts_layers_from_1(layers: Iterable[str]) -> bool:
+    """Whether layers are Megatron's `layer_number`, which nvdlfw_inspect puts into names and which has no 0."""
+    numbers = [int(found[2]) for layer in layers if (found := _LAYER.search(layer))]
+    return bool(numbers) and min(numbers) > 0
