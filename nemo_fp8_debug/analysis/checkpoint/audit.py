@@ -1,0 +1,393 @@
+"""The figures of a checkpoint's weights: in FP8 under current scaling, in FP8 under the stored scale, and in BF16."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError, RecordError, warn
+from ...kernels import count_into
+from ...numerics import figures
+from ...numerics.figures import Moments, QuantizationSums
+from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
+from ...numerics.scaling import CurrentScaling, Recipe, parse_recipe
+from ...numerics.sketch import DTYPES as SKETCHED
+from ...numerics.sketch import Sketch, SketchBatch
+from .extra_state import StoredScale, weight_scale
+from .readers import open_checkpoint
+from .stored import ROWS, Contents
+from .weights import FP8_DTYPES, Weight, find_weights
+
+#: figures of a weight alone, and of a weight under one scale and format
+_OF_WEIGHT = ("amax", "amin", "dynamic_range_log2", "outlier_log2", "kurtosis")
+_OF_CAST = ("relative_error", "mse", "sqnr_db", "cosine", "underflow_pct", "overflow_pct")
+#: a stored scale below the current one by this many powers of two counts as stale: of E4M3's 17.8, range is wasted
+FAR_BELOW = -3.0
+#: weights whose sketches are held at once, 256 KiB each
+_BATCH = 64
+_CURRENT = CurrentScaling()
+_BOTH = torch.zeros(2, dtype=torch.int64)
+#: float32 values handled at once; their float64 temporaries stay in the cache
+_PIECE = 1 << 16
+
+#: scales (float32 [B]) and formats of B weights
+_Cast = tuple[torch.Tensor, list[FloatFormat]]
+
+
+def audit(
+    path: str | os.PathLike[str],
+    recipe: str | Mapping[str, Any] | Recipe = "current",
+    matches: Callable[[str], bool] = lambda name: True,
+) -> Audit:
+    """Measure the GEMM weights of a checkpoint. Values are read a block at a time; a part that cannot be read is warned of.
+
+    Args:
+        path: a Megatron distributed, NeMo 2 or DCP checkpoint, safetensors, or a file of torch.save or Lightning.
+        recipe: its format of weights counts, and the options of current scaling.
+        matches: which weights to measure, by name.
+
+    Raises:
+        RecordError: there is no checkpoint, or nothing of it can be read; names the file.
+        ConfigError: no weight matches; or the recipe is not known.
+    """
+    path, recipe = Path(path), parse_recipe(recipe)
+    contents = open_checkpoint(path)
+    weights, left_out = find_weights(contents)
+    chosen = [weight for weight in weights if matches(weight.name)]
+    if not weights:
+        held = "; ".join([f"{n} tensors ({kind})" for kind, n in left_out.items()] + contents.faults)
+        raise RecordError(f"{path} holds no weight of a GEMM, only {held}")
+    if not chosen:
+        names = sorted(weight.name for weight in weights)
+        raise ConfigError(f"no weight matches; the checkpoint has {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}")
+
+    faults = _Faults()
+    rows: list[dict[str, Any]] = []
+    seen: list[_Seen] = []
+    for weight in chosen:
+        try:
+            seen.append(_see(weight, contents, recipe, path, faults))
+        except RecordError as error:
+            faults.add(str(error), weight.name)
+        if len(seen) == _BATCH:
+            rows, seen = rows + _rows(seen, recipe), []
+    rows += _rows(seen, recipe)
+    found = contents.faults + faults.sentences()
+    if not rows:
+        raise RecordError("; ".join(found))
+    for fault in found:
+        warn(fault)
+    return Audit(str(path), contents.format, recipe.format_of("weight"), sorted(rows, key=_badness), left_out, found)
+
+
+@dataclass
+class _Faults:
+    """What could not be read, each fault once with the weights it costs."""
+
+    weights: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, fault: str, weight: str) -> None:
+        self.weights.setdefault(fault, []).append(weight)
+
+    def sentences(self) -> list[str]:
+        return [
+            f"{fault} (costs {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''})"
+            for fault, names in self.weights.items()
+        ]
+
+
+# --- reading --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one reading of a weight leaves: counts of a 16-bit weight, sums of another."""
+
+    weight: Weight
+    sketch: Sketch
+    stored: StoredScale | None
+    #: why there is no stored scale to compare with, where the checkpoint has something in its place
+    note: str | None
+    moments: Moments | None = None
+    sums: tuple[QuantizationSums, ...] = ()
+
+
+def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults: _Faults) -> _Seen:
+    scale = _companion(weight)
+    stored, note = _stored_scale(weight, scale, contents, path, faults)
+    direct = weight.dtype not in SKETCHED
+    sketch = Sketch(torch.bfloat16 if direct else weight.dtype, rounded=direct)
+    moments, read = None, 0
+    for block in _blocks(weight, scale):
+        count_into(sketch, block)
+        read += block.numel()
+        if direct:
+            moments = _moments(block, moments)
+    if read != weight.shape[0] * weight.shape[1]:
+        raise RecordError(f"{path}: {read} of the {weight.shape[0] * weight.shape[1]} values of {weight.name} are there")
+    if moments is None:
+        return _Seen(weight, sketch, stored, note)
+    now, then, bf16 = _casts(moments.amax.float(), [stored], recipe)
+    sums = _sums(weight, scale, (now, then, bf16) if stored else (now, bf16))
+    return _Seen(weight, sketch, stored, note, moments, sums if stored else (sums[0], sums[0], sums[1]))
+
+
+# Sums are added up as they come: many small results held among large temporaries keep the heap from being used again.
+def _moments(block: torch.Tensor, total: Moments | None) -> Moments:
+    for piece in block.reshape(-1).split(_PIECE):
+        found = figures.moments_of_float32(piece)
+        total = found if total is None else figures.merge(Moments.concat([total, found]))
+    return total if total is not None else figures.moments_of_float32(block)
+
+
+def _sums(weight: Weight, scale: torch.Tensor | None, casts: Sequence[_Cast]) -> tuple[QuantizationSums, ...]:
+    """Sums of a weight under each of some casts, from one more reading."""
+    empty = torch.zeros(0)
+    totals = [figures.quantization_sums_of_float32(empty, factor[0], formats[0]) for factor, formats in casts]
+    for block in _blocks(weight, scale):
+        for piece in block.reshape(-1).split(_PIECE):
+            for i, (factor, formats) in enumerate(casts):
+                found = figures.quantization_sums_of_float32(piece, factor[0], formats[0])
+                totals[i] = QuantizationSums.concat([totals[i], found]).fold(_BOTH, 1)
+    return tuple(totals)
+
+
+def _blocks(weight: Weight, scale: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """A weight's values a block at a time: in their own dtype if it has 16 bits, otherwise in float32."""
+    for part in weight.parts:
+        stored = part.find()
+        if stored.dtype != weight.dtype or len(stored.shape) != 2:
+            raise RecordError(f"{stored.path} is damaged: {weight.name} is {stored.dtype} {stored.shape} there")
+        for first, block in stored.blocks():
+            if weight.dtype in SKETCHED:
+                yield block
+            else:
+                yield block.float() if scale is None else block.float() * _scale_of(scale, weight, first, block)
+
+
+def _companion(weight: Weight) -> torch.Tensor | None:
+    """What an FP8 weight is to be multiplied by, float32: one value, one a row [rows, 1], or one a block of 128 x 128.
+
+    Raises:
+        RecordError: it has another shape.
+    """
+    if weight.dtype not in FP8_DTYPES or weight.scale is None:
+        return None
+    scale, (rows, columns) = weight.scale.find().read().float(), weight.shape
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if len(weight.parts) == 1 and scale.shape in ((rows,), (rows, 1)):
+        return scale.reshape(rows, 1)
+    if len(weight.parts) == 1 and scale.shape == (math.ceil(rows / ROWS), math.ceil(columns / ROWS)):
+        return scale
+    raise RecordError(
+        f"{weight.name}: a scale of shape {tuple(scale.shape)} for a weight of shape {weight.shape} is not known"
+    )
+
+
+def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tensor) -> torch.Tensor:
+    """The scale of each value of some whole rows of a weight."""
+    rows, columns = block.shape
+    if scale.dim() == 0:
+        return scale
+    if scale.shape[0] == weight.shape[0]:
+        return scale[first : first + rows]
+    wide = scale[first // ROWS : math.ceil((first + rows) / ROWS)].repeat_interleave(ROWS, 0)[:rows]
+    return wide.repeat_interleave(ROWS, 1)[:, :columns]
+
+
+def _stored_scale(
+    weight: Weight, scale: torch.Tensor | None, contents: Contents, path: Path, faults: _Faults
+) -> tuple[StoredScale | None, str | None]:
+    """The scale that the checkpoint holds for a weight, or why there is none to compare with."""
+    if scale is not None:
+        if scale.dim():
+            return None, "one a row" if scale.shape[0] == weight.shape[0] else "one a block"
+        return StoredScale(float(1 / scale), E5M2 if weight.dtype == torch.float8_e5m2 else E4M3, False), None
+    if weight.dtype in FP8_DTYPES:
+        return None, "none: codes taken as values"
+    if weight.extra_state is None:
+        return None, None
+    try:
+        found = weight_scale(contents.extra_states[weight.extra_state](), weight.parameter, f"{path}: {weight.extra_state}")
+    except RecordError as error:
+        faults.add(str(error), f"the stored scale of {weight.name}")
+        return None, "unreadable"
+    return (None, "unclear: one of several experts") if found and weight.expert else (found, None)
+
+
+# --- figures --------------------------------------------------------------------------------------------------------------
+
+
+def _casts(amax: torch.Tensor, stored: Sequence[StoredScale | None], recipe: Recipe) -> tuple[_Cast, _Cast, _Cast]:
+    """The three casts of B weights: FP8 under current and stored scales, BF16; 1 stands in where no scale is stored."""
+    fmt = recipe.format_of("weight")
+    rule = recipe.scaling if isinstance(recipe.scaling, CurrentScaling) else _CURRENT
+    scales = torch.tensor([s.scale if s and _usable(s) else 1.0 for s in stored], dtype=torch.float32)
+    formats = [s.format if s else fmt for s in stored]
+    return (rule.scale(amax, fmt.max), [fmt] * len(stored)), (scales, formats), (torch.ones_like(amax), [BF16] * len(stored))
+
+
+def _usable(stored: StoredScale) -> bool:
+    return 0 < stored.scale < math.inf
+
+
+def _rows(seen: Sequence[_Seen], recipe: Recipe) -> list[dict[str, Any]]:
+    if not seen:
+        return []
+    batch = SketchBatch.of([s.sketch for s in seen])
+    counted = figures.moments(batch)
+    moments = Moments.concat(
+        [counted.row(i) if s.moments is None else s.moments.with_median(counted.row(i).median) for i, s in enumerate(seen)]
+    )
+    amax = moments.amax.float()
+    tables = []
+    for which, (scale, formats) in enumerate(_casts(amax, [s.stored for s in seen], recipe)):
+        summed = figures.quantization_sums(batch, scale, formats)
+        sums = QuantizationSums.concat([s.sums[which] if s.sums else summed.row(i) for i, s in enumerate(seen)])
+        current = _CURRENT.scale(amax, torch.tensor([fmt.max for fmt in formats]))
+        found = figures.figures(moments, sums, scale, current)
+        tables.append({name: _absent_as_none(column) for name, column in found.items()} | {"scale": scale.double().tolist()})
+    now, then, bf16 = tables
+    return [
+        {
+            "layer": s.weight.name,
+            "dtype": str(s.weight.dtype).removeprefix("torch."),
+            "shape": list(s.weight.shape),
+            "n": int(moments.n[i]),
+            "nan": int(moments.nan[i]),
+            "inf": int(moments.inf[i]),
+            **{name: now[name][i] for name in _OF_WEIGHT},
+            "fp8_current": {"scale": now["scale"][i], **{name: now[name][i] for name in _OF_CAST}},
+            "fp8_stored": _stored_row(s, then, i),
+            "bf16": {name: bf16[name][i] for name in _OF_CAST},
+        }
+        for i, s in enumerate(seen)
+    ]
+
+
+def _absent_as_none(column: torch.Tensor) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in column.tolist()]
+
+
+def _stored_row(seen: _Seen, table: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any] | None:
+    if seen.stored is None:
+        return None if seen.note is None else {"state": seen.note}
+    if not _usable(seen.stored):
+        return {"state": "invalid", "scale": None}
+    row = {name: table[name][i] for name in ("scale", "scale_ratio_log2", *_OF_CAST)}
+    return {"state": _state(seen.stored, row), "format": seen.stored.format.name, **row}
+
+
+def _state(stored: StoredScale, row: Mapping[str, Any]) -> str:
+    """Whether a stored scale still fits its weight."""
+    if stored.unset:
+        return "never set"
+    if (row["overflow_pct"] or 0) > 0:
+        return "stale: clips"
+    return "stale: far below" if (row["scale_ratio_log2"] or 0) < FAR_BELOW else "fits"
+
+
+def _badness(row: Mapping[str, Any]) -> tuple[bool, float]:
+    """Worst first: weights with NaN or infinity, then by the largest relative error in FP8."""
+    errors = [cast.get("relative_error") or 0.0 for cast in (row["fp8_current"], row["fp8_stored"] or {})]
+    return not (row["nan"] or row["inf"]), -max(errors)
+
+
+# --- what it means --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found in a checkpoint."""
+
+    path: str
+    format: str
+    #: that of the weights under current scaling
+    fp8_format: FloatFormat
+    #: a row a weight, worst first
+    rows: list[dict[str, Any]]
+    #: tensors that are no GEMM weights, by kind
+    left_out: Counter[str]
+    #: what could not be read
+    faults: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain values; null stands for what cannot be had."""
+        return {
+            "path": self.path,
+            "format": self.format,
+            "fp8_format": self.fp8_format.name,
+            "verdict": self.verdict(),
+            "left_out": dict(self.left_out),
+            "faults": self.faults,
+            "weights": self.rows,
+        }
+
+    def verdict(self) -> list[str]:
+        """What the figures say, a sentence each."""
+        parts = [self._read(), self._nonfinite(), self._in_fp8(), self._stored(), self._in_bf16()]
+        return [sentence for sentence in parts if sentence]
+
+    def _read(self) -> str:
+        values = sum(math.prod(row["shape"]) for row in self.rows)
+        dtypes = ", ".join(f"{n} {dtype}" for dtype, n in Counter(row["dtype"] for row in self.rows).items())
+        kinds = ", ".join(f"{n} {kind}" for kind, n in self.left_out.items())
+        left_out = f"; left out: {sum(self.left_out.values())} tensors that are no GEMM weights ({kinds})" if kinds else ""
+        return f"Weights: {len(self.rows)}, values: {values:.4g} ({dtypes}){left_out}."
+
+    def _nonfinite(self) -> str:
+        bad = [row["layer"] for row in self.rows if row["nan"] or row["inf"]]
+        return f"With NaN or infinity: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}." if bad else ""
+
+    def _in_fp8(self) -> str:
+        """A model trained in higher precision, served in FP8."""
+        errors = _errors(self.rows, "fp8_current")
+        already = " (those stored in FP8: once more, to one scale a tensor)" if self._stored_in_fp8() else ""
+        return f"Served in FP8 ({self.fp8_format.name}) under current scaling the weights change{already} by {errors}."
+
+    def _stored_in_fp8(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["dtype"].startswith("float8")]
+
+    def _stored(self) -> str:
+        """Whether stored scales fit, and a model trained in FP8, served in BF16."""
+        with_scale = [row for row in self.rows if row["fp8_stored"] and "scale" in row["fp8_stored"]]
+        if not with_scale:
+            return (
+                "No weight has a stored scale to compare with, so whether FP8 was used in training is not known. If it was, "
+                "with current scaling, serving in BF16 changes the weights by as much as serving in FP8 would."
+            )
+        states = Counter(row["fp8_stored"]["state"] for row in with_scale)
+        said = ", ".join(f"{state} ({n})" for state, n in states.most_common())
+        engine = [row for row in with_scale if not row["dtype"].startswith("float8")]
+        served = (
+            f" Served in FP8 with them the weights change by {_errors(engine, 'fp8_stored')}; served in BF16, a model that "
+            "was trained in FP8 meets weights that differ by as much from those that these scales make in its forward pass."
+        )
+        return f"Stored scales of {len(with_scale)} weights: {said}." + (served if engine else "")
+
+    def _in_bf16(self) -> str:
+        wide = [row for row in self.rows if row["dtype"] != "bfloat16"]
+        rounding = f"Served in BF16, weights of other dtypes ({len(wide)}) change by {_errors(wide, 'bf16')}."
+        made = " What was lost when weights were stored in FP8 is not in the checkpoint." if self._stored_in_fp8() else ""
+        return (rounding if wide else "Served in BF16 the weights are as stored.") + made
+
+
+def _errors(rows: Sequence[Mapping[str, Any]], cast: str) -> str:
+    """Median and worst relative error of a cast over weights."""
+    errors = {row["layer"]: row[cast]["relative_error"] for row in rows}
+    known = {layer: error for layer, error in errors.items() if error is not None}
+    if not known:
+        return "an unknown amount"
+    worst = max(known, key=lambda layer: known[layer])
+    return (
+        f"{100 * statistics.median(known.values()):.3g}% (median relative error; worst {100 * known[worst]:.3g}%: {worst})"
+    )
