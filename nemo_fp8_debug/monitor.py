@@ -70,10 +70,10 @@ class Monitor:
         Raises:
             ConfigError: an option cannot be used, no GEMM matches, or the folder cannot be written, on any rank.
         """
-        self.config = Config(output=output, **options)
-        self._faults = Faults(self.config.on_error)
         self._ranks = Ranks()
         try:
+            self.config = Config(output=output, **options)
+            self._faults = Faults(self.config.on_error)
             self._find_gemms(model)
             self._recording = Recording(self._chosen(recorders), self.fingerprint, self._faults.guard)
             attempts = [r.attempt for r in self._recording.recorders if isinstance(r, RunRecord)]
@@ -183,8 +183,9 @@ class Monitor:
             if self._dump and key[0] in dumped:
                 takers[key] = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
         self._weigh(plan)
-        self._capture = Capture(takers, self._hook_fault)
-        self._capture.attach()
+        if takers:  # a rank that does not write has none unless it dumps
+            self._capture = Capture(takers, self._hook_fault)
+            self._capture.attach()
 
     def _weigh(self, plan: Config) -> None:
         """Keep the histories of recipes that are weighed as before, and begin those of new ones."""

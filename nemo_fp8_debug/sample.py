@@ -31,6 +31,20 @@ class Sample:
     def __len__(self) -> int:
         return len(self.columns["layer"])
 
+    def first_nonfinite(self) -> str | None:
+        """The operand that was the first in the order of execution to hold NaN or infinity, in words."""
+        orders = self.columns.get("nonfinite_order", ())
+        first = min((i for i, order in enumerate(orders) if order is not None), key=lambda i: orders[i], default=None)
+        if first is None:
+            return None
+        layer, role, nan, inf = (self.columns[name][first] for name in ("layer", "role", "nan", "inf"))
+        return f"first with NaN or infinity is {SHOWN_AS[role]} of {layer} ({nan} NaN, {inf} infinite)"
+
+    @property
+    def remarks(self) -> str:
+        """What is out of the ordinary about the step, in words; empty where nothing is."""
+        return "; ".join(filter(None, (self.trigger and f"sampled because of: {self.trigger}", self.first_nonfinite())))
+
 
 class Recorder(Protocol):
     """Takes samples somewhere. A fault in one costs that recorder's sample, not the run."""

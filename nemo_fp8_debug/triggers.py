@@ -54,7 +54,7 @@ class NonFinite:
 
     def passed_by(self, sample: Sample) -> str | None:
         """The first operand that held one, in the order of execution, in words."""
-        return first_nonfinite(sample)
+        return sample.first_nonfinite()
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,6 @@ def parse_rule(text: Any) -> Rule:
         f"trigger {text!r} is none; use loss_spike, nonfinite, or FIGURE > LIMIT or FIGURE/ROLE < LIMIT "
         f"with a figure of {', '.join(FIGURES)} and a role of {', '.join(ROLES)}"
     )
-
-
-def first_nonfinite(sample: Sample) -> str | None:
-    """The operand that was the first in the order of execution to hold NaN or infinity, in words."""
-    orders = sample.columns["nonfinite_order"]
-    first = min((i for i, order in enumerate(orders) if order is not None), key=lambda i: orders[i], default=None)
-    if first is None:
-        return None
-    layer, role, nan, inf = (sample.columns[name][first] for name in ("layer", "role", "nan", "inf"))
-    return f"first with NaN or infinity is {SHOWN_AS[role]} of {layer} ({nan} NaN, {inf} infinite)"
 
 
 class Triggers:

@@ -172,6 +172,7 @@ def drifts(good: Run, bad: Run) -> pl.DataFrame:
         .join(_nonfinite_since(both), on=["layer", "role"], how="left")
         .sort(
             pl.col("nonfinite_since"),
+            pl.col("nonfinite_order"),
             -pl.col("drift_log2"),
             -pl.col("mse_log2"),
             nulls_last=True,
@@ -182,9 +183,11 @@ def drifts(good: Run, bad: Run) -> pl.DataFrame:
 
 
 def _nonfinite_since(both: pl.DataFrame) -> pl.DataFrame:
-    """First step at which a tensor of the bad run held NaN or infinity and the good run's did not; only such tensors."""
+    """Since when a tensor of the bad run held NaN or infinity and the good run's did not, and its place in the order of
+    execution at that step; only such tensors."""
     bad_only = (pl.col("nan_bad") + pl.col("inf_bad") > 0) & (pl.col("nan") + pl.col("inf") == 0)
-    return both.filter(bad_only).group_by("layer", "role").agg(pl.min("step").alias("nonfinite_since"))
+    first = both.filter(bad_only).sort("step").group_by("layer", "role").first()
+    return first.select("layer", "role", nonfinite_since="step", nonfinite_order="nonfinite_order_bad")
 
 
 def _nothing_in_common(good: Run, bad: Run) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ SOURCES = ("sketches", "dumps")
 
 def replay(
     address: str | os.PathLike[str],
-    recipe: str | Mapping[str, Any] | None = None,
+    recipe: str | Mapping[str, Any] | Recipe | None = None,
     source: str = "sketches",
     cluster: str | None = None,
 ) -> pl.DataFrame:
@@ -139,7 +139,7 @@ def _sketched(run: Place, job: _Job) -> list[_Part]:
 def _dumped(run: Place, job: _Job) -> list[_Part]:
     from ..kernels import sketch  # compiles on import, which sketches do not need
 
-    parts = []
+    parts: dict[tuple[Key, int], _Part] = {}
     for attempt, step, rank, name in dumped_files(run):
         if (attempt, step, rank) != (job.about["attempt"][0], job.step, 0):
             continue
@@ -148,10 +148,18 @@ def _dumped(run: Place, job: _Job) -> list[_Part]:
         except (OSError, ValueError) as error:
             warn(f"{run.path(name)} is left out, it cannot be read: {error}")
             continue
-        x = tensors["value"]
-        values = sketch(x) if x.dtype in DTYPES else x
-        parts.append(_Part((about.layer, about.role), values, about.recipe, about.format, float(tensors["scale"])))
-    return parts
+        key, x = (about.layer, about.role), tensors["value"]
+        part = _Part(key, sketch(x) if x.dtype in DTYPES else x, about.recipe, about.format, float(tensors["scale"]))
+        # Calls under a scale that holds for the step are one sketch, as in the record.
+        follows = about.scale_source == "current" or about.recipe.startswith("current")
+        group = key, about.call if follows or isinstance(part.values, torch.Tensor) else -1
+        parts[group] = _together(parts[group], part) if group in parts else part
+    return list(parts.values())
+
+
+def _together(first: _Part, second: _Part) -> _Part:
+    assert isinstance(first.values, Sketch) and isinstance(second.values, Sketch)
+    return replace(first, values=first.values + second.values)
 
 
 def _by_key(parts: Any) -> list[list[_Part]]:

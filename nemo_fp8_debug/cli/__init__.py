@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 
-from . import compare
+from . import audit, compare, control, imports, replay
 from .console import explained
 
 app = typer.Typer(help="See what FP8 does to a training run.", no_args_is_help=True, pretty_exceptions_enable=False)
@@ -15,5 +17,12 @@ def main() -> None:
     """See what FP8 does to a training run."""
 
 
-for name, command in {"compare": compare.command}.items():
+commands: dict[str, Callable[..., None]] = {
+    "compare": compare.command,
+    "control": control.command,
+    "replay": replay.command,
+    "audit": audit.command,
+    "import": imports.command,
+}
+for name, command in commands.items():
     app.command(name)(explained(command))

@@ -51,7 +51,8 @@ class TableRecorder:
         worst = sorted(range(len(sample)), key=harm, reverse=True)[: self._rows]
         loss = sample.scalars.get("loss")
         title = f"FP8 at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
-        table = Table(title=f"{title}: {len(worst)} of {len(sample)} tensors, worst first", title_justify="left")
+        title += f": {len(worst)} of {len(sample)} tensors, worst first" + (f"; {sample.remarks}" if sample.remarks else "")
+        table = Table(title=escape(title), title_justify="left")
         table.add_column("layer", no_wrap=True)
         table.add_column("tensor", min_width=6)
         for heading in _HEADINGS:

@@ -133,6 +133,8 @@ class TensorBoardRecorder(ScalarRecorder):
         """Write one sampled step, and the layout where the worst layers have changed."""
         tags, worst = self.scalars(sample)
         self._write(tags, sample.step)
+        if sample.remarks:
+            self._writer.add_text("fp8_debug/remarks", sample.remarks, sample.step)
         layout = _layout(worst)
         if layout != self._layout:
             self._writer.add_custom_scalars(layout)

@@ -1,0 +1,80 @@
+"""`nemo-fp8-debug control RUN`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ..control import NAME, STATUS, Control
+from ..errors import RecordError
+from ..record.place import Place
+from ..record.reader import find_run
+from .console import console
+
+Patterns = list[str] | None
+
+
+def command(
+    run: Annotated[str, typer.Argument(help="the run's record, or a folder above it; any fsspec address")],
+    interval: Annotated[int | None, typer.Option(help="sample every step that this divides")] = None,
+    layers: Annotated[Patterns, typer.Option(help="layers to sample, as 'layers.3.*'; may be repeated")] = None,
+    roles: Annotated[Patterns, typer.Option(help="input, weight or grad_output; may be repeated")] = None,
+    weigh: Annotated[Patterns, typer.Option(help="a recipe to weigh as well, as 'current-e4m3'; may be repeated")] = None,
+    dump: Annotated[Patterns, typer.Option(help="layers to dump, as 'layers.3.*'; may be repeated")] = None,
+    steps: Annotated[int | None, typer.Option(help="sample each of so many steps, and dump in those only")] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="back to what the run was started with")] = False,
+) -> None:
+    """Change what a run samples and dumps while it goes on; without options, show what became of the last change.
+
+    What is not given is as the run was started with. The run looks before each sampled step.
+    """
+    place = find_run(run)
+    given = {"interval": interval, "layers": layers, "roles": roles, "weigh": weigh, "dump": dump}
+    wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v}
+    if reset or wanted or steps is not None:
+        # Read back as the run will read it, so that it is refused here and not there.
+        control = Control.parse("" if reset else str(Control(wanted, steps)))
+        _write(place, str(control))
+        console().print(f"wrote {place.path(NAME)}; the run obeys from its next sampled step on", soft_wrap=True)
+    else:
+        _show(place)
+
+
+def _write(place: Place, text: str) -> None:
+    try:
+        place.write(NAME, text.encode())
+    except Exception as error:  # every driver of a remote file system has errors of its own
+        raise RecordError(f"{place.path(NAME)} cannot be written: {error}") from None
+
+
+def _show(place: Place) -> None:
+    try:
+        status: Any = json.loads(place.read(STATUS))
+        control, dump = dict(status["control"]), dict(status["dump"])
+    except FileNotFoundError:
+        raise RecordError(f"{place} has no {STATUS}: the run has not sampled yet") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{place.path(STATUS)} cannot be read: {error}") from None
+    table = Table(show_header=False)
+    for key, value in {**{f"control: {k}": v for k, v in control.items()}, **_progress(dump)}.items():
+        table.add_row(escape(key), escape(str(value).strip()))
+    out = console()
+    out.print(f"{place}, at step {status.get('step')}", soft_wrap=True, markup=False, highlight=False)
+    out.print(table)
+
+
+def _progress(dump: dict[str, Any]) -> dict[str, str]:
+    def readable(name: str) -> str:
+        return f"{float(dump.get(name, 0)) / (1 << 30):.3g} GiB"
+
+    if not dump:
+        return {}
+    return {
+        "dumped": f"{dump.get('tensors', 0)} tensors, {readable('bytes')}; {readable('bytes_waiting')} wait to be written",
+        "budget": f"{readable('budget_left_bytes')} left of {readable('budget_bytes')}",
+        **{f"left out, {n} tensors": str(why) for why, n in dict(dump.get("left_out") or {}).items()},
+    }

@@ -1,0 +1,79 @@
+"""One rank of a run of several, as a process of its own: `ranks.py RANK WORLD PORT FOLDER SCENARIO`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_fp8_debug import ConfigError, Monitor
+
+STEPS = 40
+
+
+def main() -> None:
+    rank, world, folder, scenario = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[4]), sys.argv[5]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[3]}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    # Each rank a pipeline stage: its layers are its own.
+    torch.manual_seed(rank)
+    model = nn.ModuleDict({f"stage{rank}": nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))}).bfloat16()
+    options = {"interval": 10, "table_rows": 0, "dump_min_free_bytes": 0, "on_error": "warn"}
+    if scenario == "triggers":
+        options |= {
+            "triggers": ["loss_spike", "nonfinite", "outlier_log2/input > 9"],
+            "trigger_steps": 3,
+            "trigger_dump": ["*"],
+        }
+    if scenario == "refused" and rank == 1:
+        options |= {"layers": 7}
+    result: dict[str, object] = {"rank": rank}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result |= train(model, folder, rank, scenario, options)
+        except ConfigError as error:
+            result["refused"] = str(error)
+    result["warnings"] = [str(w.message) for w in caught if "nemo_fp8_debug:" in str(w.message)]
+    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(model: nn.Module, folder: Path, rank: int, scenario: str, options: dict[str, object]) -> dict[str, object]:
+    # Only the first rank's word on where to write counts.
+    monitor = Monitor(model, str(folder / ("run" if rank == 0 else "elsewhere")), **options)
+    stage, sampled, losses = model[f"stage{rank}"], [], []
+    data = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        if scenario == "control" and rank == 0 and step == 5:
+            (folder / "run" / "control.yaml").write_text("dump: [stage1]\nsteps: 3\n")
+            time.sleep(0.2)
+        monitor.begin_step(step)
+        if monitor.sampling:
+            sampled.append(step)
+        x = torch.randn(8, 16, generator=data).bfloat16()
+        if scenario == "triggers" and step == 30 and rank == 0:
+            x[0, 0] = 1e4  # at a step that is sampled anyway
+        loss = stage(x).float().square().mean()
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        # As pipeline stages do: the last one has the loss.
+        reported = None if rank == 0 else torch.tensor(2.0 + 0.001 * step + 50.0 * (scenario == "triggers" and step == 23))
+        dist.barrier()
+        monitor.end_step(loss=reported)
+    monitor.close()
+    return {"sampled": sampled, "losses": losses}
+
+
+if __name__ == "__main__":
+    main()

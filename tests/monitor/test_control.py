@@ -1,0 +1,241 @@
+"""The control file: obeyed while the run goes on, refused where it cannot be, and no way in for anyone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
+from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.config import Config
+from nemo_fp8_debug.control import Control
+from nemo_fp8_debug.record.dump import dumped_files
+from nemo_fp8_debug.record.place import Place
+from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.schedule import Schedule
+
+
+def run(folder: Path, edits: Mapping[int, str | bytes | None], steps: int = 60, start: int = 0, **options: Any) -> list[str]:
+    """Train; the control file is as `edits` say after each step (None: removed). Returns what was warned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+    options = {"interval": 10, "table_rows": 0, "dump_min_free_bytes": 0, "on_error": "raise"} | options
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = Monitor(model, str(folder), **options)
+        for step in range(start, steps):
+            monitor.begin_step(step)
+            model(torch.randn(4, 8).bfloat16()).float().sum().backward()
+            monitor.end_step(loss=1.0)
+            if step in edits:
+                text = edits[step]
+                file = folder / "control.yaml"
+                file.unlink() if text is None else file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        monitor.close()
+    return [str(w.message) for w in caught if w.category is FP8DebugWarning]
+
+
+def sampled(folder: Path, **where: Any) -> list[int]:
+    return read_table(folder, "figures", where=where)["step"].unique().to_list()
+
+
+class TestObeyed:
+    def test_interval(self, tmp_path: Path) -> None:
+        assert not run(tmp_path, {3: "interval: 15"})
+        assert sampled(tmp_path) == [0, 10, 15, 30, 45]
+
+    def test_layers_and_roles(self, tmp_path: Path) -> None:
+        assert not run(tmp_path, {3: "layers: ['1']\nroles: [weight]"})
+        assert sampled(tmp_path, layer="1", role="weight") == [0, 10, 20, 30, 40, 50]
+        assert sampled(tmp_path, layer="0") == sampled(tmp_path, role="input") == [0]
+
+    def test_recipes_to_weigh(self, tmp_path: Path) -> None:
+        assert not run(tmp_path, {3: "weigh: [current-e5m2, {name: delayed, margin: 1}]"})
+        what_if = read_table(tmp_path, "what_if")
+        assert what_if["step"].unique().to_list() == [10, 20, 30, 40, 50]
+        assert set(what_if["recipe"]) == {"current-e5m2", "delayed-hybrid(margin=1)"}
+
+    def test_dump_on_and_off(self, tmp_path: Path) -> None:
+        assert not run(tmp_path, {3: "dump: ['0']", 23: "dump: []"})
+        assert {step for _, step, _, _ in dumped_files(Place(tmp_path))} == {10, 20}
+
+    def test_a_number_of_steps(self, tmp_path: Path) -> None:
+        assert not run(tmp_path, {3: "dump: ['0']\nsteps: 4"})
+        assert sampled(tmp_path) == [0, 10, 11, 12, 13, 20, 30, 40, 50]
+        assert {step for _, step, _, _ in dumped_files(Place(tmp_path))} == {10, 11, 12, 13}
+
+    def test_removed_it_is_as_the_run_was_started(self, tmp_path: Path) -> None:
+        assert not run(tmp_path, {3: "interval: 15\nlayers: ['1']", 16: None})
+        assert sampled(tmp_path) == [0, 10, 15, 30, 40, 50]
+        assert sampled(tmp_path, layer="0") == [0, 30, 40, 50]
+
+    def test_a_resumed_run_does_not_count_the_steps_again(self, tmp_path: Path) -> None:
+        run(tmp_path, {3: "dump: ['0']\nsteps: 4"}, steps=12)  # it is interrupted after two of the four
+        run(tmp_path, {}, start=12, steps=40)
+        assert {(attempt, step) for attempt, step, _, _ in dumped_files(Place(tmp_path))} == {(0, 10), (0, 11)}
+        assert sampled(tmp_path) == [0, 10, 11, 20, 30]
+
+    def test_a_resumed_run_finishes_the_steps(self, tmp_path: Path) -> None:
+        run(tmp_path, {3: "dump: ['0']\nsteps: 14"}, steps=18)
+        run(tmp_path, {}, start=18, steps=40)
+        again = {step for attempt, step, _, _ in dumped_files(Place(tmp_path)) if attempt == 1}
+        assert again == {20, 21, 22, 23}
+
+
+REFUSED = {
+    "interval: 0": "interval is 0; it must be a whole number, at least 1",
+    "interval: ten": "interval is 'ten'",
+    "layers: ['9']": "no GEMM layer matches ['9']; the model has 0, 1",
+    "dump: [nope]": "no GEMM layer matches ['nope']",
+    "layers: 1": "layers is 1; it takes a list of strings",
+    "layers: ['re:(']": "is not a regular expression",
+    "roles: [X]": "unknown roles ['X']",
+    "weigh: [fp7]": "unknown recipe 'fp7'",
+    "weigh: current": "weigh is 'current'; it takes a list of recipes",
+    "steps: 0": "steps in control.yaml is 0",
+    "steps: true": "steps in control.yaml is True",
+    "output: /tmp/elsewhere": "unknown keys output; it may have interval, layers, roles, weigh, dump, steps",
+    "[1, 2]": "must map keys to values; it is a list",
+    "just text": "must map keys to values; it is a str",
+    "a: [": "is not YAML",
+    "dump: *fc2": "uses aliases (*name), which are not taken; quote patterns that begin with *",
+    "a: &x [1]\nb: *x": "uses aliases",
+    "interval: !!python/object/apply:os.system ['touch HACKED']": "is not YAML",
+    "interval: !!python/name:os.system": "is not YAML",
+    "interval: " + "[" * 5000: "is not YAML",
+    "interval: 9" + " " * 70000: "longer than 64 KiB",
+    "interval: 2001-13-45": "is not YAML: month must be in 1..12",
+    "interval: 2001-12-15": "interval is datetime.date(2001, 12, 15)",
+    "? {a: 1}\n: 2": "is not YAML",
+}
+
+
+class TestRefused:
+    @pytest.mark.parametrize("text", REFUSED, ids=range(len(REFUSED)))
+    def test_it_changes_nothing_and_says_why(self, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (warning,) = run(tmp_path / "run", {3: text}, steps=40)
+        assert "the control file changes nothing at step 10: " in warning and REFUSED[text] in warning
+        assert sampled(tmp_path / "run") == [0, 10, 20, 30]
+        assert REFUSED[text] in json.loads((tmp_path / "run" / "status.json").read_text())["control"]["refused"]
+        assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+    @pytest.mark.parametrize("content", [b"\xff\xfe\x00interval", b"\x00\x00", bytes(range(256))])
+    def test_bytes_that_are_no_text(self, tmp_path: Path, content: bytes) -> None:
+        (warning,) = run(tmp_path, {3: content}, steps=20)
+        assert "changes nothing" in warning
+
+    def test_a_folder_in_its_place_costs_no_step(self, tmp_path: Path) -> None:
+        (tmp_path / "control.yaml").mkdir()
+        run(tmp_path, {}, steps=25, on_error="warn")
+        assert sampled(tmp_path) == [0, 10, 20]
+
+    @given(st.text(max_size=200))
+    def test_any_text_is_obeyed_or_refused(self, text: str) -> None:
+        with contextlib.suppress(ConfigError):
+            assert Control.parse(text) == Control.parse(str(Control.parse(text)))
+
+    @given(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "interval": st.integers(1, 10**6),
+                "layers": st.lists(st.sampled_from(["layers.*", "*fc2", "re:a|b"]), min_size=1).map(tuple),
+                "roles": st.lists(st.sampled_from(["input", "weight"]), min_size=1).map(tuple),
+                "weigh": st.lists(st.sampled_from(["current", "delayed(margin=1)"])).map(tuple),
+                "dump": st.lists(st.sampled_from(["layers.*", "*"])).map(tuple),
+            },
+        ),
+        st.none() | st.integers(1, 100),
+    )
+    def test_what_is_written_is_what_is_read(self, changes: dict[str, Any], steps: int | None) -> None:
+        assert Control.parse(str(Control(changes, steps))) == Control(changes, steps)
+
+
+class TestSchedule:
+    @given(st.integers(1, 20), st.integers(0, 50), st.integers(1, 10), st.integers(0, 50))
+    def test_windows_and_turns(self, interval: int, at: int, steps: int, trigger: int) -> None:
+        schedule = Schedule(Config(interval=interval, trigger_steps=2))
+        schedule.obey(Control({"dump": ("x",)}, steps), at)
+        schedule.trigger(trigger, "why")
+        for step in range(80):
+            in_window, triggered = at <= step < at + steps, trigger <= step < trigger + 2
+            # A trigger forgets windows that are over.
+            assert schedule.samples(step) == (step % interval == 0 or triggered or (in_window and at + steps > trigger))
+            if in_window and at + steps > trigger:
+                assert schedule.dumped(step) == ["x"]
+            assert ("why" in (schedule.why(step) or "")) == triggered
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[Path]:
+    run(tmp_path / "run", {}, steps=11)
+    yield tmp_path
+
+
+def cli(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["control", *map(str, arguments)])
+
+
+class TestCommandLine:
+    def test_it_writes_what_the_run_obeys(self, recorded: Path) -> None:
+        result = cli(recorded, "--dump", "0", "--steps", 2, "--interval", 20, "--weigh", "current-e4m3")
+        assert result.exit_code == 0, result.output
+        assert f"wrote {recorded}/run/control.yaml" in result.output
+        assert not run(recorded / "run", {}, start=15, steps=45)
+        assert {step for _, step, _, _ in dumped_files(Place(recorded / "run"))} == {20, 21}
+        assert sampled(recorded / "run", attempt=1) == [20, 21, 40]
+
+    def test_without_options_it_shows_what_became_of_it(self, recorded: Path) -> None:
+        cli(recorded, "--dump", "0", "--steps", 2)
+        run(recorded / "run", {}, start=15, steps=25)
+        shown = cli(recorded).output
+        assert "at step 21" in shown and "dump:" in shown and "6 tensors" in shown
+
+    def test_reset(self, recorded: Path) -> None:
+        cli(recorded, "--interval", 3)
+        assert cli(recorded, "--reset").exit_code == 0
+        run(recorded / "run", {}, start=15, steps=45)
+        assert sampled(recorded / "run", attempt=1) == [20, 30, 40]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--interval", "-1"], "interval is -1"),
+            (["--weigh", "fp7"], "unknown recipe 'fp7'"),
+            (["--steps", "0"], "steps in control.yaml is 0"),
+            (["--roles", "dY"], "unknown roles"),
+            (["--layers", "re:("], "is not a regular expression"),
+        ],
+    )
+    def test_bad_options_are_refused_and_nothing_is_written(
+        self, recorded: Path, arguments: list[str], message: str
+    ) -> None:
+        result = cli(recorded, *arguments)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
+        assert not (recorded / "run" / "control.yaml").exists()
+
+    def test_no_record(self, tmp_path: Path) -> None:
+        result = cli(tmp_path / "nothing", "--interval", 3)
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+        assert "holds no run record" in result.stderr
+
+    @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"control": 1, "dump": 2}', b"\xff"])
+    def test_a_damaged_status_is_named(self, recorded: Path, content: bytes) -> None:
+        (recorded / "run" / "status.json").write_bytes(content)
+        result = cli(recorded)
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+        assert f"{recorded}/run/status.json cannot be read" in result.stderr
+        run(recorded / "run", {}, start=15, steps=25)  # a resumed run does without

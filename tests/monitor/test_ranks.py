@@ -1,0 +1,86 @@
+"""Several ranks, each a process with a monitor: they take the same steps, dump their own shards, and never wait in vain."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_fp8_debug.record.dump import dumped_files, read_dump
+from nemo_fp8_debug.record.reader import find_run, read_table
+
+WORKER = Path(__file__).with_name("ranks.py")
+
+
+def run(folder: Path, scenario: str, world: int = 2) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", str(WORKER)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(port), str(folder), scenario], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(world)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def dumped(folder: Path) -> dict[tuple[int, int], set[str]]:
+    """Layers by (step, rank)."""
+    place, found = find_run(folder / "run"), {}
+    for _, step, rank, name in dumped_files(place):
+        found.setdefault((step, rank), set()).add(read_dump(place, name)[0].layer)
+    return found
+
+
+def test_a_control_file_is_obeyed_by_all_ranks_at_the_same_steps(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "control")
+    assert first["sampled"] == [0, 10, 11, 12, 20, 30]
+    # A rank that does not write takes part where it has something to dump.
+    assert second["sampled"] == [10, 11, 12]
+    assert dumped(tmp_path) == {(step, 1): {"stage1.0", "stage1.2"} for step in (10, 11, 12)}
+    assert not (tmp_path / "elsewhere").exists()
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["control"]["last_step"] == 12
+
+
+def test_triggers_decide_alike_on_all_ranks(tmp_path: Path) -> None:
+    """The loss that spikes is known to the last rank only, and the figure past its limit to the first."""
+    first, second = run(tmp_path, "triggers")
+    spike, figure = [24, 25, 26], [s for s in second["sampled"] if s > 30]
+    assert second["sampled"] == spike + figure
+    assert figure == [figure[0] + i for i in range(3)]  # as soon as the sample of step 30 is measured
+    assert first["sampled"] == sorted({0, 10, 20, 30, *spike, *figure})
+    assert set(dumped(tmp_path)) == {(step, rank) for step in (*spike, *figure) for rank in (0, 1)}
+    why = dict(read_table(find_run(tmp_path / "run"), "steps", ["step", "trigger"]).rows())
+    assert all("loss spike at step 23: 52.02, median" in why[step] for step in spike)
+    assert all("outlier_log2 of X of stage0.0 is" in why[step] for step in figure)
+
+
+def test_losses_do_not_depend_on_what_is_sampled_and(tmp_path: Path) -> None:
+    losses = {}
+    for scenario in ("control", "triggers"):
+        (tmp_path / scenario).mkdir()
+        losses[scenario] = [rank["losses"] for rank in run(tmp_path / scenario, scenario)]
+    # The triggered input of step 30 is the only difference; it moves no weight, since nothing steps.
+    for a, b in zip(losses["control"], losses["triggers"], strict=True):
+        assert [x for i, x in enumerate(a) if i != 30] == [x for i, x in enumerate(b) if i != 30]
+
+
+def test_a_rank_that_cannot_start_stops_all_of_them(tmp_path: Path) -> None:
+    for rank in run(tmp_path, "refused"):
+        assert "layers is 7; it takes a list of strings" in rank["refused"]
+
+
+@pytest.mark.parametrize("world", [3])
+def test_more_ranks(tmp_path: Path, world: int) -> None:
+    ranks = run(tmp_path, "control", world)
+    assert [rank["sampled"] for rank in ranks] == [[0, 10, 11, 12, 20, 30], [10, 11, 12], []]

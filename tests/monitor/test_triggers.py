@@ -1,0 +1,216 @@
+"""What has the next steps sampled: spikes, values that are not finite, figures past a limit; and who was the first."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Samples
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import sample
+from test_megatron import gpt, loss_of
+from torch import nn
+
+from nemo_fp8_debug import ConfigError, Monitor
+from nemo_fp8_debug.distributed import Ranks
+from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.triggers import LossSpike, NonFinite, Threshold, Triggers, parse_rule
+
+RECOMPUTE = {"recompute_method": "uniform", "recompute_granularity": "full", "recompute_num_layers": 1}
+
+
+def reasons(losses: list[Any], *rules: str) -> dict[int, str]:
+    """Why steps were sampled, by the step that followed."""
+    triggers = Triggers([parse_rule(rule) for rule in rules], Ranks())
+    found = {}
+    for step, loss in enumerate(losses):
+        if why := triggers.fired():
+            found[step] = why
+        triggers.see_loss(step, loss)
+    return found
+
+
+class TestLoss:
+    def falling(self, n: int = 100) -> list[float]:
+        noise = random.Random(0)
+        return [2 + 3 * math.exp(-step / 30) + noise.gauss(0, 0.02) for step in range(n)]
+
+    def test_a_spike_fires_once_at_the_next_step(self) -> None:
+        losses = self.falling()
+        losses[60:63] = [9.0, 9.5, 8.0]
+        ((step, why),) = reasons(losses, "loss_spike").items()
+        assert step == 61
+        assert why.startswith("loss spike at step 60: 9, median ")
+
+    def test_two_spikes_fire_twice(self) -> None:
+        losses = self.falling()
+        losses[60] = losses[80] = 9.0
+        assert list(reasons(losses, "loss_spike")) == [61, 81]
+
+    def test_an_ordinary_loss_does_not(self) -> None:
+        assert not reasons(self.falling(1000), "loss_spike")
+
+    @given(st.floats(0.01, 1e6), st.integers(0, 2**32))
+    def test_nor_one_that_wobbles_by_a_per_mille(self, level: float, seed: int) -> None:
+        noise = random.Random(seed)
+        assert not reasons([level * (1 + noise.uniform(-1e-3, 1e-3)) for _ in range(200)], "loss_spike")
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)])
+    def test_a_loss_that_is_not_finite(self, bad: Any) -> None:
+        losses: list[Any] = [2.0] * 10
+        losses[5] = bad
+        assert reasons(losses, "nonfinite") == {6: "the loss of step 5 is not finite"}
+        assert not reasons(losses, "loss_spike")
+
+    @pytest.mark.parametrize("odd", [None, 0.0, torch.zeros(3), "2.5", torch.tensor(0.0)])
+    def test_a_step_without_a_loss_is_passed_over(self, odd: Any) -> None:
+        losses: list[Any] = self.falling()
+        losses[50] = odd
+        losses[60] = 9.0
+        assert list(reasons(losses, "loss_spike", "nonfinite")) == [61]
+
+    def test_without_rules_nothing_is_kept(self) -> None:
+        triggers = Triggers([], Ranks())
+        triggers.see_loss(0, torch.tensor(1.0))
+        assert not triggers._pending
+
+
+class TestRules:
+    def test_they_are_read(self) -> None:
+        assert parse_rule("loss_spike") == LossSpike()
+        assert parse_rule("nonfinite") == NonFinite()
+        assert parse_rule("underflow_pct > 20") == Threshold("underflow_pct", None, ">", 20)
+        assert parse_rule("sqnr_db/grad_output<1.5e1") == Threshold("sqnr_db", "grad_output", "<", 15)
+
+    @pytest.mark.parametrize(
+        "text", ["", "spike", "underflow_pct", "underflow > 3", "mse/X > 1", "mse > x", "mse > 1e", "mse >= 1", 7, None]
+    )
+    def test_others_are_refused(self, text: Any) -> None:
+        with pytest.raises(ConfigError, match=r"trigger .* is none; use loss_spike, nonfinite, or FIGURE > LIMIT"):
+            parse_rule(text)
+
+    def test_a_figure_past_its_limit(self) -> None:
+        rows = [{"layer": "a", "mse": 1.0}, {"layer": "b", "mse": 3.0}, {"layer": "b", "role": "weight", "mse": None}]
+        assert parse_rule("mse > 2").passed_by(sample(0, rows)) == "mse of X of b is 3 (> 2)"
+        assert parse_rule("mse/input < 1.5").passed_by(sample(0, rows)) == "mse of X of a is 1 (< 1.5)"
+        assert parse_rule("mse/weight > 0").passed_by(sample(0, rows)) is None
+
+    def test_it_fires_when_it_begins_and_again_after_it_ended(self) -> None:
+        triggers = Triggers([parse_rule("mse > 2")], Ranks())
+        found = []
+        for step, mse in enumerate([1.0, 3.0, 4.0, 1.0, 5.0]):
+            triggers.see_sample(sample(step, [{"layer": "a", "mse": mse}]))
+            triggers.see_loss(step, 1.0)
+            found.append(triggers.fired())
+        assert [bool(f) for f in found] == [False, True, False, False, True]
+        assert found[4] == "mse of X of a is 5 (> 2) at step 4"
+
+
+class Poisoned(nn.Module):
+    """Three layers; the output of `at` gets a NaN."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)).bfloat16()
+        self.at = at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == self.at:
+                x = x + torch.full_like(x, math.nan)
+        return x
+
+
+def looked_at(model: nn.Module, train: Any) -> Samples:
+    samples = Samples()
+    monitor = Monitor(model, recorders=[samples], interval=1, on_error="raise")
+    with monitor.step(0):
+        train(model)
+    monitor.close()
+    return samples
+
+
+class TestFirstNonFinite:
+    @pytest.mark.parametrize("at", [0, 1, 2])
+    def test_it_is_the_operand_after_the_place_where_it_arose(self, at: int) -> None:
+        found = looked_at(Poisoned(at), lambda m: m(torch.randn(4, 8).bfloat16()).float().sum().backward())
+        assert found.samples[0].first_nonfinite().startswith(f"first with NaN or infinity is X of layers.{at + 1} (32 NaN")
+
+    def test_a_weight_that_holds_it(self) -> None:
+        model = Poisoned(99)
+        model.layers[2].weight.data[0, 0] = math.inf
+        found = looked_at(model, lambda m: m(torch.randn(4, 8).bfloat16()).float().sum().backward())
+        assert "is W of layers.2 (0 NaN, 1 infinite)" in found.samples[0].first_nonfinite()
+
+    def test_a_gradient_that_holds_it(self) -> None:
+        def train(m: nn.Module) -> None:
+            y = m(torch.randn(4, 8).bfloat16())
+            y.backward(torch.full_like(y, math.inf))
+
+        found = looked_at(Poisoned(99), train)
+        assert "is dY of layers.3 (0 NaN, 32 infinite)" in found.samples[0].first_nonfinite()
+
+    def test_the_micro_batch_counts_and_not_the_layer(self) -> None:
+        """The last layer's dY of the first micro-batch comes before the first layer's X of the second."""
+
+        def train(m: nn.Module) -> None:
+            y = m(torch.randn(4, 8).bfloat16())
+            y.backward(torch.full_like(y, math.nan))
+            m(torch.full((4, 8), math.nan).bfloat16()).float().sum().backward()
+
+        assert "is dY of layers.3" in looked_at(Poisoned(99), train).samples[0].first_nonfinite()
+
+    @pytest.mark.usefixtures("megatron")
+    @pytest.mark.parametrize(
+        "options", [{}, RECOMPUTE, {"recompute_granularity": "selective"}], ids=["plain", "full", "selective"]
+    )
+    def test_recompute_does_not_change_who_was_the_first(self, options: dict[str, Any]) -> None:
+        """Full recompute shows operands in the order of the backward pass: the last layer before the first."""
+        model = gpt(**options)
+        layer = model.decoder.layers[0].self_attention
+        layer.register_forward_hook(lambda module, args, out: (out[0] + math.nan, *out[1:]))
+        found = looked_at(model, lambda m: loss_of(m, 0).backward())
+        assert "is X of decoder.layers.0.mlp.linear_fc1" in found.samples[0].first_nonfinite()
+
+    def test_float32_too(self) -> None:
+        found = looked_at(Poisoned(1).float(), lambda m: m(torch.randn(4, 8)).sum().backward())
+        assert "is X of layers.2" in found.samples[0].first_nonfinite()
+
+    def test_a_large_float32_is_none(self) -> None:
+        """Rounded to bfloat16 it would be infinite."""
+        model = nn.Linear(4, 4)
+        found = looked_at(model, lambda m: m(torch.full((2, 4), torch.finfo(torch.float32).max)).sum().backward())
+        first = found.samples[0].first_nonfinite()
+        assert first is None or "is X" not in first
+
+
+class TestInARun:
+    def run(self, folder: Path, **options: Any) -> list[int]:
+        """Sampled steps of a run whose loss spikes at step 33."""
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8).bfloat16()
+        monitor = Monitor(model, str(folder), interval=20, table_rows=0, dump_min_free_bytes=0, on_error="raise", **options)
+        for step in range(50):
+            monitor.begin_step(step)
+            model(torch.randn(4, 8).bfloat16()).float().sum().backward()
+            monitor.end_step(loss=9.0 if step == 33 else 2.0)
+        monitor.close()
+        return read_table(folder, "figures")["step"].unique().to_list()
+
+    def test_the_next_steps_are_sampled_dumped_and_tagged(self, tmp_path: Path) -> None:
+        sampled = self.run(tmp_path, triggers=["loss_spike"], trigger_steps=3, trigger_dump=["*"])
+        assert sampled == [0, 20, 34, 35, 36, 40]
+        assert sorted(p.name for p in (tmp_path / "tensors").iterdir()) == [
+            f"attempt-0-step-000000{s}" for s in (34, 35, 36)
+        ]
+        tagged = read_table(tmp_path, "steps", ["step", "trigger"]).drop_nulls()
+        assert tagged.rows() == [(s, "loss spike at step 33: 9, median 2") for s in (34, 35, 36)]
+
+    def test_without_triggers_only_its_turn_counts(self, tmp_path: Path) -> None:
+        assert self.run(tmp_path) == [0, 20, 40]
