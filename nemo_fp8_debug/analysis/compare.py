@@ -58,7 +58,9 @@ class Comparison:
         """The comparison in a sentence or three."""
         since, worst = self.bad.loss.above(self.good.loss), self.tensors.row(0, named=True)
         sentences = []
-        if since is None:
+        if self.good.loss.final is None or self.bad.loss.final is None:
+            sentences.append("Not both records have losses, so only tensors are compared.")
+        elif since is None:
             sentences.append("The second run's loss stays with the first run's.")
         else:
             fell = self.bad.loss.diverged_at
@@ -72,6 +74,8 @@ class Comparison:
     def _twin_sentence(self) -> str:
         assert self.twin is not None
         since = self.twin.loss.above(self.good.loss)
+        if self.twin.loss.final is None:
+            return "Its twin's record has no losses, so it has nothing to tell."
         if self.bad.loss.above(self.good.loss) is None:
             return "With no divergence in the second run, the twin has nothing to tell."
         if since is None:
@@ -205,6 +209,9 @@ def _described(worst: Mapping[str, Any]) -> str:
     name = f"{worst['tensor']} of {worst['layer']}"
     if worst["nonfinite_since"] is not None:
         return f"First to hold NaN or infinity is {name}, at step {worst['nonfinite_since']}."
+
+    if worst["drift_log2"] is None:
+        return "No figure that both records have tells their tensors apart."
 
     def pair(figure: str) -> str:
         return " -> ".join(number(worst[f"{figure}_{run}"], "%") for run in ("good", "bad"))

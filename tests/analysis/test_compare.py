@@ -304,6 +304,25 @@ class TestRefused:
             compare(**paths)
 
 
+class TestWithoutLosses:
+    """Records made from others' logs may have none."""
+
+    def test_tensors_are_compared_and_nothing_is_said_of_the_loss(self, tmp_path: Path, good: Path) -> None:
+        bad = write(tmp_path / "bad", broken, {})
+        found = compare(good, bad)
+        assert ranking(found)[0] == CULPRIT
+        assert found.verdict().startswith("Not both records have losses, so only tensors are compared. Farthest apart is")
+
+    def test_a_twin_without_losses(self, tmp_path: Path, good: Path, bad: Path) -> None:
+        twin = write(tmp_path / "twin", broken, {})
+        assert compare(good, bad, twin).verdict().endswith("Its twin's record has no losses, so it has nothing to tell.")
+
+    def test_records_without_a_figure_in_common(self, tmp_path: Path) -> None:
+        none = dict.fromkeys(FIGURES)
+        runs = [write(tmp_path / name, lambda step: [{"layer": "a"} | none], {}) for name in ("a", "b")]
+        assert compare(*runs).verdict().endswith("No figure that both records have tells their tensors apart.")
+
+
 def run_cli(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["compare", *map(str, arguments)])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +11,39 @@ import polars as pl
 import pytest
 import torch
 from polars.testing import assert_frame_equal
+from test_emulate import attached
+from test_megatron import gpt, loss_of
 from torch import nn
+from typer.testing import CliRunner, Result
 
-from nemo_fp8_debug import ConfigError, Monitor, RecordError
+from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor, RecordError
 from nemo_fp8_debug.analysis.replay import replay
+from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.numerics.figures import FIGURES
+from nemo_fp8_debug.record.dump import dumped_files, read_dump
+from nemo_fp8_debug.record.place import Place
 from nemo_fp8_debug.record.reader import find_run, read_table
+from nemo_fp8_debug.record.store import add_rows
 
 
-def train(folder: Path, recipe: str | dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Five steps of two micro-batches whose scale changes from step to step."""
+def train(
+    folder: Path,
+    recipe: str | dict[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+    start: int = 0,
+    steps: int = 5,
+    **more: Any,
+) -> Place:
+    """Steps of two micro-batches whose scale changes from step to step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).to(dtype)
-    monitor = Monitor(model, str(folder), interval=1, recipe=recipe, table_rows=0, on_error="raise")
-    for step in range(5):
+    monitor = Monitor(
+        model, str(folder), interval=1, recipe=recipe, table_rows=0, on_error="raise", dump_min_free_bytes=0, **more
+    )
+    for step in range(start, start + steps):
         with monitor.step(step):
             for i in range(2):
-                model((2.0**step * (1 + i) * torch.randn(4, 16)).to(dtype)).float().square().mean().backward()
+                model((2.0 ** (step % 7) * (1 + i) * torch.randn(4, 16)).to(dtype)).float().square().mean().backward()
     monitor.close()
     return find_run(folder)
 
@@ -60,8 +78,178 @@ def test_replay_under_another_recipe_is_what_a_run_under_it_records(tmp_path: Pa
     )
 
 
-def test_float32_operands_are_left_out(tmp_path: Path) -> None:
+def test_rounded_sketches_are_left_out(tmp_path: Path) -> None:
     assert replay(train(tmp_path, "current", torch.float32)).is_empty()
+
+
+COUNTS = ["n", "nan", "inf"]
+LOST = ["underflow_pct", "overflow_pct"]
+OTHERS = ["current", "current-e5m2", "current-e4m3(power_of_two=True,epsilon=0.5)", "delayed(margin=2)", "delayed-e4m3"]
+
+
+def of_same_rows(frame: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
+    keys = ["attempt", "step", "layer", "role"]
+    return frame.join(rows.select(keys), on=keys, how="semi")
+
+
+class TestDumps:
+    """A dumped tensor, the sketch of it and what the run recorded are one and the same."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("recipe", ["current", DELAYED, "delayed-e4m3(amax_compute_algo=most_recent)"])
+    def test_they_give_what_the_run_recorded(self, tmp_path: Path, recipe: Any, dtype: torch.dtype) -> None:
+        run = train(tmp_path, recipe, dtype, dump=["0"])
+        recorded = read_table(run, "figures", where={"layer": "0"})
+        replayed = replay(run, None, "dumps")
+        assert len(replayed) == len(recorded) == 15
+        exact = ["step", "role", *COUNTS, *LOST, "scale", "recipe", "format", "dtype", "scale_source", "calls"]
+        order = ["step", "role"]
+        assert replayed.select(exact).sort(order).equals(recorded.select(exact).sort(order))
+        known = [f for f in FIGURES if dtype != torch.float32 or f != "outlier_log2"]  # its median is of the rounded sketch
+        assert_frame_equal(replayed.sort(order).select(known), recorded.sort(order).select(known), rel_tol=1e-12)
+
+    @pytest.mark.parametrize("recipe", ["current", DELAYED], ids=["current", "delayed"])
+    @pytest.mark.parametrize("other", OTHERS)
+    def test_they_give_what_sketches_give_under_any_recipe(self, tmp_path: Path, recipe: Any, other: str) -> None:
+        run = train(tmp_path, recipe, dump=["2"])
+        dumps = replay(run, other, "dumps")
+        sketches = of_same_rows(replay(run, other), dumps)
+        assert len(dumps) == 15
+        assert_frame_equal(dumps, sketches, check_row_order=False, rel_tol=1e-12)
+        counted = ["step", "role", *COUNTS, *LOST]
+        assert dumps.select(counted).sort(counted).equals(sketches.select(counted).sort(counted))
+
+    @pytest.mark.parametrize("other", OTHERS)
+    def test_what_was_weighed_in_the_run_is_what_replay_gives(self, tmp_path: Path, other: str) -> None:
+        run = train(tmp_path, DELAYED, weigh=[other])
+        weighed, replayed = read_table(run, "what_if"), replay(run, other)
+        assert_frame_equal(weighed, replayed.with_columns(nonfinite_order=pl.lit(None, pl.Int64)), check_row_order=False)
+
+    @pytest.mark.usefixtures("megatron")
+    def test_a_megatron_model_in_emulated_fp8(self, tmp_path: Path) -> None:
+        model = gpt()
+        emulation = attached(model, "delayed", ["layers.*"])
+        monitor = Monitor(model, str(tmp_path), interval=1, dump=["layers.*"], dump_min_free_bytes=0, table_rows=0)
+        for step in range(3):
+            with monitor.step(step):
+                for i in range(2):
+                    loss_of(model, 2 * step + i).backward()
+            emulation.end_step()
+        monitor.close()
+        recorded = read_table(tmp_path, "figures").filter(pl.col("layer").str.contains("layers"))
+        assert set(recorded["scale_source"]) == {"engine"}
+        for source in ("sketches", "dumps"):
+            found = of_same_rows(replay(tmp_path, None, source), recorded)
+            exact = ["step", "layer", "role", *COUNTS, *LOST, "scale", "calls"]
+            assert found.select(exact).sort(exact).equals(recorded.select(exact).sort(exact))
+            assert_frame_equal(found, recorded, check_row_order=False, rel_tol=1e-12)
+
+    def test_codes_in_a_dump_are_what_the_figures_are_of(self, tmp_path: Path) -> None:
+        """MSE, underflow and overflow from the codes and scales alone, in numpy."""
+        run = train(tmp_path, DELAYED, dump=["0"])
+        errors, lost, n = dict[tuple[int, str], float](), dict[tuple[int, str], int](), dict[tuple[int, str], int]()
+        for *_, name in dumped_files(run):
+            about, tensors = read_dump(run, name)
+            key = about.step, about.role
+            x = tensors["value"].double().numpy()
+            q = tensors["codes"].float().double().numpy() / float(tensors["scale"])
+            errors[key] = errors.get(key, 0) + float(((x - q) ** 2).sum())
+            lost[key] = lost.get(key, 0) + int(((x != 0) & (q == 0)).sum())
+            n[key] = n.get(key, 0) + x.size
+        for row in read_table(run, "figures", where={"layer": "0"}).to_dicts():
+            key = row["step"], row["role"]
+            assert row["n"] == n[key]
+            assert row["mse"] == pytest.approx(errors[key] / n[key], rel=1e-12)
+            assert row["underflow_pct"] == 100 * lost[key] / n[key]
+
+
+def cli(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+
+
+class TestAddedToTheRecord:
+    def test_rows_of_each_recipe_once(self, tmp_path: Path) -> None:
+        run = train(tmp_path, DELAYED)
+        figures = read_table(run, "figures")
+        for _ in range(2):
+            result = cli(tmp_path, "--recipe", "current-e4m3", "--recipe", "delayed(margin=2)")
+            assert result.exit_code == 0, result.output
+        rows = read_table(run, "replayed")
+        assert rows.group_by("recipe").len().sort("recipe").rows() == [
+            ("current-e4m3", len(figures)),
+            ("delayed-hybrid(margin=2)", len(figures)),
+        ]
+        assert set(rows["scale_source"]) == {"what-if"}
+        assert_frame_equal(rows.filter(recipe="current-e4m3"), replay(run, "current-e4m3"), check_row_order=False)
+        assert read_table(run, "figures").equals(figures)
+        assert f"added {2 * len(figures)} rows to the table `replayed` of {tmp_path}" in result.output
+
+    def test_a_run_that_has_gone_on_since(self, tmp_path: Path) -> None:
+        run = train(tmp_path, DELAYED)
+        cli(tmp_path, "--recipe", "current")
+        train(tmp_path, DELAYED, start=3)
+        cli(tmp_path, "--recipe", "current")
+        rows = read_table(run, "replayed")
+        by_step = rows.group_by("step", maintain_order=True).agg(pl.col("attempt").unique(), pl.len()).rows()
+        assert by_step == [(s, [0], 6) for s in range(3)] + [(s, [1], 6) for s in range(3, 8)]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--recipe", "fp7"], "unknown recipe 'fp7'"),
+            (["--recipe", "current", "--source", "tensors"], "source is 'tensors'; use sketches or dumps"),
+            (["--recipe", "current", "--source", "dumps"], "has no dumps to replay"),
+            (["--recipe", "current", "--cluster", "slurm"], "cluster is 'slurm'; use ray"),
+        ],
+    )
+    def test_what_cannot_be_done_is_said_in_one_line(self, tmp_path: Path, arguments: list[str], message: str) -> None:
+        train(tmp_path, "current")
+        result = cli(tmp_path, *arguments)
+        assert result.exit_code == 1
+        assert message in result.stderr.splitlines()[-1]
+
+    def test_a_damaged_sketch_is_named_and_the_rest_is_replayed(self, tmp_path: Path) -> None:
+        run = train(tmp_path, "current")
+        part = next((tmp_path / "sketches").glob("*step-00000002*"))
+        part.write_bytes(part.read_bytes()[:-1])
+        with pytest.warns(FP8DebugWarning, match=re.escape(f"{part} is left out")):
+            assert replay(run, "current")["step"].unique().to_list() == [0, 1, 3, 4]
+
+
+class TestInParallel:
+    """The same rows in the same order, wherever they are computed."""
+
+    @pytest.fixture(scope="class")
+    def long(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, pl.DataFrame]:
+        run = train(tmp_path_factory.mktemp("long"), DELAYED, steps=20)
+        steps = [replay_step(run, step) for step in range(20)]
+        return run, pl.concat(steps)
+
+    def test_processes(self, long: tuple[Place, pl.DataFrame]) -> None:
+        assert_frame_equal(replay(long[0], "current"), long[1])
+
+    def test_a_ray_cluster(self, long: tuple[Place, pl.DataFrame]) -> None:
+        ray = pytest.importorskip("ray")
+        ray.init(num_cpus=1, log_to_driver=False, include_dashboard=False)
+        try:
+            assert_frame_equal(replay(long[0], "current", cluster="ray"), long[1])
+        finally:
+            ray.shutdown()
+
+    def test_a_dask_cluster(self, long: tuple[Place, pl.DataFrame]) -> None:
+        distributed = pytest.importorskip("distributed")
+        with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster:
+            assert_frame_equal(replay(long[0], "current", cluster=cluster.scheduler_address), long[1])
+
+
+def replay_step(run: Place, step: int) -> pl.DataFrame:
+    """One step by itself, from a record that holds no other."""
+    with tempfile.TemporaryDirectory() as folder:
+        for table in ("figures", "sketches"):
+            rows = read_table(run, table, where={"step": step})
+            add_rows(Place(folder), table, rows)
+        Place(folder).create("attempt-0.json", b'{"schema_version": 2}')
+        return replay(folder, "current")
 
 
 def test_clear_errors(tmp_path: Path) -> None:

@@ -91,6 +91,14 @@ class TestMegatron:
                 gemm.module.weight.grad.float(), expected, rtol=2e-2, atol=2e-2 * expected.abs().max()
             )
 
+    def test_the_fingerprint_lists_risky_features_that_are_on(self) -> None:
+        risky = {"recompute_granularity": "full", "tp_comm_overlap": True}
+        options = {"recompute_method": "uniform", "recompute_num_layers": 1, "sequence_parallel": False}
+        model = gpt(recompute_granularity="full", **options)
+        model.config.tp_comm_overlap = True
+        assert Monitor(model, recorders=[Samples()]).fingerprint["risky_features_on"] == risky
+        assert Monitor(gpt(), recorders=[Samples()]).fingerprint["risky_features_on"] == {}
+
     @pytest.mark.parametrize(
         "options", [{"recompute_method": "uniform", "recompute_granularity": "full", "recompute_num_layers": 1}]
     )
