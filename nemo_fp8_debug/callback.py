@@ -15,11 +15,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 
-from .capture.layers import compile_patterns, find_gemms, select, without_ends
+from .capture.layers import find_gemms, select, without_ends
 from .config import Config
 from .errors import ConfigError, warn
 from .interventions.emulate import Emulation
 from .monitor import Monitor
+from .names import compile_patterns
 from .numerics.scaling import ROLES, parse_recipe
 from .record.store import RunRecord
 from .record.table import TableRecorder

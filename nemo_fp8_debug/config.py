@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .capture.layers import compile_patterns
 from .errors import ConfigError
+from .names import compile_patterns
 from .numerics.scaling import ROLES, parse_recipe
 from .triggers import parse_rule
 

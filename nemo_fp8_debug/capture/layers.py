@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..errors import ConfigError
+from ..names import WRAPPERS, compile_patterns
 from .hosts import HOSTS, Host
-
-#: path components that wrappers put between a model and its layers
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 
 
 @dataclass(frozen=True)
@@ -61,37 +58,13 @@ def global_name(root: nn.Module, path: str) -> str:
     module = root
     for i, part in enumerate(parts):
         module = module.get_submodule(part)
-        wraps = part in _WRAPPERS or (part.isdigit() and not kept and parts[i + 1 : i + 2] == ["module"])
+        wraps = part in WRAPPERS or (part.isdigit() and not kept and parts[i + 1 : i + 2] == ["module"])
         number = getattr(module, "layer_number", None)  # Megatron: 1-based, over all pipeline stages
         if part.isdigit() and isinstance(number, int):
             kept.append(str(number - 1))
         elif not wraps:
             kept.append(part)
     return ".".join(kept) or "model"
-
-
-def compile_patterns(patterns: Sequence[str] | None) -> Callable[[str], bool]:
-    """A test of layer names: whether any pattern matches.
-
-    A glob matches a whole name, its end (`linear_fc2`), or a part of the tree (`decoder.layers.3`); `re:` starts a regular
-    expression, searched for anywhere in the name.
-
-    Raises:
-        ConfigError: a regular expression does not compile.
-    """
-    if patterns is None:
-        return lambda name: True
-    expressions = []
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            try:
-                expressions.append(re.compile(pattern[3:]))
-            except re.error as error:
-                raise ConfigError(f"layer pattern {pattern!r} is not a regular expression: {error}") from None
-        else:
-            glob = fnmatch.translate(pattern).removesuffix(r"\Z").removesuffix(r"\z")
-            expressions.append(re.compile(rf"(^|\.)(?:{glob})(\.|$)"))
-    return lambda name: any(e.search(name) for e in expressions)
 
 
 def matching(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:

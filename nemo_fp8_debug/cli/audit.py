@@ -10,10 +10,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.checkpoint.audit import Audit, audit
+from ..analysis.checkpoint.audit import audit
+from ..analysis.checkpoint.report import Audit
 from ..analysis.compare import number
-from ..capture.layers import compile_patterns
 from ..errors import ConfigError
+from ..names import compile_patterns
 from .console import console
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.capture.layers import compile_patterns, find_gemms, select, without_ends
+from nemo_fp8_debug.capture.layers import find_gemms, select, without_ends
+from nemo_fp8_debug.names import compile_patterns
 
 NAMES = [
     "decoder.layers.3.mlp.linear_fc1",

@@ -10,10 +10,9 @@ from itertools import product
 
 import torch
 
+from ...names import without_wrappers
 from .stored import Contents, Entry, Stored
 
-#: path components that wrappers put between a model and its layers
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 #: where Megatron leaves out the number of a layer or of an expert, and stacks them along a leading axis instead
 _STACKED_LAYERS = re.compile(r"((?:^|\.)layers\.)(?!\d)")
 _STACKED_EXPERTS = re.compile(r"(.*(?:^|\.)experts\.)(?!\d|local_experts\.)")
@@ -76,7 +75,7 @@ def find_weights(contents: Contents) -> tuple[list[Weight], Counter[str]]:
     for name, entry in contents.tensors.items():
         if name in scales:
             continue
-        path = _path(name)
+        path = without_wrappers(name)
         axes = _stacked_axes(path, entry)
         if entry.dtype in FP8_DTYPES and contents.lost & {name + suffix for suffix in _SCALES}:
             left_out["in FP8, with their scales lost"] += 1
@@ -86,10 +85,6 @@ def find_weights(contents: Contents) -> tuple[list[Weight], Counter[str]]:
         else:
             weights += _unstack(path, axes, entry, states, _scale_of(name, contents.tensors))
     return weights, left_out
-
-
-def _path(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _no_gemm(path: str, dimensions: int, dtype: torch.dtype) -> str | None:
@@ -129,7 +124,7 @@ def module_of_state(key: str) -> str:
     Megatron's form: `ShardedObject.unique_key` in megatron/core/dist_checkpointing/mapping.py.
     """
     name, _, shard = key.partition("/shard_")
-    path = _path(name).rpartition(".")[0] + "."
+    path = without_wrappers(name).rpartition(".")[0] + "."
     index = tuple(int(i) for i in shard.partition("_")[0].split(".") if i.isdigit())
     axes = [p for p in (_STACKED_LAYERS, _STACKED_EXPERTS) if p.search(path)]
     if len(axes) > len(index):

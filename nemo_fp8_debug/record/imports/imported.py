@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...capture.layers import _WRAPPERS
 from ...errors import warn
+from ...names import without_wrappers
 from ...sample import KEYS, Sample
 
 #: (layer, role, recipe, whether the recipe was not in use)
@@ -111,4 +111,4 @@ def first_lines(path: Path, n: int) -> list[str]:
 
 def global_name(name: str) -> str:
     """A layer's name without what wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS) or "model"
+    return without_wrappers(name) or "model"
