@@ -76,16 +76,25 @@ def round_trip() -> dict[str, Any]:
     return {"classes": [type(callback).__name__ for callback in built], "interval": restored[0].interval}
 
 
+EVERYTHING = {
+    "interval": 3,
+    "dump": ["layers.1.*", "output_layer"],
+    "dump_min_free_bytes": 0,
+    "weigh": ["current-e5m2", "delayed(margin=1)"],
+    "triggers": ["loss_spike", "nonfinite", "amax/input > 0"],
+    "trigger_steps": 1,
+    "trigger_dump": ["layers.2.mlp.*"],
+}
+WATCHED: dict[str, dict[str, Any]] = {"None": {}, "1": {"interval": 1}, "10": {"interval": 10}, "everything": EVERYTHING}
+
 if __name__ == "__main__":
     output = Path(sys.argv[1])
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     results: dict[str, Any] = {"round_trip": round_trip()}
     with megatron_on_cpu():
         for case, options in (("plain", {}), ("recompute", recompute)):
-            for interval in (None, 1, 10):
-                watch = [FP8DebugCallback(interval=interval, on_error="raise", table_rows=0)] if interval else []
-                runs = results.setdefault(case, {})
-                runs[str(interval)] = train(
-                    output / f"{case}-{interval}", [*watch, FP8EmulationCallback(DELAYED)], **options
-                )
+            for name, watch in WATCHED.items():
+                callbacks = [FP8DebugCallback(**watch, on_error="raise", table_rows=0)] if watch else []
+                callbacks.append(FP8EmulationCallback(DELAYED))
+                results.setdefault(case, {})[name] = train(output / f"{case}-{name}", callbacks, **options)
     (output / "results.json").write_text(json.dumps(results))

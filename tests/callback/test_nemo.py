@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from nemo_fp8_debug.analysis.replay import replay
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 
 
@@ -32,10 +33,28 @@ def results(output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", ["plain", "recompute"])
-@pytest.mark.parametrize("interval", ["1", "10"])
-def test_losses_and_weights_are_bit_identical(results: dict[str, Any], case: str, interval: str) -> None:
+@pytest.mark.parametrize("watched", ["1", "10", "everything"])
+def test_losses_and_weights_are_bit_identical(results: dict[str, Any], case: str, watched: str) -> None:
     assert len(results[case]["None"]["losses"]) == 5
-    assert results[case][interval] == results[case]["None"]
+    assert results[case][watched] == results[case]["None"]
+
+
+@pytest.mark.parametrize("case", ["plain", "recompute"])
+def test_dumped_tensors_give_what_was_recorded(output: Path, case: str) -> None:
+    run = find_run(output / f"{case}-everything")
+    replayed, recorded = replay(run, None, "dumps"), read_table(run, "figures")
+    triggered = read_table(run, "steps", ["step", "trigger"]).drop_nulls()["step"].to_list()
+    assert len(triggered) == 1 and "amax of X of" in read_table(run, "steps", ["trigger"])["trigger"].drop_nulls()[0]
+    dumped = {step: set(replayed.filter(step=step)["layer"]) for step in replayed["step"].unique()}
+    in_turn = {f"decoder.layers.1.{name}" for name in LINEAR} | {"output_layer"}
+    assert dumped[0] == in_turn
+    assert {"decoder.layers.2.mlp.linear_fc1", "decoder.layers.2.mlp.linear_fc2"} <= dumped[triggered[0]]
+    keys = ["step", "layer", "role", "calls", "n", "underflow_pct", "overflow_pct", "scale", "scale_source"]
+    expected = recorded.join(replayed.select(keys[:3]), on=keys[:3], how="semi")
+    assert replayed.select(keys).sort(keys).equals(expected.select(keys).sort(keys))
+
+
+LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
 def test_recompute_trains_the_same(results: dict[str, Any]) -> None:
