@@ -30,7 +30,8 @@ NAME = "control.yaml"
 STATUS = "status.json"
 #: fields of Config that the file may change
 FIELDS = ("interval", "layers", "roles", "weigh", "dump")
-_LONGEST = 1 << 16
+#: bytes of the file, at the most
+LONGEST = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class Control:
         steps = content.pop("steps", None)
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ConfigError(f"steps in {NAME} is {steps!r}; it must be a whole number of steps, at least 1")
+        lists = [content[key] for key in ("layers", "dump") if isinstance(content.get(key), list)]
+        if any(str(pattern).startswith("re:") for patterns in lists for pattern in patterns):
+            raise ConfigError(f"{NAME} takes globs only: a regular expression can be such that it never ends")
         changes: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
         replace(Config(), **changes)
         return cls(changes, steps)
@@ -67,8 +71,8 @@ class Control:
 
 
 def _load(text: str) -> Any:
-    if len(text) > _LONGEST:
-        raise ConfigError(f"{NAME} is longer than {_LONGEST >> 10} KiB")
+    if len(text.encode(errors="replace")) > LONGEST:
+        raise ConfigError(f"{NAME} is longer than {LONGEST >> 10} KiB")
     try:
         # Aliases can make a short text stand for more than memory holds.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import os
 import time
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +33,7 @@ from .record.place import Place
 from .record.recording import Recording
 from .record.store import RunRecord
 from .record.table import TableRecorder
-from .record.tensorboard import TensorBoardRecorder, event_writer
+from .record.tensorboard import EventFile, TensorBoardRecorder
 from .sample import SHOWN_AS, Recorder, Sample
 from .schedule import Schedule
 from .steering import Steering
@@ -54,7 +58,7 @@ class Monitor:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        output: str | None = None,
+        output: str | os.PathLike[str] | None = None,
         *,
         recorders: Iterable[Recorder] | None = None,
         **options: Any,
@@ -72,21 +76,26 @@ class Monitor:
         """
         self._ranks = Ranks()
         try:
-            self.config = Config(output=output, **options)
+            self.config = Config(output=os.fspath(output) if isinstance(output, os.PathLike) else output, **options)
             self._faults = Faults(self.config.on_error)
             self._find_gemms(model)
             self._recording = Recording(self._chosen(recorders), self.fingerprint, self._faults.guard)
-            attempts = [r.attempt for r in self._recording.recorders if isinstance(r, RunRecord)]
+            records = [r for r in self._recording.recorders if isinstance(r, RunRecord)]
+            # Other ranks may work in other folders, and this one may change its own.
+            address = None if self.config.output is None else str(Place(self.config.output))
         except Exception as error:
             self._ranks.start(None, error)
             raise
-        told = self._ranks.start({"attempt": max(attempts, default=0), "output": self.config.output})
+        told = self._ranks.start({"attempt": max((r.attempt for r in records), default=0), "output": address})
         self._attempt: int = told["attempt"]
         self._idle = self._ranks.world == 1 and not self._recording.recorders
-        self._prepare(Place(told["output"]) if told["output"] is not None else None)
+        place = Place(told["output"]) if told["output"] is not None else None
+        self._prepare(next((r.place for r in records if r.place == place), place))
         self._capture: Capture | None = None
         self._operands: dict[tuple[str, str], Operand] = {}
         self._steps: dict[int, dict[str, Any]] = {}
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
         if self._ranks.world > 1 and self._ranks.writes:
             self._faults.warn("figures are those of the shards on the writing rank; they are not yet reduced over ranks")
 
@@ -112,7 +121,7 @@ class Monitor:
         if self.config.output is None:
             raise TypeError("Monitor needs an output folder, or recorders")
         yield RunRecord(self.config.output)
-        yield TensorBoardRecorder(event_writer(str(self.config.output)), self.config.max_tags, log_losses=True)
+        yield TensorBoardRecorder(EventFile(str(Place(self.config.output))), self.config.max_tags, log_losses=True)
         if self.config.table_rows:
             yield TableRecorder(self.config.table_rows)
 
@@ -122,7 +131,7 @@ class Monitor:
         if place is None and (config.dump or config.trigger_dump):
             raise ConfigError("dump and trigger_dump need an output folder")
         limits = config.dump_max_bytes, config.dump_min_free_bytes
-        self._dump = TensorDump(place, *limits, self._recording.submit_job) if place else None
+        self._dump = TensorDump(place, self._ranks.rank, *limits, self._recording.submit_job) if place else None
         self._schedule = Schedule(config)
         triggers = Triggers([parse_rule(rule) for rule in config.triggers], self._ranks)
         self._steering = Steering(self._schedule, triggers, self._ranks, place, self._check)
@@ -250,6 +259,7 @@ class Monitor:
         self.abandon_step()
         self._flush_steps()
         self._idle = True
+        atexit.unregister(self._at_exit)
         with self._faults.guard("while closing the record"):
             self._recording.close()
 
@@ -291,6 +301,12 @@ class Monitor:
         self._operands.pop((layer, role), None)
         message = f"{SHOWN_AS[role]} of {layer} is missing from the sample of step {self._faults.step}"
         self._faults.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
+
+
+def _close(monitor: weakref.ref[Monitor]) -> None:
+    """A process that ends without closing its monitor loses nothing."""
+    if found := monitor():
+        found.close()
 
 
 def _read(scalars: Mapping[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import zlib
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .control import NAME, STATUS, Control
+from .control import LONGEST, NAME, STATUS, Control
 from .distributed import Ranks
 from .errors import ConfigError, warn
 from .record.place import Place
@@ -41,16 +42,22 @@ class Steering:
         try:
             state = json.loads(self._place.read(STATUS))["control"] if self._place else {}
             return state if isinstance(state, dict) else {}
-        except (OSError, ValueError, KeyError, TypeError):
+        except Exception:  # whatever it holds, the run can do without
             return {}
 
     def read(self) -> None:
         """Read the control file; called in the background before a sampled step."""
         if self._place:
             try:
-                self._text = self._place.read(NAME).decode(errors="replace")
+                with self._place.open(NAME) as file:
+                    self._text = file.read(LONGEST + 1).decode(errors="replace")
             except FileNotFoundError:
-                self._text = None
+                if self._place.is_there:
+                    self._text = None
+            except (IsADirectoryError, PermissionError):
+                raise
+            except Exception:  # the record cannot be reached, and says so
+                return
 
     def start_step(self, step: int) -> None:
         """Before a step, on all ranks: triggers may have it sampled."""
@@ -101,4 +108,5 @@ class Steering:
         """Tell those who watch the record how the control file fared and how far dumps are; called in the background."""
         if self._place:
             status = {"step": step, "time": time.time(), "control": self.state, "dump": dict(dumped)}
-            self._place.write(STATUS, json.dumps(status, indent=2).encode())
+            with contextlib.suppress(Exception):  # a record that cannot be written says so
+                self._place.write(STATUS, json.dumps(status, indent=2).encode())

@@ -37,8 +37,8 @@ _CHUNK = 1 << 24
 #: characters of a layer's name that go into a file name
 _LONGEST = 120
 _DTYPES = (*DTYPES, torch.float32)
-_NAME = re.compile(r"rank-(\d+)\.call-(\d+)\..*\.([0-9a-f]{8})\.safetensors")
-_STEP = re.compile(r"attempt-(\d+)-step-(\d+)")
+_NAME = re.compile(r"rank-(\d{1,9})\.call-(\d{1,9})\..*\.([0-9a-f]{8})\.safetensors")
+_STEP = re.compile(r"attempt-(\d{1,9})-step-(\d{1,18})")
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class TensorDump:
     """Copies tensors in hooks and writes them in the background."""
 
     def __init__(
-        self, place: Place, max_bytes: int, min_free_bytes: int, submit: Callable[[Callable[[], None]], None]
+        self, place: Place, rank: int, max_bytes: int, min_free_bytes: int, submit: Callable[[Callable[[], None]], None]
     ) -> None:
         """
         Args:
             place: folder of the run record.
-            max_bytes: that all dumps of the run may take here; earlier attempts count.
+            max_bytes: that all dumps of this rank may take; earlier attempts count.
             min_free_bytes: that a dump leaves on the disk.
             submit: runs a function in the background, in order.
         """
@@ -88,7 +88,8 @@ class TensorDump:
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._room = threading.Condition()
         self._in_flight = 0
-        self.taken = place.size(FOLDER)  # bytes, written or to be
+        self._patient = True
+        self.taken = place.size(FOLDER, f"rank-{rank:05d}.")  # bytes, written or to be; changed in two threads
         self.tensors = self.bytes = 0  # written since the start
         #: why tensors were left out, and how many
         self.left_out: dict[str, int] = {}
@@ -109,19 +110,22 @@ class TensorDump:
         if not self._wait_for_room(size):
             self._leave_out(f"{_readable(self._in_flight)} still waited to be written after {PATIENCE:.0f} s")
             return
-        self.taken += size
         fetch = _copy(x.detach())
         self._submit(lambda: self._write(about, fetch, scale, size))
 
     def _wait_for_room(self, size: int) -> bool:
         with self._room:
-            there_is = self._room.wait_for(lambda: self._in_flight == 0 or self._in_flight + size <= IN_FLIGHT, PATIENCE)
+            patience = PATIENCE if self._patient else 0.0  # waited for once, not for each tensor behind a write that hangs
+            there_is = self._room.wait_for(lambda: self._in_flight == 0 or self._in_flight + size <= IN_FLIGHT, patience)
+            self._patient = there_is
             self._in_flight += size if there_is else 0
+            self.taken += size if there_is else 0
         return there_is
 
     def _write(
         self, about: Dumped, fetch: Callable[[], torch.Tensor], scale: torch.Tensor | CurrentScaling, size: int
     ) -> None:
+        written = False
         try:
             if self._place.is_local and shutil.disk_usage(self._place.path("")).free - size < self._min_free_bytes:
                 self._leave_out(f"the disk would be left with less than {_readable(self._min_free_bytes)}")
@@ -133,11 +137,15 @@ class TensorDump:
             self._place.write(about.name(f"{zlib.crc32(content):08x}"), content)
             self.tensors += 1
             self.bytes += len(content)
+            written = True
         except Exception as error:
-            self._leave_out(f"{type(error).__name__}: {error}")
+            # Without the name of the file, which would make each one a reason of its own.
+            self._leave_out(f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}")
         finally:
             with self._room:
                 self._in_flight -= size
+                self.taken -= 0 if written else size
+                self._patient = True
                 self._room.notify_all()
 
     def _leave_out(self, why: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import uuid
 from typing import Any
@@ -23,11 +24,14 @@ class Place:
         Raises:
             ConfigError: no driver for the address is installed.
         """
-        try:
-            self._fs, root = url_to_fs(os.fspath(address))
+        path = os.fspath(address)
+        try:  # a path is none of fsspec's: it would take a :: in one for a chain of file systems
+            self._fs, root = url_to_fs(path) if "://" in path else _local(path)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"{os.fspath(address)} is no address that can be written to: {error}") from None
+            raise ConfigError(f"{path} is no address that can be written to: {error}") from None
         self._root = root.rstrip("/")
+        #: a file without which a local folder is not written to: the folder that is mounted there is not, or it was deleted
+        self.anchor = ""
         self.is_local = isinstance(self._fs, LocalFileSystem)
 
     def __str__(self) -> str:
@@ -43,7 +47,7 @@ class Place:
     def below(self, name: str) -> Place:
         """A folder in this one."""
         inner = object.__new__(Place)
-        inner._fs, inner._root, inner.is_local = self._fs, self.path(name), self.is_local
+        inner._fs, inner._root, inner.is_local, inner.anchor = self._fs, self.path(name), self.is_local, ""
         return inner
 
     def path(self, name: str) -> str:
@@ -60,17 +64,21 @@ class Place:
             return []
         return sorted(p.rstrip("/").rpartition("/")[2] for p in found)
 
-    def size(self, folder: str) -> int:
-        """Bytes of all files in a folder and below; 0 where there is no such folder."""
-        try:
-            return int(self._fs.du(self.path(folder)))
-        except FileNotFoundError:
-            return 0
+    def size(self, folder: str, prefix: str = "") -> int:
+        """Bytes of all files in a folder and below whose names begin with `prefix`; 0 where there is no such folder."""
+        found = self._fs.find(self.path(folder), detail=True)
+        return sum(about["size"] for path, about in found.items() if path.rpartition("/")[2].startswith(prefix))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a local folder with an anchor is what it was; others always are."""
+        return not (self.is_local and self.anchor) or os.path.exists(self.path(self.anchor))
 
     def folders_with(self, pattern: str) -> list[Place]:
         """Every folder at or below this one that holds a file named like the glob `pattern`."""
-        found = self._fs.glob(self.path(f"**/{pattern}"))
-        roots = sorted({path.rpartition("/")[0] for path in found})
+        # Not the file system's own glob: the folder's name may have a [, * or ? in it.
+        walked = ((str(folder), files) for folder, _, files in self._fs.walk(self._root))
+        roots = sorted(folder for folder, files in walked if fnmatch.filter(files, pattern))
         return [self.below(root.removeprefix(self._root).strip("/")) for root in roots]
 
     def read(self, name: str) -> bytes:
@@ -87,20 +95,30 @@ class Place:
         self._fs.makedirs(self.path(folder), exist_ok=True)
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a new file.
+        """Write a new file; of two who write it at once, on a local file system, one is refused.
 
         Raises:
             FileExistsError: there is one.
         """
-        self._fs.pipe_file(self.path(name), content, mode="create")
+        if not self.is_local:
+            self._fs.pipe_file(self.path(name), content, mode="create")
+            return
+        with open(self.path(name), "xb") as file:  # fsspec looks first and creates then
+            file.write(content)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file whole or not at all: an upload is, and a local file is renamed once it is."""
+        """Write a file whole or not at all: an upload is, and a local file is renamed once it is.
+
+        Raises:
+            FileNotFoundError: the `anchor` of a local folder is not there.
+        """
         path = self.path(name)
         if not self.is_local:
             self._fs.pipe_file(path, content)
             return
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # the folder may have been moved away in mid-run
+        if self.anchor:
+            os.stat(self.path(self.anchor))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex}.part"
         try:
             with open(temporary, "wb") as file:
@@ -114,3 +132,8 @@ class Place:
     def remove(self, name: str) -> None:
         """Delete a file."""
         self._fs.rm_file(self.path(name))
+
+
+def _local(path: str) -> tuple[LocalFileSystem, str]:
+    fs = LocalFileSystem()
+    return fs, fs._strip_protocol(path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import polars as pl
@@ -52,7 +53,7 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
             content = json.loads(run.read(name))
             if not isinstance(content, dict):
                 raise ValueError("a JSON object is expected")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             warn(f"{run.path(name)} is not a fingerprint: {error}")
             continue
         if content.get("schema_version") != VERSION:
@@ -97,7 +98,7 @@ def _matching(rows: pa.Table, where: Mapping[str, Any]) -> pa.Table:
     return rows
 
 
-def _samples(part: Part, rows: pa.Table) -> Collection[tuple[int, int]]:
+def _samples(part: Part, rows: pa.Table) -> set[tuple[int, int]]:
     """(attempt, step) of a part's rows."""
     steps = pc.unique(rows["step"]).to_pylist() if len(rows) else ()
     return {(part.attempt, step) for step in steps}
@@ -105,30 +106,52 @@ def _samples(part: Part, rows: pa.Table) -> Collection[tuple[int, int]]:
 
 def _read(run: Place, table: str, schema: pa.Schema, step: int | None) -> Iterator[tuple[Part, pa.Table]]:
     """The parts of a table that may hold `step`, each step of an attempt once."""
-    merged_already: set[tuple[int, int]] = set()
-    for part in _parts(run, table):
+    read: set[tuple[int, int]] = set()
+    parts = deque(_parts(run, table))
+    listed = set(parts)
+    while parts:
+        part = parts.popleft()
         if step is not None and table != "steps" and not part.first <= step <= part.last:
             continue
         # A process killed while it merged parts left both.
-        if not part.merged and (part.attempt, part.first) in merged_already:
+        if not part.merged and (part.attempt, part.first) in read:
             continue
-        rows = _read_part(run, table, schema, part)
+        try:
+            rows = _read_part(run, table, schema, part)
+        except FileNotFoundError:  # a run that goes on has merged it since
+            parts.extend(p for p in _parts(run, table) if p not in listed)
+            listed.update(parts)
+            continue
         if isinstance(rows, str):
             warn(f"{run.path(f'{table}/{part.name}')} is left out, it cannot be read as a part of {table}: {rows}")
             continue
-        if part.merged:
-            merged_already.update(_samples(part, rows))
+        samples = _samples(part, rows)
+        if table != "replayed":  # where parts of different recipes hold a step
+            rows = _without(rows, [step for _, step in samples & read])
+            read |= samples
         yield part, rows
 
 
+def _without(rows: pa.Table, steps: list[int]) -> pa.Table:
+    return rows.filter(pc.invert(pc.is_in(rows["step"], pa.array(steps, pa.int64())))) if steps else rows
+
+
 def _read_part(run: Place, table: str, schema: pa.Schema, part: Part) -> pa.Table | str:
-    """The rows of a part, or what is wrong with it."""
+    """The rows of a part, or what is wrong with it.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     try:
         with run.open(f"{table}/{part.name}") as file:
             rows = parquet.read(file, part.checksum, schema.names)
         if [_plain(column.type) for column in rows.schema] != schema.types:
             return "its columns are not those of this table"
+        if pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
+            return "its rows are not of the attempt that its name says"
         return rows
+    except FileNotFoundError:
+        raise
     except Exception as error:
         return str(error).splitlines()[0] if str(error) else type(error).__name__
 

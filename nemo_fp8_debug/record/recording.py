@@ -46,6 +46,7 @@ class Recording:
             self.recorders.append(recorder)
         self._impatient = False
         self.stuck = False
+        self._closing = False
         self._pending: deque[Future[Record | None]] = deque()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Record | None], Future[Record | None]] | None] = queue.SimpleQueue()
         # A daemon: a write that hangs for ever must not keep the process from ending.
@@ -80,24 +81,24 @@ class Recording:
             self.stuck = False
             if record := self._pending.popleft().result():
                 self._each(True, record)
-        if (waited := time.monotonic() - started) > PATIENCE and not self._impatient:
+        if (waited := time.monotonic() - started) > PATIENCE and not self._impatient and not self.stuck:
             self._impatient = True
             warn(f"training waited {waited:.1f} s for an earlier sample to be recorded; a longer interval avoids it")
 
     def close(self) -> None:
         """Wait until all is recorded, and end."""
+        self._closing = True
+        self._enqueue(lambda: self._here(lambda recorder: recorder.close()))
         self.deliver(wait=True)
         if self.stuck:
             warn(f"{len(self._pending)} jobs of recording hang behind a write that does not end; what they hold is lost")
             return
-        for in_callers_thread in (True, False):
-            self._each(in_callers_thread, lambda recorder: recorder.close())
         self._jobs.put(None)
         self._thread.join(PATIENCE)
 
     def _enqueue(self, job: Callable[[], Record | None]) -> None:
-        if len(self._pending) >= WAITING:
-            return  # only behind a write that hangs, which was said
+        if self.stuck and len(self._pending) >= WAITING:
+            return
         future: Future[Record | None] = Future()
         self._pending.append(future)
         self._jobs.put((job, future))
@@ -112,10 +113,10 @@ class Recording:
 
     def _wait_for(self, future: Future[Any]) -> bool:
         """Whether `future` is done, soon enough."""
-        if self.stuck:
+        if self.stuck and not self._closing:  # a hang that is over by then costs nothing
             return False
         wait([future], STUCK)
-        if not future.done():
+        if not future.done() and not self.stuck:
             self.stuck = True
             warn(f"recording hangs for {STUCK:.0f} s; the run goes on, and steps are not sampled until it does no longer")
         return future.done()

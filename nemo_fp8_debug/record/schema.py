@@ -92,8 +92,9 @@ def _arrow_type(kind: Any) -> pa.DataType:
     return _ARROW_TYPES[kind]
 
 
-_PART = re.compile(r"attempt-(\d+)-steps?-(\d+)(?:-(\d+))?-([0-9a-f]{8})\.parquet")
-_FINGERPRINT = re.compile(r"attempt-(\d+)\.json")
+# No more digits than the columns hold.
+_PART = re.compile(r"attempt-(\d{1,9})-steps?-(\d{1,18})(?:-(\d{1,18}))?-([0-9a-f]{8})\.parquet")
+_FINGERPRINT = re.compile(r"attempt-(\d{1,9})\.json")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class RunRecord:
         self._warned = False
         self._unmerged: dict[str, list[Part]] = defaultdict(list)
         self._tidy = False
+        self._fingerprint = b""
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Start an attempt.
@@ -63,12 +64,15 @@ class RunRecord:
             ConfigError: the folder cannot be made or written.
         """
         try:
-            for table in ("figures", "sketches", "steps"):
-                self.place.make(table)
+            self._make_folders()
             self._claim_attempt(fingerprint)
         except Exception as error:  # every driver of a remote file system has errors of its own
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"the run record cannot be written to {self.place}: {reason}") from None
+
+    def _make_folders(self) -> None:
+        for table in ("figures", "sketches", "steps"):
+            self.place.make(table)
 
     def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
         """Take the first number that no other start of a process has, even if it starts at the same moment."""
@@ -77,8 +81,11 @@ class RunRecord:
         self.attempt = 1 + max((a for a in taken if a is not None), default=-1)
         while True:
             content = {"schema_version": VERSION, "attempt": self.attempt, **fingerprint}
+            self._fingerprint = json.dumps(content, indent=2, default=str).encode()
+            name = f"attempt-{self.attempt}.json"
             with contextlib.suppress(FileExistsError):
-                self.place.create(f"attempt-{self.attempt}.json", json.dumps(content, indent=2, default=str).encode())
+                self.place.create(name, self._fingerprint)
+                self.place.anchor = name
                 return
             self.attempt += 1
 
@@ -107,6 +114,11 @@ class RunRecord:
     def close(self) -> None:
         """Write what waits; says what is lost where that cannot be done."""
         self._write_backlog()
+        if self._backlog:  # perhaps because the folder was deleted
+            with contextlib.suppress(Exception):
+                self._make_folders()
+                self.place.create(self.place.anchor, self._fingerprint)
+            self._write_backlog()
         self._lost += len(self._backlog)
         self._backlog.clear()
         if self._lost:
@@ -127,8 +139,8 @@ class RunRecord:
                 table, part, content = self._backlog[0]
                 self.place.write(f"{table}/{part.name}", content)
                 self._backlog.popleft()
-                self._warned = False
                 self._merge_when_due(table, part)
+            self._warned = False
         except Exception as error:
             self._hold_back(error)
 
@@ -169,7 +181,7 @@ class RunRecord:
 
     def _tidy_up(self) -> None:
         """Once an attempt, in the background: merge what earlier attempts left in small parts."""
-        if self._tidy:
+        if self._tidy or self._backlog:
             return
         self._tidy = True
         for table in _MERGED_TABLES:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import re
+import socket
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from tensorboard.compat import tf
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import summary as summaries
 
 from ..numerics.figures import FIGURES, WORSE
 from ..numerics.scaling import ROLES
@@ -20,6 +28,9 @@ STREAMED = ("scale", *FIGURES)
 #: charts of the custom-scalars tab, beside the loss
 _CHARTS = ("underflow_pct", "overflow_pct", "mse", "cosine", "scale_ratio_log2", "amax")
 _WORST_SHOWN = 5
+#: seconds that events may wait to be handed to the disk
+_FLUSH = 120.0
+_files = itertools.count()
 _LOSS_TAGS = r"(reduced_)?(train(ing)?[_/])?loss(_step)?$"
 
 Write = Callable[[dict[str, float], int], None]
@@ -156,12 +167,54 @@ class TensorBoardRecorder(ScalarRecorder):
         self._writer.file_writer.add_summary(Summary(value=values), step)
 
 
-def event_writer(folder: str) -> EventWriter:
-    """A TensorBoard event file in `folder`."""
-    from torch.utils.tensorboard import SummaryWriter
+class EventFile:
+    """A TensorBoard event file, written in the caller's thread; after a fault another one is begun.
 
-    writer: EventWriter = SummaryWriter(folder)
-    return writer
+    What SummaryWriter writes in a thread of its own ends for good with the first fault, as of a disk that is full.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.file_writer = self
+        self._folder = folder
+        self._file: RecordWriter | None = None
+        self._flushed = time.monotonic()
+        tf.io.gfile.makedirs(folder)
+
+    def add_summary(self, summary: Summary, step: int) -> None:
+        """Write an event; it is lost where the folder cannot be written, of which the record in it tells."""
+        try:
+            self._file = self._file or self._begun()
+            self._write(self._file, Event(wall_time=time.time(), step=step, summary=summary))
+        except Exception as error:
+            self._file = None  # it may end in half an event, and nothing after that would be read
+            if not isinstance(error, OSError):
+                raise
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        """Markdown."""
+        self.add_summary(summaries.text(tag, text), step)
+
+    def add_custom_scalars(self, layout: Mapping[str, Any]) -> None:
+        """The page of charts; the last one written is shown."""
+        self.add_summary(summaries.custom_scalars(layout), 0)
+
+    def flush(self) -> None:
+        """Hand everything to the disk."""
+        if self._file:
+            self._file.flush()
+        self._flushed = time.monotonic()
+
+    def _begun(self) -> RecordWriter:
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
+        file = RecordWriter(tf.io.gfile.GFile(f"{self._folder}/{name}", "wb"))
+        self._write(file, Event(wall_time=time.time(), file_version="brain.Event:2"))
+        return file
+
+    def _write(self, file: RecordWriter, event: Event) -> None:
+        file.write(event.SerializeToString())
+        if time.monotonic() - self._flushed > _FLUSH:  # each time sends the whole file, where it is a remote one
+            file.flush()
+            self._flushed = time.monotonic()
 
 
 def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ REFUSED = {
     "layers: ['9']": "no GEMM layer matches ['9']; the model has 0, 1",
     "dump: [nope]": "no GEMM layer matches ['nope']",
     "layers: 1": "layers is 1; it takes a list of strings",
-    "layers: ['re:(']": "is not a regular expression",
+    "layers: ['re:(a+)+$']": "takes globs only: a regular expression can be such that it never ends",
     "roles: [X]": "unknown roles ['X']",
     "weigh: [fp7]": "unknown recipe 'fp7'",
     "weigh: current": "weigh is 'current'; it takes a list of recipes",
@@ -136,6 +136,11 @@ class TestRefused:
         (warning,) = run(tmp_path, {3: content}, steps=20)
         assert "changes nothing" in warning
 
+    def test_a_file_without_end(self, tmp_path: Path) -> None:
+        (tmp_path / "control.yaml").symlink_to("/dev/zero")
+        (warning,) = run(tmp_path, {}, steps=20)
+        assert "longer than 64 KiB" in warning and sampled(tmp_path) == [0, 10]
+
     def test_a_folder_in_its_place_costs_no_step(self, tmp_path: Path) -> None:
         (tmp_path / "control.yaml").mkdir()
         run(tmp_path, {}, steps=25, on_error="warn")
@@ -151,7 +156,7 @@ class TestRefused:
             {},
             optional={
                 "interval": st.integers(1, 10**6),
-                "layers": st.lists(st.sampled_from(["layers.*", "*fc2", "re:a|b"]), min_size=1).map(tuple),
+                "layers": st.lists(st.sampled_from(["layers.*", "*fc2", "[ab]"]), min_size=1).map(tuple),
                 "roles": st.lists(st.sampled_from(["input", "weight"]), min_size=1).map(tuple),
                 "weigh": st.lists(st.sampled_from(["current", "delayed(margin=1)"])).map(tuple),
                 "dump": st.lists(st.sampled_from(["layers.*", "*"])).map(tuple),
@@ -216,7 +221,7 @@ class TestCommandLine:
             (["--weigh", "fp7"], "unknown recipe 'fp7'"),
             (["--steps", "0"], "steps in control.yaml is 0"),
             (["--roles", "dY"], "unknown roles"),
-            (["--layers", "re:("], "is not a regular expression"),
+            (["--layers", "re:("], "takes globs only"),
         ],
     )
     def test_bad_options_are_refused_and_nothing_is_written(
@@ -239,3 +244,7 @@ class TestCommandLine:
         assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
         assert f"{recorded}/run/status.json cannot be read" in result.stderr
         run(recorded / "run", {}, start=15, steps=25)  # a resumed run does without
+
+    def test_a_status_nested_without_end(self, recorded: Path) -> None:
+        (recorded / "run" / "status.json").write_bytes(b"[" * 100_000)
+        assert not run(recorded / "run", {}, start=15, steps=25)

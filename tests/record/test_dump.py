@@ -44,7 +44,7 @@ def at_once(job: Callable[[], None]) -> None:
 
 
 def writer(folder: Path, max_bytes: int = 1 << 30, min_free_bytes: int = 0, submit: Any = at_once) -> TensorDump:
-    return TensorDump(Place(folder), max_bytes, min_free_bytes, submit)
+    return TensorDump(Place(folder), 3, max_bytes, min_free_bytes, submit)
 
 
 def the_file(folder: Path) -> Path:

@@ -1,9 +1,14 @@
-"""Which thread each recorder works in."""
+"""Which thread each recorder works in, what may wait there, and where it is written."""
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,10 @@ from helpers import Samples
 from torch import nn
 
 from nemo_fp8_debug import Monitor
+from nemo_fp8_debug.record import recording
+from nemo_fp8_debug.record.dump import dumped_files
+from nemo_fp8_debug.record.place import Place
+from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.sample import Sample
 
 
@@ -47,3 +56,72 @@ def test_recorders_get_samples_and_steps_in_the_thread_they_ask_for(in_callers_t
     assert len(recorder.threads) == 1
     assert (threading.get_ident() in recorder.threads) == in_callers_thread
     assert threading.active_count() == before
+
+
+def test_a_step_may_dump_more_tensors_than_may_wait_behind_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "WAITING", 4)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))).bfloat16()
+    monitor = Monitor(model, tmp_path, interval=1, dump=["*"], dump_min_free_bytes=0, table_rows=0, on_error="warn")
+    for step in range(3):
+        with monitor.step(step):
+            model(torch.randn(2, 4).bfloat16()).sum().backward()
+    monitor.close()
+    assert len(list(dumped_files(Place(tmp_path)))) == 3 * 3 * 8
+
+
+def test_the_folder_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may change its own folder; ~ is what a shell makes of it, for all that is written."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder in ("started", "home", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    for output, at in (("run", "started/run"), ("~/run", "home/run")):
+        monkeypatch.chdir(tmp_path / "started")
+        model = nn.Linear(4, 4).bfloat16()
+        monitor = Monitor(model, output, interval=1, dump=["*"], dump_min_free_bytes=0, table_rows=0)
+        for step in range(3):
+            with monitor.step(step) as report:
+                loss = model(torch.randn(2, 4).bfloat16()).sum()
+                loss.backward()
+                report(loss=loss)
+            monkeypatch.chdir(tmp_path / "elsewhere")
+        monitor.close()
+        assert len(read_table(tmp_path / at, "figures")) == 9
+        assert len(list(dumped_files(Place(tmp_path / at)))) == 9
+        (events,) = (tmp_path / at).glob("events*")
+        assert events.stat().st_size > 1000
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert [p.name for p in (tmp_path / "started").iterdir()] == ["run"]
+
+
+UNCLOSED = """
+import sys, torch
+from nemo_fp8_debug import Monitor
+
+model = torch.nn.Linear(4, 4)
+monitor = Monitor(model, sys.argv[1], interval=5, table_rows=0)
+for step in range(8):
+    with monitor.step(step) as report:
+        loss = model(torch.randn(2, 4)).sum()
+        loss.backward()
+        report(loss=loss)
+if sys.argv[2] == "exit":
+    sys.exit(3)
+if sys.argv[2] == "raise":
+    raise RuntimeError("the training failed")
+"""
+
+
+@pytest.mark.parametrize("end", ["fall off", "exit", "raise"])
+def test_a_process_that_ends_without_closing_loses_nothing(tmp_path: Path, end: str) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", UNCLOSED, str(tmp_path), end], capture_output=True, timeout=60)
+    assert read_table(tmp_path, "figures")["step"].unique().to_list() == [0, 5]
+    assert read_table(tmp_path, "steps")["step"].to_list() == list(range(8))
+
+
+def test_a_monitor_that_nobody_holds_is_freed() -> None:
+    monitor = Monitor(nn.Linear(4, 4), recorders=[Samples()])
+    seen = weakref.ref(monitor)
+    monitor.close()
+    del monitor
+    gc.collect()
+    assert seen() is None

@@ -169,6 +169,14 @@ class TestFolder:
         assert find_run(run) == find_run(run.parent) == find_run(str(run))
         assert str(find_run(run)) == str(run)
 
+    @pytest.mark.parametrize("name", ["a b", "ünï✓", "a#b%20", "a[1]", "[", "a*", "**", "a?", "{a}", "a::b", "~a", "a\nb"])
+    def test_any_name(self, tmp_path: Path, name: str) -> None:
+        start(tmp_path / name).record(measured(0))
+        assert [p.name for p in tmp_path.iterdir()] == [name]
+        for above in (tmp_path, tmp_path / name):
+            assert str(find_run(above)) == str(tmp_path / name)
+        assert len(read_table(find_run(tmp_path), "figures")) == 3
+
     def test_find_run_refuses_what_holds_none(self, tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "missing"):
             with pytest.raises(RecordError, match=re.escape(f"{path} holds no run record")):
@@ -254,6 +262,35 @@ class TestDamaged:
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{part} is left out")):
             assert len(read_table(run, "figures")) == 9
 
+    def test_a_part_of_another_attempt_hides_no_row(self, run: Path) -> None:
+        before = read_table(run, "figures")
+        part = a_part(run)
+        copy = part.with_name(part.name.replace("attempt-0", "attempt-7"))
+        copy.write_bytes(part.read_bytes())
+        with pytest.warns(FP8DebugWarning, match=re.escape(f"{copy} is left out") + ".*attempt"):
+            assert read_table(run, "figures").equals(before)
+
+    def test_a_number_that_no_attempt_can_have_is_none(self, run: Path) -> None:
+        before = read_table(run, "figures")
+        (run / "attempt-99999999999.json").write_text("{}")
+        part = a_part(run)
+        copy = part.with_name(part.name.replace("attempt-0", "attempt-99999999999"))
+        copy.write_bytes(part.read_bytes())
+        with pytest.warns(FP8DebugWarning, match=re.escape(f"{copy} is passed over")):
+            assert read_table(run, "figures").equals(before)
+        start(run)
+        assert read_fingerprint(run)["attempt"] == 1
+
+    def test_rows_that_two_merged_parts_hold_are_read_once(self, tmp_path: Path) -> None:
+        """As two processes leave them that tidy up at the same time."""
+        record = start(tmp_path)
+        for step in range(2 * store.MERGED):
+            record.record(sample(step, [{"layer": "l"}]))
+        rows = read_table(tmp_path, "figures")
+        store.add_rows(record.place, "figures", rows[store.MERGED // 2 : 3 * store.MERGED // 2])
+        assert len(list((tmp_path / "figures").iterdir())) == 3
+        assert read_table(tmp_path, "figures").equals(rows)
+
     def test_a_file_of_another_name_is_named(self, run: Path) -> None:
         (run / "figures" / "notes.txt").write_text("mine")
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{run}/figures/notes.txt is passed over")):
@@ -271,7 +308,9 @@ class TestDamaged:
         with pytest.raises(RecordError, match=re.escape(message)):
             read_fingerprint(run)
 
-    @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe"], ids=str)
+    @pytest.mark.parametrize(
+        "content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000], ids=lambda content: str(content[:9])
+    )
     def test_what_is_not_a_fingerprint_is_named(self, run: Path, content: bytes) -> None:
         (run / "attempt-0.json").write_bytes(content)
         start(run)

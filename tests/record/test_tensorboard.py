@@ -16,7 +16,7 @@ from samples import FINGERPRINT, ORDINARY, sample
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from nemo_fp8_debug.record.tensorboard import STREAMED, ScalarRecorder, TensorBoardRecorder, event_writer
+from nemo_fp8_debug.record.tensorboard import STREAMED, EventFile, ScalarRecorder, TensorBoardRecorder
 from nemo_fp8_debug.sample import Sample
 
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"
@@ -29,7 +29,7 @@ def two_layers(step: int, **of_fc2: Any) -> Sample:
 
 def written(folder: Path, *samples: Sample, losses: Mapping[int, float] | None = None, **options: Any) -> EventAccumulator:
     """The events of a run of these samples, as TensorBoard loads them."""
-    recorder = TensorBoardRecorder(event_writer(str(folder)), UNLIMITED, **options)
+    recorder = TensorBoardRecorder(EventFile(str(folder)), UNLIMITED, **options)
     recorder.open(FINGERPRINT)
     for each in samples:
         recorder.record(each)
@@ -214,7 +214,7 @@ class TestTagBudget:
             assert earlier <= later
 
     def test_a_small_budget_still_shows_the_worst_and_median(self, tmp_path: Path) -> None:
-        recorder = TensorBoardRecorder(event_writer(str(tmp_path)), max_tags=0)
+        recorder = TensorBoardRecorder(EventFile(str(tmp_path)), max_tags=0)
         recorder.record(two_layers(0))
         recorder.close()
         events = EventAccumulator(str(tmp_path))

@@ -1,0 +1,217 @@
+"""Processes killed in mid-write, disks that fill up or go away, file systems that hang: what was recorded stays whole."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import outages
+import pytest
+from outages import COMES_BACK, LEAVES, STEPS, Hanging, train
+from samples import FINGERPRINT, sample
+
+from nemo_fp8_debug.errors import FP8DebugWarning
+from nemo_fp8_debug.record import dump, recording, store
+from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
+from nemo_fp8_debug.record.store import RunRecord
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "torture_record.py"
+ALL = list(range(STEPS))
+MISSED = list(range(LEAVES, COMES_BACK))
+
+
+def test_killed_at_random_moments() -> None:
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--kills", "8", "--length", "40", "--seed", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = done.stdout.splitlines()[-1]
+    assert summary.startswith("ok: 8 kills in ") and int(re.search(r"rows compared: (\d+)", summary)[1]) > 0
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    try:
+        subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine lets no test mount a file system: {getattr(error, 'stderr', error)!r}")
+    command = ["unshare", "-rm", sys.executable, outages.__file__, str(tmp_path_factory.mktemp("outages"))]
+    done = subprocess.run([*command, *outages.OUTAGES], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    found = map(json.loads, done.stdout.splitlines())
+    return {outcome["outage"]: outcome for outcome in found}
+
+
+class TestOutages:
+    """In a process with mounts of its own."""
+
+    @pytest.mark.parametrize("outage", outages.OUTAGES)
+    def test_the_run_is_as_without_a_monitor(self, outcomes: dict[str, dict[str, Any]], outage: str) -> None:
+        assert outcomes[outage]["undisturbed"]
+
+    @pytest.mark.parametrize("outage", outages.OUTAGES)
+    def test_one_warning_says_what_is_wrong(self, outcomes: dict[str, dict[str, Any]], outage: str) -> None:
+        (warning,) = outcomes[outage]["warnings"]
+        reason = {"full": "No space left", "read-only": "Read-only", "replaced": "Not a directory"}
+        assert "cannot be written" in warning and reason.get(outage, "No such file or directory") in warning
+
+    @pytest.mark.parametrize("outage", [name for name in outages.OUTAGES if name != "deleted"])
+    def test_recording_goes_on_where_the_place_comes_back(self, outcomes: dict[str, dict[str, Any]], outage: str) -> None:
+        outcome = outcomes[outage]
+        assert outcome["figures"] == outcome["sketches"] == outcome["steps"] == ALL
+        assert outcome["dumps"] == [step for step in ALL if step not in MISSED]
+        assert set(ALL) - set(outcome["events"]) <= set(MISSED)
+        assert not outcome["leftovers"]
+        status = outcome["status"]
+        assert status["step"] == STEPS - 1
+        assert list(status["dump"]["left_out"].values()) == [6 * len(MISSED)]  # one reason, not one a file
+        assert status["dump"]["budget_bytes"] - status["dump"]["budget_left_bytes"] <= status["dump"]["bytes"]
+
+    def test_a_deleted_record_is_begun_anew_in_the_end(self, outcomes: dict[str, dict[str, Any]]) -> None:
+        outcome = outcomes["deleted"]
+        assert outcome["figures"] == outcome["sketches"] == outcome["steps"] == list(range(LEAVES, STEPS))
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(recording, "STUCK", 2.0)
+    Hanging.store.clear()
+    Hanging.is_there.set()
+    yield "hanging://server/run"
+    Hanging.is_there.set()
+
+
+def wait_until_recorded(run: str | Path, step: int) -> None:
+    until = time.monotonic() + 20
+    while time.monotonic() < until and step not in read_table(run, "figures")["step"]:
+        time.sleep(0.05)
+    time.sleep(0.2)  # and what waited behind it
+
+
+class TestHangs:
+    def test_the_run_goes_on_and_so_does_recording_when_it_ends(self, hanging: str) -> None:
+        took: dict[str, float] = {}
+
+        def leave() -> None:
+            Hanging.is_there.clear()
+            took["began"] = time.monotonic()
+
+        def come_back() -> None:
+            took["hung"] = time.monotonic() - took["began"]
+            Hanging.is_there.set()
+            wait_until_recorded(hanging, LEAVES)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses, weights = train(hanging, {LEAVES: leave, COMES_BACK: come_back})
+        assert (losses, weights) == train(None)
+        (warning,) = [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)]
+        assert "recording hangs" in warning
+        assert took["hung"] < 5
+        run = find_run(hanging)
+        sampled = read_table(run, "figures")["step"].unique().to_list()
+        assert set(sampled) >= {*range(LEAVES + 1), *range(COMES_BACK + 1, STEPS)}
+        assert not set(sampled) & set(range(LEAVES + 1, COMES_BACK))
+        assert read_table(run, "steps")["step"].to_list() == ALL
+
+    def test_a_file_that_no_one_answers_from(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A pipe in place of the control file: the kernel lets no one open it until someone writes to it."""
+        monkeypatch.setattr(recording, "STUCK", 2.0)
+        pipe = tmp_path / "run" / "control.yaml"
+
+        def answer() -> None:
+            with open(pipe, "w") as file:
+                file.write("interval: 1")
+            pipe.unlink(missing_ok=True)
+            wait_until_recorded(tmp_path / "run", LEAVES)
+
+        with pytest.warns(FP8DebugWarning) as caught:
+            done = train(tmp_path / "run", {LEAVES: lambda: os.mkfifo(pipe), COMES_BACK: answer})
+        assert done == train(None)
+        assert ["recording hangs" in str(w.message) for w in caught] == [True]
+        sampled = set(read_table(tmp_path / "run", "figures")["step"])
+        assert sampled >= {*range(LEAVES + 1), *range(COMES_BACK + 1, STEPS)}
+        assert read_table(tmp_path / "run", "steps")["step"].to_list() == ALL
+
+    @pytest.mark.parametrize("begins", [LEAVES, STEPS - 1, STEPS], ids=["in mid-run", "in the last step", "when closed"])
+    def test_the_process_ends_though_the_hang_does_not(self, begins: int) -> None:
+        command = [sys.executable, "-W", "ignore", "-c", f"import outages; outages.hang_for_ever({begins})"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent)
+        assert done.returncode == 0, done.stderr[-2000:]
+        undisturbed, *warned = json.loads(done.stdout)
+        assert undisturbed
+        told = ["recording hangs" in warning for warning in warned if "cannot be written" not in warning]
+        assert told == [True, False] and "what they hold is lost" in warned[-1]
+
+    def test_dumping_waits_for_room_once(self, hanging: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dump, "IN_FLIGHT", 1)  # a tensor at a time
+        monkeypatch.setattr(dump, "PATIENCE", 1.0)
+        times: list[float] = []
+
+        def leave() -> None:
+            Hanging.is_there.clear()
+            times.append(time.monotonic())
+
+        def come_back() -> None:
+            times.append(time.monotonic())
+            Hanging.is_there.set()
+
+        with pytest.warns(FP8DebugWarning, match="recording hangs"):
+            done = train(hanging, {LEAVES: leave, COMES_BACK: come_back})
+        assert done == train(None)
+        assert times[1] - times[0] < 5  # and not a second for each of the six tensors
+
+
+class TestTwoAtOnce:
+    def test_each_start_gets_an_attempt_of_its_own(self, tmp_path: Path) -> None:
+        barrier, records = threading.Barrier(8), [RunRecord(tmp_path) for _ in range(8)]
+
+        def start(record: RunRecord) -> None:
+            barrier.wait()
+            record.open(FINGERPRINT)
+
+        threads = [threading.Thread(target=start, args=[record]) for record in records]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(record.attempt for record in records) == list(range(8))
+
+    def test_two_runs_and_a_reader(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each tidies up what both left, while it is read: every row is there at every time, once."""
+        monkeypatch.setattr(store, "MERGED", 4)
+        for _ in range(3):
+            record_steps(tmp_path, 0, 50)
+        spawn = multiprocessing.get_context("spawn")
+        writers = [spawn.Process(target=record_steps, args=(tmp_path, 50, 300)) for _ in range(2)]
+        for writer in writers:
+            writer.start()
+        readings = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            while any(writer.is_alive() for writer in writers):
+                readings.append(read_table(tmp_path, "figures")["step"].to_list())
+            readings.append(read_table(tmp_path, "figures")["step"].to_list())
+        assert [writer.exitcode for writer in writers] == [0, 0]
+        assert all(steps == list(range(len(steps))) for steps in readings)
+        assert [len(steps) for steps in readings] == sorted(map(len, readings)) and len(readings[-1]) == 300
+        assert read_fingerprint(tmp_path)["attempt"] == 4
+
+
+def record_steps(folder: Path, first: int, last: int) -> None:
+    store.MERGED = 4
+    record = RunRecord(folder)
+    record.open(FINGERPRINT)
+    for step in range(first, last):
+        record.record(sample(step, [{"layer": "l"}]))
+    record.close()
