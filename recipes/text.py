@@ -1,40 +1,13 @@
-"""Real English text that every Python carries (the topics of its `help()`), as bytes, for NeMo's MegatronStrategy."""
+"""The text of text_windows.py for NeMo's MegatronStrategy."""
 
 from __future__ import annotations
 
-import pydoc_data.topics
-
 import lightning.pytorch as pl
-import torch
 from nemo.lightning.pytorch.plugins import MegatronDataSampler
-from torch.utils.data import DataLoader, Dataset
+from text_windows import VOCABULARY, TextWindows
+from torch.utils.data import DataLoader
 
-VOCABULARY = 256
-
-
-class TextWindows(Dataset):
-    """Windows of the text in a fixed pseudo-random order."""
-
-    def __init__(self, windows: int, sequence: int) -> None:
-        text = "\n".join(pydoc_data.topics.topics[topic] for topic in sorted(pydoc_data.topics.topics))
-        self.bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
-        self.windows, self.sequence = windows, sequence
-        # Megatron's convention: True hides.
-        self.mask = torch.ones(1, sequence, sequence).triu(1) > 0
-
-    def __len__(self) -> int:
-        return self.windows
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        start = i * 7919 % (len(self.bytes) - self.sequence - 1)
-        window = self.bytes[start : start + self.sequence + 1]
-        return {
-            "tokens": window[:-1],
-            "labels": window[1:],
-            "loss_mask": torch.ones(self.sequence),
-            "position_ids": torch.arange(self.sequence),
-            "attention_mask": self.mask,
-        }
+__all__ = ["VOCABULARY", "Text"]
 
 
 class Text(pl.LightningDataModule):

@@ -1,0 +1,8 @@
+"""Hosts other than Lightning: each module turns the events of one host into calls of a `Monitor`.
+
+None is imported before it is asked for, so that only those who use a host need it:
+
+    from nemo_fp8_debug.adapters.transformers import FP8DebugTrainerCallback
+    from nemo_fp8_debug.adapters.megatron_bridge import FP8DebugBridgeCallback
+    from nemo_fp8_debug.adapters.megatron_lm import FP8DebugForwardStep
+"""

@@ -1,0 +1,90 @@
+"""Calls of the `forward_step` of a Megatron-LM script -> Monitor; nothing else.
+
+Megatron-LM's `pretrain()` tells no one when a step begins or ends, but calls the script's own function for every
+micro-batch, and keeps the number of complete steps in `args.curr_iteration`. A step begins with the first call under a new
+number, and ends when the next one or an evaluation begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from .run import Run
+
+
+class FP8DebugForwardStep:
+    """A script's `forward_step` that is watched; takes the fields of `Config` as arguments.
+
+        watched = FP8DebugForwardStep(forward_step, interval=100)
+        pretrain(..., watched, ...)
+        watched.close()
+
+    The record goes to `fp8_debug` beside the TensorBoard events, or the checkpoints where there are none. Steps are numbered
+    as Megatron-LM logs them, from 1. Without `close`, as when the run fails, the last step may be missing.
+
+    Raises:
+        ConfigError: when constructed, or before the first forward pass: a value cannot be used, no GEMM layer matches, the
+            output folder cannot be written, or a virtual pipeline splits the model. Nothing stops the run after that.
+    """
+
+    def __init__(self, forward_step: Callable[..., Any], **options: Any) -> None:
+        self._run = Run(options)
+        self._forward_step = forward_step
+        self._step: int | None = None
+        self._open = False
+        self._losses: list[tuple[torch.Tensor, Any]] = []
+
+    def __call__(self, data_iterator: Any, model: torch.nn.Module, *rest: Any, **options: Any) -> Any:
+        """A micro-batch."""
+        if not torch.is_grad_enabled():
+            self._end_step()
+            return self._forward_step(data_iterator, model, *rest, **options)
+        from megatron.training import get_args
+
+        args = get_args()
+        if self._step is None:
+            self._start(args, model)
+        if self._step != args.curr_iteration + 1:
+            self._end_step()
+            self._step = args.curr_iteration + 1
+            self._open, self._losses = True, []
+            self._run.begin_step(self._step)
+        output, loss_function = self._forward_step(data_iterator, model, *rest, **options)
+        return output, self._watched(loss_function)
+
+    def _start(self, args: Any, model: torch.nn.Module) -> None:
+        if getattr(args, "virtual_pipeline_model_parallel_size", None):
+            raise ConfigError(
+                "a virtual pipeline splits the model, and forward_step is shown one part of it at a time; "
+                "use a Monitor with all parts in a loop of your own, or train without a virtual pipeline"
+            )
+        self._run.start(model, args.tensorboard_dir or args.save)
+
+    def _watched(self, loss_function: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss of a micro-batch is computed on the last stage of the pipeline, after `forward_step` is over."""
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            result = loss_function(*arguments, **options)
+            with self._run.faults.guard("while looking for the loss"):
+                # Megatron goes on to divide the loss in place.
+                loss, tokens = result[0].detach().clone(), result[1] if len(result) == 3 else 1
+                self._losses.append((loss, tokens))
+            return result
+
+        return watched
+
+    def _end_step(self) -> None:
+        if self._open:
+            self._open, losses, loss = False, self._losses, None
+            with self._run.faults.guard("while adding up the loss"):
+                loss = sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses) if losses else None
+            self._run.end_step(loss=loss)
+
+    def close(self) -> None:
+        """Training is over: record what is left."""
+        self._end_step()
+        self._run.close()

@@ -1,0 +1,112 @@
+"""Events of Hugging Face's Trainer -> Monitor; nothing else.
+
+A sample opens in `on_step_begin` and takes the step number under which the Trainer will log the loss, `global_step + 1`.
+It closes in `on_step_end`, or in the `on_log` that comes right after it and brings the gradient norm: both are once an
+optimizer step, so that accumulated batches are one sample.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..capture.hooks import Hook
+from ..errors import ConfigError
+from .run import Run
+
+
+class FP8DebugTrainerCallback(TrainerCallback):
+    """Looks at every GEMM's operands every `interval` steps; takes the fields of `Config` as arguments.
+
+        Trainer(..., callbacks=[FP8DebugTrainerCallback(interval=100)])
+
+    The record goes to `fp8_debug` in `args.output_dir`, and a resumed run goes on in it.
+
+    Raises:
+        ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM layer matches, the output
+            folder cannot be written. Nothing after the first step stops the run.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._run = Run(options)
+        self._hook: Any = None
+        self._losses: list[torch.Tensor] = []
+        self._summed = False
+        self._lr: Any = None
+        #: of a step that is over but whose log is still to come
+        self._scalars: dict[str, Any] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **rest: Any
+    ) -> None:
+        """Find the GEMMs and open the record."""
+        self._close()
+        # Set by torch_compile=True and by `accelerate launch`; the model that callbacks get does not show it.
+        if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+            raise ConfigError(
+                "the Trainer compiles the whole model (torch_compile, or dynamo_backend of accelerate), where a hook would "
+                "change the graph; train without that, or compile parts of the model yourself"
+            )
+        if self._run.start(model, args.output_dir):
+            self._hook = model.register_forward_hook(Hook(self._see_loss), with_kwargs=True)
+
+    def _see_loss(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        """Keep the loss of a batch: callbacks only get averages of it, which the Trainer waits for the device to log."""
+        with self._run.faults.guard("while looking for the loss"):
+            first = output[0] if isinstance(output, tuple) else None
+            loss = output.get("loss") if isinstance(output, Mapping) else first
+            if torch.is_tensor(loss) and loss.requires_grad and loss.numel() == 1:
+                # A copy: the Trainer goes on to change it in place.
+                self._losses.append(loss.detach().clone().reshape(()))
+                self._summed = kwargs.get("num_items_in_batch") is not None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **rest: Any
+    ) -> None:
+        """Open a sample where one is due."""
+        self._end_step()
+        self._losses = []
+        with self._run.faults.guard("while looking for the learning rate"):
+            self._lr = optimizer.param_groups[0]["lr"]
+        self._run.begin_step(state.global_step + 1)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **rest: Any) -> None:
+        """Close the sample, unless the step is to be logged."""
+        self._scalars = {"lr": self._lr}
+        if self._losses:
+            # The model divides by the tokens of the step, perhaps of all processes; otherwise the Trainer by its batches.
+            shared = self._summed and getattr(args, "average_tokens_across_devices", False)
+            losses = torch.stack(self._losses) * (args.world_size if shared else 1)
+            self._scalars["loss"] = losses.sum() if self._summed else losses.mean()
+        if not control.should_log:
+            self._end_step()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **rest: Any
+    ) -> None:
+        """Close the sample of the step that is logged."""
+        logged = {"grad_norm": (logs or {}).get("grad_norm")}
+        if args.logging_steps == 1:  # a model that returns no loss leaves that to the Trainer, which logs an average
+            logged["loss"] = (logs or {}).get("loss")
+        self._end_step(**logged)
+
+    def _end_step(self, **logged: Any) -> None:
+        if self._scalars is not None:
+            self._run.end_step(**{**logged, **self._scalars})
+            self._scalars = None
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **rest: Any) -> None:
+        """Record what is left."""
+        self._close()
+
+    def _close(self) -> None:
+        self._end_step()
+        self._run.close()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None

@@ -1,0 +1,52 @@
+"""A loop with Accelerate and accumulated gradients: `accelerate launch recipes/accelerate_loop.py`, or `python`."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+
+import torch
+from accelerate import Accelerator
+from plain_loop import model
+from text_windows import TextWindows
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nemo_fp8_debug import Monitor
+
+
+def train(output: str, steps: int, interval: int) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    gpt = model()
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-3)
+    data = DataLoader(TextWindows(4 * 2 * steps * accelerator.num_processes, 64), batch_size=4)
+    gpt, optimizer, data = accelerator.prepare(gpt, optimizer, data)
+
+    # After prepare, and on every rank; the names of layers do without what it wraps them in.
+    with closing(Monitor(gpt, output, interval=interval)) as monitor:
+        step, losses = 0, []
+        for batch in data:
+            if not losses:
+                monitor.begin_step(step)
+            with accelerator.accumulate(gpt):
+                loss = nn.functional.cross_entropy(gpt(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+                losses.append(loss.detach())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(gpt.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                monitor.end_step(loss=torch.stack(losses).mean())
+                step, losses = step + 1, []
+    accelerator.print(f"The record is in {output}; look at it with: tensorboard --logdir {output}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", default="runs/accelerate_loop")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--interval", type=int, default=10)
+    options = parser.parse_args()
+    train(options.output, options.steps, options.interval)

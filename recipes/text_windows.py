@@ -1,0 +1,35 @@
+"""Real English text that every Python carries (the topics of its `help()`), as bytes."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+
+import torch
+from torch.utils.data import Dataset
+
+VOCABULARY = 256
+
+
+class TextWindows(Dataset):
+    """Windows of the text in a fixed pseudo-random order, as Megatron takes them."""
+
+    def __init__(self, windows: int, sequence: int) -> None:
+        text = "\n".join(pydoc_data.topics.topics[topic] for topic in sorted(pydoc_data.topics.topics))
+        self.bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+        self.windows, self.sequence = windows, sequence
+        # Megatron's convention: True hides.
+        self.mask = torch.ones(1, sequence, sequence).triu(1) > 0
+
+    def __len__(self) -> int:
+        return self.windows
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        start = i * 7919 % (len(self.bytes) - self.sequence - 1)
+        window = self.bytes[start : start + self.sequence + 1]
+        return {
+            "tokens": window[:-1],
+            "labels": window[1:],
+            "loss_mask": torch.ones(self.sequence),
+            "position_ids": torch.arange(self.sequence),
+            "attention_mask": self.mask,
+        }

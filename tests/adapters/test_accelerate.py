@@ -1,0 +1,73 @@
+"""A loop with Accelerate: accumulated gradients, what `prepare` wraps the model in, two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from plain_loop import model
+from text_windows import TextWindows
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nemo_fp8_debug import Monitor
+from nemo_fp8_debug.record.reader import find_run, read_table
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def train(output: Path | None, accumulate: int) -> tuple[list[float], list[torch.Tensor]]:
+    """The loss of each optimizer step, and the weights in the end."""
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate, cpu=True)
+    gpt = model()
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-2)
+    gpt, optimizer, data = accelerator.prepare(gpt, optimizer, DataLoader(TextWindows(2 * 4 * accumulate, 16), batch_size=2))
+    monitor = Monitor(gpt, output, interval=2, table_rows=0, on_error="raise") if output else None
+    losses, batches = [], []
+    for batch in data:
+        if monitor and not batches:
+            monitor.begin_step(len(losses))
+        with accelerator.accumulate(gpt):
+            loss = nn.functional.cross_entropy(gpt(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+            batches.append(loss.item())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            losses.append(sum(batches) / len(batches))
+            if monitor:
+                monitor.end_step(loss=losses[-1])
+            batches = []
+    if monitor:
+        monitor.close()
+    return losses, list(gpt.parameters())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_losses_and_weights_are_bit_identical_and_a_sample_is_an_optimizer_step(tmp_path: Path, accumulate: int) -> None:
+    losses, weights = train(None, accumulate)
+    watched_losses, watched_weights = train(tmp_path, accumulate)
+    assert len(losses) == 4 and watched_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
+    figures = read_table(find_run(tmp_path), "figures")
+    assert figures["step"].unique().to_list() == [0, 2]
+    assert (figures.filter(role="input")["calls"] == accumulate).all()
+    assert read_table(find_run(tmp_path), "steps")["loss"].to_list() == losses
+
+
+def test_the_recipe_on_two_processes(tmp_path: Path) -> None:
+    launch = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"]
+    command = [*launch, str(RECIPES / "accelerate_loop.py"), "--output", str(tmp_path), "--steps", "4", "--interval", "2"]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"The record is in {tmp_path}" in done.stdout
+    figures = read_table(find_run(tmp_path), "figures")
+    assert figures["step"].unique().to_list() == [0, 2]
+    assert (figures.filter(role="input")["calls"] == 2).all()
+    assert "layers.0.qkv" in figures["layer"]  # and not module.layers.0.qkv, as DistributedDataParallel has it
+    assert len(list(tmp_path.glob("attempt-*.json"))) == 1

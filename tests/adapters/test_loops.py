@@ -1,0 +1,125 @@
+"""The recipes run; a `forward_step` as Megatron-LM's pretrain() calls it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_fp8_debug import ConfigError
+from nemo_fp8_debug.adapters.megatron_lm import FP8DebugForwardStep
+from nemo_fp8_debug.record.reader import find_run, read_table
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize(("recipe", "steps"), [("plain_loop", [0, 2]), ("megatron_lm_loop", [0, 2]), ("hf_trainer", [2, 4])])
+def test_recipes_run_and_say_where_the_record_is(tmp_path: Path, recipe: str, steps: list[int]) -> None:
+    command = [sys.executable, "-W", "ignore", str(RECIPES / f"{recipe}.py"), "--output", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--steps", "4", "--interval", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = find_run(tmp_path)
+    assert f"The record is in {run};" in done.stdout
+    figures = read_table(run, "figures")
+    assert figures["step"].unique().to_list() == steps
+    assert set(figures["role"]) == {"input", "weight", "grad_output"}
+    losses = read_table(run, "steps")["loss"]
+    assert len(losses) == 4 and losses[3] < losses[0]
+
+
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """What Megatron-LM's `get_args()` returns; that part of it is no package."""
+    values = SimpleNamespace(curr_iteration=0, tensorboard_dir=str(tmp_path), save=None)
+    training = types.ModuleType("megatron.training")
+    training.get_args = lambda: values  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    return values
+
+
+def token_losses(report: Callable[[float], None], mask: torch.Tensor, output: torch.Tensor) -> tuple[Any, ...]:
+    """As pretrain_gpt.py has it: a sum, which Megatron divides by the tokens, in place."""
+    loss, tokens = (output.float() * mask).sum(), mask.sum().to(torch.int)
+    report(loss.item() / tokens.item())
+    return loss, tokens, {"lm loss": loss.detach().clone()}
+
+
+def pretrain(
+    args: SimpleNamespace, options: dict[str, Any] | None, first: int = 0
+) -> tuple[list[float], list[torch.Tensor]]:
+    """What Megatron-LM's loop does with a script's forward_step: train steps, and an evaluation after every second."""
+    from megatron_lm_loop import finalize_model_grads, get_forward_backward_func, model
+    from text_windows import TextWindows
+
+    gpt, losses = model(), []
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=1e-2)
+    text = TextWindows(100, 64)
+
+    def forward_step(data: Any, gpt: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = {name: value[None] for name, value in text[next(data)].items()}
+        output = gpt(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+        report = losses.append if torch.is_grad_enabled() else float
+        return output, partial(token_losses, report, batch["loss_mask"])
+
+    step = FP8DebugForwardStep(forward_step, **options) if options is not None else forward_step
+    run = partial(get_forward_backward_func(), forward_step_func=step, model=gpt, seq_length=64, micro_batch_size=1)
+    data = iter(range(100))
+    for iteration in range(first, first + 5):
+        args.curr_iteration = iteration
+        gpt.zero_grad_buffer()
+        run(data_iterator=data, num_microbatches=3, forward_only=False)
+        finalize_model_grads([gpt])
+        for parameter in gpt.parameters():
+            parameter.grad = parameter.main_grad.to(parameter.dtype)
+        optimizer.step()
+        if iteration % 2:
+            gpt.eval()
+            with torch.no_grad():
+                run(data_iterator=iter(range(50, 60)), num_microbatches=2, forward_only=True)
+            gpt.train()
+    if options is not None:
+        step.close()
+    return losses, list(gpt.parameters())
+
+
+def test_megatron_lm_forward_step(megatron: None, args: SimpleNamespace, tmp_path: Path) -> None:
+    losses, weights = pretrain(args, None)
+    watched, watched_weights = pretrain(args, {"interval": 2, "table_rows": 0, "on_error": "raise"})
+    assert len(losses) == 15 and watched == losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
+    figures = read_table(find_run(tmp_path), "figures")
+    assert figures["step"].unique().to_list() == [2, 4]  # as Megatron-LM counts, from 1
+    assert (figures.filter(role="input")["calls"] == 3).all()
+    assert "decoder.layers.1.mlp.linear_fc2" in figures["layer"]
+    steps = read_table(find_run(tmp_path), "steps")
+    assert steps["step"].to_list() == [1, 2, 3, 4, 5]
+    assert steps["loss"].to_list() == pytest.approx([sum(losses[i : i + 3]) / 3 for i in range(0, 15, 3)], rel=1e-6)
+
+    pretrain(args, {"interval": 2, "table_rows": 0}, first=3)
+    figures = read_table(find_run(tmp_path), "figures", ["attempt", "step"]).unique().sort("step")
+    assert figures.rows() == [(0, 2), (1, 4), (1, 6), (1, 8)]
+
+
+def test_megatron_lm_refuses_what_it_cannot_see(megatron: None, args: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match="interval is 0"):
+        FP8DebugForwardStep(print, interval=0)
+    with pytest.raises(ConfigError, match="no GEMM layer matches"):
+        pretrain(args, {"layers": ["no_such"]})
+    args.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(ConfigError, match="a virtual pipeline splits the model"):
+        pretrain(args, {})

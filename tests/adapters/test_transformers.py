@@ -1,0 +1,202 @@
+"""The callback under Hugging Face's own Trainer: steps, losses, accumulation, resuming, faults, two processes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_run import Watching, build, weights
+from transformers import TrainerCallback
+
+from nemo_fp8_debug import ConfigError, FP8DebugWarning
+from nemo_fp8_debug.adapters.transformers import FP8DebugTrainerCallback
+from nemo_fp8_debug.record.reader import find_run, read_table
+
+HERE = Path(__file__).parent
+
+
+def watch(**options: Any) -> FP8DebugTrainerCallback:
+    return FP8DebugTrainerCallback(**{"interval": 1, "table_rows": 0, "on_error": "raise", **options})
+
+
+def fit(folder: Path, callbacks: list[TrainerCallback], **options: Any) -> Any:
+    trainer = build(folder, callbacks, **options)
+    trainer.train()
+    return trainer
+
+
+def steps_of(folder: Path) -> dict[str, dict[int, Any]]:
+    steps = read_table(find_run(folder), "steps").sort("step")
+    return {name: dict(zip(steps["step"], steps[name], strict=True)) for name in ("loss", "lr", "grad_norm")}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_losses_and_weights_are_bit_identical(tmp_path: Path, accumulate: int) -> None:
+    plain = fit(tmp_path / "plain", [], accumulate=accumulate)
+    assert len(plain.losses) == 6
+    for interval in (1, 4):
+        watched = fit(tmp_path / str(interval), [watch(interval=interval)], accumulate=accumulate)
+        assert (watched.losses, weights(watched)) == (plain.losses, weights(plain))
+
+
+class WithoutItems(Watching):
+    """Divides the loss of a batch by the batches of its step, as it does for models that are not told of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+@pytest.mark.parametrize("kind", [Watching, WithoutItems])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_step_is_an_optimizer_step_under_the_number_that_the_trainer_logs(
+    tmp_path: Path, accumulate: int, kind: type[Watching]
+) -> None:
+    trainer = fit(tmp_path, [watch(interval=2)], accumulate=accumulate, kind=kind)
+    logged = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
+    recorded = steps_of(tmp_path)
+    assert recorded["loss"] == pytest.approx(trainer.losses, rel=1e-6)
+    assert recorded["loss"] == pytest.approx({step: entry["loss"] for step, entry in logged.items()}, abs=6e-5)
+    assert recorded["lr"] == pytest.approx({step: entry["learning_rate"] for step, entry in logged.items()})
+    assert recorded["grad_norm"] == pytest.approx({step: entry["grad_norm"] for step, entry in logged.items()})
+    figures = read_table(find_run(tmp_path), "figures")
+    assert figures["step"].unique().to_list() == [2, 4, 6]
+    assert (figures.filter(role="input")["calls"] == accumulate).all()
+    assert "model.layers.1.mlp.down_proj" in figures["layer"]
+
+
+def test_unlogged_steps_have_their_loss_too(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, [watch(interval=4)], logging_steps=3)
+    recorded = steps_of(tmp_path)
+    assert recorded["loss"] == pytest.approx(trainer.losses, rel=1e-6)
+    assert [step for step, norm in recorded["grad_norm"].items() if norm is not None] == [3, 6]
+
+
+@pytest.mark.parametrize("logging_steps", [1, 3])
+def test_a_loss_that_the_trainer_computes_is_recorded_where_it_logs_that_of_one_step(
+    tmp_path: Path, logging_steps: int
+) -> None:
+    trainer = fit(tmp_path, [watch(interval=2)], label_smoothing_factor=0.1, logging_steps=logging_steps)
+    expected = trainer.losses if logging_steps == 1 else dict.fromkeys(range(1, 7))
+    assert steps_of(tmp_path)["loss"] == pytest.approx(expected, abs=6e-5)
+
+
+def test_an_evaluation_in_between_adds_nothing(tmp_path: Path) -> None:
+    plain = fit(tmp_path / "plain", [watch()])
+    evaluated = fit(tmp_path / "evaluated", [watch()], eval_strategy="steps", eval_steps=1)
+    assert evaluated.losses == plain.losses
+    assert steps_of(tmp_path / "evaluated")["loss"] == steps_of(tmp_path / "plain")["loss"]
+    first, second = (read_table(find_run(tmp_path / name), "figures") for name in ("plain", "evaluated"))
+    assert first.equals(second)
+
+
+def test_a_resumed_run_is_another_attempt_that_goes_on_counting(tmp_path: Path) -> None:
+    fit(tmp_path, [watch()], save_strategy="steps", save_steps=2, max_steps=4)
+    build(tmp_path, [watch()]).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    figures = read_table(find_run(tmp_path), "figures", ["attempt", "step"]).unique().sort("step")
+    assert figures.rows() == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (1, 6)]
+
+
+def test_what_failed_runs_saw_survives_them(tmp_path: Path) -> None:
+    done = run([str(HERE / "hf_run.py"), str(tmp_path), "fails"])
+    assert "the user's own" in done.stderr
+    assert read_table(find_run(tmp_path), "figures")["step"].unique().to_list() == [2]
+    assert list(steps_of(tmp_path)["loss"]) == [1, 2, 3]
+
+
+def test_a_second_run_closes_one_that_broke_off(tmp_path: Path) -> None:
+    class OutOfMemory(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            raise RuntimeError("out of memory")
+
+    callback = watch()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fit(tmp_path / "first", [callback, OutOfMemory()])
+    trainer = fit(tmp_path / "second", [callback])
+    assert list(steps_of(tmp_path / "first")["loss"]) == [1]
+    assert list(steps_of(tmp_path / "second")["loss"]) == list(range(1, 7))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainer.model.modules())
+
+
+class Copies(TrainerCallback):
+    """What a reference model or a moving average does."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
+        self.copies.append(pickle.loads(pickle.dumps(copy.deepcopy(model))))
+
+
+def test_the_callback_and_the_model_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    callback, copies = watch(layers=["down_proj"]), Copies()
+    fit(tmp_path / "model", [callback, copies])
+    assert len(copies.copies) == 6
+    for name, copied in (("copy", copy.deepcopy(callback)), ("pickle", pickle.loads(pickle.dumps(callback)))):
+        fit(tmp_path / name, [copied])
+        assert {layer.rpartition(".")[2] for layer in read_table(find_run(tmp_path / name), "figures")["layer"]} == {
+            "down_proj"
+        }
+
+
+def test_configuration_errors_come_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="interval is 0"):
+        FP8DebugTrainerCallback(interval=0)
+    with pytest.raises(TypeError, match="intervall"):
+        FP8DebugTrainerCallback(intervall=10)
+
+    def refused(message: str, **options: Any) -> None:
+        trainer = build(tmp_path / "refused", [watch(**options)])
+        with pytest.raises(ConfigError, match=message):
+            trainer.train()
+        assert trainer.state.global_step == 0 and not trainer.losses
+
+    refused("no GEMM layer matches", layers=["decoder.*"])
+    (tmp_path / "file").touch()
+    refused("cannot be written to", output=str(tmp_path / "file"))
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    refused("compiles the whole model")
+
+
+def test_faults_cost_the_monitor_and_not_the_run(tmp_path: Path) -> None:
+    class Odd(torch.nn.Linear):
+        @property
+        def layer_number(self) -> int:
+            raise RuntimeError("not yet known")
+
+    trainer = build(tmp_path, [watch(on_error="warn")])
+    trainer.model.add_module("odd", Odd(2, 2))
+    with pytest.warns(FP8DebugWarning, match="this run is not monitored.*not yet known"):
+        trainer.train()
+    assert trainer.state.global_step == 6
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(HERE.parents[1] / "recipes"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    done = run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "hf_run.py"), str(tmp_path)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    for rank in ranks:
+        assert rank["watched"] == rank["plain"]
+    assert ranks[0]["plain"]["losses"] != ranks[1]["plain"]["losses"]  # each has batches of its own
+    recorded = steps_of(tmp_path / "watched")["loss"]
+    assert recorded == pytest.approx({int(step): loss for step, loss in ranks[0]["plain"]["losses"].items()}, rel=1e-6)
+    figures = read_table(find_run(tmp_path / "watched"), "figures")
+    assert figures["step"].unique().to_list() == [2, 4, 6]
+    assert (figures.filter(role="input")["calls"] == 2).all()
+    assert "model.layers.0.mlp.down_proj" in figures["layer"]
