@@ -6,6 +6,9 @@ import torch
 
 from .capture.layers import Gemm
 from .capture.operands import Operand
+from .capture.scales import SHADOW
+from .numerics.blocks import BlockRule
+from .numerics.scaling import CurrentScaling
 from .record.dump import Dumped, TensorDump
 
 
@@ -22,6 +25,8 @@ class Dumping:
         call = self._operand.calls
         self._operand.add(x, order)
         if self._operand.calls > call:
-            use = self._operand.in_use
+            use, scale = self._operand.in_use, self._operand.in_use.scale
             key, about = (*self._operand.key, call), (use.recipe, use.format, use.source)
-            self._dump.add(Dumped(*self._where, *key, *about), x.detach(), use.scale)
+            if isinstance(scale, BlockRule):  # a dump has one scale: its codes are those of current scaling
+                scale, about = CurrentScaling(), (SHADOW.name, SHADOW.format_of(self._operand.role), "current")
+            self._dump.add(Dumped(*self._where, *key, *about), x.detach(), scale)

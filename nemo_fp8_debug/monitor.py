@@ -179,10 +179,12 @@ class Monitor:
 
     def _open(self, step: int) -> None:
         plan, patterns = self._schedule.config, self._schedule.dumped(step)
+        self._weigh(plan)
+        weighed = [other.recipe for other in self._others.values()]
         dumped = {g.name for g in matching(self._known, patterns)} if patterns and self._dump else set()
         sampled = {g.name for g in matching(self._known, plan.layers)} if self._ranks.writes else set()
         self._operands = {
-            (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role))
+            (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role), weighed)
             for role in plan.roles
             for gemm in self._known
             if gemm.name in sampled | dumped
@@ -191,7 +193,6 @@ class Monitor:
         for key, operand in self._operands.items():
             if self._dump and key[0] in dumped:
                 takers[key] = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
-        self._weigh(plan)
         if takers:  # a rank that does not write has none unless it dumps
             self._capture = Capture(takers, self._hook_fault)
             self._capture.attach()

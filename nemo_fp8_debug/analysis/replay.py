@@ -6,6 +6,8 @@ machine or on a cluster; delayed scales, which follow from step to step, come fr
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,13 +18,14 @@ import numpy as np
 import polars as pl
 import torch
 
-from ..errors import RecordError, warn
+from ..errors import ConfigError, RecordError, warn
 from ..numerics import figures
+from ..numerics.blocks import BlockRule
 from ..numerics.figures import Moments, QuantizationSums
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.history import EmulatedScales, Key
 from ..numerics.rows import rows, weigh
-from ..numerics.scaling import CurrentScaling, Recipe, parse_recipe
+from ..numerics.scaling import CurrentScaling, Recipe, parse_recipe, refuse_blocks
 from ..numerics.sketch import DTYPES, Sketch, SketchBatch
 from ..record.dump import dumped_files, read_dump
 from ..record.place import Place
@@ -46,7 +49,8 @@ def replay(
 
     Delayed scaling takes its history from the sampled steps, and the tensor's own amax where it has none yet. Micro-batches
     that were cast with one scale were recorded as one sketch, so current scaling gives them one scale here. Float32 operands
-    have rounded sketches, which are left out; their dumps are not.
+    have rounded sketches, which are left out; their dumps are not. Of a run measured under a block recipe, sketches give
+    only the figures that need no scale.
 
     Args:
         address: the run, or a place above it.
@@ -63,6 +67,8 @@ def replay(
     """
     run = find_run(address)
     wanted = None if recipe is None else parse_recipe(recipe)
+    if wanted and source == "sketches":
+        refuse_blocks(wanted, "replay from sketches, which know nothing of blocks (dumps do),")
     recorded = read_table(run, "figures")
     jobs = [
         _Job(str(run), source, wanted, int(step[0]), about, scales)
@@ -77,7 +83,7 @@ def replay(
     return pl.concat([pl.DataFrame(schema=SCHEMAS["figures"]), *frames])
 
 
-def _scales(recorded: pl.DataFrame, recipe: Recipe | None) -> list[dict[Key, torch.Tensor | CurrentScaling]]:
+def _scales(recorded: pl.DataFrame, recipe: Recipe | None) -> list[dict[Key, torch.Tensor | CurrentScaling | BlockRule]]:
     """For each sampled step what a recipe would have cast each operand with."""
     if recipe is None:
         return [{} for _ in range(recorded["step"].n_unique())]
@@ -101,17 +107,18 @@ class _Job:
     step: int
     #: the step's recorded rows
     about: pl.DataFrame
-    scales: Mapping[Key, torch.Tensor | CurrentScaling]
+    scales: Mapping[Key, torch.Tensor | CurrentScaling | BlockRule]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Calls of an operand that were cast with one scale: their sketch, or the tensor itself where it is float32."""
+    """Calls of an operand that were cast with one scale: their sketch, or the tensor itself where a sketch is not enough."""
 
     key: Key
     values: Sketch | torch.Tensor
     recipe: str
     format: FloatFormat
+    #: NaN where blocks had scales of their own
     scale: float
 
 
@@ -132,7 +139,7 @@ def _sketched(run: Place, job: _Job) -> list[_Part]:
     for layer, role, dtype, bins, counts, *rest in table.select(names).iter_rows():
         sketch = Sketch(getattr(torch, dtype))
         sketch.counts[torch.tensor(bins, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
-        parts.append(_Part((layer, role), sketch, rest[0], FORMATS[rest[1]], rest[2]))
+        parts.append(_Part((layer, role), sketch, rest[0], FORMATS[rest[1]], math.nan if rest[2] is None else rest[2]))
     return parts
 
 
@@ -140,6 +147,7 @@ def _dumped(run: Place, job: _Job) -> list[_Part]:
     from ..kernels import sketch  # compiles on import, which sketches do not need
 
     parts: dict[tuple[Key, int], _Part] = {}
+    in_blocks = _in_blocks(job)
     for attempt, step, rank, name in dumped_files(run):
         if (attempt, step, rank) != (job.about["attempt"][0], job.step, 0):
             continue
@@ -148,13 +156,27 @@ def _dumped(run: Place, job: _Job) -> list[_Part]:
         except (OSError, ValueError) as error:
             warn(f"{run.path(name)} is left out, it cannot be read: {error}")
             continue
-        key, x = (about.layer, about.role), tensors["value"]
-        part = _Part(key, sketch(x) if x.dtype in DTYPES else x, about.recipe, about.format, float(tensors["scale"]))
+        key, x, scale = (about.layer, about.role), tensors["value"], float(tensors["scale"])
+        if recipe := in_blocks.get(key):
+            part = _Part(key, x, recipe.name, recipe.format_of(about.role), math.nan)
+        else:
+            part = _Part(key, sketch(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
         # Calls under a scale that holds for the step are one sketch, as in the record.
         follows = about.scale_source == "current" or about.recipe.startswith("current")
         group = key, about.call if follows or isinstance(part.values, torch.Tensor) else -1
         parts[group] = _together(parts[group], part) if group in parts else part
     return list(parts.values())
+
+
+def _in_blocks(job: _Job) -> dict[Key, Recipe]:
+    """The block recipes that operands are to be measured under."""
+    found = {}
+    for layer, role, name in job.about.select(*_KEY, "recipe").iter_rows():
+        with contextlib.suppress(ConfigError):  # a host may have recipes that have no name here
+            recipe = job.recipe or parse_recipe(name)
+            if recipe.in_blocks:
+                found[layer, role] = recipe
+    return found
 
 
 def _together(first: _Part, second: _Part) -> _Part:
@@ -180,15 +202,29 @@ def _of_sketches(parts: Sequence[_Part], job: _Job) -> dict[str, list[Any]]:
 
 
 def _of_tensors(parts: Sequence[_Part], job: _Job) -> dict[str, list[Any]]:
-    """One float32 operand, measured directly."""
+    """One operand, measured directly: of float32, or under a block recipe."""
+    from ..kernels import quantization_sums
+
     tensors: list[torch.Tensor] = [part.values for part in parts]  # type: ignore[misc]
-    each = Moments.concat([figures.moments_of_float32(x) for x in tensors])
+    recipe, role = _in_blocks(job).get(parts[0].key), parts[0].key[1]
+    each, whole = _moments(tensors)
     scale, formats = _casts(parts, each.amax.float(), job)
+    casts = [recipe.scaling] * len(parts) if recipe else scale
     sums = QuantizationSums.concat(
-        [figures.quantization_sums_of_float32(x, s, f) for x, s, f in zip(tensors, scale, formats, strict=True)]
+        [quantization_sums(x, by, role, fmt) for x, by, fmt in zip(tensors, casts, formats, strict=True)]
     )
-    whole = sums.fold(torch.zeros(len(parts), dtype=torch.int64), 1)
-    return _named([parts], job) | rows(figures.merge(each), whole, scale.amin()[None], formats[:1])
+    return _named([parts], job) | rows(whole, sums.total(), scale.amin()[None], formats[:1])
+
+
+def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments]:
+    """Moments of each tensor, and of all of them as one."""
+    from ..kernels import sketch
+
+    if tensors[0].dtype in DTYPES:
+        first, *rest = sketches = [sketch(x) for x in tensors]
+        return figures.moments(SketchBatch.of(sketches)), figures.moments(SketchBatch.of([sum(rest, first)]))
+    each = Moments.concat([figures.moments_of_float32(x) for x in tensors])
+    return each, figures.merge(each)
 
 
 def _casts(parts: Sequence[_Part], amax: torch.Tensor, job: _Job) -> tuple[torch.Tensor, list[FloatFormat]]:
@@ -196,10 +232,12 @@ def _casts(parts: Sequence[_Part], amax: torch.Tensor, job: _Job) -> tuple[torch
     if job.recipe is None:
         return torch.tensor([part.scale for part in parts]).float(), [part.format for part in parts]
     formats = [job.recipe.format_of(part.key[1]) for part in parts]
-    scale = CurrentScaling().scale(amax, torch.tensor([fmt.max for fmt in formats], dtype=torch.float32))
+    scale = torch.empty(len(parts))
     for i, part in enumerate(parts):
         held = job.scales.get(part.key, CurrentScaling())
-        scale[i] = held.scale(amax[i], formats[i].max) if isinstance(held, CurrentScaling) else held
+        if isinstance(held, CurrentScaling):
+            held = held.scale(amax[i], formats[i].max)
+        scale[i] = held if isinstance(held, torch.Tensor) else torch.nan
     return scale, formats
 
 

@@ -38,7 +38,8 @@ def measure(operands: Sequence[Operand], others: Sequence[EmulatedScales] = ()) 
     """All figures of operands that were seen at least once.
 
     Args:
-        others: recipes to weigh as well; float32 operands, whose sketches are rounded, are left out under those.
+        others: recipes to weigh as well; float32 operands, whose sketches are rounded, are left out under delayed and
+            current scaling.
     """
     totals = SketchBatch.of([o.total for o in operands])
     moments = _moments(operands, totals)
@@ -51,7 +52,8 @@ def measure(operands: Sequence[Operand], others: Sequence[EmulatedScales] = ()) 
         "scale_source": [use.source for use in in_use],
         "nonfinite_order": [o.nonfinite_order for o in operands],
     }
-    return Measured(_about(operands) | described | measured, parts.columns(), _what_if(operands, others), amax)
+    weighed = _what_if(operands, moments, others)
+    return Measured(_about(operands) | described | measured, parts.columns(), weighed, amax)
 
 
 def _about(operands: Sequence[Operand]) -> Columns:
@@ -64,20 +66,45 @@ def _about(operands: Sequence[Operand]) -> Columns:
     }
 
 
-def _what_if(operands: Sequence[Operand], others: Sequence[EmulatedScales]) -> Columns:
-    exact = [o for o in operands if not o.moments]
-    if not exact or not others:
-        return {}
-    totals = SketchBatch.of([o.total for o in exact])
-    moments, parts = figures.moments(totals), _Parts.of(exact, totals)
+def _what_if(operands: Sequence[Operand], moments: Moments, others: Sequence[EmulatedScales]) -> Columns:
+    tables = _weighed_by_sketches([o for o in operands if not o.moments], [o for o in others if not o.recipe.in_blocks])
+    tables += _weighed_directly(operands, moments, others)
+    return {name: [value for table in tables for value in table[name]] for name in tables[0]} if tables else {}
+
+
+def _weighed_by_sketches(operands: Sequence[Operand], others: Sequence[EmulatedScales]) -> list[Columns]:
+    if not operands or not others:
+        return []
+    totals = SketchBatch.of([o.total for o in operands])
+    moments, parts = figures.moments(totals), _Parts.of(operands, totals)
     keys = [o.key for o in parts.operands]
     tables = []
     for other in others:
         measured = weigh(moments, parts.batch, parts.owner, other.of(keys, parts.batch.amax()), other.formats(keys))
-        named = {"recipe": [other.recipe.name] * len(exact), "scale_source": ["what-if"] * len(exact)}
-        tables.append(_about(exact) | named | measured)
-        other.observe([o.key for o in exact], moments.amax.float())
-    return {name: [value for table in tables for value in table[name]] for name in tables[0]}
+        tables.append(_about(operands) | _named(other, len(operands)) | measured)
+        other.observe([o.key for o in operands], moments.amax.float())
+    return tables
+
+
+def _weighed_directly(operands: Sequence[Operand], moments: Moments, others: Sequence[EmulatedScales]) -> list[Columns]:
+    tables = []
+    for other in others:
+        name = other.recipe.name
+        if chosen := [i for i, o in enumerate(operands) if name in o.weighed]:
+            mine, rest = [operands[i] for i in chosen], Moments.concat([moments.row(i) for i in chosen])
+            keys = [o.key for o in mine]
+            sums = QuantizationSums.concat([_total(o.weighed[name]) for o in mine])
+            measured = rows(rest, sums, other.of(keys, rest.amax.float()), other.formats(keys))
+            tables.append(_about(mine) | _named(other, len(mine)) | measured)
+    return tables
+
+
+def _named(other: EmulatedScales, n: int) -> Columns:
+    return {"recipe": [other.recipe.name] * n, "scale_source": ["what-if"] * n}
+
+
+def _total(parts: Sequence[QuantizationSums]) -> QuantizationSums:
+    return QuantizationSums.concat([part.cpu() for part in parts]).total()
 
 
 def _limits(operands: Sequence[Operand]) -> torch.Tensor:
@@ -132,19 +159,12 @@ class _Parts:
         return cls(owners, sketches, batch, _scales(owners, batch.amax()), owner)
 
     def sums(self, operands: Sequence[Operand]) -> QuantizationSums:
-        """Sums of each operand, those of its parts added up; the direct ones where sketches are rounded."""
+        """Sums of each operand, those of its parts added up; the direct ones where sketches cannot answer."""
         of_sketches = figures.quantization_sums(self.batch, self.scales, [o.in_use.format for o in self.operands])
         folded = of_sketches.fold(self.owner, len(operands))
         if not any(o.sums for o in operands):
             return folded
-        direct = [QuantizationSums.concat([s.cpu() for s in o.sums]) if o.sums else None for o in operands]
-        whole = torch.zeros(1, dtype=torch.int64)
-        return QuantizationSums.concat(
-            [
-                folded.row(i) if sums is None else sums.fold(whole.expand(len(sums.underflows)), 1)
-                for i, sums in enumerate(direct)
-            ]
-        )
+        return QuantizationSums.concat([_total(o.sums) if o.sums else folded.row(i) for i, o in enumerate(operands)])
 
     def columns(self) -> Columns:
         """The sketches as a table; bins of infinity and NaN included, so that a sketch is whole."""
@@ -156,7 +176,7 @@ class _Parts:
             "format": [o.in_use.format.name for o in self.operands],
             "dtype": [str(s.dtype).removeprefix("torch.") for s in self.sketches],
             "rounded": [s.rounded for s in self.sketches],
-            "scale": self.scales.double().tolist(),
+            "scale": [None if scale != scale else scale for scale in self.scales.double().tolist()],
             "bins": [bins.astype(np.uint16) for bins in occupied],
             "counts": [s.counts.cpu().numpy()[bins] for s, bins in zip(self.sketches, occupied, strict=True)],
         }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ..kernels import count_into, sketch
+from ..kernels import count_into, quantization_sums, sketch
 from ..numerics import figures
+from ..numerics.blocks import BlockRule
 from ..numerics.formats import FloatFormat
-from ..numerics.scaling import CurrentScaling, amax_of
+from ..numerics.scaling import CurrentScaling, Recipe, Unscaled
 from ..numerics.sketch import DTYPES, Sketch, infinity_bin
 from .layers import Gemm
 
@@ -20,8 +22,8 @@ MEASURED = (*DTYPES, torch.float32)
 class ScaleInUse:
     """How the scale that an operand is cast with is known during one step."""
 
-    #: a float32 scalar tensor that holds through the step, or the rule that finds a scale anew for each tensor
-    scale: torch.Tensor | CurrentScaling
+    #: a float32 scalar tensor that holds through the step, or the rule that finds scales anew for each tensor
+    scale: torch.Tensor | CurrentScaling | BlockRule
     format: FloatFormat
     #: name of the recipe that the scale belongs to
     recipe: str
@@ -36,13 +38,18 @@ class Operand:
     gemm: Gemm
     role: str
     in_use: ScaleInUse
+    #: recipes to weigh; of those that sketches cannot answer for, each tensor is measured as it passes
+    weigh: Sequence[Recipe] = ()
     #: dtype of the tensor that was looked at
     dtype: torch.dtype | None = None
     #: sketches to be measured under one scale each: one for all calls, or one a call where the scale follows the tensor
     sketches: list[Sketch] = field(default_factory=list)
     #: float32 operands only: what was measured directly, a row a call
     moments: list[figures.Moments] = field(default_factory=list)
+    #: the same, of float32 operands and under block recipes
     sums: list[figures.QuantizationSums] = field(default_factory=list)
+    #: the same under recipes that are weighed, by their names
+    weighed: dict[str, list[figures.QuantizationSums]] = field(default_factory=dict)
     calls: int = 0
     #: of each call its place in the order of execution, and how many values that were not finite it brought, or all so far
     _nonfinite: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -70,8 +77,7 @@ class Operand:
             count_into(self.sketches[0], x)
         else:
             self.sketches.append(sketch(x))
-        if x.dtype not in DTYPES:
-            self._measure_directly(x.detach())
+        self._measure_directly(x.detach())
         self._nonfinite.append((order, self._nonfinite_count()))
         self.dtype = x.dtype
         self.calls += 1
@@ -89,11 +95,17 @@ class Operand:
         return min((order for order, count in self._nonfinite if count > 0), default=None)
 
     def _measure_directly(self, x: torch.Tensor) -> None:
-        scale, fmt = self.in_use.scale, self.in_use.format
-        if isinstance(scale, CurrentScaling):
-            scale = scale.scale(amax_of(x), fmt.max)
-        self.moments.append(figures.moments_of_float32(x))
-        self.sums.append(figures.quantization_sums_of_float32(x, scale.to(x.device), fmt))
+        """What sketches cannot answer: anything of float32, and block recipes."""
+        is_float32, use = x.dtype not in DTYPES, self.in_use
+        if is_float32:
+            self.moments.append(figures.moments_of_float32(x))
+        if is_float32 or isinstance(use.scale, BlockRule):
+            self.sums.append(quantization_sums(x, use.scale, self.role, use.format))
+        for recipe in self.weigh:
+            rule = recipe.scaling
+            if isinstance(rule, BlockRule) or (is_float32 and isinstance(rule, Unscaled)):
+                sums = quantization_sums(x, rule, self.role, recipe.format_of(self.role))
+                self.weighed.setdefault(recipe.name, []).append(sums)
 
     @property
     def total(self) -> Sketch:

@@ -43,7 +43,7 @@ class Scales:
         if self._auto and (engine := emulated(gemm.module)):
             return ScaleInUse(engine.scale(role), engine.recipe.format_of(role), engine.recipe.name, "engine")
         scale = self._emulated.next_for((gemm.name, role))
-        source = "current" if isinstance(scale, CurrentScaling) else "emulated"
+        source = "emulated" if isinstance(scale, torch.Tensor) else "current"
         return ScaleInUse(scale, self._recipe.format_of(role), self._recipe.name, source)
 
     def observe(self, operands: Sequence[Operand], amax: torch.Tensor) -> None:

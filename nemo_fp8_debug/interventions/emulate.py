@@ -19,7 +19,7 @@ from ..capture.layers import Gemm
 from ..errors import ConfigError
 from ..numerics.formats import FloatFormat
 from ..numerics.history import DelayedState
-from ..numerics.scaling import ROLES, CurrentScaling, Recipe, amax_of, quantize_dequantize
+from ..numerics.scaling import ROLES, CurrentScaling, Recipe, amax_of, quantize_dequantize, refuse_blocks
 
 _ACTIVE: weakref.WeakKeyDictionary[nn.Module, EmulatedGemm] = weakref.WeakKeyDictionary()
 
@@ -122,10 +122,11 @@ class Emulation:
     def __init__(self, gemms: Iterable[Gemm], recipe: Recipe) -> None:
         """
         Raises:
-            ConfigError: a GEMM has an FP8 of its own, or fuses gradient accumulation, which bypasses what is swapped in
-                for its weight.
+            ConfigError: the recipe scales blocks; a GEMM has an FP8 of its own, or fuses gradient accumulation, which
+                bypasses what is swapped in for its weight.
         """
         gemms = list(gemms)
+        refuse_blocks(recipe, "FP8 emulation")
         for gemm in gemms:
             if gemm.host.has_own_fp8:
                 raise ConfigError(

@@ -1,12 +1,16 @@
-"""The hot loops: counting the bit patterns of a tensor into a sketch, on each kind of device."""
+"""The hot loops, on each kind of device: counting the bit patterns of a tensor into a sketch, and sums of values."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from ..numerics.blocks import BlockRule, quantization_sums_in_blocks
+from ..numerics.figures import QuantizationSums, quantization_sums_of_float32
+from ..numerics.formats import FloatFormat
+from ..numerics.scaling import CurrentScaling, Unscaled, amax_of
 from ..numerics.sketch import BINS, DTYPES, Sketch
-from . import anywhere, cpu
+from . import anywhere, cpu, cpu_blocks
 
 
 def sketch(x: torch.Tensor) -> Sketch:
@@ -32,6 +36,28 @@ def count_into(sketch: Sketch, x: torch.Tensor) -> None:
         cpu.count_patterns(values.numpy().view(np.uint16), sketch.counts.numpy(), torch.get_num_threads())
     else:
         anywhere.count_patterns(values, sketch.counts)
+
+
+def quantization_sums(
+    x: torch.Tensor, scale: torch.Tensor | CurrentScaling | Unscaled | BlockRule, role: str, fmt: FloatFormat
+) -> QuantizationSums:
+    """Sums (one row, on x's device) of an operand, straight from its values; no host synchronisation.
+
+    Args:
+        x: [..., features], any floating dtype.
+        scale: float32 scalar, or the rule that finds scales.
+        role: of the operand, which blocks depend on.
+        fmt: format of the codes.
+    """
+    if isinstance(scale, BlockRule):
+        on_cpu = x.device.type == "cpu"
+        by = (cpu_blocks.block_amax, cpu_blocks.block_sums, cpu_blocks.CHUNK) if on_cpu else ()
+        return quantization_sums_in_blocks(x, scale, role, fmt, *by)
+    if isinstance(scale, Unscaled):
+        scale = torch.ones(())
+    if isinstance(scale, CurrentScaling):
+        scale = scale.scale(amax_of(x), fmt.max)
+    return quantization_sums_of_float32(x.float(), scale.to(x.device), fmt)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

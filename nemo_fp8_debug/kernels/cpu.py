@@ -31,12 +31,12 @@ _MASK = np.uint64(0x7FFF)
 _S16, _S32, _S48 = np.uint64(16), np.uint64(32), np.uint64(48)
 
 
-def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
+def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile without the GIL; keep the machine code on disk where a writable place for it exists."""
     try:
-        compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True)(function)
+        compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:
-        compiled = numba.njit(nogil=True)(function)
+        compiled = numba.njit(nogil=True, **options)(function)
     return compiled
 
 
@@ -56,7 +56,7 @@ def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
-@_jit
+@jit
 def _count_directly(values: npt.NDArray[np.uint16], counts: Counts) -> None:
     whole = values.size // 32 * 32
     for start in range(0, whole, 32):
@@ -67,7 +67,7 @@ def _count_directly(values: npt.NDArray[np.uint16], counts: Counts) -> None:
         counts[values[i] & 0x7FFF] += 1
 
 
-@_jit
+@jit
 def _count_words(words: Words, counts: Counts) -> None:
     # One table per position in the word: equal neighbours, which are common, would otherwise wait for each other.
     a, b = np.zeros(32768, np.uint32), np.zeros(32768, np.uint32)
@@ -97,13 +97,14 @@ def _count_chunks(words: Words, counts: Counts) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
+def pool(threads: int) -> ThreadPoolExecutor:
+    """Threads of our own, kept between calls."""
     return ThreadPoolExecutor(threads, thread_name_prefix="nemo_fp8_debug")
 
 
 if hasattr(os, "register_at_fork"):
     # A forked child inherits the pool without its threads and would wait for them for ever.
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    os.register_at_fork(after_in_child=pool.cache_clear)
 
 
 def count_patterns(values: npt.NDArray[np.uint16], counts: Counts, threads: int) -> None:
@@ -131,7 +132,7 @@ def count_patterns(values: npt.NDArray[np.uint16], counts: Counts, threads: int)
         return
     mine, *others = np.array_split(words, parts)
     partial = [np.zeros(32768, np.int64) for _ in others]
-    jobs = [_pool(threads).submit(_count_chunks, w, c) for w, c in zip(others, partial, strict=True)]
+    jobs = [pool(threads).submit(_count_chunks, w, c) for w, c in zip(others, partial, strict=True)]
     _count_chunks(mine, counts)
     for job, part in zip(jobs, partial, strict=True):
         job.result()

@@ -78,6 +78,10 @@ class QuantizationSums(_Columns):
 
         return QuantizationSums(*(add(getattr(self, f.name)) for f in fields(self)))
 
+    def total(self) -> QuantizationSums:
+        """All rows added up to one."""
+        return self.fold(torch.zeros_like(self.underflows), 1)
+
 
 def moments(batch: SketchBatch) -> Moments:
     """Moments of B sketches."""
@@ -122,25 +126,36 @@ def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence
         end = start + sum(length for _, length in same)
         code[start:end] = saturating_cast(scaled[start:end], fmt).float()
         start = end
-    return _sums(batch.values, scaled, code, scales, limit, batch.counts, batch.per_sketch)
+    q = code.double() / scales.double()
+    return sums_of_values(batch.values, scaled, q, limit, batch.counts, batch.per_sketch)
 
 
-def _sums(
+def sums_of_values(
     x: torch.Tensor,
     scaled: torch.Tensor,
-    code: torch.Tensor,
-    scale: torch.Tensor,
+    q: torch.Tensor,
     limit: torch.Tensor,
     counts: torch.Tensor,
     total: Callable[[torch.Tensor], torch.Tensor],
 ) -> QuantizationSums:
-    """The sums behind every figure of quantization, of finite values with counts; `total` adds what belongs together."""
-    underflows = total(counts * ((x != 0) & (code == 0)))
-    x, q = x.double(), code.double() / scale.double()
+    """The sums behind every figure of quantization.
+
+    Args:
+        x: finite values, float32.
+        scaled: what was cast, float32.
+        q: what stands for x after the cast, float64.
+        limit: largest finite value of the format, float32.
+        counts: int64, how often each value occurs.
+        total: adds what belongs together.
+    """
+    # A block whose scale rounds to zero saturates and is lost all the same: that is no overflow.
+    overflow = (scaled.abs() > limit * SCALE_ROUNDING) & (q != 0)
+    underflows = total(counts * ((x != 0) & (q == 0)))
+    x = x.double()
     error, weights = x - q, counts.double()
     return QuantizationSums(
         underflows=underflows,
-        overflows=total(counts * (scaled.abs() > limit * SCALE_ROUNDING)),
+        overflows=total(counts * overflow),
         sum_error2=total(weights * (error * error)),
         sum_xq=total(weights * (x * q)),
         sum_q2=total(weights * (q * q)),
@@ -206,10 +221,10 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
         scaled = x * scale
         code = saturating_cast(scaled, fmt).float()
         limit = torch.tensor(fmt.max, dtype=torch.float32, device=x.device)
-        return _sums(x, scaled, code, scale, limit, torch.ones_like(x, dtype=torch.int64), lambda v: v.sum()[None])
+        q = code.double() / scale.double()
+        return sums_of_values(x, scaled, q, limit, torch.ones_like(x, dtype=torch.int64), lambda v: v.sum()[None])
 
-    parts = QuantizationSums.concat([of(chunk) for chunk in _chunks(x)])
-    return parts.fold(torch.zeros_like(parts.underflows), 1)
+    return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).total()
 
 
 #: figures in the order of the record's columns, and whether more of one is worse (1) or better (-1)
@@ -236,10 +251,11 @@ def figures(
     """All figures of B operands, float64 [B] each, NaN where a figure cannot be had (of an all-zero tensor, say).
 
     Args:
-        scale: float32 [B], in use; NaN where none is known, which leaves out every figure that needs one.
+        sums: NaN where no scale is known, which leaves out every figure that needs one.
+        scale: float32 [B], in use; NaN where none is known, or blocks have scales of their own.
         scale_current: float32 [B], what current scaling would use.
     """
-    unknown = scale.isnan() | (moments.n == 0)
+    unknown = sums.sum_q2.isnan() | (moments.n == 0)
     absent = torch.tensor(torch.nan, dtype=torch.float64)
 
     def known(value: torch.Tensor) -> torch.Tensor:

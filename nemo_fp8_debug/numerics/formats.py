@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format and the torch dtype that holds it."""
+    """A binary floating-point format and the torch dtype that holds its values."""
 
     name: str
-    #: torch dtype whose cast rounds to nearest, ties to even
+    #: the format's own, whose cast rounds to nearest, ties to even; a wider one for E2M1, to which torch does not cast
     dtype: torch.dtype
     #: largest finite magnitude; a saturating cast clamps to it
     max: float
@@ -20,28 +20,28 @@ class FloatFormat:
     min_normal: float
     #: smallest non-zero magnitude; half of it and below rounds to zero
     min_subnormal: float
-
-    @property
-    def bits(self) -> int:
-        """Width of one value in bits."""
-        return self.dtype.itemsize * 8
+    #: width of one value
+    bits: int
 
 
 #: OCP FP8 E4M3 (no infinity, one NaN code per sign): OCP 8-bit Floating Point Specification 1.0, table 1
-E4M3 = FloatFormat("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9)
+E4M3 = FloatFormat("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 8)
 #: OCP FP8 E5M2 (IEEE-like, with infinities)
-E5M2 = FloatFormat("e5m2", torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16)
-BF16 = FloatFormat("bf16", torch.bfloat16, torch.finfo(torch.bfloat16).max, 2.0**-126, 2.0**-133)
-FP16 = FloatFormat("fp16", torch.float16, 65504.0, 2.0**-14, 2.0**-24)
+E5M2 = FloatFormat("e5m2", torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 8)
+#: OCP FP4 E2M1 (neither infinity nor NaN): OCP Microscaling Formats (MX) Specification 1.0, table 3
+E2M1 = FloatFormat("e2m1", torch.bfloat16, 6.0, 1.0, 0.5, 4)
+BF16 = FloatFormat("bf16", torch.bfloat16, torch.finfo(torch.bfloat16).max, 2.0**-126, 2.0**-133, 16)
+FP16 = FloatFormat("fp16", torch.float16, 65504.0, 2.0**-14, 2.0**-24, 16)
 
-FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, BF16, FP16)}
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, BF16, FP16)}
 
 
 def saturating_cast(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """Round `x` to `fmt`: nearest, ties to even, overflow and infinities to the largest finite value, NaN kept.
 
-    The rule of NVIDIA's conversion with `__NV_SATFINITE`, which Transformer Engine uses. The clamp comes first because
-    torch's own casts disagree between versions on what lies beyond the range (NaN, infinity or saturation).
+    The rule of NVIDIA's conversion with `__NV_SATFINITE`, which Transformer Engine uses; E2M1 has no NaN but 6.
+    The clamp comes first because torch's own casts disagree between versions on what lies beyond the range (NaN, infinity or
+    saturation).
 
     Args:
         x: any shape, float32.
@@ -49,4 +49,38 @@ def saturating_cast(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     Returns:
         A tensor of the same shape in `fmt.dtype`.
     """
-    return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
+    clamped = x.clamp(-fmt.max, fmt.max)
+    return _nearest_e2m1(clamped).to(fmt.dtype) if fmt == E2M1 else clamped.to(fmt.dtype)
+
+
+def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """The E2M1 value next to each of x, which lies within [-6, 6]; `round` takes ties to even multiples of the spacing."""
+    magnitude = x.abs()
+    spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return torch.where(x.isnan(), E2M1.max, (x / spacing).round() * spacing)
+
+
+def e8m0_at_least(x: torch.Tensor) -> torch.Tensor:
+    """The E8M0 code of the smallest power of two that is not below `x`: 2^(code - 127), code 255 for NaN.
+
+    PTX's `cvt.rp.satfinite.ue8m0x2.f32`, which Transformer Engine uses. OCP MX itself rounds down (Microscaling Formats
+    Specification 1.0, section 6.3), which lets the largest value of a block overflow.
+
+    Args:
+        x: any shape, float32, not negative.
+
+    Returns:
+        uint8 of the same shape; 2^127 stands in for what is above it, infinity included.
+    """
+    bits = x.view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # Of the subnormals, those up to 2^-127 have a code of their own.
+    above = torch.where(exponent == 0, mantissa > 1 << 22, mantissa > 0)
+    code = (exponent + above).clamp_max(254)
+    return torch.where(x.isnan(), 255, code).to(torch.uint8)
+
+
+def e8m0_value(code: torch.Tensor) -> torch.Tensor:
+    """What an E8M0 code stands for, float64: 2^(code - 127), NaN for 255."""
+    value = (code.to(torch.int64) + (1023 - 127) << 52).view(torch.float64)
+    return torch.where(code == 255, torch.nan, value)

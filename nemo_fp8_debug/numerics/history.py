@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .blocks import BlockRule
 from .formats import FloatFormat
 from .scaling import CurrentScaling, DelayedScaling, Recipe
 
@@ -62,23 +63,29 @@ class EmulatedScales:
         self._state = DelayedState(recipe, keys)
         self._seen: set[Key] = set()
 
-    def next_for(self, key: Key) -> torch.Tensor | CurrentScaling:
-        """What casts an operand next: a float32 scalar tensor, or the rule that finds the scale from the tensor itself.
+    def next_for(self, key: Key) -> torch.Tensor | CurrentScaling | BlockRule:
+        """What casts an operand next: a float32 scalar tensor, or the rule that finds scales from the tensor itself.
 
         Delayed scaling takes the tensor's own amax where it has no history yet.
         """
-        if isinstance(self.recipe.scaling, CurrentScaling):
-            return self.recipe.scaling
-        return self._state.scale[self._state.index[key]] if key in self._seen else CurrentScaling()
+        rule = self.recipe.scaling
+        if isinstance(rule, (CurrentScaling, BlockRule)):
+            return rule
+        if isinstance(rule, DelayedScaling) and key not in self._seen:
+            return CurrentScaling()
+        return self._state.scale[self._state.index[key]]
 
     def of(self, keys: Sequence[Key], amax: torch.Tensor) -> torch.Tensor:
-        """The scales, float32 [B], that operands of the given amax, float32 [B], are cast with next."""
+        """The scales, float32 [B], that operands of the given amax, float32 [B], are cast with; NaN under a block rule."""
         limits = torch.tensor([fmt.max for fmt in self.formats(keys)], dtype=torch.float32)
         rule = self.recipe.scaling
         scale = (rule if isinstance(rule, CurrentScaling) else CurrentScaling()).scale(amax, limits)
         for i, key in enumerate(keys):
-            if isinstance(held := self.next_for(key), torch.Tensor):
+            held = self.next_for(key)
+            if isinstance(held, torch.Tensor):
                 scale[i] = held
+            elif isinstance(held, BlockRule):
+                scale[i] = torch.nan
         return scale
 
     def formats(self, keys: Sequence[Key]) -> list[FloatFormat]:

@@ -21,7 +21,7 @@ def rows(
     """Columns of B operands, None where a figure cannot be had.
 
     Args:
-        scale: float32 [B], that the operands were cast with.
+        scale: float32 [B], that the operands were cast with; NaN where none is known, or blocks have scales of their own.
         formats: B formats.
     """
     current = _CURRENT.scale(moments.amax.float(), torch.tensor([fmt.max for fmt in formats], dtype=torch.float32))
@@ -31,10 +31,14 @@ def rows(
         "n": moments.n.tolist(),
         "nan": moments.nan.tolist(),
         "inf": moments.inf.tolist(),
-        "scale": scale.double().tolist(),
+        "scale": _absent_as_none(scale.double()),
         "scale_current": current.double().tolist(),
-        **{name: [None if v != v else v for v in measured[name].tolist()] for name in FIGURES},
+        **{name: _absent_as_none(measured[name]) for name in FIGURES},
     }
+
+
+def _absent_as_none(column: torch.Tensor) -> list[float | None]:
+    return [None if value != value else value for value in column.tolist()]
 
 
 def weigh(
@@ -49,6 +53,6 @@ def weigh(
     """
     n = len(moments.n)
     sums = quantization_sums(parts, scale, formats).fold(owner, n)
-    smallest = torch.full((n,), torch.inf).scatter_reduce_(0, owner, scale, "amin")
+    smallest = torch.full((n,), torch.inf, dtype=torch.float32).scatter_reduce_(0, owner, scale, "amin")
     of_operand = dict(zip(owner.tolist(), formats, strict=True))
     return rows(moments, sums, smallest, [of_operand[i] for i in range(n)])

@@ -1,4 +1,4 @@
-"""Per-tensor scaling rules and the recipes made of them.
+"""Per-tensor scaling rules, and the recipes made of them and of block rules.
 
 `scale` multiplies a tensor before the cast (Transformer Engine's convention). All arithmetic is float32, as in
 Transformer Engine's kernels `recipe/delayed_scaling.cu` and `recipe/recipe_common.cuh`.
@@ -10,17 +10,19 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ..errors import ConfigError
-from .formats import E4M3, E5M2, FloatFormat, saturating_cast
+from .amax import FLT_MAX, scale_of_amax
+from .blocks import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
+from .formats import BF16, E4M3, E5M2, FORMATS, FloatFormat, saturating_cast
 
 #: operand roles of a GEMM: X of the forward pass, W, and the gradient of the output, dY
 ROLES = ("input", "weight", "grad_output")
 
-_FLT_MAX = torch.finfo(torch.float32).max
+_PER_TENSOR_FORMATS = ("hybrid", "e4m3", "e5m2")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class CurrentScaling:
     #: round the scale down to a power of two
     power_of_two: bool = False
 
+    formats: ClassVar[tuple[str, ...]] = _PER_TENSOR_FORMATS
+
     def scale(self, amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
         """Scales for tensors of the given amax; 1 where amax is zero or not finite.
 
@@ -39,14 +43,7 @@ class CurrentScaling:
             amax: float32, any shape.
             limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
         """
-        amax = amax.clamp_min(self.epsilon)
-        # A tensor, since torch computes `number / tensor` as number * reciprocal, which rounds twice.
-        limit = torch.as_tensor(limit, dtype=torch.float32, device=amax.device)
-        usable = (amax > 0) & amax.isfinite()
-        scale = torch.where(usable, limit / torch.where(usable, amax, 1.0), 1.0).clamp_max(_FLT_MAX)
-        if self.power_of_two:
-            scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
-        return scale
+        return scale_of_amax(amax, limit, self.epsilon, self.power_of_two)
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,8 @@ class DelayedScaling:
     amax_history_len: int = 1024
     #: "max" over the history, or the "most_recent" entry
     amax_compute_algo: str = "max"
+
+    formats: ClassVar[tuple[str, ...]] = _PER_TENSOR_FORMATS
 
     def __post_init__(self) -> None:
         if self.amax_history_len < 1:
@@ -82,44 +81,77 @@ class DelayedScaling:
         history = torch.where(seen, torch.cat([history[1:], amax[None]]), history)
         reference = history.amax(0) if self.amax_compute_algo == "max" else history[-1]
         usable = (reference > 0) & reference.isfinite()
-        new = (limit * 2.0**-self.margin / torch.where(usable, reference, 1.0)).clamp_max(_FLT_MAX)
+        new = (limit * 2.0**-self.margin / torch.where(usable, reference, 1.0)).clamp_max(FLT_MAX)
         return history, torch.where(usable & seen, new, scale)
+
+
+@dataclass(frozen=True)
+class Unscaled:
+    """A cast to BF16 without a scale: what high precision itself loses, all of an FP32 operand's last 16 bits."""
+
+    formats: ClassVar[tuple[str, ...]] = (BF16.name,)
+
+
+Scaling = CurrentScaling | DelayedScaling | Unscaled | BlockRule
+
+_SCALINGS: dict[str, type[Scaling]] = {
+    "delayed": DelayedScaling,
+    "current": CurrentScaling,
+    "blockwise": BlockScaling,
+    "mxfp8": MXFP8Scaling,
+    "nvfp4": NVFP4Scaling,
+    "bf16": Unscaled,
+}
+_NAME_OF = {scaling: name for name, scaling in _SCALINGS.items()}
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Which format each operand is cast to, and how its scale is found."""
 
-    scaling: CurrentScaling | DelayedScaling
-    #: "hybrid" casts X and W to E4M3 and dY to E5M2; "e4m3" and "e5m2" cast all three to that format
-    fp8_format: str = "hybrid"
+    scaling: Scaling
+    #: "hybrid" casts X and W to E4M3 and dY to E5M2; the name of a format casts all three to it; "": what is usual
+    fp8_format: str = ""
 
     def __post_init__(self) -> None:
-        if self.fp8_format not in ("hybrid", "e4m3", "e5m2"):
-            raise ConfigError(f"fp8_format is {self.fp8_format!r}; use 'hybrid', 'e4m3' or 'e5m2'")
+        formats = self.scaling.formats
+        if self.fp8_format not in ("", *formats):
+            raise ConfigError(f"fp8_format is {self.fp8_format!r}; use {' or '.join(map(repr, formats))}")
+        object.__setattr__(self, "fp8_format", self.fp8_format or formats[0])
 
     def format_of(self, role: str) -> FloatFormat:
         """The format that operand `role` is cast to."""
-        backward = E5M2 if self.fp8_format != "e4m3" else E4M3
-        forward = E4M3 if self.fp8_format != "e5m2" else E5M2
-        return backward if role == "grad_output" else forward
+        if self.fp8_format == "hybrid":
+            return E5M2 if role == "grad_output" else E4M3
+        return FORMATS[self.fp8_format]
 
     @property
     def name(self) -> str:
         """Short unique name, as `delayed-hybrid` or `delayed-hybrid(margin=1)`; options at their default are left out."""
-        kind = "delayed" if isinstance(self.scaling, DelayedScaling) else "current"
         changed = [
             f"{f.name}={getattr(self.scaling, f.name)}"
             for f in fields(self.scaling)
             if getattr(self.scaling, f.name) != f.default
         ]
-        return f"{kind}-{self.fp8_format}" + (f"({','.join(changed)})" if changed else "")
+        choice = f"-{self.fp8_format}" if len(self.scaling.formats) > 1 else ""
+        return _NAME_OF[type(self.scaling)] + choice + (f"({','.join(changed)})" if changed else "")
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks of a tensor have scales of their own, which its sketch knows nothing of."""
+        return isinstance(self.scaling, BlockRule)
 
 
-_SCALINGS: dict[str, type[CurrentScaling] | type[DelayedScaling]] = {
-    "delayed": DelayedScaling,
-    "current": CurrentScaling,
-}
+def refuse_blocks(recipe: Recipe, what: str) -> None:
+    """Say that `what` has no use for a recipe that scales blocks.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if recipe.in_blocks:
+        raise ConfigError(f"{what} takes recipes with one scale a tensor (delayed, current, bf16), not {recipe.name!r}")
+
+
 _NAME = re.compile(r"(?P<name>\w+?)(-(?P<fp8_format>\w+))?(\((?P<options>[^()]*)\))?")
 
 
@@ -127,7 +159,8 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
     """Read a recipe from plain values.
 
     Args:
-        value: a name such as `"delayed"`, `"current-e4m3"` or `"delayed-hybrid(margin=1,amax_history_len=16)"`, or a mapping
+        value: a name such as `"delayed"`, `"current-e4m3"`, `"delayed-hybrid(margin=1,amax_history_len=16)"`, `"mxfp8"`,
+            `"blockwise(power_of_two=False)"`, `"nvfp4"` or `"bf16"`, or a mapping
             `{"name": "delayed", "fp8_format": "hybrid", "margin": 0, "amax_history_len": 1, "amax_compute_algo": "max"}`.
 
     Raises:
@@ -139,13 +172,13 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in _SCALINGS:
         raise ConfigError(f"unknown recipe {name!r}; known recipes: {', '.join(_SCALINGS)}")
-    fp8_format = options.pop("fp8_format", "hybrid")
+    fp8_format = options.pop("fp8_format", "")
     scaling = _SCALINGS[name]
     known = {f.name for f in fields(scaling)}
     if unknown := set(options) - known:
         raise ConfigError(
             f"recipe {name!r} has no option {', '.join(sorted(map(repr, unknown)))}; "
-            f"its options: fp8_format, {', '.join(sorted(known))}"
+            f"its options: {', '.join(['fp8_format', *sorted(known)])}"
         )
     for f in fields(scaling):
         given, kind = options.get(f.name, f.default), type(f.default)

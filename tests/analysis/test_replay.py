@@ -19,7 +19,9 @@ from typer.testing import CliRunner, Result
 from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor, RecordError
 from nemo_fp8_debug.analysis.replay import replay
 from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.numerics.blocks import BlockRule
 from nemo_fp8_debug.numerics.figures import FIGURES
+from nemo_fp8_debug.numerics.scaling import parse_recipe
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.place import Place
 from nemo_fp8_debug.record.reader import find_run, read_table
@@ -161,6 +163,79 @@ class TestDumps:
             assert row["n"] == n[key]
             assert row["mse"] == pytest.approx(errors[key] / n[key], rel=1e-12)
             assert row["underflow_pct"] == 100 * lost[key] / n[key]
+
+
+BLOCKS = ["blockwise", "blockwise-hybrid(power_of_two=False)", "mxfp8", "mxfp8-hybrid", "nvfp4"]
+DIRECT = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class TestBlocks:
+    """Figures under block recipes, which are measured as tensors pass: weighed, in use, and from dumps."""
+
+    @pytest.mark.parametrize("dtype", DIRECT, ids=str)
+    def test_what_was_weighed_is_what_dumps_give(self, tmp_path: Path, dtype: torch.dtype) -> None:
+        run = train(tmp_path, DELAYED, dtype, weigh=[*BLOCKS, "bf16"], dump=["*"])
+        weighed = read_table(run, "what_if")
+        assert set(weighed["scale_source"]) == {"what-if"}
+        for name in [*BLOCKS, "bf16"]:
+            mine = weighed.filter(recipe=parse_recipe(name).name)
+            assert len(mine) == 30
+            replayed = replay(run, name, "dumps").with_columns(nonfinite_order=pl.lit(None, pl.Int64))
+            if dtype == torch.float32:  # the run takes the median from a rounded sketch
+                mine, replayed = (frame.drop("outlier_log2") for frame in (mine, replayed))
+            assert_frame_equal(mine, replayed, check_row_order=False, rel_tol=1e-12)
+            assert mine["scale"].null_count() == (0 if name == "bf16" else 30)
+
+    @pytest.mark.parametrize("dtype", DIRECT, ids=str)
+    @pytest.mark.parametrize("name", BLOCKS)
+    def test_in_use_gives_the_figures_that_weighing_gives(self, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+        run = train(tmp_path / "a", name, dtype, dump=["*"])
+        recorded = read_table(run, "figures")
+        weighed = read_table(train(tmp_path / "b", "current", dtype, weigh=[name]), "what_if")
+        assert recorded["scale"].null_count() == recorded["scale_ratio_log2"].null_count() == len(recorded) == 30
+        assert recorded["mse"].null_count() == 0
+        assert set(recorded["scale_source"]) == {"current"}
+        columns = ["step", "layer", "role", "recipe", "format", "dtype", "calls", "scale", *COUNTS, *FIGURES]
+        assert recorded.select(columns).equals(weighed.select(columns))
+        again = replay(run, None, "dumps")
+        known = [c for c in columns if dtype != torch.float32 or c != "outlier_log2"]
+        assert_frame_equal(again.select(known), recorded.select(known), check_row_order=False, rel_tol=1e-12)
+
+    @pytest.mark.parametrize("name", BLOCKS)
+    def test_figures_are_of_the_codes_and_scales_of_each_tensor(self, tmp_path: Path, name: str) -> None:
+        run = train(tmp_path, "current", weigh=[name], dump=["*"])
+        recipe = parse_recipe(name)
+        assert isinstance(recipe.scaling, BlockRule)
+        errors, n = dict[tuple[Any, ...], float](), dict[tuple[Any, ...], int]()
+        for _, step, _, file in dumped_files(run):
+            about, tensors = read_dump(run, file)
+            x, key = tensors["value"], (step, about.layer, about.role)
+            q = recipe.scaling.quantize(x, about.role, recipe.format_of(about.role)).dequantize()
+            errors[key] = errors.get(key, 0) + float((x.double() - q).square().sum())
+            n[key] = n.get(key, 0) + x.numel()
+        rows = read_table(run, "what_if").to_dicts()
+        assert len(rows) == len(errors) == 30
+        for row in rows:
+            key = row["step"], row["layer"], row["role"]
+            assert row["mse"] == pytest.approx(errors[key] / n[key], rel=1e-12)
+
+    def test_bf16_costs_float32_something_and_bfloat16_nothing(self, tmp_path: Path) -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+            rows = read_table(train(tmp_path / str(dtype), "current", dtype, weigh=["bf16"]), "what_if")
+            assert set(rows["format"]) == {"bf16"}
+            assert ((rows["mse"] > 0) == (dtype == torch.float32)).all()
+            assert (rows["relative_error"] < 2**-9).all()
+
+    def test_sketches_know_nothing_of_blocks(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"replay from sketches.*\(dumps do\), takes .* not 'mxfp8-e4m3'"):
+            replay(train(tmp_path / "a", "current"), "mxfp8")
+        run = train(tmp_path / "b", "nvfp4")
+        replayed, recorded = replay(run), read_table(run, "figures")
+        assert replayed["mse"].null_count() == len(recorded)
+        assert_frame_equal(replayed.select("amax", "kurtosis"), recorded.select("amax", "kurtosis"), rel_tol=1e-12)
+        of_weights = pl.col("role") == "weight"  # calls under a block recipe are one sketch
+        current = read_table(train(tmp_path / "c", "current"), "figures").filter(of_weights)
+        assert_frame_equal(replay(run, "current").filter(of_weights).select(FIGURES), current.select(FIGURES), rel_tol=1e-12)
 
 
 def cli(*arguments: object) -> Result:

@@ -11,17 +11,19 @@ import pytest
 import torch
 from tensors import all_patterns
 
-from nemo_fp8_debug.numerics.formats import BF16, E4M3, E5M2, FORMATS, FP16, FloatFormat, saturating_cast
+from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, FloatFormat, saturating_cast
 
 ML_DTYPE = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
+    "e2m1": ml_dtypes.float4_e2m1fn,
     "bf16": ml_dtypes.bfloat16,
     "fp16": np.float16,
 }
 GFLOAT = {
     "e4m3": gformats.format_info_ocp_e4m3,
     "e5m2": gformats.format_info_ocp_e5m2,
+    "e2m1": gformats.format_info_ocp_e2m1,
     "bf16": gformats.format_info_bfloat16,
     "fp16": gformats.format_info_binary16,
 }
@@ -33,11 +35,10 @@ def random_float32() -> torch.Tensor:
 
 
 def ties_and_neighbours() -> torch.Tensor:
-    """Half way between any two neighbours of either FP8 format, and the float32 values next to it."""
-    patterns = np.arange(256, dtype=np.uint8)
+    """Half way between any two neighbours of each narrow format, and the float32 values next to it."""
     ties = []
-    for name in ("e4m3", "e5m2"):
-        values = np.unique(patterns.view(ML_DTYPE[name]).astype(np.float32))
+    for name, codes in (("e4m3", 256), ("e5m2", 256), ("e2m1", 16)):
+        values = np.unique(np.arange(codes, dtype=np.uint8).view(ML_DTYPE[name]).astype(np.float32))
         values = values[np.isfinite(values)]
         ties.append((values[1:] + values[:-1]) / 2)
     tie = np.concatenate(ties)
@@ -101,6 +102,20 @@ class TestLimits:
     def test_equal_gfloat(self, fmt: FloatFormat) -> None:
         info = GFLOAT[fmt.name]
         assert (fmt.max, fmt.min_normal, fmt.min_subnormal) == (info.max, info.smallest_normal, info.smallest_subnormal)
+
+
+class TestE2M1:
+    """Apart, since it has no NaN."""
+
+    def test_equals_ml_dtypes_and_gfloat(self, x: torch.Tensor) -> None:
+        real = x[~x.isnan()]
+        got = saturating_cast(real, E2M1)
+        assert_same_bits(got, np.clip(real.numpy(), -6, 6).astype(ML_DTYPE["e2m1"]).astype(np.float32))
+        want = gfloat.round_ndarray(GFLOAT["e2m1"], real.numpy().astype(np.float64), sat=True)
+        assert_same_bits(got, want.astype(np.float32))
+
+    def test_takes_nan_for_6_as_nvidia_does(self) -> None:
+        assert saturating_cast(torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf]), E2M1).tolist() == [6, 6, 6, -6]
 
 
 def test_the_wider_formats_hold_their_own_values_unchanged() -> None:

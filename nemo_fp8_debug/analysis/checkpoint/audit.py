@@ -16,7 +16,7 @@ from ...kernels import count_into
 from ...numerics import figures
 from ...numerics.figures import Moments, QuantizationSums
 from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
-from ...numerics.scaling import CurrentScaling, Recipe, parse_recipe
+from ...numerics.scaling import CurrentScaling, Recipe, parse_recipe, refuse_blocks
 from ...numerics.sketch import DTYPES as SKETCHED
 from ...numerics.sketch import Sketch, SketchBatch
 from .extra_state import StoredScale, weight_scale
@@ -55,9 +55,10 @@ def audit(
 
     Raises:
         RecordError: there is no checkpoint, or nothing of it can be read; names the file.
-        ConfigError: no weight matches; or the recipe is not known.
+        ConfigError: no weight matches; or the recipe is not known, or scales blocks.
     """
     path, recipe = Path(path), parse_recipe(recipe)
+    refuse_blocks(recipe, "the audit")
     contents = open_checkpoint(path)
     weights, left_out = find_weights(contents)
     chosen = [weight for weight in weights if matches(weight.name)]
