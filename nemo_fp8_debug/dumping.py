@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .capture.hosts.base import ScaleInUse
 from .capture.layers import Gemm
 from .capture.operands import Operand
 from .record.dump import Dumped, TensorDump
@@ -17,11 +18,11 @@ class Dumping:
         self._operand, self._dump = operand, dump
         self._where = attempt, step, rank
 
-    def add(self, x: torch.Tensor, order: int) -> None:
+    def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
         """Count the tensor in, and dump it if it counts."""
         call = self._operand.calls
-        self._operand.add(x, order)
+        self._operand.add(x, order, use)
         if self._operand.calls > call:
-            use = self._operand.in_use
+            use = use or self._operand.in_use
             key, about = (*self._operand.key, call), (use.recipe, use.format, use.source)
             self._dump.add(Dumped(*self._where, *key, *about), x.detach(), use.scale)

@@ -185,7 +185,7 @@ class Monitor:
             (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role))
             for role in plan.roles
             for gemm in self._known
-            if gemm.name in sampled | dumped
+            if gemm.name in sampled | dumped and role not in gemm.unseen
         }
         takers: dict[tuple[str, str], Taker] = dict(self._operands)
         for key, operand in self._operands.items():
@@ -193,7 +193,7 @@ class Monitor:
                 takers[key] = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
         self._weigh(plan)
         if takers:  # a rank that does not write has none unless it dumps
-            self._capture = Capture(takers, self._hook_fault)
+            self._capture = Capture(takers, self._hook_fault, self._scales.auto)
             self._capture.attach()
 
     def _weigh(self, plan: Config) -> None:
@@ -295,11 +295,15 @@ class Monitor:
                     }
                 )
 
-    def _hook_fault(self, layer: str, role: str, error: Exception) -> None:
+    def _hook_fault(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         if self._faults.raises:
             raise error
-        self._operands.pop((layer, role), None)
-        message = f"{SHOWN_AS[role]} of {layer} is missing from the sample of step {self._faults.step}"
+        what = f"{SHOWN_AS[role]} of {layer}"
+        if lost:
+            self._operands.pop((layer, role), None)
+            message = f"{what} is missing from the sample of step {self._faults.step}"
+        else:
+            message = f"what casts {what} cannot be read, and its figures are under an emulated scale"
         self._faults.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
 
 

@@ -8,25 +8,12 @@ import torch
 
 from ..kernels import count_into, sketch
 from ..numerics import figures
-from ..numerics.formats import FloatFormat
 from ..numerics.scaling import CurrentScaling, amax_of
 from ..numerics.sketch import DTYPES, Sketch, infinity_bin
+from .hosts.base import ScaleInUse
 from .layers import Gemm
 
 MEASURED = (*DTYPES, torch.float32)
-
-
-@dataclass(frozen=True)
-class ScaleInUse:
-    """How the scale that an operand is cast with is known during one step."""
-
-    #: a float32 scalar tensor that holds through the step, or the rule that finds a scale anew for each tensor
-    scale: torch.Tensor | CurrentScaling
-    format: FloatFormat
-    #: name of the recipe that the scale belongs to
-    recipe: str
-    #: "engine": read from what quantises the operand; "emulated": a history kept here; "current": the operand's own amax
-    source: str
 
 
 @dataclass
@@ -35,11 +22,14 @@ class Operand:
 
     gemm: Gemm
     role: str
+    #: the cast of calls whose own is not known
     in_use: ScaleInUse
     #: dtype of the tensor that was looked at
     dtype: torch.dtype | None = None
-    #: sketches to be measured under one scale each: one for all calls, or one a call where the scale follows the tensor
+    #: sketches to be measured under one scale each: one for calls under the same scale, or one a call where it follows the
+    #: tensor; and the cast of each
     sketches: list[Sketch] = field(default_factory=list)
+    casts: list[ScaleInUse] = field(default_factory=list)
     #: float32 operands only: what was measured directly, a row a call
     moments: list[figures.Moments] = field(default_factory=list)
     sums: list[figures.QuantizationSums] = field(default_factory=list)
@@ -52,11 +42,12 @@ class Operand:
         """(layer, role)"""
         return self.gemm.name, self.role
 
-    def add(self, x: torch.Tensor, order: int) -> None:
+    def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
         """Count another tensor in; keeps no reference to it.
 
         Args:
             order: place of the call in the step's order of execution.
+            use: how it is cast in this call, where that is known.
         """
         if self.role == "weight" and self.calls:
             return  # the same weight in every micro-batch
@@ -66,12 +57,14 @@ class Operand:
             raise TypeError(f"{self.role} is {self.dtype} in one call and {x.dtype} in another of the same step")
         if hasattr(x, "to_local"):  # a DTensor: this rank's shard
             x = x.to_local()
-        if self.sketches and not isinstance(self.in_use.scale, CurrentScaling):
-            count_into(self.sketches[0], x)
+        use = use or self.in_use
+        if self.casts and _same(use, self.casts[-1]):
+            count_into(self.sketches[-1], x)
         else:
             self.sketches.append(sketch(x))
+            self.casts.append(use)
         if x.dtype not in DTYPES:
-            self._measure_directly(x.detach())
+            self._measure_directly(x.detach(), use)
         self._nonfinite.append((order, self._nonfinite_count()))
         self.dtype = x.dtype
         self.calls += 1
@@ -88,8 +81,8 @@ class Operand:
         """Place in the order of execution of the first call that held NaN or infinity; None where none did."""
         return min((order for order, count in self._nonfinite if count > 0), default=None)
 
-    def _measure_directly(self, x: torch.Tensor) -> None:
-        scale, fmt = self.in_use.scale, self.in_use.format
+    def _measure_directly(self, x: torch.Tensor, use: ScaleInUse) -> None:
+        scale, fmt = use.scale, use.format
         if isinstance(scale, CurrentScaling):
             scale = scale.scale(amax_of(x), fmt.max)
         self.moments.append(figures.moments_of_float32(x))
@@ -100,3 +93,12 @@ class Operand:
         """The sketch of all calls together."""
         first, *rest = self.sketches
         return sum(rest, first)
+
+
+def _same(use: ScaleInUse, other: ScaleInUse) -> bool:
+    """Whether one scale is known to serve two calls; a device is not asked, which would hold up the run."""
+    if use is other:
+        return isinstance(use.scale, torch.Tensor)
+    if not isinstance(use.scale, torch.Tensor) or not isinstance(other.scale, torch.Tensor):
+        return False
+    return use.format == other.format and use.scale.device.type == "cpu" and bool(use.scale == other.scale)

@@ -49,6 +49,6 @@ def weigh(
     """
     n = len(moments.n)
     sums = quantization_sums(parts, scale, formats).fold(owner, n)
-    smallest = torch.full((n,), torch.inf).scatter_reduce_(0, owner, scale, "amin")
+    smallest = torch.full((n,), torch.inf, dtype=torch.float32).scatter_reduce_(0, owner, scale, "amin")
     of_operand = dict(zip(owner.tolist(), formats, strict=True))
     return rows(moments, sums, smallest, [of_operand[i] for i in range(n)])

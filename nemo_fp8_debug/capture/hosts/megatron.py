@@ -17,7 +17,7 @@ def _owns(module: nn.Module) -> bool:
     return layers is not None and isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear))
 
 
-def _weight(module: nn.Module, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
+def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     # An output layer tied to the embedding owns no weight and is given it with each call.
     given: Any = args[1] if len(args) > 1 else kwargs.get("weight")
     return raw_weight(module) if given is None else given
@@ -39,7 +39,7 @@ def configured_recipe(module: nn.Module) -> Recipe | None:
 HOST = Host(
     name="Megatron ColumnParallelLinear and RowParallelLinear",
     owns=_owns,
-    input=lambda module, args, kwargs: args[0] if args else kwargs["input_"],
+    input=lambda module, args, kwargs, part: args[0] if args else kwargs["input_"],
     weight=_weight,
     output=lambda out: out[0] if isinstance(out, tuple) else out,
     recipe=configured_recipe,
