@@ -111,8 +111,8 @@ class Monitor:
             self.gemms = matching(self._known, self.config.layers)
         if stored := [g.name for g in self.gemms if "weight" in g.unseen]:
             self._faults.warn(
-                f"W of {len(stored)} layers is stored in FP8 (first {stored[0]}): there is nothing to compare it with, so it is "
-                "left out"
+                f"W of {len(stored)} layers is stored in FP8 (first {stored[0]}): "
+                "there is nothing to compare it with, so it is left out"
             )
         self._scales = Scales(self._known, self.config.recipe)
         self.fingerprint = fingerprint(roots, self.gemms, self.config, self._scales.description)
