@@ -76,8 +76,10 @@ def checked(
             continue
         module, gemm = gemms[about.layer]
         CASTS[:] = casts[step]
-        mine = [c for c in casts_of(model.get_submodule(module), SHOWN[about.role], gemm) if not c.recompute]
-        cast = mine[about.call]
+        mine = casts_of(model.get_submodule(module), SHOWN[about.role], gemm)
+        # Not those made again: by recompute, or in the backward of a module that saved its operand in BF16.
+        first = [c for c in mine if not c.recompute and c.in_backward == (about.role == "grad_output")]
+        cast = first[about.call]
         where = f"step {step}, {SHOWN[about.role]} of {about.layer}, call {about.call}"
         assert about.scale_source == "engine", where
         assert about.format.name == cast.format.lower(), where
