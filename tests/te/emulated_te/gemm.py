@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-from .activations import PLAIN
 from .quantize import decode, store, torch_dtype
-from .stubs import extension, kernel
+from .stubs import kernel
 
 
 def _matrix(tensor: Any, transposed: bool) -> torch.Tensor:
@@ -22,10 +21,6 @@ def _matrix(tensor: Any, transposed: bool) -> torch.Tensor:
         raise RuntimeError(f"FP8 operand without its {'columnwise' if transposed else 'rowwise'} copy")
     matrix = codes.flatten(1) if transposed else codes.flatten(0, -2)
     return decode(matrix, tensor._scale_inv, tensor._fp8_dtype)
-
-
-def _is_fp8(tensor: Any) -> bool:
-    return isinstance(tensor, Float8TensorStorage)
 
 
 @kernel
@@ -54,24 +49,18 @@ def generic_gemm(
     beta: float | None = None,
 ) -> tuple[Any, ...]:
     """D = op(A) x op(B) column-major, which is op(B) x op(A) here."""
-    if comm_overlap is not None:
-        raise NotImplementedError("overlap of communication is not emulated")
+    if comm_overlap is not None or gelu:
+        raise NotImplementedError("overlap of communication, and GELU within a GEMM, are not emulated")
     a, b = _matrix(A, not transA), _matrix(B, transB)
     result = alpha * (b @ a.t())
     dtype = torch_dtype(output_dtype) if output_dtype is not None else (D if D is not None else A).dtype
     if bias is not None and not grad:
         result = result + bias.detach().float()
-    pre_gelu = None
-    if gelu and not grad:
-        pre_gelu = result.to(torch_dtype(bias_type) if _is_fp8(A) or _is_fp8(B) else dtype)
-        result = PLAIN["gelu"](result)
-    elif gelu:
-        result = extension.dgelu(result, cast(torch.Tensor, gelu_in).reshape(result.shape), None)
     bias_grad = b.sum(1).to(dtype) if bias is not None and grad else None
     shape = torch.Size((*((b.shape[0],) if transB else B.shape[:-1]), a.shape[0]))
     if accumulate:
-        return D.copy_(D.float() + result.reshape(D.shape)), bias_grad, pre_gelu, extra_output
-    return store(result, dtype, quantizer, shape=shape, out=D), bias_grad, pre_gelu, extra_output
+        return D.copy_(D.float() + result.reshape(D.shape)), bias_grad, None, extra_output
+    return store(result, dtype, quantizer, shape=shape, out=D), bias_grad, None, extra_output
 
 
 @kernel

@@ -164,7 +164,6 @@ def pretend_a_gpu() -> None:
     _tell_te(torch.cuda, "synchronize", None)
     _tell_te(torch.cuda.nvtx, "range_push", 0)
     _tell_te(torch.cuda.nvtx, "range_pop", 0)
-    _tell_te(torch, "get_autocast_dtype", torch.bfloat16)
     is_cuda: Any = torch.Tensor.is_cuda
     torch.Tensor.is_cuda = property(lambda self: _asked_by_te() or is_cuda.__get__(self))  # type: ignore[assignment]
     cuda = torch.Tensor.cuda

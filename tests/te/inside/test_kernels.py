@@ -16,6 +16,7 @@ from emulated_te.stubs import extension
 from torch.nn import functional
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 FP8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 TE_FP8 = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
@@ -230,6 +231,42 @@ def test_delayed_scaling_casts_what_an_activation_has_not_rounded(activation: st
     assert torch.equal(cast.source, cast.source.bfloat16()) != cast.fused
     (gradient,) = casts_of(module, "dY", gemm=0)
     assert gradient.fused == (recipe is RECIPES[0] and activation == "gelu")
+
+
+def test_a_quantizers_usages_are_the_copies_of_its_tensors() -> None:
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cuda"), columnwise=False)
+    x, other = torch.randn(8, 4, 16).bfloat16(), torch.randn(8, 4, 16).bfloat16()
+    tensor = quantizer(x)
+    assert tensor._transpose is None and tensor.shape == x.shape and tensor.dtype == x.dtype
+    assert close_in_bfloat16(tensor.dequantize(), dequantised(CASTS[-1]))
+    quantizer.set_usage(columnwise=True)
+    quantizer.update_quantized(other, tensor)
+    assert torch.equal(tensor._data, CASTS[-1].codes)
+    assert torch.equal(tensor._transpose, CASTS[-1].codes.movedim(-1, 0)) and not tensor._transpose_invalid
+    assert close_in_bfloat16(tensor.dequantize(), dequantised(CASTS[-1]))
+    tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
+    assert tensor._data is None and close_in_bfloat16(tensor.dequantize(), dequantised(CASTS[-1]))
+    quantizer.set_usage(columnwise=False)
+    quantizer.update_quantized(x, tensor)
+    assert torch.equal(tensor._data, CASTS[-1].codes) and tensor._transpose is None
+    assert CASTS[-1].module is None
+    quantizer.set_usage(rowwise=False, columnwise=True)
+    with pytest.raises(NotImplementedError, match="columnwise-only"):
+        quantizer(x)
+    assert quantizer.make_empty((4, 16), dtype=torch.bfloat16, device="cuda").shape == (4, 16)
+
+
+def test_fused_accumulation_of_weight_gradients() -> None:
+    plain, fused = te.Linear(32, 48), te.Linear(32, 48, fuse_wgrad_accumulation=True)
+    fused.load_state_dict(plain.state_dict())
+    fused.weight.main_grad = torch.zeros(48, 32)
+    for _ in range(3):
+        x = torch.randn(16, 32)
+        for module in (plain, fused):
+            with te.autocast(enabled=True, recipe=RECIPES[1]):
+                y = module(x)
+            y.square().sum().backward()
+    torch.testing.assert_close(fused.weight.main_grad, plain.weight.grad)
 
 
 def test_what_is_not_emulated_says_so() -> None:
