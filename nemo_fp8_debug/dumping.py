@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .capture.hosts.base import ScaleInUse
 from .capture.layers import Gemm
 from .capture.operands import Operand
 from .capture.scales import SHADOW
@@ -20,12 +21,13 @@ class Dumping:
         self._operand, self._dump = operand, dump
         self._where = attempt, step, rank
 
-    def add(self, x: torch.Tensor, order: int) -> None:
+    def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
         """Count the tensor in, and dump it if it counts."""
         call = self._operand.calls
-        self._operand.add(x, order)
+        self._operand.add(x, order, use)
         if self._operand.calls > call:
-            use, scale = self._operand.in_use, self._operand.in_use.scale
+            use = use or self._operand.in_use
+            scale = use.scale
             key, about = (*self._operand.key, call), (use.recipe, use.format, use.source)
             if isinstance(scale, BlockRule):  # a dump has one scale: its codes are those of current scaling
                 scale, about = CurrentScaling(), (SHADOW.name, SHADOW.format_of(self._operand.role), "current")

@@ -109,6 +109,11 @@ class Monitor:
                 select(found, patterns)
         else:  # a pipeline stage may have none that match
             self.gemms = matching(self._known, self.config.layers)
+        if stored := [g.name for g in self.gemms if "weight" in g.unseen]:
+            self._faults.warn(
+                f"W of {len(stored)} layers is stored in FP8 (first {stored[0]}): "
+                "there is nothing to compare it with, so it is left out"
+            )
         self._scales = Scales(self._known, self.config.recipe)
         self.fingerprint = fingerprint(roots, self.gemms, self.config, self._scales.description)
 
@@ -187,14 +192,14 @@ class Monitor:
             (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role), weighed)
             for role in plan.roles
             for gemm in self._known
-            if gemm.name in sampled | dumped
+            if gemm.name in sampled | dumped and role not in gemm.unseen
         }
         takers: dict[tuple[str, str], Taker] = dict(self._operands)
         for key, operand in self._operands.items():
             if self._dump and key[0] in dumped:
                 takers[key] = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
         if takers:  # a rank that does not write has none unless it dumps
-            self._capture = Capture(takers, self._hook_fault)
+            self._capture = Capture(takers, self._hook_fault, self._scales.auto)
             self._capture.attach()
 
     def _weigh(self, plan: Config) -> None:
@@ -296,11 +301,15 @@ class Monitor:
                     }
                 )
 
-    def _hook_fault(self, layer: str, role: str, error: Exception) -> None:
+    def _hook_fault(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         if self._faults.raises:
             raise error
-        self._operands.pop((layer, role), None)
-        message = f"{SHOWN_AS[role]} of {layer} is missing from the sample of step {self._faults.step}"
+        what = f"{SHOWN_AS[role]} of {layer}"
+        if lost:
+            self._operands.pop((layer, role), None)
+            message = f"{what} is missing from the sample of step {self._faults.step}"
+        else:
+            message = f"what casts {what} cannot be read, and its figures are under an emulated scale"
         self._faults.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug.capture.hosts import torch_linear
+from nemo_fp8_debug.capture.hosts.base import ScaleInUse
 from nemo_fp8_debug.capture.layers import Gemm
 from nemo_fp8_debug.capture.measure import measure
-from nemo_fp8_debug.capture.operands import Operand, ScaleInUse
+from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.scaling import CurrentScaling
 from nemo_fp8_debug.record.schema import SCHEMAS

@@ -21,6 +21,8 @@ _FLOOR_PCT = 0.01
 _TAIL = 0.5
 #: figures of either run that stand beside the ranking
 _SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "amax", "scale_ratio_log2")
+#: figures that are shown under other recipes
+_WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Run:
     fingerprint: dict[str, Any]
     figures: pl.DataFrame
     loss: LossCurve
+    #: figures under recipes that were not in use, weighed in the run or added by replay
+    others: pl.DataFrame
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Run:
@@ -39,9 +43,9 @@ class Run:
             RecordError: there is no record at `path`, or it cannot be read.
         """
         found = find_run(path)
-        return cls(
-            str(found), read_fingerprint(found), read_table(found, "figures"), LossCurve.of(read_table(found, "steps"))
-        )
+        others = pl.concat([read_table(found, table) for table in ("what_if", "replayed")])
+        losses = LossCurve.of(read_table(found, "steps"))
+        return cls(str(found), read_fingerprint(found), read_table(found, "figures"), losses, others)
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,26 @@ class Comparison:
             how = f"and rises for good from step {fell}" if fell is not None else "but does not rise above its own minimum"
             sentences.append(f"The second run's loss stays above the first run's from step {since}, {how}.")
         sentences.append(_described(worst))
+        sentences += self._what_if_sentences(worst)
         if self.twin is not None:
             sentences.append(self._twin_sentence())
         return " ".join(sentences)
+
+    def what_if(self) -> pl.DataFrame:
+        """The bad run's tensors under recipes that were weighed or replayed: medians over its later half, a row a recipe."""
+        steps = self.bad.figures["step"].unique().sort()
+        tail = steps.tail(max(1, round(len(steps) * _TAIL)))
+        rows = self.bad.others.filter(pl.col("step").is_in(tail.implode()))
+        return rows.group_by("layer", "role", "recipe", maintain_order=True).agg(pl.median(*_WEIGHED))
+
+    def _what_if_sentences(self, worst: Mapping[str, Any]) -> list[str]:
+        rows = self.what_if().filter(layer=worst["layer"], role=worst["role"]).sort("relative_error")
+        before = number(worst["relative_error_bad"])
+        return [
+            f"Under {row['recipe']} its relative error would be {number(row['relative_error'])} instead of {before}, "
+            f"its underflow {number(row['underflow_pct'], '%')}."
+            for row in rows.iter_rows(named=True)
+        ]
 
     def _twin_sentence(self) -> str:
         assert self.twin is not None
@@ -98,6 +119,7 @@ class Comparison:
                 for name, run in runs.items()
             },
             "tensors": self.tensors.to_dicts(),
+            "what_if": self.what_if().to_dicts(),
         }
         result: dict[str, Any] = _jsonable(plain)
         return result

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,10 +20,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied
 from .layers import Gemm
 
-#: told of (GEMM name, role, error)
-Fault = Callable[[str, str, Exception], None]
+#: told of (GEMM name, role, error, whether the operand is lost)
+Fault = Callable[[str, str, Exception, bool], None]
 
 
 class Taker(Protocol):
@@ -30,11 +32,12 @@ class Taker(Protocol):
 
     gemm: Gemm
 
-    def add(self, x: torch.Tensor, order: int) -> None:
+    def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None) -> None:
         """Take a tensor; nothing may be kept of it that could change.
 
         Args:
             order: place of the call in the step's order of execution.
+            use: how it is cast in this call, where the host can tell.
         """
 
 
@@ -52,39 +55,56 @@ class Hook:
         return Hook, ()
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass of a module that counts."""
+
+    #: place in the order of execution
+    order: int
+    #: how each operand is cast in it, where the host can tell
+    casts: Mapping[tuple[str, str], ScaleInUse | None]
+
+
 class Capture:
     """The hooks of one sampled step.
 
     Activation recompute runs a module's forward twice, once of them inside backward. A forward inside backward counts only
-    where the first one could not: under `no_grad`, where it left no output to hook.
+    where the first one could not: under `no_grad`, where it left no output to hook. It has the place and the casts of the
+    first one, since an engine that recomputes casts as it did then, and its scales have moved on.
     """
 
-    def __init__(self, takers: Mapping[tuple[str, str], Taker], on_fault: Fault) -> None:
+    def __init__(self, takers: Mapping[tuple[str, str], Taker], on_fault: Fault, read_casts: bool = True) -> None:
         """
         Args:
             takers: by (GEMM name, role): what gets each operand that is to be looked at.
-            on_fault: told of a fault in a hook, which costs that operand and nothing else.
+            on_fault: told of a fault in a hook, which costs that operand, or what it was cast with, and nothing else.
+            read_casts: whether to ask hosts how operands are cast.
         """
         self._takers = takers
         self._on_fault = on_fault
+        self._read_casts = read_casts
         self._handles: list[RemovableHandle] = []
         self._order = itertools.count(step=2)
-        self._without_grad: dict[str, deque[int]] = defaultdict(deque)  # forwards that a recompute may still come for
-        self._with_grad: set[str] = set()  # counted outside backward: a recompute of these adds nothing
-        self._counting: dict[str, bool] = {}
+        self._without_grad: dict[nn.Module, deque[_Pass]] = defaultdict(deque)  # those that a recompute may still come for
+        self._with_grad: set[nn.Module] = set()  # counted outside backward: a recompute of these adds nothing
+        self._counting: dict[nn.Module, bool] = {}
 
     def attach(self) -> None:
         """Install the hooks."""
-        for gemm in {name: taker.gemm for (name, _), taker in self._takers.items()}.values():
-            before, after = (Hook(partial(self._run, hook, gemm)) for hook in (self._before_forward, self._after_forward))
+        gemms: dict[nn.Module, dict[str, Gemm]] = defaultdict(dict)
+        for taker in self._takers.values():
+            gemms[taker.gemm.module][taker.gemm.name] = taker.gemm
+        for module, by_name in gemms.items():
+            own = list(by_name.values())
+            before, after = (Hook(partial(self._run, hook, own)) for hook in (self._before_forward, self._after_forward))
             self._handles += [
-                gemm.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                gemm.module.register_forward_hook(after, prepend=True),
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, prepend=True, with_kwargs=True),
             ]
 
-    def _run(self, hook: Callable[..., None], gemm: Gemm, *arguments: Any) -> None:
-        with self._guarded(gemm.name, "input"):
-            hook(gemm, *arguments)
+    def _run(self, hook: Callable[..., None], gemms: Sequence[Gemm], *arguments: Any) -> None:
+        with self._guarded(gemms[0].name, "input"):
+            hook(gemms, *arguments)
 
     def detach(self) -> None:
         """Remove the hooks; gradients that arrive later are ignored."""
@@ -94,56 +114,68 @@ class Capture:
         self._takers = {}
 
     @contextlib.contextmanager
-    def _guarded(self, name: str, role: str) -> Iterator[None]:
-        """A fault within costs this operand."""
+    def _guarded(self, name: str, role: str, lost: bool = True) -> Iterator[None]:
+        """A fault within costs this operand, or what it was cast with."""
         try:
             yield
         except Exception as error:
-            self._on_fault(name, role, error)
+            self._on_fault(name, role, error, lost)
 
-    def _before_forward(self, gemm: Gemm, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        order = self._counted(gemm.name, module.training)
-        self._counting[gemm.name] = order is not None
-        if order is None:
+    def _before_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        counted = self._counted(gemms, module, kwargs)
+        self._counting[module] = counted is not None
+        if counted is None:
             return
-        for place, role, find in ((order, "input", gemm.host.input), (order + 1, "weight", gemm.host.weight)):
-            taker = self._takers.get((gemm.name, role))
-            with self._guarded(gemm.name, role):
-                if taker and (x := find(module, args, kwargs)) is not None:
-                    taker.add(as_multiplied(x), place)
+        for gemm in gemms:
+            for place, role, find in ((0, "input", gemm.host.input), (1, "weight", gemm.host.weight)):
+                key = gemm.name, role
+                with self._guarded(*key):
+                    taker = self._takers.get(key)
+                    if taker and (x := find(module, args, kwargs, gemm.part)) is not None:
+                        x = x if gemm.host.has_own_fp8 else as_multiplied(x)
+                        taker.add(x, counted.order + place, counted.casts.get(key))
 
-    def _counted(self, name: str, training: bool) -> int | None:
-        """The place of a forward in the order of execution, a recompute's that of its first pass; None: not counted."""
+    def _counted(self, gemms: Sequence[Gemm], module: nn.Module, kwargs: Kwargs) -> _Pass | None:
+        """A forward that counts, a recompute as its first pass was; None: not counted."""
         if torch._C._current_graph_task_id() != -1:  # inside backward: a recompute
-            first_passes = self._without_grad[name]
-            return first_passes.popleft() if first_passes and name not in self._with_grad else None
+            first_passes = self._without_grad[module]
+            return first_passes.popleft() if first_passes and module not in self._with_grad else None
         if not torch.is_grad_enabled():
-            if training:
-                self._without_grad[name].append(next(self._order))
+            if module.training:
+                self._without_grad[module].append(self._pass(gemms, module, kwargs))
             return None
-        self._with_grad.add(name)
-        return next(self._order)
+        self._with_grad.add(module)
+        return self._pass(gemms, module, kwargs)
 
-    def _after_forward(self, gemm: Gemm, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        key = gemm.name, "grad_output"
-        taker = self._takers.get(key)
-        if taker is None or not self._counting.get(gemm.name):
+    def _pass(self, gemms: Sequence[Gemm], module: nn.Module, kwargs: Kwargs) -> _Pass:
+        casts = {(g.name, role): self._cast(g, module, kwargs, role) for g in gemms for role in ("input", "weight")}
+        return _Pass(next(self._order), casts)
+
+    def _cast(self, gemm: Gemm, module: nn.Module, kwargs: Kwargs, role: str) -> ScaleInUse | None:
+        if self._read_casts and (gemm.name, role) in self._takers:
+            with self._guarded(gemm.name, role, lost=False):
+                return gemm.host.cast(module, kwargs, gemm.part, role)
+        return None
+
+    def _after_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
+        if not self._counting.get(module):
             return
+        for gemm in gemms:
+            if (gemm.name, "grad_output") in self._takers:
+                with self._guarded(gemm.name, "grad_output"):
+                    self._hook_gradient(gemm, module, args, kwargs, out)
+
+    def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
+        key = gemm.name, "grad_output"
+        # Of the arguments a hook that lives until backward keeps only those that are no activations.
+        small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
 
         def take(grad: torch.Tensor) -> None:
             with self._guarded(*key):
-                if key in self._takers:
-                    taker.add(grad, next(self._order))
+                taker = self._takers.get(key)
+                if taker and (dy := gemm.host.grad(grad, module, small, kwargs, gemm.part)) is not None:
+                    taker.add(dy, next(self._order), self._cast(gemm, module, kwargs, "grad_output"))
 
-        with self._guarded(*key):
-            y = gemm.host.output(out)
-            if y.requires_grad:
-                y.register_hook(take)
-
-
-def as_multiplied(x: torch.Tensor) -> torch.Tensor:
-    """The operand in the dtype that autocast gives it on the way into the GEMM; autocast leaves float64 alone."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
+        y = gemm.host.output(out)
+        if y.requires_grad:
+            y.register_hook(take)

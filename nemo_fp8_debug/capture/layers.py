@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -24,11 +24,19 @@ class Gemm:
     host: Host
     #: runs inside torch.compile, where a hook would become part of the graph and change it
     compiled: bool = False
+    #: which of the GEMMs that the module runs; "" where it runs one
+    part: str = ""
 
     @property
     def kind(self) -> str:
-        """Last part of the name: what the GEMM does in its layer, as `linear_fc2`."""
-        return self.name.rpartition(".")[2]
+        """What the GEMM does in its layer, the last part of its name but for an expert's number, as `linear_fc2`."""
+        name = self.name.removesuffix(f".{self.part}") if self.part.isdigit() else self.name
+        return name.rpartition(".")[2]
+
+    @property
+    def unseen(self) -> Collection[str]:
+        """Roles that no hook sees."""
+        return self.host.unseen(self.module, self.part)
 
 
 def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
@@ -39,10 +47,11 @@ def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
     """
     compiled = {id(inner) for root in roots for outer in root.modules() if _is_compiled(outer) for inner in outer.modules()}
     return [
-        Gemm(global_name(root, path), module, host, id(module) in compiled)
+        Gemm(global_name(root, path) + (f".{part}" if part else ""), module, host, id(module) in compiled, part)
         for root in roots
         for path, module in root.named_modules()
         if (host := next((h for h in HOSTS if h.owns(module)), None))
+        for part in host.parts(module)
     ]
 
 

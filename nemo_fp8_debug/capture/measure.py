@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ..numerics.history import EmulatedScales
 from ..numerics.rows import rows, weigh
 from ..numerics.scaling import CurrentScaling
 from ..numerics.sketch import Sketch, SketchBatch
+from .hosts.base import ScaleInUse
 from .operands import Operand
 
 Columns = dict[str, list[Any]]
@@ -45,8 +47,8 @@ def measure(operands: Sequence[Operand], others: Sequence[EmulatedScales] = ()) 
     moments = _moments(operands, totals)
     amax = moments.amax.float()
     parts = _Parts.of(operands, totals)
-    in_use = [o.in_use for o in operands]
-    measured = rows(moments, parts.sums(operands), _scales(operands, amax), [use.format for use in in_use])
+    in_use = [o.casts[0] for o in operands]
+    measured = rows(moments, parts.sums(operands), parts.smallest(len(operands)), [use.format for use in in_use])
     described: Columns = {
         "recipe": [use.recipe for use in in_use],
         "scale_source": [use.source for use in in_use],
@@ -107,10 +109,6 @@ def _total(parts: Sequence[QuantizationSums]) -> QuantizationSums:
     return QuantizationSums.concat([part.cpu() for part in parts]).total()
 
 
-def _limits(operands: Sequence[Operand]) -> torch.Tensor:
-    return torch.tensor([o.in_use.format.max for o in operands], dtype=torch.float32)
-
-
 def _moments(operands: Sequence[Operand], totals: SketchBatch) -> Moments:
     """Moments of each operand: those of its sketch, or the direct ones where the sketch is rounded."""
     of_sketches = figures.moments(totals)
@@ -125,18 +123,16 @@ def _moments(operands: Sequence[Operand], totals: SketchBatch) -> Moments:
     return Moments.concat(parts)
 
 
-def _scales(operands: Sequence[Operand], amax: torch.Tensor) -> torch.Tensor:
-    """The scale of each operand, float32 [B]: the one in use, or what its rule makes of its amax."""
-    limits = _limits(operands)
+def _scales(uses: Sequence[ScaleInUse], amax: torch.Tensor) -> torch.Tensor:
+    """The scale of each cast, float32 [B]: the one in use, or what its rule makes of the amax."""
+    limits = torch.tensor([use.format.max for use in uses], dtype=torch.float32)
     scales = torch.full_like(amax, torch.nan)
-    for rule in {o.in_use.scale for o in operands if isinstance(o.in_use.scale, CurrentScaling)}:
-        mine = torch.tensor(
-            [o.in_use.scale == rule if isinstance(o.in_use.scale, CurrentScaling) else False for o in operands]
-        )
+    for rule in {use.scale for use in uses if isinstance(use.scale, CurrentScaling)}:
+        mine = torch.tensor([isinstance(use.scale, CurrentScaling) and use.scale == rule for use in uses])
         scales = torch.where(mine, rule.scale(amax, limits), scales)
-    for i, operand in enumerate(operands):
-        if isinstance(operand.in_use.scale, torch.Tensor):
-            scales[i] = operand.in_use.scale
+    for i, use in enumerate(uses):
+        if isinstance(use.scale, torch.Tensor):
+            scales[i] = use.scale
     return scales
 
 
@@ -145,6 +141,7 @@ class _Parts:
     """The sketches of all operands, each with the scale that it was cast with."""
 
     operands: list[Operand]
+    casts: list[ScaleInUse]
     sketches: list[Sketch]
     batch: SketchBatch
     scales: torch.Tensor
@@ -152,15 +149,24 @@ class _Parts:
 
     @classmethod
     def of(cls, operands: Sequence[Operand], totals: SketchBatch) -> _Parts:
-        parts = [(i, o, s) for i, o in enumerate(operands) for s in o.sketches]
-        owners, sketches = [o for _, o, _ in parts], [s for _, _, s in parts]
+        parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.sketches, strict=True)]
+        owners, casts, sketches = [o for _, o, _, _ in parts], [u for *_, u, _ in parts], [s for *_, s in parts]
         batch = totals if len(parts) == len(operands) else SketchBatch.of(sketches)
-        owner = torch.tensor([i for i, _, _ in parts], dtype=torch.int64)
-        return cls(owners, sketches, batch, _scales(owners, batch.amax()), owner)
+        owner = torch.tensor([i for i, *_ in parts], dtype=torch.int64)
+        amax = batch.amax()
+        exact = [o.moments if len(o.moments) == len(o.sketches) else [None] * len(o.sketches) for o in operands]
+        for i, direct in enumerate(itertools.chain.from_iterable(exact)):
+            if direct is not None:  # the sketch of a float32 tensor is rounded
+                amax[i] = direct.amax.float()
+        return cls(owners, casts, sketches, batch, _scales(casts, amax), owner)
+
+    def smallest(self, n: int) -> torch.Tensor:
+        """The smallest scale of each of n operands, float32."""
+        return torch.full((n,), torch.inf, dtype=torch.float32).scatter_reduce_(0, self.owner, self.scales, "amin")
 
     def sums(self, operands: Sequence[Operand]) -> QuantizationSums:
         """Sums of each operand, those of its parts added up; the direct ones where sketches cannot answer."""
-        of_sketches = figures.quantization_sums(self.batch, self.scales, [o.in_use.format for o in self.operands])
+        of_sketches = figures.quantization_sums(self.batch, self.scales, [use.format for use in self.casts])
         folded = of_sketches.fold(self.owner, len(operands))
         if not any(o.sums for o in operands):
             return folded
@@ -172,8 +178,8 @@ class _Parts:
         return {
             "layer": [o.gemm.name for o in self.operands],
             "role": [o.role for o in self.operands],
-            "recipe": [o.in_use.recipe for o in self.operands],
-            "format": [o.in_use.format.name for o in self.operands],
+            "recipe": [use.recipe for use in self.casts],
+            "format": [use.format.name for use in self.casts],
             "dtype": [str(s.dtype).removeprefix("torch.") for s in self.sketches],
             "rounded": [s.rounded for s in self.sketches],
             "scale": [None if scale != scale else scale for scale in self.scales.double().tolist()],

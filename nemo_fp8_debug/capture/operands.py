@@ -10,25 +10,12 @@ import torch
 from ..kernels import count_into, quantization_sums, sketch
 from ..numerics import figures
 from ..numerics.blocks import BlockRule
-from ..numerics.formats import FloatFormat
-from ..numerics.scaling import CurrentScaling, Recipe, Unscaled
+from ..numerics.scaling import Recipe, Unscaled
 from ..numerics.sketch import DTYPES, Sketch, infinity_bin
+from .hosts.base import ScaleInUse
 from .layers import Gemm
 
 MEASURED = (*DTYPES, torch.float32)
-
-
-@dataclass(frozen=True)
-class ScaleInUse:
-    """How the scale that an operand is cast with is known during one step."""
-
-    #: a float32 scalar tensor that holds through the step, or the rule that finds scales anew for each tensor
-    scale: torch.Tensor | CurrentScaling | BlockRule
-    format: FloatFormat
-    #: name of the recipe that the scale belongs to
-    recipe: str
-    #: "engine": read from what quantises the operand; "emulated": a history kept here; "current": the operand's own amax
-    source: str
 
 
 @dataclass
@@ -37,13 +24,16 @@ class Operand:
 
     gemm: Gemm
     role: str
+    #: the cast of calls whose own is not known
     in_use: ScaleInUse
     #: recipes to weigh; of those that sketches cannot answer for, each tensor is measured as it passes
     weigh: Sequence[Recipe] = ()
     #: dtype of the tensor that was looked at
     dtype: torch.dtype | None = None
-    #: sketches to be measured under one scale each: one for all calls, or one a call where the scale follows the tensor
+    #: sketches to be measured under one scale each: one for calls under the same scale, or one a call where it follows the
+    #: tensor; and the cast of each
     sketches: list[Sketch] = field(default_factory=list)
+    casts: list[ScaleInUse] = field(default_factory=list)
     #: float32 operands only: what was measured directly, a row a call
     moments: list[figures.Moments] = field(default_factory=list)
     #: the same, of float32 operands and under block recipes
@@ -59,11 +49,12 @@ class Operand:
         """(layer, role)"""
         return self.gemm.name, self.role
 
-    def add(self, x: torch.Tensor, order: int) -> None:
+    def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
         """Count another tensor in; keeps no reference to it.
 
         Args:
             order: place of the call in the step's order of execution.
+            use: how it is cast in this call, where that is known.
         """
         if self.role == "weight" and self.calls:
             return  # the same weight in every micro-batch
@@ -73,11 +64,13 @@ class Operand:
             raise TypeError(f"{self.role} is {self.dtype} in one call and {x.dtype} in another of the same step")
         if hasattr(x, "to_local"):  # a DTensor: this rank's shard
             x = x.to_local()
-        if self.sketches and not isinstance(self.in_use.scale, CurrentScaling):
-            count_into(self.sketches[0], x)
+        use = use or self.in_use
+        if self.casts and _same(use, self.casts[-1]):
+            count_into(self.sketches[-1], x)
         else:
             self.sketches.append(sketch(x))
-        self._measure_directly(x.detach())
+            self.casts.append(use)
+        self._measure_directly(x.detach(), use)
         self._nonfinite.append((order, self._nonfinite_count()))
         self.dtype = x.dtype
         self.calls += 1
@@ -94,9 +87,9 @@ class Operand:
         """Place in the order of execution of the first call that held NaN or infinity; None where none did."""
         return min((order for order, count in self._nonfinite if count > 0), default=None)
 
-    def _measure_directly(self, x: torch.Tensor) -> None:
+    def _measure_directly(self, x: torch.Tensor, use: ScaleInUse) -> None:
         """What sketches cannot answer: anything of float32, and block recipes."""
-        is_float32, use = x.dtype not in DTYPES, self.in_use
+        is_float32 = x.dtype not in DTYPES
         if is_float32:
             self.moments.append(figures.moments_of_float32(x))
         if is_float32 or isinstance(use.scale, BlockRule):
@@ -112,3 +105,12 @@ class Operand:
         """The sketch of all calls together."""
         first, *rest = self.sketches
         return sum(rest, first)
+
+
+def _same(use: ScaleInUse, other: ScaleInUse) -> bool:
+    """Whether one scale is known to serve two calls; a device is not asked, which would hold up the run."""
+    if use is other:
+        return isinstance(use.scale, torch.Tensor)
+    if not isinstance(use.scale, torch.Tensor) or not isinstance(other.scale, torch.Tensor):
+        return False
+    return use.format == other.format and use.scale.device.type == "cpu" and bool(use.scale == other.scale)

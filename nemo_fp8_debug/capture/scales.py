@@ -10,8 +10,9 @@ import torch
 from ..interventions.emulate import emulated
 from ..numerics.history import EmulatedScales
 from ..numerics.scaling import ROLES, CurrentScaling, Recipe, parse_recipe
+from .hosts.base import ScaleInUse
 from .layers import Gemm
-from .operands import Operand, ScaleInUse
+from .operands import Operand
 
 #: what a run without FP8 is measured against: it needs nothing but the tensor itself
 SHADOW = Recipe(CurrentScaling())
@@ -25,11 +26,12 @@ class Scales:
         Args:
             recipe: "auto", or what to measure against whatever the run uses.
         """
-        self._auto = recipe == "auto"
+        #: whether what the run itself uses is measured
+        self.auto = recipe == "auto"
         configured = [r for g in gemms if (r := g.host.recipe(g.module))]
         engines = [e.recipe for g in gemms if (e := emulated(g.module))]
         #: of operands that nothing quantises, or whose scale cannot be read
-        self._recipe = parse_recipe(recipe) if not self._auto else (engines + configured + [SHADOW])[0]
+        self._recipe = parse_recipe(recipe) if not self.auto else (engines + configured + [SHADOW])[0]
         self._emulated = EmulatedScales(self._recipe, [(g.name, role) for g in gemms for role in ROLES])
         self.description = {
             "asked": recipe if isinstance(recipe, str) else dict(recipe),
@@ -40,7 +42,7 @@ class Scales:
 
     def in_use(self, gemm: Gemm, role: str) -> ScaleInUse:
         """How operand `role` of `gemm` is cast in the step that begins."""
-        if self._auto and (engine := emulated(gemm.module)):
+        if self.auto and (engine := emulated(gemm.module)):
             return ScaleInUse(engine.scale(role), engine.recipe.format_of(role), engine.recipe.name, "engine")
         scale = self._emulated.next_for((gemm.name, role))
         source = "emulated" if isinstance(scale, torch.Tensor) else "current"

@@ -92,7 +92,7 @@ class EmulatedGemm:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host = self.gemm.host
-        x, weight = host.input(module, args, kwargs), host.weight(module, args, kwargs)
+        x, weight = host.input(module, args, kwargs, ""), host.weight(module, args, kwargs, "")
         assert x is not None  # only hosts with an FP8 of their own make it inside, and those are refused
         quantized_x = _straight_through(x, self.quantize("input", x))
         args = tuple(quantized_x if a is x else a for a in args)

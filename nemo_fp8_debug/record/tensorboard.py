@@ -28,6 +28,8 @@ STREAMED = ("scale", *FIGURES)
 #: charts of the custom-scalars tab, beside the loss
 _CHARTS = ("underflow_pct", "overflow_pct", "mse", "cosine", "scale_ratio_log2", "amax")
 _WORST_SHOWN = 5
+#: figures that are streamed for recipes that were not in use
+_WEIGHED = ("underflow_pct", "overflow_pct", "relative_error")
 #: seconds that events may wait to be handed to the disk
 _FLUSH = 120.0
 _files = itertools.count()
@@ -103,7 +105,21 @@ class ScalarRecorder:
                 tags |= {f"fp8_{figure}/{role}/{layer}": values[layer] for layer in worst[figure, role]}
                 tags[f"fp8/{figure}/{role}/worst"] = values[ranked[0]]
                 tags[f"fp8/{figure}/{role}/median"] = statistics.median(values.values())
-        return tags, worst
+        return tags | _what_if(sample), worst
+
+
+def _what_if(sample: Sample) -> dict[str, float]:
+    """The worst and the median of each role under each recipe that was weighed, beside those in use."""
+    columns, tags = sample.what_if, dict[str, float]()
+    for figure in _WEIGHED if columns else ():
+        values: dict[str, list[float]] = defaultdict(list)
+        for recipe, role, value in zip(columns["recipe"], columns["role"], columns[figure], strict=True):
+            if value is not None and math.isfinite(value):
+                values[f"{role}/{recipe}"].append(value)
+        for name, found in values.items():
+            tags[f"fp8_what_if/{figure}/{name}/worst"] = max(found)
+            tags[f"fp8_what_if/{figure}/{name}/median"] = statistics.median(found)
+    return tags
 
 
 class EventWriter(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -302,6 +303,31 @@ class TestRefused:
         paths = {"good": good, "bad": bad, "twin": None} | {which: tmp_path / "missing"}
         with pytest.raises(RecordError, match="missing holds no run record"):
             compare(**paths)
+
+
+class TestWhatIf:
+    """Recipes that were weighed in the bad run, or replayed from it, say whether they would have helped."""
+
+    def weighed(self, folder: Path) -> Path:
+        record = RunRecord(folder)
+        record.open(FINGERPRINT)
+        for step in STEPS:
+            rows = broken(step)
+            better = sample(step, [{**row, "recipe": "current-hybrid", "relative_error": 0.01} for row in rows])
+            record.record(dataclasses.replace(sample(step, rows), what_if=better.columns))
+        record.record_steps({step: {"loss": loss} for step, loss in rising().items()})
+        record.close()
+        return folder
+
+    def test_the_verdict_says_what_they_would_have_done_to_the_culprit(self, tmp_path: Path, good: Path) -> None:
+        found = compare(good, self.weighed(tmp_path / "weighed"))
+        assert "Under current-hybrid its relative error would be 0.01 instead of" in found.verdict()
+        rows = found.what_if()
+        assert set(rows["recipe"]) == {"current-hybrid"} and set(rows["relative_error"]) == {0.01}
+        assert found.to_json()["what_if"] == rows.to_dicts()
+
+    def test_without_them_nothing_is_said(self, good: Path, bad: Path) -> None:
+        assert "Under " not in compare(good, bad).verdict()
 
 
 class TestWithoutLosses:

@@ -77,9 +77,9 @@ class TestMegatron:
         model, taken = gpt(), {}
         original = operands.Operand.add
 
-        def keep(self: operands.Operand, x: torch.Tensor, order: int) -> None:
+        def keep(self: operands.Operand, x: torch.Tensor, order: int, use: Any = None) -> None:
             taken.setdefault((self.gemm.name, self.role), []).append(x.detach().clone())
-            original(self, x, order)
+            original(self, x, order, use)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(operands.Operand, "add", keep)

@@ -119,10 +119,10 @@ def test_a_fault_in_a_hook_costs_that_operand_and_one_warning(monkeypatch: pytes
 
     original = operands.Operand.add
 
-    def faulty(self: operands.Operand, x: torch.Tensor, order: int) -> None:
+    def faulty(self: operands.Operand, x: torch.Tensor, order: int, use: Any = None) -> None:
         if self.gemm.name == "1":
             raise ZeroDivisionError("injected")
-        original(self, x, order)
+        original(self, x, order, use)
 
     monkeypatch.setattr(operands.Operand, "add", faulty)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import re
@@ -93,6 +94,18 @@ class TestEvents:
         assert "### versions" in text
         assert "| torch | 2.8.0 |" in text
         assert "| measured_against | delayed-hybrid |" in text
+
+
+class TestWhatIf:
+    def test_each_recipe_has_its_worst_and_median(self, tmp_path: Path) -> None:
+        rows = [{"layer": layer, "recipe": "current-e4m3", "relative_error": e} for layer, e in ((FC1, 0.01), (FC2, 0.05))]
+        weighed = dataclasses.replace(two_layers(3), what_if=sample(3, rows).columns)
+        events = written(tmp_path, weighed)
+        assert points(events, "fp8_what_if/relative_error/input/current-e4m3/worst") == {3: pytest.approx(0.05)}
+        assert points(events, "fp8_what_if/relative_error/input/current-e4m3/median") == {3: pytest.approx(0.03)}
+
+    def test_without_any_there_are_no_tags(self, tmp_path: Path) -> None:
+        assert not [tag for tag in written(tmp_path, two_layers(3)).Tags()["scalars"] if "what_if" in tag]
 
 
 class TestLayout:

@@ -11,7 +11,7 @@ HOST = Host(
     name="torch.nn.Linear",
     # The output projection of MultiheadAttention is a Linear that is never called.
     owns=lambda module: isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear),
-    input=lambda module, args, kwargs: args[0] if args else kwargs["input"],
-    weight=lambda module, args, kwargs: raw_weight(module),
+    input=lambda module, args, kwargs, part: args[0] if args else kwargs["input"],
+    weight=lambda module, args, kwargs, part: raw_weight(module),
     output=lambda out: out[0] if isinstance(out, tuple) else out,
 )

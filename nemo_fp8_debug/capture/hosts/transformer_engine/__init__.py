@@ -1,0 +1,68 @@
+"""Transformer Engine's linear modules, and Megatron's wrappers, which inherit them.
+
+What each version keeps where is in `casts.py`; nothing here imports Transformer Engine, or is decided by its version number.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base import Host
+from ..megatron import configured_recipe
+from . import grouped, layernorm_mlp, linear
+
+
+def _is(*names: str) -> Callable[[nn.Module], bool]:
+    def owns(module: nn.Module) -> bool:
+        te = sys.modules.get("transformer_engine.pytorch")
+        return isinstance(module, tuple(getattr(te, name) for name in names if hasattr(te, name)))
+
+    return owns
+
+
+def _output(out: Any) -> torch.Tensor:
+    result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return result
+
+
+LINEAR = Host(
+    name="Transformer Engine Linear and LayerNormLinear",
+    owns=_is("Linear", "LayerNormLinear"),
+    input=linear.operand_x,
+    weight=linear.operand_w,
+    output=_output,
+    unseen=linear.unseen,
+    cast=linear.cast,
+    has_own_fp8=True,
+    recipe=configured_recipe,
+)
+LAYERNORM_MLP = Host(
+    name="Transformer Engine LayerNormMLP",
+    owns=_is("LayerNormMLP"),
+    input=layernorm_mlp.operand_x,
+    weight=layernorm_mlp.operand_w,
+    output=_output,
+    parts=lambda module: ("fc1", "fc2"),
+    unseen=layernorm_mlp.unseen,
+    cast=layernorm_mlp.cast,
+    has_own_fp8=True,
+    recipe=configured_recipe,
+)
+GROUPED = Host(
+    name="Transformer Engine GroupedLinear",
+    owns=_is("GroupedLinear"),
+    input=grouped.operand_x,
+    weight=grouped.operand_w,
+    output=_output,
+    parts=grouped.parts,
+    grad=grouped.operand_dy,
+    unseen=grouped.unseen,
+    cast=grouped.cast,
+    has_own_fp8=True,
+    recipe=configured_recipe,
+)

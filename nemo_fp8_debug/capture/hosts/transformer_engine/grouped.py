@@ -1,0 +1,68 @@
+"""GroupedLinear: a GEMM for each expert, on rows of one input."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
+from .casts import active_recipe, cached_weight_cast, cast_of, is_quantised
+from .linear import first_argument
+
+
+def parts(module: Any) -> Sequence[str]:
+    """The experts, by number."""
+    return [str(i) for i in range(module.num_gemms)]
+
+
+def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    """The rows of an expert; None where it gets none."""
+    x = first_argument(args, kwargs)
+    return None if is_quantised(x) else _rows(as_multiplied(x), args, kwargs, part)
+
+
+def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    """W as it is cast; in high precision as it is multiplied."""
+    weight = raw_weight(module, f"weight{part}")
+    if weight is None or is_quantised(weight):
+        return None
+    return weight if active_recipe(module, "weight") is not None else as_multiplied(weight)
+
+
+def operand_dy(grad: torch.Tensor, module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    """The rows of an expert; None where it gets none."""
+    return _rows(grad, args, kwargs, part)
+
+
+def _rows(x: torch.Tensor, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    splits = args[1] if len(args) > 1 else kwargs["m_splits"]
+    if torch.is_tensor(splits):
+        if splits.device.type != "cpu":
+            raise RuntimeError("the tokens of experts are split on the device, and waiting for it would hold up the run")
+        splits = splits.tolist()
+    rows = x.reshape(-1, x.shape[-1]).split(list(splits))[int(part)]
+    return rows if len(rows) else None
+
+
+def unseen(module: Any, part: str) -> Collection[str]:
+    """Weights that are stored in FP8, or all experts' in one parameter."""
+    weight = raw_weight(module, f"weight{part}")
+    return ("weight",) if weight is None or is_quantised(weight) else ()
+
+
+def cast(module: Any, kwargs: Kwargs, part: str, role: str) -> ScaleInUse:
+    """How `role` is cast in this call."""
+    use = cast_of(module, role, _slot(module, int(part), role))
+    return cached_weight_cast(module, kwargs, f"weight{part}", use) if role == "weight" else use
+
+
+def _slot(module: Any, expert: int, role: str) -> int:
+    """Up to 2.2 slots lie role by role; from 2.3 on, which counts tensors a GEMM, expert by expert."""
+    offset: int = module._offsets[role]
+    strides = getattr(module, "_num_fp8_tensors_per_gemm", None)
+    if strides is None:
+        return offset + expert
+    stride: int = strides["bwd" if role == "grad_output" else "fwd"]
+    return offset + expert * stride
