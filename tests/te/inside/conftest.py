@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import emulated_te
@@ -16,5 +17,9 @@ def clean_state() -> Iterator[None]:
     emulated_te.CASTS.clear()
     FP8GlobalStateManager.reset()
     torch.manual_seed(0)
+    # A checkpoint that is not reentrant switches a fusion off for the rest of the process, by an environment variable.
+    environment = dict(os.environ)
     yield
+    os.environ.clear()
+    os.environ.update(environment)
     emulated_te.CASTS.clear()
