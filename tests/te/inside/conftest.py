@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import emulated_te
 import pytest
 import torch
+from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 
@@ -17,9 +17,7 @@ def clean_state() -> Iterator[None]:
     emulated_te.CASTS.clear()
     FP8GlobalStateManager.reset()
     torch.manual_seed(0)
-    # A checkpoint that is not reentrant switches a fusion off for the rest of the process, by an environment variable.
-    environment = dict(os.environ)
     yield
-    os.environ.clear()
-    os.environ.update(environment)
+    # A checkpoint that is not reentrant would switch a fusion off for the rest of the process.
+    distributed._USE_REENTRANT_ACTIVATION_RECOMPUTE = True
     emulated_te.CASTS.clear()
