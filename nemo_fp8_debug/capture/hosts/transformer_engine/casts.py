@@ -13,6 +13,7 @@ place after each forward pass. A scale that follows the tensor is not read but f
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,13 +37,26 @@ def cast_of(module: Any, role: str, slot: int) -> ScaleInUse:
     Raises:
         NotImplementedError: the recipe is not known here; says which.
     """
+    return _cast(module, role, lambda: _held_scale(module, role, slot))
+
+
+def cast_with(quantizer: Any, module: Any, role: str) -> ScaleInUse:
+    """How Transformer Engine's `quantizer` has just cast `role` of `module`.
+
+    Raises:
+        NotImplementedError: the recipe is not known here; says which.
+    """
+    return _cast(module, role, lambda: quantizer.scale.detach().reshape(()).clone())
+
+
+def _cast(module: Any, role: str, held_scale: Callable[[], torch.Tensor]) -> ScaleInUse:
     te_recipe = active_recipe(module, role)
     if te_recipe is None:
         return ScaleInUse(_SHADOW.scaling, _SHADOW.format_of(role), _SHADOW.name, "not quantised")  # type: ignore[arg-type]
     recipe = recipe_of(te_recipe, role)
     if isinstance(recipe.scaling, CurrentScaling):
         return ScaleInUse(recipe.scaling, recipe.format_of(role), recipe.name, "engine")
-    return ScaleInUse(_held_scale(module, role, slot), recipe.format_of(role), recipe.name, "engine")
+    return ScaleInUse(held_scale(), recipe.format_of(role), recipe.name, "engine")
 
 
 def active_recipe(module: Any, role: str) -> Any:
