@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import inspection
 from .capture.hooks import Capture, Taker
 from .capture.layers import Gemm, find_gemms, matching, select
 from .capture.measure import measure
@@ -114,6 +115,12 @@ class Monitor:
                 f"W of {len(stored)} layers is stored in FP8 (first {stored[0]}): "
                 "there is nothing to compare it with, so it is left out"
             )
+        inspection.check(self._known)
+        if split := [g.name for g in self.gemms if inspection.leaves_out(g)]:
+            self._faults.warn(
+                f"the inside of {len(split)} layers (first {split[0]}) is not inspected: "
+                "with tensor parallelism that would change how ranks communicate"
+            )
         self._scales = Scales(self._known, self.config.recipe)
         self.fingerprint = fingerprint(roots, self.gemms, self.config, self._scales.description)
 
@@ -192,7 +199,7 @@ class Monitor:
             (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role), weighed)
             for role in plan.roles
             for gemm in self._known
-            if gemm.name in sampled | dumped and role not in gemm.unseen
+            if gemm.name in sampled | dumped and (role not in gemm.unseen or inspection.sees(gemm, role))
         }
         takers: dict[tuple[str, str], Taker] = dict(self._operands)
         for key, operand in self._operands.items():

@@ -4,6 +4,7 @@ Where each operand is seen, and why there:
 X and W  in a forward pre-hook that runs before all others: an intervention that replaces operands has not yet done so.
 dY       in a tensor hook on the output, set before all others see that output: it gets the gradient before anyone changes
          it, and unlike a module's backward hook it works for inputs without gradient and outputs changed in place.
+What exists inside of a module only is handed over by Transformer Engine, where that was asked for (`inspection`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .. import inspection
 from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied
 from .layers import Gemm
 
@@ -80,19 +82,21 @@ class Capture:
             on_fault: told of a fault in a hook, which costs that operand, or what it was cast with, and nothing else.
             read_casts: whether to ask hosts how operands are cast.
         """
-        self._takers = takers
+        inside = {key for key, taker in takers.items() if key[1] in taker.gemm.unseen}
+        self._takers = {key: taker for key, taker in takers.items() if key not in inside}
+        self._inside = {key: takers[key] for key in inside}
         self._on_fault = on_fault
         self._read_casts = read_casts
         self._handles: list[RemovableHandle] = []
-        self._order = itertools.count(step=2)
+        self._order = itertools.count(step=3)
         self._without_grad: dict[nn.Module, deque[_Pass]] = defaultdict(deque)  # those that a recompute may still come for
         self._with_grad: set[nn.Module] = set()  # counted outside backward: a recompute of these adds nothing
-        self._counting: dict[nn.Module, bool] = {}
+        self._under_way: dict[nn.Module, _Pass | None] = {}  # of modules whose forward runs; None: not counted
 
     def attach(self) -> None:
         """Install the hooks."""
         gemms: dict[nn.Module, dict[str, Gemm]] = defaultdict(dict)
-        for taker in self._takers.values():
+        for taker in (*self._takers.values(), *self._inside.values()):
             gemms[taker.gemm.module][taker.gemm.name] = taker.gemm
         for module, by_name in gemms.items():
             own = list(by_name.values())
@@ -101,6 +105,9 @@ class Capture:
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after, prepend=True, with_kwargs=True),
             ]
+        if self._inside:
+            with self._guarded(*next(iter(self._inside))):
+                inspection.watch([(taker.gemm, role) for (_, role), taker in self._inside.items()], self._take_inside)
 
     def _run(self, hook: Callable[..., None], gemms: Sequence[Gemm], *arguments: Any) -> None:
         with self._guarded(gemms[0].name, "input"):
@@ -111,7 +118,9 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._takers = {}
+        if self._inside:
+            inspection.unwatch()
+        self._takers, self._inside = {}, {}
 
     @contextlib.contextmanager
     def _guarded(self, name: str, role: str, lost: bool = True) -> Iterator[None]:
@@ -123,7 +132,7 @@ class Capture:
 
     def _before_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         counted = self._counted(gemms, module, kwargs)
-        self._counting[module] = counted is not None
+        self._under_way[module] = counted
         if counted is None:
             return
         for gemm in gemms:
@@ -157,8 +166,20 @@ class Capture:
                 return gemm.host.cast(module, kwargs, gemm.part, role)
         return None
 
+    def _take_inside(self, gemm: Gemm, role: str, x: torch.Tensor, cast: Callable[[], ScaleInUse]) -> None:
+        """An operand from inside of a module, in its forward, in a recompute of that, or in its backward."""
+        key = gemm.name, role
+        with self._guarded(*key):
+            counted = self._under_way.get(gemm.module)
+            if (taker := self._inside.get(key)) and (counted or role == "grad_output"):
+                use = None
+                if self._read_casts:
+                    with self._guarded(*key, lost=False):
+                        use = cast()
+                taker.add(x, counted.order + 2 if counted else next(self._order), use)
+
     def _after_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
-        if not self._counting.get(module):
+        if self._under_way.pop(module, None) is None:
             return
         for gemm in gemms:
             if (gemm.name, "grad_output") in self._takers:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .. import inspection
 from ..capture.layers import Gemm
 from ..config import Config
 
@@ -99,6 +100,7 @@ def fingerprint(
         },
         "sampled": {
             "gemms": len(gemms),
+            "gemms_inspected": sum(any(inspection.sees(g, role) for role in g.unseen) for g in gemms),
             "gemm_kinds": dict(Counter(g.kind for g in gemms)),
             "hosts": sorted({g.host.name for g in gemms}),
             **{k: v for k, v in asdict(config).items() if k not in ("recipe", "output")},

