@@ -16,7 +16,7 @@ from torch import nn
 
 from . import inspection
 from .capture.hooks import Capture, Taker
-from .capture.layers import Gemm, find_gemms, matching, select
+from .capture.layers import Gemm, find_gemms, matching, select, unknown_gemms
 from .capture.measure import measure
 from .capture.operands import Operand
 from .capture.scales import Scales
@@ -110,6 +110,9 @@ class Monitor:
                 select(found, patterns)
         else:  # a pipeline stage may have none that match
             self.gemms = matching(self._known, self.config.layers)
+        if unknown := unknown_gemms(roots):
+            first = next(iter(unknown))
+            self._faults.warn(f"{len(unknown)} modules are not known here and left out, first {first}, a {unknown[first]}")
         if stored := [g.name for g in self.gemms if "weight" in g.unseen]:
             self._faults.warn(
                 f"W of {len(stored)} layers is stored in FP8 (first {stored[0]}): "

@@ -55,6 +55,18 @@ def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
     ]
 
 
+def unknown_gemms(roots: Sequence[nn.Module]) -> dict[str, str]:
+    """Modules of hosts that quantise for themselves, with a matrix of their own, that no host here owns: name -> class."""
+    found = {global_name(root, path): module for root in roots for path, module in root.named_modules() if path}
+    return {
+        name: f"{type(module).__module__}.{type(module).__qualname__}"
+        for name, module in found.items()
+        if type(module).__module__.partition(".")[0] == "transformer_engine"
+        and any(p is not None and p.dim() == 2 for p in module._parameters.values())
+        and not any(h.owns(module) for h in HOSTS)
+    }
+
+
 def _is_compiled(module: nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return bool(dynamo and isinstance(module, dynamo.OptimizedModule)) or module._compiled_call_impl is not None

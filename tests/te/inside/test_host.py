@@ -306,3 +306,14 @@ def test_a_recipe_that_is_not_known_costs_a_warning_and_the_true_scale(tmp_path:
     assert set(figures.filter(role="grad_output")["scale_source"]) == {"current"}
     assert set(figures.filter(role="input")["scale_source"]) == {"engine"}
     assert figures["mse"].null_count() == 0
+
+
+def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"known": te.Linear(32, 32, bias=False), "fused": te.ops.Linear(32, 32, bias=False)})
+
+    def step(number: int) -> None:
+        model["known"](tokens(number).detach().float().requires_grad_()).sum().backward()
+
+    with pytest.warns(FP8DebugWarning, match="modules are not known here and left out, first fused, a transformer_engine"):
+        run(tmp_path, model, step, dump=[])
+    assert set(read_table(tmp_path, "figures")["layer"]) == {"known"}
