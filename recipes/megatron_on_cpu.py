@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -97,6 +98,15 @@ def megatron_on_cpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for (owner, name), replacement in stands_in.items():
             stack.enter_context(patch.object(owner, name, replacement, create=not hasattr(owner, name)))
-        # Megatron's own tracker for inference does without CUDA's random state.
-        megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        _do_without_cuda_rng(megatron_random, stack)
         yield
+
+
+def _do_without_cuda_rng(megatron_random: Any, stack: contextlib.ExitStack) -> None:
+    """Megatron's own tracker for inference does without CUDA's random state, from 0.13 on; in 0.11 it cannot be made."""
+    initialize = megatron_random.initialize_rng_tracker
+    if "force_reset" in inspect.signature(initialize).parameters:
+        initialize(inference_rng_tracker=True, force_reset=True)
+    else:
+        tracker = megatron_random.CudaRNGStatesTracker
+        stack.enter_context(patch.object(tracker, "fork", lambda self, *args: contextlib.nullcontext()))

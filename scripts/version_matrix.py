@@ -1,0 +1,566 @@
+"""Tries the package with each supported minor release of what it attaches to; prints a Markdown table.
+
+    .venv/bin/python scripts/version_matrix.py                          # everything, about 8 minutes
+    .venv/bin/python scripts/version_matrix.py --only lightning torch
+
+Each release goes into a folder of its own in front of the environment's packages, without dependencies. A process of its own
+then trains a small model twice from the same seeds, with and without the package attached. *ok* means that the losses of the
+two are bit-identical, and that every figure equals that of the environment's own releases: counts and names exactly, others
+to 1e-12. Of Transformer Engine, which needs a GPU to run, the sources are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent
+SEARCHED = [REPOSITORY / folder for folder in (".", "recipes", "tests", "tests/hosts", "tests/callback")]
+STEPS = 3
+TOLERANCE = 1e-12
+#: an install or a probe that takes longer has failed
+TIMEOUT_S = 240
+DELAYED = {"name": "delayed", "fp8_format": "hybrid", "amax_history_len": 2, "amax_compute_algo": "max"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A release of a package to try."""
+
+    package: str
+    version: str
+    #: what has to be of the same age, or is missing in the environment
+    beside: tuple[str, ...] = ()
+
+
+MEGATRON = ("0.10.0", "0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1")
+LIGHTNING = ("2.1.4", "2.2.5", "2.3.3", "2.4.0", "2.5.6", "2.6.6")
+TORCH = ("2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0")
+TRANSFORMER_ENGINE = ("1.13.0", "2.4.0", "2.8.0", "2.14.0", "2.20.2")
+#: the release whose kernels tests/te emulates
+EMULATED = "2.20.2"
+#: what NeMo's language models import up to 2.4, and 2.5 does without
+OLD_NEMO: tuple[str, ...] = (
+    *("braceexpand", "webdataset", "editdistance", "ijson", "h5py", "scikit-learn", "threadpoolctl"),
+    *("matplotlib", "pyparsing", "cycler", "kiwisolver", "contourpy", "fonttools"),
+)
+#: with the megatron-core of its time
+NEMO = (
+    Case("nemo-toolkit", "2.2.1", ("megatron-core==0.11.0", *OLD_NEMO)),
+    Case("nemo-toolkit", "2.3.3", ("megatron-core==0.12.3", *OLD_NEMO)),
+    Case("nemo-toolkit", "2.4.1", ("megatron-core==0.13.1", *OLD_NEMO)),
+    Case("nemo-toolkit", "2.5.3", ("megatron-core==0.13.1",)),
+    Case("nemo-toolkit", "2.6.2"),
+    Case("nemo-toolkit", "2.7.3"),
+)
+
+
+def cases() -> list[Case]:
+    """All rows of the table, in order."""
+    plain = {"megatron-core": MEGATRON, "lightning": LIGHTNING, "torch": TORCH, "transformer-engine": TRANSFORMER_ENGINE}
+    rows = [Case(package, version) for package, versions in plain.items() for version in versions]
+    before = next(i for i, case in enumerate(rows) if case.package == "torch")
+    return [*rows[:before], *NEMO, *rows[before:]]
+
+
+# What runs in a process of its own, with the release in question
+
+
+Figures = dict[str, dict[str, Any]]
+
+
+def probe_torch(folder: Path, watched: bool) -> tuple[list[float], Figures]:
+    """Linear layers in BF16 under `Monitor`."""
+    import torch
+    from torch import nn
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+        return model(x).float().square().mean()
+
+    torch.manual_seed(0)
+    return _train(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)).bfloat16(), loss_of, watched)
+
+
+def probe_megatron(folder: Path, watched: bool) -> tuple[list[float], Figures]:
+    """The GPT of the package's own tests under `Monitor`: real megatron-core layers in BF16, one process on gloo."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401 - the stand-ins for CUDA go on after all imports
+    from megatron_on_cpu import megatron_on_cpu
+    from test_megatron import gpt, loss_of
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    with megatron_on_cpu():
+        parallel_state.initialize_model_parallel()
+        try:
+            return _train(gpt(), loss_of, watched)
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
+def _train(model: Any, loss_of: Callable[[Any, int], Any], watched: bool) -> tuple[list[float], Figures]:
+    import torch
+    from helpers import Samples
+
+    from nemo_fp8_debug import Monitor
+
+    _initialise(model)
+    optimizer, samples, losses = torch.optim.SGD(model.parameters(), lr=1e-2), Samples(), []
+    monitor = Monitor(model, recorders=[samples], interval=1, recipe=DELAYED, on_error="raise") if watched else None
+    for step in range(STEPS):
+        with monitor.step(step) if monitor else contextlib.nullcontext():
+            loss = loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss))
+    if monitor:
+        monitor.close()
+    rows = {step: samples.rows(step) for step in samples.samples}
+    return losses, {"|".join((str(s), *key)): row for s, by_key in rows.items() for key, row in by_key.items()}
+
+
+def _initialise(model: Any) -> None:
+    """The same weights, whatever order a release draws its random numbers in."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def probe_lightning(folder: Path, watched: bool) -> tuple[list[float], Figures]:
+    """A plain Lightning trainer with both callbacks of the package."""
+    import lightning.pytorch as pl
+    import torch
+    from test_lightning import Module, fit
+
+    from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback
+
+    class Losses(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *rest: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+    losses: list[float] = []
+    torch.manual_seed(0)
+    module = Module()
+    _initialise(module)
+    debug = [FP8DebugCallback(interval=1, on_error="raise", table_rows=0)] if watched else []
+    fit(folder, [*debug, FP8EmulationCallback(DELAYED), Losses()], batches=STEPS, module=module, precision="bf16-mixed")
+    return losses, _recorded(folder) if watched else {}
+
+
+def probe_nemo(folder: Path, watched: bool) -> tuple[list[float], Figures]:
+    """The recipe's GPT under nl.Trainer and MegatronStrategy, quantised by emulation."""
+    from megatron_on_cpu import megatron_on_cpu
+    from nemo_runs import train
+
+    from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback
+
+    debug = [FP8DebugCallback(interval=1, on_error="raise", table_rows=0)] if watched else []
+    with megatron_on_cpu():
+        done = train(folder, [*debug, FP8EmulationCallback(DELAYED)])
+    return done["losses"], _recorded(folder) if watched else {}
+
+
+def _recorded(folder: Path) -> Figures:
+    from nemo_fp8_debug.record.reader import find_run, read_table
+
+    rows = read_table(find_run(folder), "figures").to_dicts()
+    return {"|".join((str(row["step"]), row["layer"], row["role"])): row for row in rows}
+
+
+PROBES: dict[str, Callable[[Path, bool], tuple[list[float], Figures]]] = {
+    "megatron-core": probe_megatron,
+    "lightning": probe_lightning,
+    "nemo-toolkit": probe_nemo,
+    "torch": probe_torch,
+}
+
+
+def run_probe(package: str, answer: Path) -> None:
+    """In a process of its own: write losses, figures and the version that was really imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain, watched = Path(folder, "plain"), Path(folder, "watched")
+        plain.mkdir()
+        watched.mkdir()
+        losses, _ = PROBES[package](plain, False)
+        losses_watched, figures = PROBES[package](watched, True)
+    version = importlib.metadata.version(package).partition("+")[0]
+    found = {"version": version, "losses": losses, "losses_watched": losses_watched, "figures": figures}
+    answer.write_text(json.dumps(found))
+
+
+# The driver
+
+
+class NotTried(Exception):
+    """A release cannot be had here; says why."""
+
+
+class Failed(Exception):
+    """A release was tried; says what failed."""
+
+
+def pip(*arguments: str) -> str:
+    """Run pip; returns what it printed.
+
+    Raises:
+        NotTried: with pip's own last words.
+    """
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise NotTried(f"pip took more than {TIMEOUT_S} s") from error
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise NotTried((errors or done.stderr.splitlines() or ["pip failed"])[-1][:120])
+    return done.stdout
+
+
+def install(requirements: Sequence[str], folder: Path) -> None:
+    """Put releases into a folder, without what they depend on."""
+    # Without isolation a source distribution is built with what the environment has, which is quicker.
+    pip("install", "-q", "--no-deps", "--no-build-isolation", "--target", str(folder), *requirements)
+
+
+def measure(package: str, in_front: Sequence[Path] = ()) -> dict[str, Any]:
+    """Run a probe in a process of its own.
+
+    Raises:
+        Failed: with the last line of its error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-W", "ignore", str(Path(__file__)), "--probe", package, str(answer)]
+        done = run(command, [*in_front, *SEARCHED])
+        if done.returncode:
+            raise Failed((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:160])
+        result: dict[str, Any] = json.loads(answer.read_text())
+        return result
+
+
+def run(command: Sequence[str], searched: Sequence[Path], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a process that looks for packages in these folders first.
+
+    Raises:
+        Failed: it takes too long.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} | variables
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, searched))
+    try:
+        return subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"no answer after {TIMEOUT_S} s") from error
+
+
+def differences(found: Figures, expected: Figures) -> list[str]:
+    """Which figures differ, as "step|layer|role column"."""
+    if found.keys() != expected.keys():
+        return sorted(found.keys() ^ expected.keys())
+    pairs = ((key, name) for key, row in expected.items() for name in row)
+    return [f"{key} {name}" for key, name in pairs if not _same(found[key].get(name), expected[key][name])]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=TOLERANCE)
+    return bool(a == b)
+
+
+def try_release(case: Case, reference: Mapping[str, Any]) -> str:
+    """Attach, sample and compare; returns the cell of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        in_front = []
+        if importlib.metadata.version(case.package).partition("+")[0] != case.version:
+            if case.package == "torch":
+                require_cpu_build(case)
+            install([f"{case.package}=={case.version}", *case.beside], Path(folder))
+            in_front = [Path(folder)]
+        return compare(case, measure(case.package, in_front), reference)
+
+
+def compare(case: Case, found: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+    """The cell of the table for what a probe found.
+
+    Raises:
+        Failed: it is not what it should be.
+    """
+    losses, watched, figures = found["losses"], found["losses_watched"], found["figures"]
+    if found["version"] != case.version:
+        raise Failed(f"{found['version']} was imported")
+    if not losses or losses != watched:  # bit-identical: JSON keeps every digit
+        raise Failed(f"losses differ with the package attached: {losses}, {watched}")
+    if not figures:
+        raise Failed("nothing was sampled")
+    if differ := differences(figures, reference["figures"]):
+        same_loss = "equal" if watched == reference["losses_watched"] else "differ too"
+        raise Failed(f"{len(differ)} figures differ from the reference (losses {same_loss}), first: {differ[0]}")
+    return f"ok: {len(losses)} steps, {len(figures)} operands"
+
+
+def require_cpu_build(case: Case) -> None:
+    """
+    Raises:
+        NotTried: the index has a CUDA build only, which needs gigabytes beside it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        arguments = ["--ignore-installed", "--no-deps", "--dry-run", "--quiet", "--report", str(report)]
+        pip("install", *arguments, f"{case.package}=={case.version}")
+        metadata = json.loads(report.read_text())["install"][0]["metadata"]
+    if cuda := [r for r in metadata.get("requires_dist", ()) if r.startswith(("nvidia-", "cuda-"))]:
+        raise NotTried(f"the index has a CUDA build only, which asks for {len(cuda)} CUDA packages")
+
+
+# Transformer Engine: its Python read, not run
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names that the host reads, and the class that has to define them."""
+
+    #: below transformer_engine/; where a release keeps the class elsewhere, the first that exists
+    files: tuple[str, ...]
+    owner: str
+    names: tuple[str, ...]
+
+
+MANAGER = ("pytorch/quantization.py", "pytorch/fp8.py")
+NORM = ("layer_norm_weight", "layer_norm_bias", "eps", "normalization", "zero_centered_gamma", "return_layernorm_output")
+READ = (
+    Names(MANAGER, "FP8GlobalStateManager", ("is_fp8_enabled", "get_fp8_recipe")),
+    Names(("pytorch/module/base.py",), "TransformerEngineBaseModule", ("fp8", "fp8_meta", "_fp8_workspaces")),
+    Names(("pytorch/module/layernorm_linear.py",), "LayerNormLinear", NORM),
+    Names(("pytorch/module/layernorm_mlp.py",), "LayerNormMLP", ("fc1_weight", "fc2_weight", *NORM[:-1])),
+    Names(("pytorch/module/grouped_linear.py",), "GroupedLinear", ("num_gemms", "_offsets")),
+)
+#: the class that holds a direction's scales; before 2.0 it is compiled, and its `scale` is set from Python
+STATE = Names(MANAGER, "DelayedScalingRecipeState", ("scale",))
+
+
+def try_transformer_engine(case: Case) -> str:
+    """Check by name what the host reads, its recipes by use, and all of it where the kernels are emulated."""
+    with tempfile.TemporaryDirectory() as folder:
+        install([f"{case.package}=={case.version}"], Path(folder))
+        root = Path(folder) / "transformer_engine"
+        if missing := [*missing_names(root), *wrong_layouts(root)]:
+            raise Failed("; ".join(missing))
+        recipes = " and ".join(recipes_read(root))
+        found = f"attributes present, {recipes} read"
+        if case.version != EMULATED:
+            return f"{found}; not run"
+        return f"ok: {found}, {run_over_emulated_kernels(Path(folder))}"
+
+
+def missing_names(root: Path) -> Iterator[str]:
+    """Names that the host reads and this release does not define."""
+    for wanted in READ:
+        defined = names_of(parsed(root, wanted.files), wanted.owner)
+        yield from (f"no {wanted.owner}.{name}" for name in wanted.names if name not in defined)
+    base = parsed(root, READ[1].files)
+    if "scale" not in names_of(parsed(root, STATE.files), STATE.owner) and "fp8_meta[].scale" not in stored(base):
+        yield "no scale in the state of a direction"
+
+
+def parsed(root: Path, files: Sequence[str]) -> ast.Module:
+    """The first of the files that has the class; older releases have not all of them, newer ones shims."""
+    path = next(root / name for name in files if (root / name).exists())
+    return ast.parse(path.read_text())
+
+
+def names_of(tree: ast.AST, owner: str) -> set[str]:
+    """Methods, class attributes, and attributes that are set in methods."""
+    found: set[str] = set()
+    for node in class_of(tree, owner):
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)  # parameters are registered and set by name
+    return found
+
+
+def class_of(tree: ast.AST, owner: str) -> Iterator[ast.AST]:
+    """All nodes of a class."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            yield from ast.walk(node)
+
+
+def stored(tree: ast.AST) -> set[str]:
+    """Attributes of members that are assigned to, as in `self.fp8_meta[key].scale = ...`."""
+    return {
+        f"{node.value.value.attr}[].{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Subscript)
+        and isinstance(node.value.value, ast.Attribute)
+    }
+
+
+def wrong_layouts(root: Path) -> Iterator[str]:
+    """Orders of slots that are not what the host takes them to be."""
+    mlp = parsed(root, ("pytorch/module/layernorm_mlp.py",))
+    by_debug = "_get_debug_quantizers" in names_of(mlp, "LayerNormMLP")
+    expected = "GRAD_OUTPUT2" if by_debug else "GRAD_OUTPUT1"
+    if (found := fc2_grad_slot(mlp)) != expected:
+        yield f"dY of LayerNormMLP's fc2 is {found}, the host expects {expected}"
+    grouped = parsed(root, ("pytorch/module/grouped_linear.py",))
+    if not {"input", "weight", "grad_output"} <= keys_of(grouped, "_offsets"):
+        yield "GroupedLinear._offsets lacks a role"
+    strides = keys_of(grouped, "_num_fp8_tensors_per_gemm")
+    if strides and not {"fwd", "bwd"} <= strides:
+        yield "GroupedLinear._num_fp8_tensors_per_gemm lacks a direction"
+
+
+def fc2_grad_slot(tree: ast.AST) -> str | None:
+    """The slot of fc2's output gradient: that of its quantizer, or before 2.0 the first one that the backward casts into."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and "fc2" in node.targets[0].id:
+            slots = _slots(node.value)
+            if slots:
+                return slots[0]
+    backward = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "backward"]
+    return next((slot for function in backward for slot in _slots(function)), None)
+
+
+def _slots(tree: ast.AST) -> list[str]:
+    named = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr.startswith(("GRAD_OUTPUT", "GRAD_INPUT")))
+    return [node.attr for node in sorted(named, key=lambda n: (n.lineno, n.col_offset))]
+
+
+def keys_of(tree: ast.AST, attribute: str) -> set[str]:
+    """Keys of a literal dictionary that is assigned to `self.ATTRIBUTE`; empty where there is none."""
+    for node in ast.walk(tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(target, ast.Attribute) and target.attr == attribute and isinstance(node.value, ast.Dict):  # type: ignore[union-attr]
+            return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}  # type: ignore[union-attr]
+    return set()
+
+
+def recipes_read(root: Path) -> Iterator[str]:
+    """What the host makes of this release's recipes: the one file of it that runs anywhere.
+
+    Raises:
+        Failed: it reads one wrongly.
+    """
+    from nemo_fp8_debug.capture.hosts.transformer_engine.casts import recipe_of
+
+    module = imported(f"recipes_of_{root.parent.name}", root / "common/recipe/__init__.py")
+    options = {"margin": 1, "amax_history_len": 4, "amax_compute_algo": "max"}
+    made = {
+        "DelayedScaling": ("delayed-hybrid(margin=1,amax_history_len=4)", options),
+        "Float8CurrentScaling": ("current-hybrid", {}),
+    }
+    for name, (expected, arguments) in made.items():
+        if hasattr(module, name):
+            recipe = getattr(module, name)(**arguments)
+            for role in ("input", "weight", "grad_output"):
+                if (found := recipe_of(recipe, role).name) != expected:
+                    raise Failed(f"{name} for {role} is read as {found}")
+            yield name
+
+
+def imported(name: str, path: Path) -> Any:
+    """A file as a module of its own."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_over_emulated_kernels(folder: Path) -> str:
+    """The tests of the host, which compare every scale and code, on this release's Python.
+
+    Raises:
+        Failed: with pytest's closing line.
+    """
+    tests = str(REPOSITORY / "tests/te/inside/test_host.py")
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
+    done = run(command, [folder, REPOSITORY / "tests/te", REPOSITORY], INSIDE_EMULATED_TE="1")
+    last = (done.stdout.strip().splitlines() or ["no answer"])[-1]
+    if done.returncode:
+        raise Failed(f"over emulated kernels: {last}")
+    return f"every scale and code over emulated kernels equal ({last.partition(' in ')[0]})"
+
+
+# The table
+
+
+def row(case: Case, references: Mapping[str, Any]) -> str:
+    """A line of the table; whatever goes wrong stands in it."""
+    try:
+        if case.package == "transformer-engine":
+            result = try_transformer_engine(case)
+        else:
+            reference = references[case.package]
+            if isinstance(reference, Failed):
+                raise Failed(f"no reference: {reference}")
+            result = try_release(case, reference)
+    except NotTried as error:
+        result = f"not tried: {error}"
+    except Failed as error:
+        result = f"failed: {error}"
+    pinned = [requirement for requirement in case.beside if "==" in requirement]
+    beside = f" (with {', '.join(pinned).replace('==', ' ')})" if pinned else ""
+    print(f"{case.package} {case.version}: {result}", file=sys.stderr, flush=True)
+    return f"| {case.package} | {case.version} | {result.replace('|', ', ')}{beside} |"
+
+
+def reference_of(package: str) -> dict[str, Any] | Failed:
+    """What the environment's own release measures, or why there is nothing."""
+    try:
+        return measure(package)
+    except Failed as error:
+        return error
+
+
+def main() -> None:
+    """Print the table; or, in the process of a probe, run that."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    packages = list(dict.fromkeys(case.package for case in cases()))
+    parser.add_argument("--only", nargs="+", choices=packages, default=packages)
+    parser.add_argument("--jobs", type=int, default=2, help="releases that are tried at a time")
+    parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.probe:
+        run_probe(arguments.probe[0], Path(arguments.probe[1]))
+        return
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        probed = [package for package in arguments.only if package in PROBES]
+        references = dict(zip(probed, pool.map(reference_of, probed), strict=True))
+        wanted = [case for case in cases() if case.package in arguments.only]
+        lines = list(pool.map(lambda case: row(case, references), wanted))
+    print("| package | release | result |", "|---|---|---|", *lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
