@@ -8,7 +8,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,17 @@ from torch import nn
 from . import inspection
 from .capture.hooks import Capture, Taker
 from .capture.layers import Gemm, find_gemms, matching, select, unknown_gemms
-from .capture.measure import measure
 from .capture.operands import Operand
 from .capture.scales import Scales
 from .config import Config
 from .control import Control
-from .distributed import Ranks
+from .distributed import Family, Ranks
+from .distributed.family import digest_of
 from .dumping import Dumping
 from .errors import ConfigError
 from .faults import Faults
-from .numerics.history import EmulatedScales
+from .measuring import Measuring, Outcome, Sampled, Steps
+from .numerics.history import Key
 from .numerics.scaling import ROLES, parse_recipe
 from .record.dump import TensorDump
 from .record.fingerprint import fingerprint
@@ -87,18 +88,42 @@ class Monitor:
         except Exception as error:
             self._ranks.start(None, error)
             raise
+        self._publish_names()
         told = self._ranks.start({"attempt": max((r.attempt for r in records), default=0), "output": address})
         self._attempt: int = told["attempt"]
         self._idle = self._ranks.world == 1 and not self._recording.recorders
         place = Place(told["output"]) if told["output"] is not None else None
         self._prepare(next((r.place for r in records if r.place == place), place))
+        self._meet()
         self._capture: Capture | None = None
+        self._due: int | None = None
+        self._expected: set[Key] = set()
         self._operands: dict[tuple[str, str], Operand] = {}
         self._steps: dict[int, dict[str, Any]] = {}
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
-        if self._ranks.world > 1 and self._ranks.writes:
-            self._faults.warn("figures are those of the shards on the writing rank; they are not yet reduced over ranks")
+
+    def _publish_names(self) -> None:
+        if self._ranks.world > 1:
+            kinds = {g.name: g.kind for g in self._known}
+            self._ranks.publish(f"digest/{self._ranks.rank}", digest_of(kinds))
+            self._ranks.first_to_say(f"kinds/{digest_of(kinds)}", kinds)
+
+    def _meet(self) -> None:
+        """Find the ranks that hold parts of the same tensors."""
+        kinds, over = {g.name: g.kind for g in self._known}, False
+        try:
+            family = Family.met(self._ranks, kinds)
+        except Exception as error:
+            if self._faults.raises:
+                raise
+            family, over = Family.alone(self._ranks.rank, kinds), True
+            if self._ranks.first_to_say("over", -1):
+                self._faults.warn(f"the ranks cannot be connected, and operands are not looked at: {error}")
+        self._family = family
+        self._scales.emulate([(name, role) for name in family.kinds for role in ROLES])
+        self._measuring = Measuring(self._ranks, family, self._scales, self._faults)
+        self._measuring.over = over
 
     def _find_gemms(self, model: nn.Module | Sequence[nn.Module]) -> None:
         roots = [model] if isinstance(model, nn.Module) else list(model)
@@ -150,7 +175,6 @@ class Monitor:
         self._schedule = Schedule(config)
         triggers = Triggers([parse_rule(rule) for rule in config.triggers], self._ranks)
         self._steering = Steering(self._schedule, triggers, self._ranks, place, self._check)
-        self._others: dict[str, EmulatedScales] = {}
         self._recording.submit_job(self._steering.read)
 
     def _check(self, control: Control) -> None:
@@ -184,42 +208,58 @@ class Monitor:
             return
         with self._faults.guard("while starting to sample"):
             self._steering.start_step(step)
-            if self._schedule.samples(step):
-                self._recording.deliver(wait=True)  # scales emulated from a history need the sample before
+            if self._schedule.samples(step) and not self._measuring.over:
+                self._due, self._expected = step, set()  # whatever happens to this rank's part of the sample
+                # Scales emulated from a history need the sample before.
+                self._measuring.settle()
+                self._recording.deliver(wait=True)
                 self._steering.start_sample(step)
                 if not self._recording.stuck:
                     self._open(step)
             return
-        self.abandon_step()
+        self._detach()
 
     def _open(self, step: int) -> None:
         plan, patterns = self._schedule.config, self._schedule.dumped(step)
-        self._weigh(plan)
-        weighed = [other.recipe for other in self._others.values()]
+        weighed = [parse_recipe(recipe) for recipe in plan.weigh]
         dumped = {g.name for g in matching(self._known, patterns)} if patterns and self._dump else set()
-        sampled = {g.name for g in matching(self._known, plan.layers)} if self._ranks.writes else set()
-        self._operands = {
-            (gemm.name, role): Operand(gemm, role, self._scales.in_use(gemm, role), weighed)
-            for role in plan.roles
-            for gemm in self._known
-            if gemm.name in sampled | dumped and (role not in gemm.unseen or inspection.sees(gemm, role))
-        }
-        takers: dict[tuple[str, str], Taker] = dict(self._operands)
-        for key, operand in self._operands.items():
-            if self._dump and key[0] in dumped:
-                takers[key] = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
-        if takers:  # a rank that does not write has none unless it dumps
+        sampled = {g.name for g in matching(self._known, plan.layers)}
+        self._operands, takers = {}, dict[Key, Taker]()
+        for role in plan.roles:
+            for gemm in self._known:
+                key = gemm.name, role
+                if role in gemm.unseen and not inspection.sees(gemm, role):
+                    continue
+                counted = gemm.name in sampled | dumped and self._counts(gemm, role)
+                if counted:
+                    self._expected.add(key)
+                if not counted and gemm.name not in dumped:
+                    continue
+                operand = Operand(gemm, role, self._scales.in_use(gemm, role), weighed)
+                if counted:
+                    self._operands[key] = operand
+                taker: Taker = operand
+                if self._dump and gemm.name in dumped:
+                    taker = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
+                takers[key] = taker
+        if takers:
             self._capture = Capture(takers, self._hook_fault, self._scales.auto)
             self._capture.attach()
 
-    def _weigh(self, plan: Config) -> None:
-        """Keep the histories of recipes that are weighed as before, and begin those of new ones."""
-        keys = [(g.name, role) for g in self._known for role in ROLES]
-        recipes = {recipe.name: recipe for recipe in map(parse_recipe, plan.weigh)}
-        self._others = {name: self._others.get(name) or EmulatedScales(r, keys) for name, r in recipes.items()}
+    def _counts(self, gemm: Gemm, role: str) -> bool:
+        """Whether this rank's operand is to be counted, and is not a copy of one that another rank counts."""
+        copied = gemm.host.copied(gemm.module, role)
+        return self._family.first[gemm.name] == self._ranks.rank if copied is None else not copied
 
     def abandon_step(self) -> None:
         """The step broke off: removes the hooks and forgets the sample."""
+        self._detach()
+        if (step := self._due) is not None:
+            self._due, self._operands = None, {}
+            with self._faults.guard("while giving a sample up"):
+                self._measuring.take_part(self._sampled(step, dict))
+
+    def _detach(self) -> None:
         if self._capture is not None:
             self._capture.detach()
             self._capture = None
@@ -233,30 +273,54 @@ class Monitor:
         """
         if self._idle:
             return
-        step, sampled = self._faults.step, self.sampling
-        self.abandon_step()
+        step, sampled, opened = self._faults.step, self._due is not None, self.sampling
+        self._detach()
+        self._due = None
         with self._faults.guard("while watching the loss"):
             self._steering.end_step(step, scalars.get("loss"))
-        if self._ranks.writes:
+        if self._ranks.rank in self._family.heads:
             with self._faults.guard("while noting the step"):
                 self._steps[step] = {"time": time.time(), **self._noted(scalars)}
                 self._recording.deliver(wait=False)
-            if sampled:
-                self._submit(step)
-            if sampled or len(self._steps) >= STEPS_HELD:
-                self._flush_steps()
+        if sampled:
+            with self._faults.guard("while measuring"):
+                self._submit(step, opened)
+        elif len(self._steps) >= STEPS_HELD:
+            self._flush_steps()
         self._operands = {}
         if self._schedule.samples(step + 1):
             self._recording.submit_job(self._steering.read)
         if self._faults.raises:
             self.flush()
 
-    def _submit(self, step: int) -> None:
-        with self._faults.guard("while measuring"):
-            values, operands, why = self._steps[step], list(self._operands.values()), self._schedule.why(step)
-            values |= {"trigger": why} if why else {}
-            self._recording.submit(lambda: self._measure(step, operands, values))
+    def _submit(self, step: int, opened: bool) -> None:
+        steps, self._steps = self._steps, {}
+        sampled = self._sampled(step, lambda: _read_all(steps))
+        outcome = self._measuring.submit(sampled)
+        if not self._ranks.writes:
+            return
+        why = self._schedule.why(step)
+        steps[step] |= {"trigger": why} if why else {}
+        if opened:
+            self._recording.submit(lambda: self._sample(step, outcome, steps))
             self._recording.submit_job(lambda: self._steering.report(step, self._dump.progress() if self._dump else {}))
+        self._recording.submit_steps(lambda: _read_all(steps))
+
+    def _sampled(self, step: int, steps: Callable[[], Steps]) -> Sampled:
+        weighed = [parse_recipe(recipe).name for recipe in self._schedule.config.weigh]
+        return Sampled(step, list(self._operands.values()), self._expected, weighed, steps)
+
+    def _sample(self, step: int, outcome: Callable[[], Outcome | None], steps: dict[int, dict[str, Any]]) -> Sample | None:
+        found = outcome()
+        if found is None:
+            return None
+        for other, numbers in found.steps.items():
+            if other in steps:
+                steps[other] = {**numbers, **steps[other]}
+        measured, scalars = found.measured, _read(steps[step])
+        sample = Sample(step, measured.figures, scalars, measured.sketches, measured.what_if, steps[step].get("trigger"))
+        self._steering.see_sample(sample)
+        return sample
 
     def _noted(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """Scalars as they are now; tensors stay on their device until they are read in the background."""
@@ -273,6 +337,7 @@ class Monitor:
     def close(self) -> None:
         """The run is over: records what is left."""
         self.abandon_step()
+        self._measuring.close()
         self._flush_steps()
         self._idle = True
         atexit.unregister(self._at_exit)
@@ -282,34 +347,14 @@ class Monitor:
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
         with self._faults.guard("while recording"):
+            self._measuring.settle()
             self._recording.deliver(wait=True)
-
-    def _measure(self, step: int, operands: Sequence[Operand], scalars: Mapping[str, Any]) -> Sample:
-        seen = [o for o in operands if o.calls]
-        self._report_silent({o.gemm.name for o in operands} - {o.gemm.name for o in seen})
-        measured = measure(seen, list(self._others.values()))
-        self._scales.observe(seen, measured.amax)
-        sample = Sample(step, measured.figures, _read(scalars), measured.sketches, measured.what_if, scalars.get("trigger"))
-        self._steering.see_sample(sample)
-        return sample
-
-    def _report_silent(self, silent: Collection[str]) -> None:
-        if silent:
-            self._faults.warn(
-                f"{len(silent)} of {len(self.gemms)} layers gave no sample, first {min(silent)}: "
-                "unused in this step, or compiled before the monitor was attached (torch.compile drops later hooks)"
-            )
 
     def _flush_steps(self) -> None:
         steps, self._steps = self._steps, {}
-        if steps:
+        if steps and self._ranks.writes:
             with self._faults.guard("while recording steps"):
-                self._recording.submit_steps(
-                    lambda: {
-                        step: _read(scalars) | {k: scalars[k] for k in ("trigger",) if k in scalars}
-                        for step, scalars in steps.items()
-                    }
-                )
+                self._recording.submit_steps(lambda: _read_all(steps))
 
     def _hook_fault(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         if self._faults.raises:
@@ -317,6 +362,8 @@ class Monitor:
         what = f"{SHOWN_AS[role]} of {layer}"
         if lost:
             self._operands.pop((layer, role), None)
+            if self._ranks.world == 1:  # others are told that it is missing
+                self._expected.discard((layer, role))
             message = f"{what} is missing from the sample of step {self._faults.step}"
         else:
             message = f"what casts {what} cannot be read, and its figures are under an emulated scale"
@@ -327,6 +374,11 @@ def _close(monitor: weakref.ref[Monitor]) -> None:
     """A process that ends without closing its monitor loses nothing."""
     if found := monitor():
         found.close()
+
+
+def _read_all(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Numbers of steps, and why they were sampled out of turn."""
+    return {step: _read(scalars) | {k: scalars[k] for k in ("trigger",) if k in scalars} for step, scalars in steps.items()}
 
 
 def _read(scalars: Mapping[str, Any]) -> dict[str, float]:

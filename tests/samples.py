@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_fp8_debug.capture.collect import collect
 from nemo_fp8_debug.capture.hosts import torch_linear
 from nemo_fp8_debug.capture.hosts.base import ScaleInUse
 from nemo_fp8_debug.capture.layers import Gemm
-from nemo_fp8_debug.capture.measure import measure
 from nemo_fp8_debug.capture.operands import Operand
+from nemo_fp8_debug.measure import measure
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.scaling import CurrentScaling
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -29,6 +30,8 @@ ORDINARY = {
     "dtype": "bfloat16",
     "scale_source": "emulated",
     "calls": 1,
+    "shards": 1,
+    "shards_missing": 0,
     "n": 4096,
     "nan": 0,
     "inf": 0,
@@ -65,5 +68,5 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
         operand = Operand(gemm, role, ScaleInUse(CurrentScaling(), E4M3, "current-hybrid", "current"))
         operand.add(x, 0)
         operands.append(operand)
-    measured = measure(operands)
+    measured = measure(collect(operands))
     return Sample(step, measured.figures, {"loss": 2.5}, measured.sketches)

@@ -47,8 +47,8 @@ def replay(
 ) -> pl.DataFrame:
     """Recompute every figure of a run.
 
-    Delayed scaling takes its history from the sampled steps, and the tensor's own amax where it has none yet. Micro-batches
-    that were cast with one scale were recorded as one sketch, so current scaling gives them one scale here. Float32 operands
+    Delayed scaling takes its history from the sampled steps, and the tensor's own amax where it has none yet. Current
+    scaling gives all micro-batches of a step one scale, as it does where a run weighs it. Float32 operands
     have rounded sketches, which are left out; their dumps are not. Of a run measured under a block recipe, sketches give
     only the figures that need no scale.
 
@@ -148,6 +148,9 @@ def _dumped(run: Place, job: _Job) -> list[_Part]:
 
     parts: dict[tuple[Key, int], _Part] = {}
     in_blocks = _in_blocks(job)
+    recorded = {
+        (layer, role): math.nan if s is None else s for layer, role, s in job.about.select(*_KEY, "scale").iter_rows()
+    }
     for attempt, step, rank, name in dumped_files(run):
         if (attempt, step, rank) != (job.about["attempt"][0], job.step, 0):
             continue
@@ -161,9 +164,11 @@ def _dumped(run: Place, job: _Job) -> list[_Part]:
             part = _Part(key, x, recipe.name, recipe.format_of(about.role), math.nan)
         else:
             part = _Part(key, sketch(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
-        # Calls under a scale that holds for the step are one sketch, as in the record.
-        follows = about.scale_source == "current" or about.recipe.startswith("current")
-        group = key, about.call if follows or isinstance(part.values, torch.Tensor) else -1
+        if about.scale_source != "engine" and isinstance(part.values, Sketch):
+            part = replace(part, scale=recorded[key])
+        # Calls under one scale are one sketch, as in the record.
+        apart = about.scale_source == "engine" and about.recipe.startswith("current")
+        group = key, about.call if apart or isinstance(part.values, torch.Tensor) else -1
         parts[group] = _together(parts[group], part) if group in parts else part
     return list(parts.values())
 
@@ -193,6 +198,8 @@ def _by_key(parts: Any) -> list[list[_Part]]:
 
 def _of_sketches(parts: Sequence[_Part], job: _Job) -> dict[str, list[Any]]:
     groups = _by_key(parts)
+    if job.recipe is not None:  # one scale for all calls
+        groups = [[replace(g[0], values=sum((p.values for p in g[1:]), g[0].values))] for g in groups]
     ordered = [part for group in groups for part in group]
     owner = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(group) for group in groups]))
     batch = SketchBatch.of([part.values for part in ordered])  # type: ignore[misc]
@@ -208,7 +215,8 @@ def _of_tensors(parts: Sequence[_Part], job: _Job) -> dict[str, list[Any]]:
     tensors: list[torch.Tensor] = [part.values for part in parts]  # type: ignore[misc]
     recipe, role = _in_blocks(job).get(parts[0].key), parts[0].key[1]
     each, whole = _moments(tensors)
-    scale, formats = _casts(parts, each.amax.float(), job)
+    amax = each.amax if job.recipe is None else whole.amax.expand(len(parts))
+    scale, formats = _casts(parts, amax.float(), job)
     casts = [recipe.scaling] * len(parts) if recipe else scale
     sums = QuantizationSums.concat(
         [quantization_sums(x, by, role, fmt) for x, by, fmt in zip(tensors, casts, formats, strict=True)]

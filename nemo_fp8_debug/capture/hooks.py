@@ -2,6 +2,8 @@
 
 Where each operand is seen, and why there:
 X and W  in a forward pre-hook that runs before all others: an intervention that replaces operands has not yet done so.
+         Where an engine keeps shards of W and gathers it for the forward only (ZeRO-3, FSDP2), in a forward hook that runs
+         before all others: the engine has not yet let go of it.
 dY       in a tensor hook on the output, set before all others see that output: it gets the gradient before anyone changes
          it, and unlike a module's backward hook it works for inputs without gradient and outputs changed in place.
 What exists inside of a module only is handed over by Transformer Engine, where that was asked for (`inspection`).
@@ -22,7 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import inspection
-from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied
+from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied, is_gathered_later
 from .layers import Gemm
 
 #: told of (GEMM name, role, error, whether the operand is lost)
@@ -91,6 +93,7 @@ class Capture:
         self._order = itertools.count(step=3)
         self._without_grad: dict[nn.Module, deque[_Pass]] = defaultdict(deque)  # those that a recompute may still come for
         self._with_grad: set[nn.Module] = set()  # counted outside backward: a recompute of these adds nothing
+        self._sharded: set[nn.Module] = set()  # whose weight is whole only between the hooks of a sharding engine
         self._under_way: dict[nn.Module, _Pass | None] = {}  # of modules whose forward runs; None: not counted
 
     def attach(self) -> None:
@@ -136,6 +139,14 @@ class Capture:
         if counted is None:
             return
         for gemm in gemms:
+            with self._guarded(gemm.name, "weight"):
+                if is_gathered_later(gemm.host.weight(module, args, kwargs, gemm.part)):
+                    self._sharded.add(module)
+        if module not in self._sharded:
+            self._take(gemms, module, args, kwargs, counted)
+
+    def _take(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, counted: _Pass) -> None:
+        for gemm in gemms:
             for place, role, find in ((0, "input", gemm.host.input), (1, "weight", gemm.host.weight)):
                 key = gemm.name, role
                 with self._guarded(*key):
@@ -179,8 +190,11 @@ class Capture:
                 taker.add(x, counted.order + 2 if counted else next(self._order), use)
 
     def _after_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
-        if self._under_way.pop(module, None) is None:
+        counted = self._under_way.pop(module, None)
+        if counted is None:
             return
+        if module in self._sharded:
+            self._take(gemms, module, args, kwargs, counted)
         for gemm in gemms:
             if (gemm.name, "grad_output") in self._takers:
                 with self._guarded(gemm.name, "grad_output"):

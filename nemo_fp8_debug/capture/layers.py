@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..names import WRAPPERS, compile_patterns
 from .hosts import HOSTS, Host
+from .hosts.parallel import first_expert
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Gemm:
     @property
     def kind(self) -> str:
         """What the GEMM does in its layer, the last part of its name but for an expert's number, as `linear_fc2`."""
-        name = self.name.removesuffix(f".{self.part}") if self.part.isdigit() else self.name
+        name = self.name.rpartition(".")[0] if self.part.isdigit() else self.name
         return name.rpartition(".")[2]
 
     @property
@@ -47,12 +48,19 @@ def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
     """
     compiled = {id(inner) for root in roots for outer in root.modules() if _is_compiled(outer) for inner in outer.modules()}
     return [
-        Gemm(global_name(root, path) + (f".{part}" if part else ""), module, host, id(module) in compiled, part)
+        Gemm(global_name(root, path) + _part_of_name(part, len(parts)), module, host, id(module) in compiled, part)
         for root in roots
         for path, module in root.named_modules()
         if (host := next((h for h in HOSTS if h.owns(module)), None))
-        for part in host.parts(module)
+        for parts in (host.parts(module),)
+        for part in parts
     ]
+
+
+def _part_of_name(part: str, parts: int) -> str:
+    """Experts are numbered over all ranks."""
+    number = str(int(part) + first_expert(parts)) if part.isdigit() else part
+    return f".{number}" if number else ""
 
 
 def unknown_gemms(roots: Sequence[nn.Module]) -> dict[str, str]:
@@ -83,6 +91,8 @@ def global_name(root: nn.Module, path: str) -> str:
         number = getattr(module, "layer_number", None)  # Megatron: 1-based, over all pipeline stages
         if part.isdigit() and isinstance(number, int):
             kept.append(str(number - 1))
+        elif part.isdigit() and parts[i - 1 : i] == ["local_experts"]:
+            kept.append(str(int(part) + first_expert(len(root.get_submodule(".".join(parts[:i]))._modules))))
         elif not wraps:
             kept.append(part)
     return ".".join(kept) or "model"

@@ -10,7 +10,7 @@ import torch
 from ..kernels import count_into, quantization_sums, sketch
 from ..numerics import figures
 from ..numerics.blocks import BlockRule
-from ..numerics.scaling import Recipe, Unscaled
+from ..numerics.scaling import CurrentScaling, Recipe, Unscaled
 from ..numerics.sketch import DTYPES, Sketch, infinity_bin
 from .hosts.base import ScaleInUse
 from .layers import Gemm
@@ -65,7 +65,7 @@ class Operand:
         if hasattr(x, "to_local"):  # a DTensor: this rank's shard
             x = x.to_local()
         use = use or self.in_use
-        if self.casts and _same(use, self.casts[-1]):
+        if self.casts and _one_scale(use, self.casts[-1], x.dtype):
             count_into(self.sketches[-1], x)
         else:
             self.sketches.append(sketch(x))
@@ -101,16 +101,28 @@ class Operand:
                 self.weighed.setdefault(recipe.name, []).append(sums)
 
     @property
+    def deferred(self) -> bool:
+        """Whether all calls are measured under one scale, which the amax of the whole operand will tell after the step."""
+        return all(map(_follows_the_whole, self.casts)) and not self.sums
+
+    @property
     def total(self) -> Sketch:
         """The sketch of all calls together."""
         first, *rest = self.sketches
         return sum(rest, first)
 
 
-def _same(use: ScaleInUse, other: ScaleInUse) -> bool:
+def _follows_the_whole(use: ScaleInUse) -> bool:
+    """Whether nothing casts with it: one scale for the whole operand is the same however it is split over ranks."""
+    return use.source != "engine" and isinstance(use.scale, CurrentScaling)
+
+
+def _one_scale(use: ScaleInUse, other: ScaleInUse, dtype: torch.dtype) -> bool:
     """Whether one scale is known to serve two calls; a device is not asked, which would hold up the run."""
-    if use is other:
-        return isinstance(use.scale, torch.Tensor)
+    if use is other and isinstance(use.scale, torch.Tensor):
+        return True
+    if _follows_the_whole(use) and _follows_the_whole(other):
+        return dtype in DTYPES and use == other  # float32 is measured as it passes
     if not isinstance(use.scale, torch.Tensor) or not isinstance(other.scale, torch.Tensor):
         return False
     return use.format == other.format and use.scale.device.type == "cpu" and bool(use.scale == other.scale)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from ..interventions.emulate import emulated
-from ..numerics.history import EmulatedScales
-from ..numerics.scaling import ROLES, CurrentScaling, Recipe, parse_recipe
+from ..numerics.history import EmulatedScales, Key
+from ..numerics.scaling import CurrentScaling, Recipe, parse_recipe
 from .hosts.base import ScaleInUse
 from .layers import Gemm
-from .operands import Operand
 
 #: what a run without FP8 is measured against: it needs nothing but the tensor itself
 SHADOW = Recipe(CurrentScaling())
@@ -24,6 +23,7 @@ class Scales:
     def __init__(self, gemms: Sequence[Gemm], recipe: str | Mapping[str, Any]) -> None:
         """
         Args:
+            gemms: of this rank.
             recipe: "auto", or what to measure against whatever the run uses.
         """
         #: whether what the run itself uses is measured
@@ -32,13 +32,17 @@ class Scales:
         engines = [e.recipe for g in gemms if (e := emulated(g.module))]
         #: of operands that nothing quantises, or whose scale cannot be read
         self._recipe = parse_recipe(recipe) if not self.auto else (engines + configured + [SHADOW])[0]
-        self._emulated = EmulatedScales(self._recipe, [(g.name, role) for g in gemms for role in ROLES])
+        self._emulated = EmulatedScales(self._recipe, ())
         self.description = {
             "asked": recipe if isinstance(recipe, str) else dict(recipe),
             "measured_against": self._recipe.name,
             "gemms_quantised_by_emulation": len(engines),
             "configured_in_host": configured[0].name if configured else None,
         }
+
+    def emulate(self, keys: Sequence[Key]) -> None:
+        """Keep histories of these operands: those of all ranks that measure together."""
+        self._emulated = EmulatedScales(self._recipe, keys)
 
     def in_use(self, gemm: Gemm, role: str) -> ScaleInUse:
         """How operand `role` of `gemm` is cast in the step that begins."""
@@ -48,6 +52,6 @@ class Scales:
         source = "emulated" if isinstance(scale, torch.Tensor) else "current"
         return ScaleInUse(scale, self._recipe.format_of(role), self._recipe.name, source)
 
-    def observe(self, operands: Sequence[Operand], amax: torch.Tensor) -> None:
-        """End of a sampled step: emulated histories take the amax (float32 [B]) of each operand."""
-        self._emulated.observe([o.key for o in operands], amax)
+    def observe(self, amax: Mapping[Key, float]) -> None:
+        """End of a sampled step: emulated histories take the amax of each operand."""
+        self._emulated.observe(list(amax), torch.tensor(list(amax.values()), dtype=torch.float32))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +9,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ..background import Worker
 from ..errors import warn
 from ..sample import Recorder, Sample
 
@@ -48,13 +47,13 @@ class Recording:
         self.stuck = False
         self._closing = False
         self._pending: deque[Future[Record | None]] = deque()
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Record | None], Future[Record | None]] | None] = queue.SimpleQueue()
-        # A daemon: a write that hangs for ever must not keep the process from ending.
-        self._thread = threading.Thread(target=self._work, name="nemo_fp8_debug", daemon=True)
-        self._thread.start()
+        self._worker = Worker("nemo_fp8_debug recording")
 
-    def submit(self, measure: Callable[[], Sample]) -> None:
-        """Measure and record a sample in the background; waits for what is before it, which bounds the memory."""
+    def submit(self, measure: Callable[[], Sample | None]) -> None:
+        """Measure and record a sample in the background, if there is one.
+
+        Waits for what is before it, which bounds the memory.
+        """
         self.deliver(wait=True)
         self._enqueue(lambda: self._record(measure))
 
@@ -93,23 +92,12 @@ class Recording:
         if self.stuck:
             warn(f"{len(self._pending)} jobs of recording hang behind a write that does not end; what they hold is lost")
             return
-        self._jobs.put(None)
-        self._thread.join(PATIENCE)
+        self._worker.close(PATIENCE)
 
     def _enqueue(self, job: Callable[[], Record | None]) -> None:
         if self.stuck and len(self._pending) >= WAITING:
             return
-        future: Future[Record | None] = Future()
-        self._pending.append(future)
-        self._jobs.put((job, future))
-
-    def _work(self) -> None:
-        while entry := self._jobs.get():
-            job, future = entry
-            try:
-                future.set_result(job())
-            except BaseException as error:  # on_error="raise" hands faults to the training thread
-                future.set_exception(error)
+        self._pending.append(self._worker.submit(job))  # on_error="raise" hands faults to the training thread
 
     def _wait_for(self, future: Future[Any]) -> bool:
         """Whether `future` is done, soon enough."""
@@ -121,10 +109,10 @@ class Recording:
             warn(f"recording hangs for {STUCK:.0f} s; the run goes on, and steps are not sampled until it does no longer")
         return future.done()
 
-    def _record(self, measure: Callable[[], Sample]) -> Record | None:
+    def _record(self, measure: Callable[[], Sample | None]) -> Record | None:
         with self._faults("while measuring"):
-            sample = measure()
-            return self._here(lambda recorder: recorder.record(sample))
+            if (sample := measure()) is not None:
+                return self._here(lambda recorder: recorder.record(sample))
         return None
 
     def _record_steps(self, steps: Callable[[], Steps]) -> Record | None:

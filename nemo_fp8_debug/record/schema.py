@@ -26,6 +26,8 @@ _FIGURES: dict[str, Any] = {
     "dtype": pl.String,
     "scale_source": pl.String,
     "calls": pl.Int64,
+    "shards": pl.Int64,
+    "shards_missing": pl.Int64,
     "n": pl.Int64,
     "nan": pl.Int64,
     "inf": pl.Int64,

@@ -12,6 +12,7 @@ from torch import nn
 from ...numerics.blocks import BlockRule
 from ...numerics.formats import FloatFormat
 from ...numerics.scaling import CurrentScaling, Recipe
+from . import parallel
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -51,6 +52,8 @@ class Host:
     parts: Callable[[nn.Module], Sequence[str]] = lambda module: ("",)
     #: dY of a part, from the gradient of the output
     grad: Callable[[torch.Tensor, nn.Module, Args, Kwargs, str], torch.Tensor | None] = lambda grad, *_: grad
+    #: whether the role of a module on this rank is a copy of what another rank counts; None: the same on all that have it
+    copied: Callable[[nn.Module, str], bool | None] = parallel.copied
     #: roles of a part that no hook sees
     unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
     #: what the engine casts a role of a part with in the forward call that begins, or in the backward of this moment;
@@ -65,6 +68,11 @@ class Host:
 def raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:
     """The parameter as the module holds it, without the getters of sharding engines; None where it is computed anew."""
     return dict.get(module._parameters, name)
+
+
+def is_gathered_later(weight: torch.Tensor | None) -> bool:
+    """Whether a weight, seen before a forward, is a shard or nothing, which a sharding engine has yet to gather."""
+    return weight is not None and (hasattr(weight, "to_local") or weight.numel() == 0)
 
 
 def as_multiplied(x: torch.Tensor) -> torch.Tensor:

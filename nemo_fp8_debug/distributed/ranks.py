@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, warn
+from ..errors import ConfigError, warn
 
 #: seconds that a rank waits for the others to start their monitors
 START = 120.0
@@ -69,6 +69,35 @@ class Ranks:
             raise (ConfigError if refused["config"] else RuntimeError)(refused["message"])
         result: dict[str, Any] = json.loads(self._store.get(self._key("word")))
         return result
+
+    def publish(self, name: str, value: Any) -> None:
+        """Let other ranks read a plain value."""
+        self._store.set(self._key(name), json.dumps(value))
+
+    def read(self, name: str) -> Any:
+        """What was published; waits for it.
+
+        Raises:
+            TimeoutError: nobody publishes it.
+        """
+        if not self._waits_for(name, WORD):
+            raise TimeoutError(f"no rank said within {WORD:.0f} s what {name} is")
+        return json.loads(self._store.get(self._key(name)))
+
+    def read_of_all(self, name: str) -> list[Any]:
+        """What each rank published under `NAME/RANK`, before all had started."""
+        return [json.loads(v) for v in self._store.multi_get([self._key(f"{name}/{rank}") for rank in range(self.world)])]
+
+    def first_to_say(self, name: str, value: Any) -> bool:
+        """Publish a plain value, unless another rank has; whether this one did."""
+        if self._store.add(self._key(f"{name}/by"), 1) > 1:
+            return False
+        self.publish(name, value)
+        return True
+
+    def said(self, name: str) -> bool:
+        """Whether any rank has published this."""
+        return self.world > 1 and bool(self._store.check([self._key(name)]))
 
     def share(self, word: str | None) -> str | None:
         """The word of the first rank; called on all ranks, at the same steps.

@@ -1,0 +1,102 @@
+"""From the operands that a rank captured to the shards that add up over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..numerics import figures
+from ..numerics.figures import Moments, QuantizationSums
+from ..numerics.scaling import CurrentScaling
+from ..numerics.sketch import Sketch, SketchBatch
+from ..shards import Cast, Shard
+from .hosts.base import ScaleInUse
+from .operands import Operand
+
+
+def collect(operands: Sequence[Operand]) -> list[Shard]:
+    """What is known of each operand that was seen at least once."""
+    seen = [o for o in operands if o.calls]
+    totals = [o.total for o in seen]
+    amax = SketchBatch.of(totals).amax().tolist()
+    known = _UnderScales([o for o in seen if not o.deferred])
+    return [_shard(o, total, top, known) for o, total, top in zip(seen, totals, amax, strict=True)]
+
+
+def _shard(operand: Operand, total: Sketch, amax: float, known: _UnderScales) -> Shard:
+    moments = figures.merge(Moments.concat(operand.moments).cpu()) if operand.moments else None
+    cast = cast_of(operand.casts[0], operand)
+    mine = known.of.get(operand.key)
+    return Shard(
+        key=operand.key,
+        kind=operand.gemm.kind,
+        cast=cast,
+        sketch=Sketch(total.dtype, total.counts.cpu(), total.rounded),
+        amax=float(moments.amax) if moments else amax,
+        moments=moments,
+        sums=_total(operand.sums) if operand.sums else mine and mine[0],
+        weighed={name: _total(rows) for name, rows in operand.weighed.items()},
+        scales=mine and mine[1],
+        parts=mine[2] if mine else [(cast, None, total)],
+        calls=operand.calls,
+        nonfinite_order=operand.nonfinite_order,
+    )
+
+
+def cast_of(use: ScaleInUse, operand: Operand) -> Cast:
+    """How an operand was cast, in words."""
+    return Cast(use.recipe, use.format.name, use.source, str(operand.dtype).removeprefix("torch."))
+
+
+def _total(parts: Sequence[QuantizationSums]) -> QuantizationSums:
+    return QuantizationSums.concat([part.cpu() for part in parts]).total()
+
+
+Parts = list[tuple[Cast, float | None, Sketch]]
+
+
+class _UnderScales:
+    """Operands whose scales are known on this rank: each of their sketches under the scale that it was cast with."""
+
+    def __init__(self, operands: Sequence[Operand]) -> None:
+        parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.sketches, strict=True)]
+        uses = [use for _, _, use, _ in parts]
+        batch = SketchBatch.of([sketch for *_, sketch in parts])
+        owner = torch.tensor([i for i, *_ in parts], dtype=torch.int64)
+        scales = _scales(uses, _amax(operands, batch))
+        sums = figures.quantization_sums(batch, scales, [use.format for use in uses]).fold(owner, len(operands))
+        #: by key: sums, smallest and largest scale, and the sketches with their scales
+        self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}
+        found: list[Parts] = [[] for _ in operands]
+        for (i, operand, use, sketch), scale in zip(parts, scales.double().tolist(), strict=True):
+            found[i].append((cast_of(use, operand), None if scale != scale else scale, sketch))
+        for i, operand in enumerate(operands):
+            used = [scale for _, scale, _ in found[i] if scale is not None]
+            self.of[operand.key] = sums.row(i), (min(used), max(used)) if used else None, found[i]
+
+
+def _amax(operands: Sequence[Operand], batch: SketchBatch) -> torch.Tensor:
+    """float32 [P], of each sketch of each operand; exact for float32 operands, whose sketches are rounded."""
+    amax, i = batch.amax(), 0
+    for operand in operands:
+        if len(operand.moments) == len(operand.sketches):
+            for direct in operand.moments:
+                amax[i] = direct.amax.float()
+                i += 1
+        else:
+            i += len(operand.sketches)
+    return amax
+
+
+def _scales(uses: Sequence[ScaleInUse], amax: torch.Tensor) -> torch.Tensor:
+    """The scale of each cast, float32 [P]: the one in use, or what its rule makes of the amax; NaN under a block rule."""
+    limits = torch.tensor([use.format.max for use in uses], dtype=torch.float32)
+    scales = torch.full_like(amax, torch.nan)
+    for rule in {use.scale for use in uses if isinstance(use.scale, CurrentScaling)}:
+        mine = torch.tensor([isinstance(use.scale, CurrentScaling) and use.scale == rule for use in uses])
+        scales = torch.where(mine, rule.scale(amax, limits), scales)
+    for i, use in enumerate(uses):
+        if isinstance(use.scale, torch.Tensor):
+            scales[i] = use.scale
+    return scales

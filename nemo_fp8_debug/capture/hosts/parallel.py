@@ -1,0 +1,77 @@
+"""Which ranks of Megatron's groups hold copies of an operand: those count it once."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def groups() -> Any:
+    """Megatron's `parallel_state`, where the run uses it."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    return state if state is not None and state.model_parallel_is_initialized() else None
+
+
+def copied(module: nn.Module, role: str) -> bool | None:
+    """Whether this rank's `role` of a linear module is a copy of what another rank counts.
+
+    None: every rank that has the module holds the same, as without Megatron's groups each rank does of a weight.
+    """
+    state = groups()
+    if state is None:
+        return None if role == "weight" else False
+    expert = _is_expert(module)
+    within = _expert_tensor_rank(state) if expert else state.get_tensor_model_parallel_rank()
+    if role == "weight":
+        of_data = _expert_data_rank(state) if expert else state.get_data_parallel_rank(with_context_parallel=True)
+        return bool(of_data or (within and _kind(module) is None))
+    return bool(within) and not _is_split(module, role, expert)
+
+
+def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
+    """Whether tensor-parallel ranks hold parts of an activation, by rows or by features, and not all of it each."""
+    config = getattr(module, "config", None)
+    of_sequence = bool(getattr(module, "sequence_parallel", getattr(config, "sequence_parallel", False))) and not expert
+    kind = _kind(module)
+    if kind == "column":
+        return of_sequence if role == "input" else not getattr(module, "gather_output", False)
+    if kind == "row":
+        return bool(getattr(module, "input_is_parallel", True)) if role == "input" else of_sequence
+    return of_sequence
+
+
+def _kind(module: nn.Module) -> str | None:
+    """What tensor parallelism splits of the weight: its outputs (column), its inputs (row), or nothing."""
+    mode = getattr(module, "parallel_mode", None)
+    if mode in ("column", "row"):
+        return str(mode)
+    names = [base.__name__ for base in type(module).__mro__]
+    return next((kind.lower() for kind in ("Column", "Row") if any(f"{kind}Parallel" in name for name in names)), None)
+
+
+def _is_expert(module: nn.Module) -> bool:
+    """Whether it is split over the ranks of experts. Transformer Engine's wrappers say so in their parameters only."""
+    told = getattr(module, "is_expert", None)
+    if told is None:
+        return any(getattr(p, "allreduce", True) is False for p in module._parameters.values() if p is not None)
+    return bool(told)
+
+
+def _expert_tensor_rank(state: Any) -> int:
+    rank: int = getattr(state, "get_expert_tensor_parallel_rank", state.get_tensor_model_parallel_rank)()
+    return rank
+
+
+def _expert_data_rank(state: Any) -> int:
+    """Up to 0.10 experts have no data-parallel group of this name."""
+    get = getattr(state, "get_expert_data_parallel_rank", None) or state.get_data_modulo_expert_parallel_rank
+    rank: int = get()
+    return rank
+
+
+def first_expert(experts: int) -> int:
+    """The global number of this rank's first expert, which has `experts` of them."""
+    state = groups()
+    return 0 if state is None else experts * int(state.get_expert_model_parallel_rank())

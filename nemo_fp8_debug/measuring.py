@@ -1,0 +1,179 @@
+"""What happens to a sample once its step is over: shards are collected, added up over ranks, and measured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from .background import Worker
+from .capture.collect import collect
+from .capture.operands import Operand
+from .capture.scales import Scales
+from .distributed import Family, Ranks, Reduction
+from .distributed.reduction import Plan
+from .errors import warn
+from .faults import Faults
+from .measure import Measured, measure
+from .numerics.history import EmulatedScales, Key
+from .numerics.scaling import ROLES, parse_recipe
+from .sample import SHOWN_AS
+from .shards import Shard
+
+Steps = Mapping[int, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A sampled step as this rank saw it."""
+
+    step: int
+    operands: Sequence[Operand]
+    #: operands that this rank was to see
+    expected: Collection[Key]
+    #: by name: recipes to weigh
+    weighed: Sequence[str]
+    #: numbers of the steps since the sample before and of this one, as far as they are known here
+    steps: Callable[[], Steps]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks found together."""
+
+    measured: Measured
+    #: numbers of steps that other ranks know, as the last stage of a pipeline its loss
+    steps: Steps
+
+
+class Measuring:
+    """Measures samples; on several ranks in a thread of its own, in step with the other ranks."""
+
+    def __init__(self, ranks: Ranks, family: Family, scales: Scales, faults: Faults) -> None:
+        self._ranks, self._family, self._scales, self._faults = ranks, family, scales, faults
+        self._keys = [(name, role) for name in family.kinds for role in ROLES]
+        self._others: dict[str, EmulatedScales] = {}
+        self._reduction = Reduction(ranks, family)
+        self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
+        self._last: Future[Outcome | None] | None = None
+        #: ranks have come apart, and none of them samples any longer
+        self.over = False
+
+    def submit(self, sampled: Sampled) -> Callable[[], Outcome | None]:
+        """Measure a sample; on several ranks in the background.
+
+        Returns:
+            What gives the outcome, and does the work or waits for it: None on ranks that do not write, or where ranks have
+            come apart.
+        """
+        if self._worker is None:
+            return lambda: Outcome(self._alone(sampled), {})
+        self._last = self._worker.submit(lambda: self._together(sampled))
+        return self._last.result
+
+    def take_part(self, sampled: Sampled) -> None:
+        """In a sample that was given up here, and perhaps not elsewhere."""
+        if self._worker:
+            self.submit(sampled)
+
+    def settle(self) -> None:
+        """Wait for the sample before: histories that scales are emulated from move on with it."""
+        if self._last:
+            wait([self._last])
+
+    def close(self) -> None:
+        """The run is over; what is under way is waited for."""
+        self.settle()
+        if self._worker:
+            self._worker.close(1.0)
+        if not self.over:
+            for group in filter(None, (self._family.group, self._family.heads_group)):
+                with contextlib.suppress(Exception):  # the host may have ended them all
+                    dist.destroy_process_group(group)
+
+    def _alone(self, sampled: Sampled) -> Measured:
+        shards = collect(sampled.operands)
+        self._report(sampled.expected, shards)
+        self._scales.observe({shard.key: shard.amax for shard in shards})
+        return measure(shards, self._weighed(sampled.weighed))
+
+    def _weighed(self, names: Sequence[str]) -> list[EmulatedScales]:
+        """Keep the histories of recipes that are weighed as before, and begin those of new ones."""
+        self._others = {n: self._others.get(n) or EmulatedScales(parse_recipe(n), self._keys) for n in names}
+        return list(self._others.values())
+
+    def _report(self, expected: Collection[Key], shards: Sequence[Shard]) -> None:
+        """Say what is missing."""
+        layers = {layer for layer, _ in expected}
+        if silent := layers - {layer for layer, _ in (shard.key for shard in shards)}:
+            self._faults.warn(
+                f"{len(silent)} of {len(layers)} layers gave no sample, first {min(silent)}: "
+                "unused in this step, or compiled before the monitor was attached (torch.compile drops later hooks)"
+            )
+        if partial := [shard for shard in shards if shard.missing]:
+            (layer, role), lost, all_of_them = partial[0].key, partial[0].missing, partial[0].missing + partial[0].shards
+            self._faults.warn(
+                f"{len(partial)} operands of step {self._faults.step} are measured without the parts of some ranks, "
+                f"first {SHOWN_AS[role]} of {layer} ({lost} of {all_of_them} parts missing)",
+                kind="missing shards",
+            )
+
+    def _together(self, sampled: Sampled) -> Outcome | None:
+        if self.over or self._ranks.said("over"):
+            self.over = True
+            return None
+        try:
+            whole = self._reduced(sampled)
+            mine = None
+            if whole is not None:
+                with self._faults.guard("while measuring"):
+                    self._report(sampled.expected, whole)
+                    mine = measure(whole, self._weighed(sampled.weighed))
+            return self._brought_to_the_writer(mine, sampled)
+        except Exception as error:
+            self._end(sampled.step, error)
+            return None
+
+    def _reduced(self, sampled: Sampled) -> list[Shard] | None:
+        """The shards of whole tensors, on the first rank of the family."""
+        shards: list[Shard] = []
+        with self._faults.guard("while collecting a sample"):  # this rank takes part, whatever it has
+            shards = collect(sampled.operands)
+        plan = Plan(sampled.step, sampled.weighed)
+        if self._family.group is None:
+            whole: list[Shard] | None = shards
+            amax = {shard.key: shard.amax for shard in shards}
+        else:
+            whole, amax = self._reduction.reduce(plan, shards, sampled.expected)
+        self._scales.observe(amax)
+        return whole
+
+    def _brought_to_the_writer(self, mine: Measured | None, sampled: Sampled) -> Outcome | None:
+        heads, group = self._family.heads, self._family.heads_group
+        if self._ranks.rank not in heads:
+            return None
+        if not self._ranks.writes:
+            dist.send_object_list([mine, sampled.steps()], heads[0], group)
+            return None
+        parts, steps = [mine], dict[int, dict[str, float]]()
+        for head in heads[1:]:
+            message: list[Any] = [None, None]
+            dist.recv_object_list(message, head, group)
+            parts.append(message[0])
+            for step, numbers in message[1].items():
+                steps.setdefault(step, {}).update(numbers)
+        first, *rest = filter(None, [*parts, measure([])])
+        return Outcome(first.and_those_of(rest), steps)
+
+    def _end(self, step: int, error: Exception) -> None:
+        """Ranks have come apart: none goes on, and the first to notice says so."""
+        self.over = True
+        with contextlib.suppress(Exception):
+            if not self._ranks.first_to_say("over", step):
+                return
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warn(f"ranks did not take part in the sample of step {step}; the run goes on, and is no longer monitored: {why}")
