@@ -14,7 +14,7 @@ for packages in \
   "megatron-bridge==0.4.2 megatron-core==0.17.1" \
   "megatron-bridge==0.5.1 megatron-core==0.18.2 $transformers_5" \
   "megatron-bridge==0.6.2 megatron-core==0.19.2 $transformers_5"; do
-  folder=".venv/bridge/$(sha256sum <<< "$packages" | cut -c1-12)"
+  folder=".venv/bridges/$(sha256sum <<< "$packages" | cut -c1-12)"
   if [ ! -e "$folder/installed" ]; then
     # From Bridge 0.4 and megatron-core 0.17 on they ask for Python 3.12; tests/te/bridge_on_cpu.py has what they use of it.
     # shellcheck disable=SC2086

@@ -102,7 +102,7 @@ def cast_into(out: Any, source: torch.Tensor, quantizer: Any, *, fused: bool = F
         raise NotImplementedError(f"{type(quantizer).__name__} is not emulated")
     codes = encode(source, scale, quantizer.dtype)
     out._data.copy_(codes.reshape(out._data.shape))
-    out._scale_inv.copy_((1.0 / scale).reshape(out._scale_inv.shape))
+    out._scale_inv.copy_(1.0 / scale)
     if out._transpose is not None:
         out._transpose.copy_(codes.reshape(-1, codes.shape[-1]).t().reshape(out._transpose.shape))
         out._transpose_invalid = False
