@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from .folds import Folds
+from .names import fold_of, is_fold
 from .numerics import figures
 from .numerics.figures import Moments, QuantizationSums
-from .numerics.formats import FORMATS
+from .numerics.formats import FORMATS, FloatFormat
 from .numerics.history import EmulatedScales
-from .numerics.rows import rows, weigh
+from .numerics.rows import rows
 from .numerics.scaling import CurrentScaling, parse_recipe
 from .numerics.sketch import SketchBatch
-from .shards import Shard
+from .shards import Shard, added_up
 
 Columns = dict[str, list[Any]]
 
@@ -45,35 +48,89 @@ class Measured:
         )
 
 
-def measure(shards: Sequence[Shard], others: Sequence[EmulatedScales] = ()) -> Measured:
-    """All figures of operands.
+def measure(
+    shards: Sequence[Shard], others: Sequence[EmulatedScales] = (), names: Collection[str] = frozenset()
+) -> Measured:
+    """All figures of operands, and of the experts of each layer as one.
 
     Args:
         others: recipes to weigh as well; float32 operands, whose sketches are rounded, are left out under delayed and
             current scaling.
+        names: of the GEMMs that were looked at; experts that gave no sample are counted in the fold of theirs.
     """
-    totals = SketchBatch.of([s.sketch for s in shards])
-    moments = _moments(shards, totals)
-    formats = [FORMATS[s.cast.format] for s in shards]
-    scale, sums = _in_use(shards, totals, moments)
+    folds = Folds.of([s.key for s in shards], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in shards])
+    folded = [added_up(key, [shards[i] for i in of]) for key, of in folds.members.items()]
+    totals, of_folds = (SketchBatch.of([s.sketch for s in every]) for every in (shards, folded))
+    moments = Moments.concat([_moments(shards, totals), _moments(folded, of_folds)])
+    experts = Counter(fold for name in {*names, *(s.key[0] for s in shards)} if (fold := fold_of(name)))
+    operands = _Operands([*shards, *folded], folds, totals, moments, experts)
+    scale, sums = _in_use(shards, operands)
     described: Columns = {
-        "recipe": [s.cast.recipe for s in shards],
-        "scale_source": [s.cast.source for s in shards],
-        "nonfinite_order": [s.nonfinite_order for s in shards],
+        "recipe": [s.cast.recipe for s in operands.rows],
+        "scale_source": [s.cast.source for s in operands.rows],
+        "nonfinite_order": [s.nonfinite_order for s in operands.rows],
     }
-    measured = _about(shards) | described | rows(moments, sums, scale, formats)
-    return Measured(measured, _sketches(shards, scale), _what_if(shards, totals, moments, others))
+    formats = [FORMATS[s.cast.format] for s in operands.rows]
+    measured = operands.columns(range(len(shards)), sums, scale, lambda rows: [formats[i] for i in rows]) | described
+    return Measured(measured, _sketches(shards, scale), _what_if(shards, operands, others))
 
 
-def _in_use(shards: Sequence[Shard], totals: SketchBatch, moments: Moments) -> tuple[torch.Tensor, QuantizationSums]:
+@dataclass(frozen=True)
+class _Operands:
+    """What does not depend on scales; a row an operand, and behind them the folds of experts."""
+
+    rows: Sequence[Shard]
+    folds: Folds
+    #: of operands only
+    sketches: SketchBatch
+    moments: Moments
+    #: how many experts there are, by fold
+    experts: Mapping[str, int]
+
+    def columns(
+        self,
+        chosen: Sequence[int],
+        sums: QuantizationSums,
+        scale: torch.Tensor,
+        formats: Callable[[Sequence[int]], Sequence[FloatFormat]],
+    ) -> Columns:
+        """Columns of the operands that are chosen, and of their folds.
+
+        Args:
+            sums: of those chosen.
+            scale: likewise, float32.
+            formats: of rows.
+        """
+        index, sums, scale = self.folds.behind(chosen, sums, scale, self.moments.amax)
+        at = torch.tensor(index, dtype=torch.int64)
+        shown = [self.rows[i] for i in index]
+        return self._about(shown) | rows(self.moments.rows(at), sums, scale, formats(index))
+
+    def _about(self, shards: Sequence[Shard]) -> Columns:
+        return {
+            "layer": [s.key[0] for s in shards],
+            "gemm": [s.kind for s in shards],
+            "role": [s.key[1] for s in shards],
+            "dtype": [s.cast.dtype for s in shards],
+            "calls": [s.calls for s in shards],
+            "shards": [s.shards for s in shards],
+            "shards_missing": [s.missing for s in shards],
+            "experts": [self._experts(s.key[0]) for s in shards],
+        }
+
+    def _experts(self, layer: str) -> int | None:
+        return self.experts[layer] if is_fold(layer) else 1 if fold_of(layer) else None
+
+
+def _in_use(shards: Sequence[Shard], operands: _Operands) -> tuple[torch.Tensor, QuantizationSums]:
     """The scale of each operand, float32 [B], NaN where none is known, and its sums under those that it was cast with."""
     scale = torch.tensor([s.scales[0] if s.scales else torch.nan for s in shards], dtype=torch.float32)
     limits = torch.tensor([FORMATS[s.cast.format].max for s in shards], dtype=torch.float32)
-    amax = moments.amax.float()
+    amax = operands.moments.amax.float()
     for i, shard in enumerate(shards):
         if shard.scales is None and (rule := _rule(shard)):
             scale[i] = rule.scale(amax[i], limits[i])
-    of_sketches = figures.quantization_sums(totals, scale, [FORMATS[s.cast.format] for s in shards])
+    of_sketches = figures.quantization_sums(operands.sketches, scale, [FORMATS[s.cast.format] for s in shards])
     rows_of_all = [s.sums or of_sketches.row(i) for i, s in enumerate(shards)]
     return scale, QuantizationSums.concat(rows_of_all) if rows_of_all else of_sketches
 
@@ -84,18 +141,6 @@ def _rule(shard: Shard) -> CurrentScaling | None:
     if isinstance(rule, CurrentScaling):
         return rule
     return CurrentScaling() if shard.sums is None else None  # delayed scaling without a history yet
-
-
-def _about(shards: Sequence[Shard]) -> Columns:
-    return {
-        "layer": [s.key[0] for s in shards],
-        "gemm": [s.kind for s in shards],
-        "role": [s.key[1] for s in shards],
-        "dtype": [s.cast.dtype for s in shards],
-        "calls": [s.calls for s in shards],
-        "shards": [s.shards for s in shards],
-        "shards_missing": [s.missing for s in shards],
-    }
 
 
 def _moments(shards: Sequence[Shard], totals: SketchBatch) -> Moments:
@@ -110,38 +155,44 @@ def _moments(shards: Sequence[Shard], totals: SketchBatch) -> Moments:
     return Moments.concat(parts)
 
 
-def _what_if(shards: Sequence[Shard], totals: SketchBatch, moments: Moments, others: Sequence[EmulatedScales]) -> Columns:
-    tables = _weighed_by_sketches(shards, moments, [o for o in others if not o.recipe.in_blocks])
-    tables += _weighed_directly(shards, moments, others)
+def _what_if(shards: Sequence[Shard], operands: _Operands, others: Sequence[EmulatedScales]) -> Columns:
+    tables = _weighed_by_sketches(shards, operands, [o for o in others if not o.recipe.in_blocks])
+    tables += _weighed_directly(shards, operands, others)
     return {name: [value for table in tables for value in table[name]] for name in tables[0]} if tables else {}
 
 
-def _weighed_by_sketches(shards: Sequence[Shard], moments: Moments, others: Sequence[EmulatedScales]) -> list[Columns]:
+def _weighed_by_sketches(shards: Sequence[Shard], operands: _Operands, others: Sequence[EmulatedScales]) -> list[Columns]:
     chosen = [i for i, s in enumerate(shards) if not s.moments]
     if not chosen or not others:
         return []
-    mine, rest = [shards[i] for i in chosen], Moments.concat([moments.row(i) for i in chosen])
-    batch = SketchBatch.of([s.sketch for s in mine])
-    keys, owner = [s.key for s in mine], torch.arange(len(mine))
+    batch = SketchBatch.of([shards[i].sketch for i in chosen])
+    keys, amax = [shards[i].key for i in chosen], operands.moments.amax[chosen].float()
     tables = []
     for other in others:
-        measured = weigh(rest, batch, owner, other.of(keys, rest.amax.float()), other.formats(keys))
-        tables.append(_about(mine) | _named(other, len(mine)) | measured)
-        other.observe(keys, rest.amax.float())
+        scale = other.of(keys, amax)
+        sums = figures.quantization_sums(batch, scale, other.formats(keys))
+        tables.append(_table(other, operands, chosen, sums, scale))
+        other.observe(keys, amax)
     return tables
 
 
-def _weighed_directly(shards: Sequence[Shard], moments: Moments, others: Sequence[EmulatedScales]) -> list[Columns]:
+def _weighed_directly(shards: Sequence[Shard], operands: _Operands, others: Sequence[EmulatedScales]) -> list[Columns]:
     tables = []
     for other in others:
         name = other.recipe.name
         if chosen := [i for i, s in enumerate(shards) if name in s.weighed]:
-            mine, rest = [shards[i] for i in chosen], Moments.concat([moments.row(i) for i in chosen])
-            keys = [s.key for s in mine]
-            sums = QuantizationSums.concat([s.weighed[name] for s in mine])
-            measured = rows(rest, sums, other.of(keys, rest.amax.float()), other.formats(keys))
-            tables.append(_about(mine) | _named(other, len(mine)) | measured)
+            sums = QuantizationSums.concat([shards[i].weighed[name] for i in chosen])
+            scale = other.of([shards[i].key for i in chosen], operands.moments.amax[chosen].float())
+            tables.append(_table(other, operands, chosen, sums, scale))
     return tables
+
+
+def _table(
+    other: EmulatedScales, operands: _Operands, chosen: Sequence[int], sums: QuantizationSums, scale: torch.Tensor
+) -> Columns:
+    keys = [s.key for s in operands.rows]
+    columns = operands.columns(chosen, sums, scale, lambda rows: other.formats([keys[i] for i in rows]))
+    return columns | _named(other, len(columns["layer"]))
 
 
 def _named(other: EmulatedScales, n: int) -> Columns:

@@ -37,6 +37,8 @@ class Sampled:
     expected: Collection[Key]
     #: by name: recipes to weigh
     weighed: Sequence[str]
+    #: whether a layer of this name is looked at, on whichever rank it is
+    chosen: Callable[[str], bool]
     #: numbers of the steps since the sample before and of this one, as far as they are known here
     steps: Callable[[], Steps]
 
@@ -99,7 +101,10 @@ class Measuring:
         shards = collect(sampled.operands)
         self._report(sampled.expected, shards)
         self._scales.observe({shard.key: shard.amax for shard in shards})
-        return measure(shards, self._weighed(sampled.weighed))
+        return self._measured(shards, sampled)
+
+    def _measured(self, whole: Sequence[Shard], sampled: Sampled) -> Measured:
+        return measure(whole, self._weighed(sampled.weighed), {n for n in self._family.kinds if sampled.chosen(n)})
 
     def _weighed(self, names: Sequence[str]) -> list[EmulatedScales]:
         """Keep the histories of recipes that are weighed as before, and begin those of new ones."""
@@ -132,7 +137,7 @@ class Measuring:
             if whole is not None:
                 with self._faults.guard("while measuring"):
                     self._report(sampled.expected, whole)
-                    mine = measure(whole, self._weighed(sampled.weighed))
+                    mine = self._measured(whole, sampled)
             return self._brought_to_the_writer(mine, sampled)
         except Exception as error:
             self._end(sampled.step, error)

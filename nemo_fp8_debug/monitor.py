@@ -27,6 +27,7 @@ from .dumping import Dumping
 from .errors import ConfigError
 from .faults import Faults
 from .measuring import Measuring, Outcome, Sampled, Steps
+from .names import compile_patterns
 from .numerics.history import Key
 from .numerics.scaling import ROLES, parse_recipe
 from .record.dump import TensorDump
@@ -307,8 +308,11 @@ class Monitor:
         self._recording.submit_steps(lambda: _read_all(steps))
 
     def _sampled(self, step: int, steps: Callable[[], Steps]) -> Sampled:
-        weighed = [parse_recipe(recipe).name for recipe in self._schedule.config.weigh]
-        return Sampled(step, list(self._operands.values()), self._expected, weighed, steps)
+        plan, patterns = self._schedule.config, self._schedule.dumped(step) if self._dump else []
+        weighed = [parse_recipe(recipe).name for recipe in plan.weigh]
+        sampled, dumped = compile_patterns(plan.layers), compile_patterns(patterns)
+        operands = list(self._operands.values())
+        return Sampled(step, operands, self._expected, weighed, lambda name: sampled(name) or dumped(name), steps)
 
     def _sample(self, step: int, outcome: Callable[[], Outcome | None], steps: dict[int, dict[str, Any]]) -> Sample | None:
         found = outcome()

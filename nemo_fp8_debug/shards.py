@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from .numerics.figures import Moments, QuantizationSums
+from .numerics.figures import Moments, QuantizationSums, merge
 from .numerics.history import Key
 from .numerics.sketch import Sketch
+
+#: source of the scales of experts that were not all found in the same way
+MIXED = "mixed"
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Cast:
 
     recipe: str
     format: str
-    #: see `ScaleInUse.source`
+    #: see `ScaleInUse.source`; MIXED where operands that were added up differ in it
     source: str
     #: of the tensor that was looked at
     dtype: str
@@ -57,3 +60,24 @@ class Shard:
     def one_scale(self) -> bool:
         """Whether all of it was cast, or is measured, with one scale."""
         return self.scales is None or self.scales[0] == self.scales[1]
+
+
+def added_up(key: Key, shards: Sequence[Shard]) -> Shard:
+    """Whole operands of the same recipe, format and dtype as one, but for their sums: scales may still be unknown."""
+    first = shards[0]
+    direct = [s.moments for s in shards if s.moments]
+    orders = [s.nonfinite_order for s in shards if s.nonfinite_order is not None]
+    sources = {s.cast.source for s in shards}
+    return Shard(
+        key=key,
+        kind=first.kind,
+        cast=replace(first.cast, source=first.cast.source if len(sources) == 1 else MIXED),
+        sketch=Sketch.total([s.sketch for s in shards]),
+        amax=max(s.amax for s in shards),
+        moments=merge(Moments.concat(direct)) if direct else None,
+        sums=None,
+        calls=sum(s.calls for s in shards),
+        nonfinite_order=min(orders, default=None),
+        shards=sum(s.shards for s in shards),
+        missing=sum(s.missing for s in shards),
+    )

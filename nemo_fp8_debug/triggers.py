@@ -13,6 +13,7 @@ import torch
 
 from .distributed import Ranks
 from .errors import ConfigError
+from .names import fold_key, fold_of, is_fold
 from .numerics.figures import FIGURES
 from .numerics.scaling import ROLES
 from .sample import SHOWN_AS, Sample
@@ -36,16 +37,20 @@ class Threshold:
     limit: float
 
     def passed_by(self, sample: Sample) -> str | None:
-        """The first tensor of the sample that is past the limit, in words."""
+        """The first tensor of the sample that is past the limit, in words; experts are tensors each, their fold is none."""
         columns = sample.columns
-        for layer, role, value in zip(columns["layer"], columns["role"], columns[self.figure], strict=True):
-            if (
-                value is not None
-                and self.role in (None, role)
-                and (value - self.limit) * (1 if self.sign == ">" else -1) > 0
-            ):
-                return f"{self.figure} of {SHOWN_AS[role]} of {layer} is {value:.4g} ({self.sign} {self.limit:g})"
-        return None
+        rows = zip(columns["layer"], columns["role"], columns[self.figure], strict=True)
+        past = [row for row in rows if not is_fold(row[0]) and self._is_past(*row[1:])]
+        if not past:
+            return None
+        layer, role, value = past[0]
+        found = f"{self.figure} of {SHOWN_AS[role]} of {layer} is {value:.4g} ({self.sign} {self.limit:g})"
+        alike = sum(fold_key(*row[:2]) == fold_key(layer, role) for row in past[1:]) if fold_of(layer) else 0
+        return f"{found}, and of {alike} more experts of the layer" if alike else found
+
+    def _is_past(self, role: str, value: float | None) -> bool:
+        sign = 1 if self.sign == ">" else -1
+        return value is not None and self.role in (None, role) and (value - self.limit) * sign > 0
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ ORDINARY = {
     "calls": 1,
     "shards": 1,
     "shards_missing": 0,
+    "experts": None,
     "n": 4096,
     "nan": 0,
     "inf": 0,

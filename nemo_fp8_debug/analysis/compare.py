@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 
 from ..errors import RecordError
+from ..names import fold_key, is_fold
 from ..record.reader import find_run, read_fingerprint, read_table
 from ..sample import SHOWN_AS
 from .loss import LossCurve
@@ -55,8 +56,10 @@ class Comparison:
     good: Run
     bad: Run
     twin: Run | None
-    #: a row a tensor, farthest drifted first; columns as in `drifts`
+    #: a row a tensor, farthest drifted first; columns as in `drifts`; the experts of a layer are one
     tensors: pl.DataFrame
+    #: the same of those experts one by one
+    experts: pl.DataFrame
 
     def verdict(self) -> str:
         """The comparison in a sentence or three."""
@@ -71,6 +74,7 @@ class Comparison:
             how = f"and rises for good from step {fell}" if fell is not None else "but does not rise above its own minimum"
             sentences.append(f"The second run's loss stays above the first run's from step {since}, {how}.")
         sentences.append(_described(worst))
+        sentences += self._expert_sentences(worst)
         sentences += self._what_if_sentences(worst)
         if self.twin is not None:
             sentences.append(self._twin_sentence())
@@ -82,6 +86,15 @@ class Comparison:
         tail = steps.tail(max(1, round(len(steps) * _TAIL)))
         rows = self.bad.others.filter(pl.col("step").is_in(tail.implode()))
         return rows.group_by("layer", "role", "recipe", maintain_order=True).agg(pl.median(*_WEIGHED))
+
+    def _expert_sentences(self, fold: Mapping[str, Any]) -> list[str]:
+        """The worst of the experts, if there are any and one of them stands out."""
+        for row in self.experts.iter_rows(named=True):
+            if fold_key(row["layer"], row["role"]) == (fold["layer"], fold["role"]):
+                tells = row["nonfinite_since"] is not None or row["drift_log2"] is not None
+                described = _described(row)
+                return [f"Of its experts, {described[0].lower()}{described[1:]}"] if tells else []
+        return []
 
     def _what_if_sentences(self, worst: Mapping[str, Any]) -> list[str]:
         rows = self.what_if().filter(layer=worst["layer"], role=worst["role"]).sort("relative_error")
@@ -119,6 +132,7 @@ class Comparison:
                 for name, run in runs.items()
             },
             "tensors": self.tensors.to_dicts(),
+            "experts": self.experts.to_dicts(),
             "what_if": self.what_if().to_dicts(),
         }
         result: dict[str, Any] = _jsonable(plain)
@@ -146,7 +160,15 @@ def compare(
         RecordError: a record is missing or unreadable, or the two have no sampled step and tensor in common.
     """
     runs = Run.read(good), Run.read(bad)
-    return Comparison(*runs, Run.read(twin) if twin is not None else None, drifts(*runs))
+    return Comparison(*runs, Run.read(twin) if twin is not None else None, *experts_apart(drifts(*runs)))
+
+
+def experts_apart(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The rows of tensors, and apart from them those of experts whose fold is among them."""
+    keys = rows.select("layer", "role").rows()
+    folds = {key for key in keys if is_fold(key[0])}
+    apart = pl.Series([fold_key(*key) in folds for key in keys], dtype=pl.Boolean)
+    return rows.filter(~apart), rows.filter(apart)
 
 
 def drifts(good: Run, bad: Run) -> pl.DataFrame:

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,14 @@ import polars as pl
 import torch
 
 from ..errors import ConfigError, RecordError, warn
+from ..folds import Folds
+from ..names import fold_key, is_fold
 from ..numerics import figures
 from ..numerics.blocks import BlockRule
 from ..numerics.figures import Moments, QuantizationSums
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.history import EmulatedScales, Key
-from ..numerics.rows import rows, weigh
+from ..numerics.rows import rows
 from ..numerics.scaling import CurrentScaling, Recipe, parse_recipe, refuse_blocks
 from ..numerics.sketch import DTYPES, Sketch, SketchBatch
 from ..record.dump import dumped_files, read_dump
@@ -87,6 +89,7 @@ def _scales(recorded: pl.DataFrame, recipe: Recipe | None) -> list[dict[Key, tor
     """For each sampled step what a recipe would have cast each operand with."""
     if recipe is None:
         return [{} for _ in range(recorded["step"].n_unique())]
+    recorded = recorded.filter(~pl.col("layer").map_elements(is_fold, pl.Boolean))
     emulated = EmulatedScales(recipe, recorded.select(_KEY).unique(maintain_order=True).rows())
     found = []
     for _, about in recorded.group_by("step", maintain_order=True):
@@ -122,14 +125,87 @@ class _Part:
     scale: float
 
 
+@dataclass(frozen=True)
+class _Found:
+    """Operands that were recomputed."""
+
+    keys: list[Key]
+    recipes: list[str]
+    #: of all calls together; None of float32 operands
+    totals: list[Sketch | None]
+    moments: Moments
+    sums: QuantizationSums
+    #: float32 [B], the smallest of those that calls were cast with
+    scale: torch.Tensor
+    formats: list[FloatFormat]
+
+    @classmethod
+    def concat(cls, parts: Sequence[_Found]) -> _Found:
+        """The operands of all parts, in order."""
+        return cls(
+            [key for part in parts for key in part.keys],
+            [recipe for part in parts for recipe in part.recipes],
+            [total for part in parts for total in part.totals],
+            Moments.concat([part.moments for part in parts]),
+            QuantizationSums.concat([part.sums for part in parts]),
+            torch.cat([part.scale for part in parts]),
+            [fmt for part in parts for fmt in part.formats],
+        )
+
+    def with_folds(self, recorded: Collection[Key]) -> _Found:
+        """The same, and behind them the recorded folds of experts that were all recomputed."""
+        experts: dict[Key, list[Key]] = defaultdict(list)
+        for layer, role in recorded:
+            if fold := fold_key(layer, role):
+                experts[fold].append((layer, role))
+        place = {key: i for i, key in enumerate(self.keys)}
+        folds = [key for key, mine in experts.items() if key in recorded and all(expert in place for expert in mine)]
+        members = {key: [place[expert] for expert in experts[key]] for key in folds}
+        _, sums, scale = Folds(members, len(self.keys)).behind(
+            range(len(self.keys)), self.sums, self.scale, self.moments.amax
+        )
+        firsts = [rows[0] for rows in members.values()]
+        totals = [_added_up([self.totals[i] for i in rows]) for rows in members.values()]
+        moments = [
+            figures.merge(self.moments.rows(torch.tensor(rows)))
+            if total is None
+            else figures.moments(SketchBatch.of([total]))
+            for rows, total in zip(members.values(), totals, strict=True)
+        ]
+        return _Found(
+            self.keys + folds,
+            self.recipes + [self.recipes[i] for i in firsts],
+            self.totals + totals,
+            Moments.concat([self.moments, *moments]),
+            sums,
+            scale,
+            self.formats + [self.formats[i] for i in firsts],
+        )
+
+    def columns(self) -> dict[str, list[Any]]:
+        """As `rows`, and what they are about."""
+        about: dict[str, list[Any]] = {
+            "layer": [layer for layer, _ in self.keys],
+            "role": [role for _, role in self.keys],
+            "recipe": list(self.recipes),
+        }
+        return about | rows(self.moments, self.sums, self.scale, self.formats)
+
+
+def _added_up(sketches: Sequence[Sketch | None]) -> Sketch | None:
+    known = [sketch for sketch in sketches if sketch is not None]
+    return Sketch.total(known) if len(known) == len(sketches) else None
+
+
 def _replay_step(job: _Job) -> pl.DataFrame:
     run = Place(job.run)
     parts = _sketched(run, job) if job.source == "sketches" else _dumped(run, job)
     sketched = [part for part in parts if isinstance(part.values, Sketch)]
-    columns = [_of_sketches(sketched, job)] if sketched else []
-    columns += [_of_tensors(group, job) for group in _by_key(p for p in parts if isinstance(p.values, torch.Tensor))]
-    frames = [_as_rows(job, c) for c in columns]
-    return pl.concat([pl.DataFrame(schema=SCHEMAS["figures"]), *frames])
+    found = [_of_sketches(sketched, job)] if sketched else []
+    found += [_of_tensors(group, job) for group in _by_key(p for p in parts if isinstance(p.values, torch.Tensor))]
+    if not found:
+        return pl.DataFrame(schema=SCHEMAS["figures"])
+    return _as_rows(job, _Found.concat(found).with_folds(dict.fromkeys(job.about.select(_KEY).rows())).columns())
 
 
 def _sketched(run: Place, job: _Job) -> list[_Part]:
@@ -196,43 +272,57 @@ def _by_key(parts: Any) -> list[list[_Part]]:
     return list(groups.values())
 
 
-def _of_sketches(parts: Sequence[_Part], job: _Job) -> dict[str, list[Any]]:
+def _of_sketches(parts: Sequence[_Part], job: _Job) -> _Found:
     groups = _by_key(parts)
     if job.recipe is not None:  # one scale for all calls
         groups = [[replace(g[0], values=sum((p.values for p in g[1:]), g[0].values))] for g in groups]
-    ordered = [part for group in groups for part in group]
-    owner = torch.from_numpy(np.repeat(np.arange(len(groups)), [len(group) for group in groups]))
+    ordered, n = [part for group in groups for part in group], len(groups)
+    owner = torch.from_numpy(np.repeat(np.arange(n), [len(group) for group in groups]))
     batch = SketchBatch.of([part.values for part in ordered])  # type: ignore[misc]
-    moments = figures.moments(SketchBatch.of([sum((p.values for p in g[1:]), g[0].values) for g in groups]))  # type: ignore
+    totals: list[Any] = [sum((p.values for p in g[1:]), g[0].values) for g in groups]
     scale, formats = _casts(ordered, batch.amax(), job)
-    return _named(groups, job) | weigh(moments, batch, owner, scale, formats)
+    return _Found(
+        [group[0].key for group in groups],
+        [_recipe_of(group[0], job) for group in groups],
+        totals,
+        figures.moments(SketchBatch.of(totals)),
+        figures.quantization_sums(batch, scale, formats).fold(owner, n),
+        torch.full((n,), torch.inf).scatter_reduce_(0, owner, scale, "amin"),
+        list(dict(zip(owner.tolist(), formats, strict=True)).values()),
+    )
 
 
-def _of_tensors(parts: Sequence[_Part], job: _Job) -> dict[str, list[Any]]:
+def _of_tensors(parts: Sequence[_Part], job: _Job) -> _Found:
     """One operand, measured directly: of float32, or under a block recipe."""
     from ..kernels import quantization_sums
 
     tensors: list[torch.Tensor] = [part.values for part in parts]  # type: ignore[misc]
     recipe, role = _in_blocks(job).get(parts[0].key), parts[0].key[1]
-    each, whole = _moments(tensors)
+    each, whole, total = _moments(tensors)
     amax = each.amax if job.recipe is None else whole.amax.expand(len(parts))
     scale, formats = _casts(parts, amax.float(), job)
     casts = [recipe.scaling] * len(parts) if recipe else scale
     sums = QuantizationSums.concat(
         [quantization_sums(x, by, role, fmt) for x, by, fmt in zip(tensors, casts, formats, strict=True)]
     )
-    return _named([parts], job) | rows(whole, sums.total(), scale.amin()[None], formats[:1])
+    recipes = [_recipe_of(parts[0], job)]
+    return _Found([parts[0].key], recipes, [total], whole, sums.total(), scale.amin()[None], formats[:1])
 
 
-def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments]:
-    """Moments of each tensor, and of all of them as one."""
+def _recipe_of(part: _Part, job: _Job) -> str:
+    return job.recipe.name if job.recipe else part.recipe
+
+
+def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Sketch | None]:
+    """Moments of each tensor, those of all of them as one, and the sketch of these, where it is exact."""
     from ..kernels import sketch
 
     if tensors[0].dtype in DTYPES:
         first, *rest = sketches = [sketch(x) for x in tensors]
-        return figures.moments(SketchBatch.of(sketches)), figures.moments(SketchBatch.of([sum(rest, first)]))
+        total = sum(rest, first)
+        return figures.moments(SketchBatch.of(sketches)), figures.moments(SketchBatch.of([total])), total
     each = Moments.concat([figures.moments_of_float32(x) for x in tensors])
-    return each, figures.merge(each)
+    return each, figures.merge(each), None
 
 
 def _casts(parts: Sequence[_Part], amax: torch.Tensor, job: _Job) -> tuple[torch.Tensor, list[FloatFormat]]:
@@ -247,14 +337,6 @@ def _casts(parts: Sequence[_Part], amax: torch.Tensor, job: _Job) -> tuple[torch
             held = held.scale(amax[i], formats[i].max)
         scale[i] = held if isinstance(held, torch.Tensor) else torch.nan
     return scale, formats
-
-
-def _named(groups: Sequence[Sequence[_Part]], job: _Job) -> dict[str, list[Any]]:
-    return {
-        "layer": [group[0].key[0] for group in groups],
-        "role": [group[0].key[1] for group in groups],
-        "recipe": [job.recipe.name if job.recipe else group[0].recipe for group in groups],
-    }
 
 
 def _as_rows(job: _Job, columns: dict[str, list[Any]]) -> pl.DataFrame:

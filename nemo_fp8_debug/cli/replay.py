@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.compare import number
+from ..analysis.compare import experts_apart, number
 from ..analysis.replay import SOURCES, add_to_record, replay
 from ..errors import ConfigError, RecordError
 from ..numerics.scaling import parse_recipe
@@ -50,13 +50,15 @@ def _print(frames: dict[str, pl.DataFrame], top: int) -> None:
     medians = {
         name: frame.group_by("layer", "role", maintain_order=True).agg(pl.median(*_SHOWN)) for name, frame in frames.items()
     }
-    table = Table(title=f"{len(medians['in use'])} tensors, worst first; medians over all steps", title_justify="left")
+    listed, experts = experts_apart(medians["in use"])
+    what = f"{len(listed)} tensors" + (", experts of a layer as one" if len(experts) else "")
+    table = Table(title=f"{what}, worst first; medians over all steps", title_justify="left")
     table.add_column("layer", no_wrap=True)
     table.add_column("tensor")
     for figure in ("relative error", "underflow %", "overflow %"):
         for name in frames:
             table.add_column(f"{figure}\n{escape(name)}", justify="right")
-    worst = medians["in use"].sort("relative_error", descending=True, nulls_last=True).head(top)
+    worst = listed.sort("relative_error", descending=True, nulls_last=True).head(top)
     by_key = {name: {(r["layer"], r["role"]): r for r in rows.to_dicts()} for name, rows in medians.items()}
     for layer, role in worst.select("layer", "role").rows():
         found = [by_key[name].get((layer, role), {}) for name in frames]

@@ -31,7 +31,11 @@ class _Columns:
 
     def row(self: _T, i: int) -> _T:
         """Row i as a table of one row."""
-        return type(self)(*(getattr(self, f.name)[i : i + 1] for f in fields(self)))
+        return self.rows(slice(i, i + 1))
+
+    def rows(self: _T, index: torch.Tensor | slice) -> _T:
+        """Some rows, by number: int64 [C]."""
+        return type(self)(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def cpu(self: _T) -> _T:
         """The same rows in host memory."""

@@ -96,5 +96,5 @@ class EmulatedScales:
         """End of a sample: histories take the amax, float32 [B], of each operand."""
         if isinstance(self.recipe.scaling, DelayedScaling):
             self._state.amax[torch.tensor([self._state.index[key] for key in keys], dtype=torch.int64)] = amax
-            self._seen.update(keys)
+            self._seen.update(key for key, top in zip(keys, amax.tolist(), strict=True) if top > 0)
             self._state.update()

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from .figures import FIGURES, Moments, QuantizationSums, figures, quantization_sums
+from .figures import FIGURES, Moments, QuantizationSums, figures
 from .formats import FloatFormat
 from .scaling import CurrentScaling
-from .sketch import SketchBatch
 
 _CURRENT = CurrentScaling()
 
@@ -39,20 +38,3 @@ def rows(
 
 def _absent_as_none(column: torch.Tensor) -> list[float | None]:
     return [None if value != value else value for value in column.tolist()]
-
-
-def weigh(
-    moments: Moments, parts: SketchBatch, owner: torch.Tensor, scale: torch.Tensor, formats: Sequence[FloatFormat]
-) -> dict[str, list[Any]]:
-    """Columns of B operands from the sketches of their parts, each cast with one scale; the smallest of them is shown.
-
-    Args:
-        owner: int64 [P], the operand that each part belongs to.
-        scale: float32 [P].
-        formats: P formats, the same for all parts of an operand.
-    """
-    n = len(moments.n)
-    sums = quantization_sums(parts, scale, formats).fold(owner, n)
-    smallest = torch.full((n,), torch.inf, dtype=torch.float32).scatter_reduce_(0, owner, scale, "amin")
-    of_operand = dict(zip(owner.tolist(), formats, strict=True))
-    return rows(moments, sums, smallest, [of_operand[i] for i in range(n)])

@@ -28,6 +28,7 @@ _FIGURES: dict[str, Any] = {
     "calls": pl.Int64,
     "shards": pl.Int64,
     "shards_missing": pl.Int64,
+    "experts": pl.Int64,
     "n": pl.Int64,
     "nan": pl.Int64,
     "inf": pl.Int64,

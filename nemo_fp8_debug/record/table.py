@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..names import few_experts, fold_key
 from ..sample import SHOWN_AS, Sample
 
 _COLUMNS = ("amin", "amax", "scale_current", "scale", "cosine", "mse", "underflow_pct", "overflow_pct")
@@ -16,7 +17,7 @@ _HEADINGS = ("amin", "amax", "current scale", "delayed scale", "cosine", "MSE", 
 
 
 class TableRecorder:
-    """Prints the rows that lose most to underflow, overflow and rounding, in this order."""
+    """Prints the rows that lose most to underflow, overflow and rounding, in this order; of a layer's experts the worst."""
 
     in_callers_thread = False
 
@@ -48,10 +49,12 @@ class TableRecorder:
             lost = (columns["underflow_pct"][i] or 0) + (columns["overflow_pct"][i] or 0)
             return lost, columns["relative_error"][i] or 0
 
-        worst = sorted(range(len(sample)), key=harm, reverse=True)[: self._rows]
+        by_harm = sorted(range(len(sample)), key=harm, reverse=True)
+        ranked = few_experts(by_harm, lambda i: fold_key(columns["layer"][i], columns["role"][i]), 1)
+        worst = ranked[: self._rows]
         loss = sample.scalars.get("loss")
         title = f"FP8 at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
-        title += f": {len(worst)} of {len(sample)} tensors, worst first" + (f"; {sample.remarks}" if sample.remarks else "")
+        title += f": {len(worst)} of {len(ranked)} tensors, worst first" + (f"; {sample.remarks}" if sample.remarks else "")
         table = Table(title=escape(title), title_justify="left")
         table.add_column("layer", no_wrap=True)
         table.add_column("tensor", min_width=6)

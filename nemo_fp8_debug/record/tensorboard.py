@@ -19,6 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary as summaries
 
+from ..names import few_experts, fold_key, fold_of, is_fold
 from ..numerics.figures import FIGURES, WORSE
 from ..numerics.scaling import ROLES
 from ..sample import SHOWN_AS, Sample
@@ -28,6 +29,8 @@ STREAMED = ("scale", *FIGURES)
 #: charts of the custom-scalars tab, beside the loss
 _CHARTS = ("underflow_pct", "overflow_pct", "mse", "cosine", "scale_ratio_log2", "amax")
 _WORST_SHOWN = 5
+#: experts of a layer that get tags of their own beside their fold, for each figure the worst
+EXPERTS_SHOWN = 3
 #: figures that are streamed for recipes that were not in use
 _WEIGHED = ("underflow_pct", "overflow_pct", "relative_error")
 #: seconds that events may wait to be handed to the disk
@@ -39,7 +42,10 @@ Write = Callable[[dict[str, float], int], None]
 
 
 class TagBudget:
-    """Which tensors get tags of their own when not all can: the worst of each role, kept once chosen."""
+    """Which tensors get tags of their own when not all can: the worst of each role, kept once chosen.
+
+    Of the experts of a layer it is a few in any case, and where not all tensors can have tags, they come last.
+    """
 
     def __init__(self, max_tags: int) -> None:
         self._free = max_tags
@@ -51,13 +57,15 @@ class TagBudget:
 
         Args:
             worst_first: layers with a value in this step.
-            tensors: how many tensors the step has, over all roles.
+            tensors: how many tensors could have tags in this step, over all roles.
         """
         admitted = self._admitted[figure, role]
         quota = self._free
         if tensors * len(STREAMED) > self._max_tags:
             quota = min(quota, self._max_tags // (len(STREAMED) * len(ROLES)) - len(admitted))
-        new = [layer for layer in worst_first if layer not in admitted][: max(0, quota)]
+        few = few_experts(dict.fromkeys((*admitted, *worst_first)), fold_of, EXPERTS_SHOWN)
+        new = sorted((layer for layer in few if layer not in admitted), key=lambda layer: fold_of(layer) is not None)
+        new = new[: max(0, quota)]
         self._free -= len(new)
         admitted.update(new)
         return admitted
@@ -91,6 +99,8 @@ class ScalarRecorder:
         """The tags of a step, and by (figure, role) the layers that have one, worst first."""
         tags: dict[str, float] = {}
         worst: dict[tuple[str, str], list[str]] = {}
+        keys = list(zip(sample.columns["layer"], sample.columns["role"], strict=True))
+        tensors = len(few_experts(keys, lambda key: fold_key(*key), EXPERTS_SHOWN))
         for role in ROLES:
             rows = [i for i, r in enumerate(sample.columns["role"]) if r == role]
             for figure in STREAMED:
@@ -100,11 +110,12 @@ class ScalarRecorder:
                     continue
                 sign = WORSE.get(figure, 1)
                 ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
-                chosen = self._budget.choose(figure, role, ranked, len(sample))
+                chosen = self._budget.choose(figure, role, ranked, tensors)
                 worst[figure, role] = [layer for layer in ranked if layer in chosen]
                 tags |= {f"fp8_{figure}/{role}/{layer}": values[layer] for layer in worst[figure, role]}
-                tags[f"fp8/{figure}/{role}/worst"] = values[ranked[0]]
-                tags[f"fp8/{figure}/{role}/median"] = statistics.median(values.values())
+                if single := [values[layer] for layer in ranked if not is_fold(layer)]:
+                    tags[f"fp8/{figure}/{role}/worst"] = single[0]
+                    tags[f"fp8/{figure}/{role}/median"] = statistics.median(single)
         return tags | _what_if(sample), worst
 
 
@@ -113,8 +124,9 @@ def _what_if(sample: Sample) -> dict[str, float]:
     columns, tags = sample.what_if, dict[str, float]()
     for figure in _WEIGHED if columns else ():
         values: dict[str, list[float]] = defaultdict(list)
-        for recipe, role, value in zip(columns["recipe"], columns["role"], columns[figure], strict=True):
-            if value is not None and math.isfinite(value):
+        of_rows = zip(columns["layer"], columns["recipe"], columns["role"], columns[figure], strict=True)
+        for layer, recipe, role, value in of_rows:
+            if value is not None and math.isfinite(value) and not is_fold(layer):
                 values[f"{role}/{recipe}"].append(value)
         for name, found in values.items():
             tags[f"fp8_what_if/{figure}/{name}/worst"] = max(found)
@@ -239,7 +251,7 @@ def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
     for role in (r for r in ROLES if any(r == role for _, role in worst)):
         charts: dict[str, Any] = {"loss": ["Multiline", [_LOSS_TAGS]]}
         for figure in _CHARTS:
-            layers = sorted(worst.get((figure, role), [])[:_WORST_SHOWN])
+            layers = sorted(few_experts(worst.get((figure, role), []), fold_of, 1)[:_WORST_SHOWN])
             if layers:
                 charts[f"{figure}: worst layers"] = [
                     "Multiline",

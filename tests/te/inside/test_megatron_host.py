@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from test_host import checked, run
 from test_megatron import FULL_RECOMPUTE, gpt, train
@@ -50,4 +51,16 @@ def test_experts(tmp_path: Path) -> None:
     model = gpt(experts=4)
     casts = run(tmp_path, model, lambda step: train(model, steps=1), dump=["experts"], on_error="warn")
     assert checked(tmp_path, model, casts, gemms_of(model)) > 3 * 2 * 2 * 4
-    assert {"linear_fc1", "linear_fc2"} <= set(read_table(tmp_path, "figures")["gemm"])
+    figures = read_table(tmp_path, "figures")
+    assert {"linear_fc1", "linear_fc2"} <= set(figures["gemm"])
+    for (step, role, layer), rows in figures.filter(pl.col("experts").is_not_null()).group_by(
+        "step", "role", pl.col("layer").str.replace(r"\.\w+$|\.\*$", "")
+    ):
+        folded = pl.col("layer") == f"{layer}.*"
+        (whole,) = rows.filter(folded).to_dicts()
+        single = rows.filter(~folded)
+        assert (whole["experts"], set(single["experts"])) == (4, {1}), (step, role, layer)
+        assert whole["n"] == single["n"].sum()
+        assert whole["mse"] * whole["n"] == pytest.approx(float((single["mse"] * single["n"]).sum()), rel=1e-12)
+        assert whole["scale"] == single["scale"].min()
+        assert whole["scale_source"] == "engine"
