@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import os
 import time
 import weakref
@@ -19,6 +20,7 @@ from .capture.hooks import Capture, Taker
 from .capture.layers import Gemm, find_gemms, matching, select, unknown_gemms
 from .capture.operands import Operand
 from .capture.scales import Scales
+from .capture.units import GradMultiplier
 from .config import Config
 from .control import Control
 from .distributed import Family, Ranks
@@ -28,6 +30,7 @@ from .errors import ConfigError
 from .faults import Faults
 from .measuring import Measuring, Outcome, Sampled, Steps
 from .numerics.history import Key
+from .numerics.rows import in_true_units
 from .numerics.scaling import ROLES, parse_recipe
 from .record.dump import TensorDump
 from .record.fingerprint import fingerprint
@@ -43,6 +46,7 @@ from .triggers import Triggers, parse_rule
 
 #: steps whose scalars are kept on the device between samples, at the most
 STEPS_HELD = 1000
+_MULTIPLIER = "while measuring what dY is multiplied by"
 
 
 class Monitor:
@@ -96,6 +100,7 @@ class Monitor:
         self._prepare(next((r.place for r in records if r.place == place), place))
         self._meet()
         self._capture: Capture | None = None
+        self._multiplier: GradMultiplier | None = None
         self._due: int | None = None
         self._expected: set[Key] = set()
         self._operands: dict[tuple[str, str], Operand] = {}
@@ -127,6 +132,7 @@ class Monitor:
 
     def _find_gemms(self, model: nn.Module | Sequence[nn.Module]) -> None:
         roots = [model] if isinstance(model, nn.Module) else list(model)
+        self._roots = roots
         found = find_gemms(roots)
         self._known = [g for g in found if not g.compiled]
         if self._ranks.world == 1:
@@ -242,6 +248,8 @@ class Monitor:
                 if self._dump and gemm.name in dumped:
                     taker = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
                 takers[key] = taker
+        self._multiplier = GradMultiplier(self._roots, functools.partial(self._faults.guard, _MULTIPLIER))
+        self._multiplier.attach()
         if takers:
             self._capture = Capture(takers, self._hook_fault, self._scales.auto)
             self._capture.attach()
@@ -263,17 +271,43 @@ class Monitor:
         if self._capture is not None:
             self._capture.detach()
             self._capture = None
+        if self._multiplier is not None:
+            self._multiplier.detach()
+            self._multiplier = None
+
+    def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
+        """Show the loss of a micro-batch before it is scaled, divided and backpropagated: dY is recorded in its units too.
+
+        Needed where neither the model returns the loss nor a schedule of Megatron computes it. Nothing happens in steps that
+        are not sampled.
+
+        Args:
+            loss: anything but a scalar tensor with gradient is passed over.
+            tokens: where `loss` is a sum over so many, and their mean is the loss that is meant.
+        """
+        if self._multiplier is not None:
+            self._multiplier.show(loss, tokens)
+
+    def _known_multiplier(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """The one that was measured in this step, unless the caller knows better."""
+        found = None
+        if self._multiplier is not None and scalars.get("grad_multiplier") is None:
+            with self._faults.guard(_MULTIPLIER):
+                found = self._multiplier.value()
+        return {} if found is None else {"grad_multiplier": found}
 
     def end_step(self, **scalars: Any) -> None:
         """After the backward pass: removes the hooks, measures and records. On several ranks, called on all.
 
         Args:
             scalars: of the step, numbers or scalar tensors, which are read in the background: `loss`, `grad_norm`, `lr`,
-                `loss_scale`, `skipped`, `consumed_samples`, as far as they are known.
+                `loss_scale`, `skipped`, `consumed_samples`, as far as they are known; and `grad_multiplier`, what dY is
+                multiplied by, where it is not to be measured.
         """
         if self._idle:
             return
         step, sampled, opened = self._faults.step, self._due is not None, self.sampling
+        scalars |= self._known_multiplier(scalars)
         self._detach()
         self._due = None
         with self._faults.guard("while watching the loss"):
@@ -318,7 +352,11 @@ class Monitor:
             if other in steps:
                 steps[other] = {**numbers, **steps[other]}
         measured, scalars = found.measured, _read(steps[step])
-        sample = Sample(step, measured.figures, scalars, measured.sketches, measured.what_if, steps[step].get("trigger"))
+        figures, what_if = (
+            columns | in_true_units(columns, scalars.get("grad_multiplier"))
+            for columns in (measured.figures, measured.what_if)
+        )
+        sample = Sample(step, figures, scalars, measured.sketches, what_if, steps[step].get("trigger"))
         self._steering.see_sample(sample)
         return sample
 
@@ -383,4 +421,11 @@ def _read_all(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any
 
 def _read(scalars: Mapping[str, Any]) -> dict[str, float]:
     """Numbers of a step; waits for the device where they are still there."""
-    return {name: float(value) for name, value in scalars.items() if name != "trigger"}
+    numbers = {name: float(value) for name, value in scalars.items() if name != "trigger"}
+    if not _divides(numbers.get("grad_multiplier", 1.0)):  # of micro-batches that differ, or of an overflow
+        del numbers["grad_multiplier"]
+    return numbers
+
+
+def _divides(multiplier: float) -> bool:
+    return math.isfinite(multiplier) and multiplier != 0
