@@ -64,7 +64,7 @@ class GradMultiplier:
             self._watch(loss, tokens, self._of_shown)
 
     def value(self) -> torch.Tensor | None:
-        """A float64 scalar on the device of the loss, NaN where micro-batches differ or overflow; None where no loss was seen."""
+        """A float64 scalar on the device of the loss, NaN where micro-batches differ or overflow; None: no loss was seen."""
         seen = self._of_shown or self._of_roots
         if not seen:
             return None

@@ -130,7 +130,7 @@ def test_a_run_is_not_disturbed_and_has_its_figures_in_units_of_its_loss(tmp_pat
     assert steps.rows() == [(0, measured), (1, None), (2, measured), (3, None)]
     plain = true_rows(Model(), [batch(0, micro) for micro in range(2)], "current")
     for table in ("figures", "what_if"):
-        rows = [row for row in read_table(find_run(tmp_path), table, where={"step": 0}).iter_rows(named=True)]
+        rows = list(read_table(find_run(tmp_path), table, where={"step": 0}).iter_rows(named=True))
         assert len(rows) in (6, 0)  # float32 operands are not weighed
         for row in rows:
             for figure in UNITS:
@@ -166,11 +166,11 @@ def test_what_the_user_says_counts(tmp_path: Path) -> None:
 
 
 def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
-    """In FP16 with a scale that is too large for the first two steps."""
+    """In FP16 with a scale that is too large at first."""
     model, seen = Model(), Samples()
     plain = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=100)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=100)
     monitor = Monitor(model, recorders=[seen], interval=1, weigh=["delayed"], on_error="raise")
     for step in range(4):
         before = scaler.get_scale()
@@ -189,7 +189,7 @@ def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
     for step in range(4):
         sample = seen.samples[step]
         assert ("the optimizer skipped this step" in sample.remarks) == skipped[step]
-        assert sample.scalars["grad_multiplier"] == 2.0 ** (18 - step if step < sum(skipped) else 18 - sum(skipped))
+        assert sample.scalars["grad_multiplier"] == 2.0 ** (20 - step if step < sum(skipped) else 20 - sum(skipped))
     first = skipped.index(False)  # no step before has changed the weights
     expected = Samples()
     monitor = Monitor(plain, recorders=[expected], interval=1, on_error="raise")
