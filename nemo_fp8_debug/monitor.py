@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import math
 import os
 import time
 import weakref
@@ -42,6 +41,7 @@ from .record.tensorboard import EventFile, TensorBoardRecorder
 from .sample import SHOWN_AS, Recorder, Sample
 from .schedule import Schedule
 from .steering import Steering
+from .steps import noted, read, read_all
 from .triggers import Triggers, parse_rule
 
 #: steps whose scalars are kept on the device between samples, at the most
@@ -314,7 +314,7 @@ class Monitor:
             self._steering.end_step(step, scalars.get("loss"))
         if self._ranks.rank in self._family.heads:
             with self._faults.guard("while noting the step"):
-                self._steps[step] = {"time": time.time(), **self._noted(scalars)}
+                self._steps[step] = {"time": time.time(), **noted(scalars, self._faults.warn)}
                 self._recording.deliver(wait=False)
         if sampled:
             with self._faults.guard("while measuring"):
@@ -329,7 +329,7 @@ class Monitor:
 
     def _submit(self, step: int, opened: bool) -> None:
         steps, self._steps = self._steps, {}
-        sampled = self._sampled(step, lambda: _read_all(steps))
+        sampled = self._sampled(step, lambda: read_all(steps))
         outcome = self._measuring.submit(sampled)
         if not self._ranks.writes:
             return
@@ -338,7 +338,7 @@ class Monitor:
         if opened:
             self._recording.submit(lambda: self._sample(step, outcome, steps))
             self._recording.submit_job(lambda: self._steering.report(step, self._dump.progress() if self._dump else {}))
-        self._recording.submit_steps(lambda: _read_all(steps))
+        self._recording.submit_steps(lambda: read_all(steps))
 
     def _sampled(self, step: int, steps: Callable[[], Steps]) -> Sampled:
         weighed = [parse_recipe(recipe).name for recipe in self._schedule.config.weigh]
@@ -351,7 +351,7 @@ class Monitor:
         for other, numbers in found.steps.items():
             if other in steps:
                 steps[other] = {**numbers, **steps[other]}
-        measured, scalars = found.measured, _read(steps[step])
+        measured, scalars = found.measured, read(steps[step])
         figures, what_if = (
             columns | in_true_units(columns, scalars.get("grad_multiplier"))
             for columns in (measured.figures, measured.what_if)
@@ -359,18 +359,6 @@ class Monitor:
         sample = Sample(step, figures, scalars, measured.sketches, what_if, steps[step].get("trigger"))
         self._steering.see_sample(sample)
         return sample
-
-    def _noted(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Scalars as they are now; tensors stay on their device until they are read in the background."""
-        noted: dict[str, Any] = {}
-        for name, value in scalars.items():
-            if torch.is_tensor(value) and value.numel() == 1:
-                noted[name] = value.detach().clone()
-            elif isinstance(value, (int, float)):
-                noted[name] = value
-            elif value is not None:
-                self._faults.warn(f"{name} of a step is not recorded: it is no scalar but {type(value).__name__}")
-        return noted
 
     def close(self) -> None:
         """The run is over: records what is left."""
@@ -392,7 +380,7 @@ class Monitor:
         steps, self._steps = self._steps, {}
         if steps and self._ranks.writes:
             with self._faults.guard("while recording steps"):
-                self._recording.submit_steps(lambda: _read_all(steps))
+                self._recording.submit_steps(lambda: read_all(steps))
 
     def _hook_fault(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         if self._faults.raises:
@@ -412,20 +400,3 @@ def _close(monitor: weakref.ref[Monitor]) -> None:
     """A process that ends without closing its monitor loses nothing."""
     if found := monitor():
         found.close()
-
-
-def _read_all(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Numbers of steps, and why they were sampled out of turn."""
-    return {step: _read(scalars) | {k: scalars[k] for k in ("trigger",) if k in scalars} for step, scalars in steps.items()}
-
-
-def _read(scalars: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a step; waits for the device where they are still there."""
-    numbers = {name: float(value) for name, value in scalars.items() if name != "trigger"}
-    if not _divides(numbers.get("grad_multiplier", 1.0)):  # of micro-batches that differ, or of an overflow
-        del numbers["grad_multiplier"]
-    return numbers
-
-
-def _divides(multiplier: float) -> bool:
-    return math.isfinite(multiplier) and multiplier != 0
