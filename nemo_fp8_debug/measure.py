@@ -151,7 +151,7 @@ def _named(other: EmulatedScales, n: int) -> Columns:
 def _sketches(shards: Sequence[Shard], scale: torch.Tensor) -> Columns:
     """The sketches as a table; bins of infinity and NaN included, so that a sketch is whole."""
     parts = [
-        (shard.key, cast, found if known is None else known, sketch, sketch.counts.cpu().numpy())
+        (shard.key, cast, found if shard.one_scale else known, sketch, sketch.counts.cpu().numpy())
         for shard, found in zip(shards, scale.double().tolist(), strict=True)
         for cast, known, sketch in shard.parts
     ]

@@ -52,3 +52,8 @@ class Shard:
     shards: int = 1
     #: ranks whose shards should be, and are not
     missing: int = 0
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether all of it was cast, or is measured, with one scale."""
+        return self.scales is None or self.scales[0] == self.scales[1]

@@ -17,4 +17,8 @@ echo "Installing into .venv (about 3 minutes) ..."
 # The Python of Transformer Engine, for tests/te alone: Megatron and NeMo would use it wherever they find it.
 rm -rf .venv/te
 .venv/bin/pip install -q --no-deps --target .venv/te transformer-engine==2.20.2 2> >(grep -v "^WARNING: Location" >&2)
+# Megatron-Bridge, for the same tests: it wants another megatron-core, and Python 3.12 (tests/te/bridge_on_cpu.py).
+rm -rf .venv/bridge
+.venv/bin/pip install -q --no-deps --ignore-requires-python --target .venv/bridge megatron-bridge==0.4.2 megatron-core==0.17.1 \
+  2> >(grep -v "^WARNING: Location" >&2)
 echo "$wanted" > .venv/installed

@@ -12,10 +12,8 @@ to 1e-12. Of Transformer Engine, which needs a GPU to run, the sources are read.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -23,11 +21,14 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from te_sources import missing_names, recipes_read, wrong_layouts
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -55,14 +56,15 @@ TORCH = ("2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0
 TRANSFORMER_ENGINE = ("1.13.0", "2.4.0", "2.8.0", "2.14.0", "2.20.2")
 #: the release whose kernels tests/te emulates
 EMULATED = "2.20.2"
-#: what NeMo's language models import up to 2.4, and 2.5 does without
+#: what NeMo's language models import up to 2.4, by way of its older text models, and 2.5 does without
 OLD_NEMO: tuple[str, ...] = (
-    *("braceexpand", "webdataset", "editdistance", "ijson", "h5py", "scikit-learn", "threadpoolctl"),
-    *("matplotlib", "pyparsing", "cycler", "kiwisolver", "contourpy", "fonttools"),
+    *("braceexpand", "webdataset", "h5py", "ijson", "jieba", "opencc", "pangu<5", "nltk", "rouge_score"),
+    *("sacrebleu", "portalocker", "colorama", "lxml", "scikit-learn", "threadpoolctl", "narwhals"),
+    *("matplotlib", "pyparsing", "cycler", "kiwisolver", "fonttools"),
 )
 #: with the megatron-core of its time
 NEMO = (
-    Case("nemo-toolkit", "2.2.1", ("megatron-core==0.11.0", *OLD_NEMO)),
+    Case("nemo-toolkit", "2.2.1", ("megatron-core==0.11.0", *OLD_NEMO, "zarr<3", "numcodecs<0.16", "asciitree")),
     Case("nemo-toolkit", "2.3.3", ("megatron-core==0.12.3", *OLD_NEMO)),
     Case("nemo-toolkit", "2.4.1", ("megatron-core==0.13.1", *OLD_NEMO)),
     Case("nemo-toolkit", "2.5.3", ("megatron-core==0.13.1",)),
@@ -173,10 +175,13 @@ def probe_lightning(folder: Path, watched: bool) -> tuple[list[float], Figures]:
 def probe_nemo(folder: Path, watched: bool) -> tuple[list[float], Figures]:
     """The recipe's GPT under nl.Trainer and MegatronStrategy, quantised by emulation."""
     from megatron_on_cpu import megatron_on_cpu
+    from nemo.collections import llm
     from nemo_runs import train
 
     from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback
 
+    if not hasattr(llm.GPTConfig, "vocab_size"):  # 2.2 leaves it to subclasses, and the recipe has no tokenizer to ask
+        llm.GPTConfig = make_dataclass("GPTConfig", [("vocab_size", int, 0)], bases=(llm.GPTConfig,))
     debug = [FP8DebugCallback(interval=1, on_error="raise", table_rows=0)] if watched else []
     with megatron_on_cpu():
         done = train(folder, [*debug, FP8EmulationCallback(DELAYED)])
@@ -334,167 +339,18 @@ def require_cpu_build(case: Case) -> None:
         raise NotTried(f"the index has a CUDA build only, which asks for {len(cuda)} CUDA packages")
 
 
-# Transformer Engine: its Python read, not run
-
-
-@dataclass(frozen=True)
-class Names:
-    """Names that the host reads, and the class that has to define them."""
-
-    #: below transformer_engine/; where a release keeps the class elsewhere, the first that exists
-    files: tuple[str, ...]
-    owner: str
-    names: tuple[str, ...]
-
-
-MANAGER = ("pytorch/quantization.py", "pytorch/fp8.py")
-NORM = ("layer_norm_weight", "layer_norm_bias", "eps", "normalization", "zero_centered_gamma", "return_layernorm_output")
-READ = (
-    Names(MANAGER, "FP8GlobalStateManager", ("is_fp8_enabled", "get_fp8_recipe")),
-    Names(("pytorch/module/base.py",), "TransformerEngineBaseModule", ("fp8", "fp8_meta", "_fp8_workspaces")),
-    Names(("pytorch/module/layernorm_linear.py",), "LayerNormLinear", NORM),
-    Names(("pytorch/module/layernorm_mlp.py",), "LayerNormMLP", ("fc1_weight", "fc2_weight", *NORM[:-1])),
-    Names(("pytorch/module/grouped_linear.py",), "GroupedLinear", ("num_gemms", "_offsets")),
-)
-#: the class that holds a direction's scales; before 2.0 it is compiled, and its `scale` is set from Python
-STATE = Names(MANAGER, "DelayedScalingRecipeState", ("scale",))
-
-
 def try_transformer_engine(case: Case) -> str:
     """Check by name what the host reads, its recipes by use, and all of it where the kernels are emulated."""
     with tempfile.TemporaryDirectory() as folder:
         install([f"{case.package}=={case.version}"], Path(folder))
         root = Path(folder) / "transformer_engine"
-        if missing := [*missing_names(root), *wrong_layouts(root)]:
-            raise Failed("; ".join(missing))
-        recipes = " and ".join(recipes_read(root))
-        found = f"attributes present, {recipes} read"
+        recipes = recipes_read(root)
+        if problems := [*missing_names(root), *wrong_layouts(root), *chain.from_iterable(recipes.values())]:
+            raise Failed("; ".join(problems))
+        found = f"attributes present, {' and '.join(recipes)} read"
         if case.version != EMULATED:
             return f"{found}; not run"
         return f"ok: {found}, {run_over_emulated_kernels(Path(folder))}"
-
-
-def missing_names(root: Path) -> Iterator[str]:
-    """Names that the host reads and this release does not define."""
-    for wanted in READ:
-        defined = names_of(parsed(root, wanted.files), wanted.owner)
-        yield from (f"no {wanted.owner}.{name}" for name in wanted.names if name not in defined)
-    base = parsed(root, READ[1].files)
-    if "scale" not in names_of(parsed(root, STATE.files), STATE.owner) and "fp8_meta[].scale" not in stored(base):
-        yield "no scale in the state of a direction"
-
-
-def parsed(root: Path, files: Sequence[str]) -> ast.Module:
-    """The first of the files that has the class; older releases have not all of them, newer ones shims."""
-    path = next(root / name for name in files if (root / name).exists())
-    return ast.parse(path.read_text())
-
-
-def names_of(tree: ast.AST, owner: str) -> set[str]:
-    """Methods, class attributes, and attributes that are set in methods."""
-    found: set[str] = set()
-    for node in class_of(tree, owner):
-        if isinstance(node, ast.FunctionDef):
-            found.add(node.name)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)  # parameters are registered and set by name
-    return found
-
-
-def class_of(tree: ast.AST, owner: str) -> Iterator[ast.AST]:
-    """All nodes of a class."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == owner:
-            yield from ast.walk(node)
-
-
-def stored(tree: ast.AST) -> set[str]:
-    """Attributes of members that are assigned to, as in `self.fp8_meta[key].scale = ...`."""
-    return {
-        f"{node.value.value.attr}[].{node.attr}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Subscript)
-        and isinstance(node.value.value, ast.Attribute)
-    }
-
-
-def wrong_layouts(root: Path) -> Iterator[str]:
-    """Orders of slots that are not what the host takes them to be."""
-    mlp = parsed(root, ("pytorch/module/layernorm_mlp.py",))
-    by_debug = "_get_debug_quantizers" in names_of(mlp, "LayerNormMLP")
-    expected = "GRAD_OUTPUT2" if by_debug else "GRAD_OUTPUT1"
-    if (found := fc2_grad_slot(mlp)) != expected:
-        yield f"dY of LayerNormMLP's fc2 is {found}, the host expects {expected}"
-    grouped = parsed(root, ("pytorch/module/grouped_linear.py",))
-    if not {"input", "weight", "grad_output"} <= keys_of(grouped, "_offsets"):
-        yield "GroupedLinear._offsets lacks a role"
-    strides = keys_of(grouped, "_num_fp8_tensors_per_gemm")
-    if strides and not {"fwd", "bwd"} <= strides:
-        yield "GroupedLinear._num_fp8_tensors_per_gemm lacks a direction"
-
-
-def fc2_grad_slot(tree: ast.AST) -> str | None:
-    """The slot of fc2's output gradient: that of its quantizer, or before 2.0 the first one that the backward casts into."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and "fc2" in node.targets[0].id:
-            slots = _slots(node.value)
-            if slots:
-                return slots[0]
-    backward = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "backward"]
-    return next((slot for function in backward for slot in _slots(function)), None)
-
-
-def _slots(tree: ast.AST) -> list[str]:
-    named = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr.startswith(("GRAD_OUTPUT", "GRAD_INPUT")))
-    return [node.attr for node in sorted(named, key=lambda n: (n.lineno, n.col_offset))]
-
-
-def keys_of(tree: ast.AST, attribute: str) -> set[str]:
-    """Keys of a literal dictionary that is assigned to `self.ATTRIBUTE`; empty where there is none."""
-    for node in ast.walk(tree):
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(target, ast.Attribute) and target.attr == attribute and isinstance(node.value, ast.Dict):  # type: ignore[union-attr]
-            return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}  # type: ignore[union-attr]
-    return set()
-
-
-def recipes_read(root: Path) -> Iterator[str]:
-    """What the host makes of this release's recipes: the one file of it that runs anywhere.
-
-    Raises:
-        Failed: it reads one wrongly.
-    """
-    from nemo_fp8_debug.capture.hosts.transformer_engine.casts import recipe_of
-
-    module = imported(f"recipes_of_{root.parent.name}", root / "common/recipe/__init__.py")
-    options = {"margin": 1, "amax_history_len": 4, "amax_compute_algo": "max"}
-    made = {
-        "DelayedScaling": ("delayed-hybrid(margin=1,amax_history_len=4)", options),
-        "Float8CurrentScaling": ("current-hybrid", {}),
-    }
-    for name, (expected, arguments) in made.items():
-        if hasattr(module, name):
-            recipe = getattr(module, name)(**arguments)
-            for role in ("input", "weight", "grad_output"):
-                if (found := recipe_of(recipe, role).name) != expected:
-                    raise Failed(f"{name} for {role} is read as {found}")
-            yield name
-
-
-def imported(name: str, path: Path) -> Any:
-    """A file as a module of its own."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
 
 
 def run_over_emulated_kernels(folder: Path) -> str:

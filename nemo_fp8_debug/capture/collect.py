@@ -73,7 +73,12 @@ class _UnderScales:
             found[i].append((cast_of(use, operand), None if scale != scale else scale, sketch))
         for i, operand in enumerate(operands):
             used = [scale for _, scale, _ in found[i] if scale is not None]
-            self.of[operand.key] = sums.row(i), (min(used), max(used)) if used else None, found[i]
+            mine = sums.row(i)
+            if operand.rest_casts:
+                used += [float(use.scale) for use in operand.rest_casts if isinstance(use.scale, torch.Tensor)]
+                mine = _total([mine, *operand.rest_sums])
+                found[i] = [(cast_of(operand.casts[0], operand), None, operand.total)]
+            self.of[operand.key] = mine, (min(used), max(used)) if used else None, found[i]
 
 
 def _amax(operands: Sequence[Operand], batch: SketchBatch) -> torch.Tensor:

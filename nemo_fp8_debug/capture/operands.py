@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..kernels import count_into, quantization_sums, sketch
 from ..numerics import figures
 from ..numerics.blocks import BlockRule
-from ..numerics.scaling import CurrentScaling, Recipe, Unscaled
+from ..numerics.scaling import CurrentScaling, Recipe, Unscaled, amax_of
 from ..numerics.sketch import DTYPES, Sketch, infinity_bin
 from .hosts.base import ScaleInUse
 from .layers import Gemm
 
+#: sketches of an operand that are kept apart, because each may have been cast with another scale; what comes after is
+#: measured as it passes, so that many micro-batches take no more of a device's memory
+KEPT_APART = 2
 MEASURED = (*DTYPES, torch.float32)
 
 
@@ -34,6 +37,10 @@ class Operand:
     #: tensor; and the cast of each
     sketches: list[Sketch] = field(default_factory=list)
     casts: list[ScaleInUse] = field(default_factory=list)
+    #: calls beyond those, counted into one sketch: the cast of each, and its sums under its scale
+    rest: Sketch | None = None
+    rest_casts: list[ScaleInUse] = field(default_factory=list)
+    rest_sums: list[figures.QuantizationSums] = field(default_factory=list)
     #: float32 operands only: what was measured directly, a row a call
     moments: list[figures.Moments] = field(default_factory=list)
     #: the same, of float32 operands and under block recipes
@@ -65,21 +72,38 @@ class Operand:
         if hasattr(x, "to_local"):  # a DTensor: this rank's shard
             x = x.to_local()
         use = use or self.in_use
-        if self.casts and _one_scale(use, self.casts[-1], x.dtype):
-            count_into(self.sketches[-1], x)
-        else:
-            self.sketches.append(sketch(x))
-            self.casts.append(use)
+        last = self._count(x.detach(), use)
         self._measure_directly(x.detach(), use)
-        self._nonfinite.append((order, self._nonfinite_count()))
+        self._nonfinite.append((order, self._nonfinite_count(last)))
         self.dtype = x.dtype
         self.calls += 1
 
-    def _nonfinite_count(self) -> torch.Tensor:
-        """An int64 tensor on the operand's device; without host synchronisation."""
+    def _count(self, x: torch.Tensor, use: ScaleInUse) -> Sketch:
+        """Count a call in; returns the sketch that it went into."""
+        if self.casts and not self.rest and _one_scale(use, self.casts[-1], x.dtype):
+            count_into(self.sketches[-1], x)
+            return self.sketches[-1]
+        mine = sketch(x)
+        if len(self.sketches) < KEPT_APART or x.dtype not in DTYPES:
+            self.sketches.append(mine)
+            self.casts.append(use)
+            return mine
+        if isinstance(use.scale, CurrentScaling):
+            amax = amax_of(torch.where(x.isfinite(), x, 0))
+            use = replace(use, scale=use.scale.scale(amax, use.format.max))
+        self.rest_casts.append(use)
+        if isinstance(use.scale, torch.Tensor):
+            self.rest_sums.append(figures.quantization_sums_of_counts(mine, use.scale, use.format))
+        if self.rest:
+            self.rest.counts += mine.counts
+        else:
+            self.rest = mine
+        return mine
+
+    def _nonfinite_count(self, last: Sketch) -> torch.Tensor:
+        """Of a call, or of all so far, an int64 tensor on the operand's device; without host synchronisation."""
         if self.moments:
             return self.moments[-1].nan + self.moments[-1].inf
-        last = self.sketches[-1]
         return last.counts[infinity_bin(last.dtype) :].sum()
 
     @property
@@ -108,8 +132,8 @@ class Operand:
     @property
     def total(self) -> Sketch:
         """The sketch of all calls together."""
-        first, *rest = self.sketches
-        return sum(rest, first)
+        first, *others = [*self.sketches, *([self.rest] if self.rest else [])]
+        return sum(others, first)
 
 
 def _follows_the_whole(use: ScaleInUse) -> bool:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from .formats import FloatFormat, saturating_cast
-from .sketch import SketchBatch
+from .sketch import Sketch, SketchBatch, infinity_bin, magnitudes_of
 
 _T = TypeVar("_T", bound="_Columns")
 
@@ -160,6 +160,16 @@ def sums_of_values(
         sum_xq=total(weights * (x * q)),
         sum_q2=total(weights * (q * q)),
     )
+
+
+def quantization_sums_of_counts(sketch: Sketch, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
+    """Sums (one row, on the sketch's device) of a sketch under a scale, a float32 scalar; without host synchronisation."""
+    counts, end = sketch.counts, infinity_bin(sketch.dtype)
+    x = magnitudes_of(sketch.dtype, counts.device)[:end]
+    scaled = x * scale.to(x.device)
+    q = saturating_cast(scaled, fmt).double() / scale.to(x.device).double()
+    limit = torch.tensor(fmt.max, dtype=torch.float32, device=x.device)
+    return sums_of_values(x, scaled, q, limit, counts[:end], lambda v: v.sum()[None])
 
 
 #: values of a float32 tensor handled at once; bounds the float64 temporaries to some tens of MiB

@@ -56,6 +56,13 @@ def magnitudes() -> torch.Tensor:
     return torch.cat([patterns.view(dtype).float() for dtype in DTYPES])
 
 
+@functools.lru_cache(maxsize=16)
+def magnitudes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Float32 [32768]: the magnitude of each bin; NaN and inf included."""
+    start = BINS * DTYPES.index(dtype)
+    return magnitudes()[start : start + BINS].to(device)
+
+
 @dataclass(frozen=True)
 class SketchBatch:
     """The occupied bins of B sketches, laid end to end: finite magnitudes in ascending order, the others counted apart."""

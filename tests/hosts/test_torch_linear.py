@@ -11,6 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
+from nemo_fp8_debug.capture import operands
+from nemo_fp8_debug.capture.layers import find_gemms
+from nemo_fp8_debug.interventions.emulate import Emulation
+from nemo_fp8_debug.numerics.scaling import parse_recipe
 
 
 class Block(nn.Module):
@@ -83,6 +87,31 @@ def test_micro_batches_add_up_and_the_weight_counts_once() -> None:
     # Nothing casts here: one scale stands for all micro-batches, as it would for the same rows on several ranks.
     error = squared_error_under_own_scale(torch.cat(batches))
     assert rows["up", "input"]["mse"] == pytest.approx(error / (7 * 16), rel=1e-12)
+
+
+def test_many_micro_batches_take_no_more_memory_and_give_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is cast with a scale of its own; beyond a few they are measured as they pass."""
+    torch.manual_seed(0)
+    model = Block().bfloat16()
+    emulation = Emulation(find_gemms([model]), parse_recipe("current"))
+    emulation.attach()
+    batches = [10.0**i * torch.randn(4, 16).bfloat16() for i in range(-2, 4)]
+    rows = []
+    for kept in (100, operands.KEPT_APART):
+        monkeypatch.setattr(operands, "KEPT_APART", kept)
+        samples = Samples()
+        monitor = Monitor(model, recorders=[samples], interval=1, on_error="raise")
+        with monitor.step(0):
+            train_step(model, batches)
+        rows.append(samples.rows(0))
+        sketches = samples.samples[0].sketches
+        of_x = [i for i, key in enumerate(zip(sketches["layer"], sketches["role"], strict=True)) if key == ("up", "input")]
+        assert len(of_x) == (6 if kept == 100 else 1)
+    emulation.detach()
+    assert rows[0]["up", "input"]["mse"] > 0 and rows[0]["up", "input"]["calls"] == 6
+    for key, row in rows[0].items():
+        for name, value in row.items():
+            assert rows[1][key][name] == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

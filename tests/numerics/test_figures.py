@@ -237,3 +237,18 @@ def test_merge_gives_the_moments_of_the_whole() -> None:
         assert torch.equal(getattr(merged, name), getattr(want, name))
     for name in ("sum_x2", "sum_x4"):
         torch.testing.assert_close(getattr(merged, name), getattr(want, name), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_one_sketch_on_its_device_gives_what_a_batch_gives(dtype: torch.dtype, fmt: FloatFormat) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(5000) * 2.0 ** torch.randint(-12, 8, (5000,))).to(dtype)
+    x[:3] = torch.tensor([torch.nan, torch.inf, 0.0])
+    scale = torch.tensor(37.5)
+    alone = figures.quantization_sums_of_counts(sketch(x), scale, fmt)
+    batch = figures.quantization_sums(SketchBatch.of([sketch(x)]), scale[None], [fmt])
+    for name in ("underflows", "overflows"):
+        assert torch.equal(getattr(alone, name), getattr(batch, name))
+    for name in ("sum_error2", "sum_xq", "sum_q2"):
+        torch.testing.assert_close(getattr(alone, name), getattr(batch, name), rtol=1e-14, atol=0)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformer_engine.pytorch.constants import DType
 
-from . import activations, gemm, norms, quantize
+from . import activations, gemm, norms, optimizers, quantize
 from .quantize import FLOAT_MAX, MAX
 from .stubs import extension, kernel
 
-__all__ = ["activations", "gemm", "norms", "quantize"]
+__all__ = ["activations", "gemm", "norms", "optimizers", "quantize"]
 
 
 @kernel

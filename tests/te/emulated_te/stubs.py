@@ -84,15 +84,23 @@ class _Anything:
         return (object,)
 
 
-class _Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Packages that Transformer Engine imports for kernels and exports that a CPU has no use for."""
+#: imported by Transformer Engine for kernels and exports that a CPU has no use for
+UNUSED = ("triton", "onnxscript", "onnx_ir")
 
-    packages = ("triton", "onnxscript", "onnx_ir")
+
+class _Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Packages that are imported and not used."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = packages
+
+    def holds(self, name: str) -> bool:
+        return any(name == package or name.startswith(f"{package}.") for package in self.packages)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.split(".")[0] in self.packages:
+        if self.holds(fullname):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
@@ -106,15 +114,15 @@ class _Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextmanager
-def _unused_packages() -> Iterator[None]:
+def unused_packages(*names: str) -> Iterator[None]:
     """Only for the time of the import: whoever asks for triton later is told that there is none."""
-    finder = _Unused()
+    finder = _Unused(names)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.split(".")[0] in finder.packages]:
+        for name in [name for name in sys.modules if finder.holds(name)]:
             del sys.modules[name]
 
 
@@ -186,7 +194,7 @@ def import_te() -> ModuleType:
     building = os.environ.get("NVTE_PROJECT_BUILDING")
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # else it looks for its libraries
     try:
-        with _unused_packages():
+        with unused_packages(*UNUSED):
             common: Any = importlib.import_module("transformer_engine.common")
             common.load_framework_extension = lambda framework: None
             spec.loader.exec_module(package)
