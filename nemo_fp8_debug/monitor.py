@@ -8,7 +8,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -268,12 +268,10 @@ class Monitor:
                 self._measuring.take_part(self._sampled(step, dict))
 
     def _detach(self) -> None:
-        if self._capture is not None:
-            self._capture.detach()
-            self._capture = None
-        if self._multiplier is not None:
-            self._multiplier.detach()
-            self._multiplier = None
+        for watching in (self._capture, self._multiplier):
+            if watching is not None:
+                watching.detach()
+        self._capture = self._multiplier = None
 
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Show the loss of a micro-batch before it is scaled, divided and backpropagated: dY is recorded in its units too.
@@ -288,13 +286,11 @@ class Monitor:
         if self._multiplier is not None:
             self._multiplier.show(loss, tokens)
 
-    def _known_multiplier(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """The one that was measured in this step, unless the caller knows better."""
-        found = None
-        if self._multiplier is not None and scalars.get("grad_multiplier") is None:
-            with self._faults.guard(_MULTIPLIER):
-                found = self._multiplier.value()
-        return {} if found is None else {"grad_multiplier": found}
+    def _measured_multiplier(self) -> dict[str, Any]:
+        with self._faults.guard(_MULTIPLIER):
+            if self._multiplier is not None and (found := self._multiplier.value()) is not None:
+                return {"grad_multiplier": found}
+        return {}
 
     def end_step(self, **scalars: Any) -> None:
         """After the backward pass: removes the hooks, measures and records. On several ranks, called on all.
@@ -307,7 +303,7 @@ class Monitor:
         if self._idle:
             return
         step, sampled, opened = self._faults.step, self._due is not None, self.sampling
-        scalars |= self._known_multiplier(scalars)
+        scalars = self._measured_multiplier() | {name: value for name, value in scalars.items() if value is not None}
         self._detach()
         self._due = None
         with self._faults.guard("while watching the loss"):

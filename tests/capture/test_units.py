@@ -165,7 +165,7 @@ def test_what_the_user_says_counts(tmp_path: Path) -> None:
     assert read_table(find_run(tmp_path), "steps")["grad_multiplier"].to_list() == [8.0, 0.5, None]
 
 
-def test_a_grad_scaler_that_skips_a_step(tmp_path: Path) -> None:
+def test_a_grad_scaler_that_skips_a_step() -> None:
     """In FP16 with a scale that is too large at first."""
     model, seen = Model(), Samples()
     plain = copy.deepcopy(model)
