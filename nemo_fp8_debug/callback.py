@@ -7,15 +7,18 @@ A sample opens in `on_train_batch_start` and takes the step number under which L
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 
 from .capture.layers import find_gemms, select, without_ends
+from .capture.standin import Watcher, stand_in
+from .capture.units import scale_of, was_skipped
 from .config import Config
 from .errors import ConfigError, warn
 from .interventions.emulate import Emulation
@@ -61,10 +64,14 @@ class FP8DebugCallback(pl.Callback):
         self._options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         Config(**self._options)
         self._monitor: Monitor | None = None
+        #: ends what a step began; None between steps
+        self._leave: Callable[[], None] | None = None
+        self._scale: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the GEMMs and open the record."""
         self._monitor = None
+        self._stop_watching()
         try:
             options = {**self._options, "output": self._options["output"] or self._default_output(trainer)}
             recorders = _recorders(trainer, Config(**options))
@@ -84,8 +91,20 @@ class FP8DebugCallback(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Open a sample where one is due."""
-        if self._monitor and not self._monitor.sampling:
+        if self._monitor and self._leave is None:
             self._monitor.begin_step(_logged_step(trainer))
+            self._scale = scale_of(_scaler(trainer))
+            self._leave = self._watch(trainer) if self._monitor.sampling else _nothing
+
+    def _watch(self, trainer: pl.Trainer) -> Callable[[], None]:
+        """See the losses of the step's batches: no event hands them over before Lightning divides and scales them."""
+        assert self._monitor
+        return stand_in(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
+
+    def _stop_watching(self) -> None:
+        if self._leave is not None:
+            self._leave()
+            self._leave = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -93,15 +112,21 @@ class FP8DebugCallback(pl.Callback):
         """Close the sample, unless the next batch accumulates onto this one."""
         if self._monitor and not _accumulates(trainer):
             scalars = _scalars(trainer) if self._monitor.sampling else {}
+            if self._scale is not None:
+                scalars |= {"loss_scale": self._scale, "skipped": was_skipped(self._scale, _scaler(trainer))}
             self._monitor.end_step(loss=_loss(trainer, pl_module, outputs), **scalars)
+            self._stop_watching()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record what is left."""
-        if self._monitor:
-            self._monitor.close()
+        self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The run failed: record what is left."""
+        self._close()
+
+    def _close(self) -> None:
+        self._stop_watching()
         if self._monitor:
             self._monitor.close()
 
@@ -216,3 +241,20 @@ def _loss(trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> A
 def _scalars(trainer: pl.Trainer) -> dict[str, Any]:
     """Learning rate, gradient norm and consumed samples as the host logs them."""
     return {name: trainer.callback_metrics[name] for name in _SCALARS if name in trainer.callback_metrics}
+
+
+def _training_step(original: Callable[..., Any], tell: Watcher, *arguments: Any, **options: Any) -> Any:
+    """Of a strategy: what it returns is the loss, or has it."""
+    output = original(*arguments, **options)
+    tell(output.get("loss") if isinstance(output, Mapping) else output)
+    return output
+
+
+def _scaler(trainer: pl.Trainer) -> Any:
+    """The GradScaler of mixed precision in FP16."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
+def _nothing() -> None:
+    """Nothing was begun that has to end."""

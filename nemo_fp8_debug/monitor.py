@@ -8,7 +8,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .capture.hooks import Capture, Taker
 from .capture.layers import Gemm, find_gemms, matching, select, unknown_gemms
 from .capture.operands import Operand
 from .capture.scales import Scales
+from .capture.units import GradMultiplier
 from .config import Config
 from .control import Control
 from .distributed import Family, Ranks
@@ -29,6 +30,7 @@ from .faults import Faults
 from .measuring import Measuring, Outcome, Sampled, Steps
 from .names import compile_patterns
 from .numerics.history import Key
+from .numerics.rows import in_true_units
 from .numerics.scaling import ROLES, parse_recipe
 from .record.dump import TensorDump
 from .record.fingerprint import fingerprint
@@ -40,10 +42,12 @@ from .record.tensorboard import EventFile, TensorBoardRecorder
 from .sample import SHOWN_AS, Recorder, Sample
 from .schedule import Schedule
 from .steering import Steering
+from .steps import noted, read, read_all
 from .triggers import Triggers, parse_rule
 
 #: steps whose scalars are kept on the device between samples, at the most
 STEPS_HELD = 1000
+_MULTIPLIER = "while measuring what dY is multiplied by"
 
 
 class Monitor:
@@ -97,6 +101,7 @@ class Monitor:
         self._prepare(next((r.place for r in records if r.place == place), place))
         self._meet()
         self._capture: Capture | None = None
+        self._multiplier: GradMultiplier | None = None
         self._due: int | None = None
         self._expected: set[Key] = set()
         self._operands: dict[tuple[str, str], Operand] = {}
@@ -128,6 +133,7 @@ class Monitor:
 
     def _find_gemms(self, model: nn.Module | Sequence[nn.Module]) -> None:
         roots = [model] if isinstance(model, nn.Module) else list(model)
+        self._roots = roots
         found = find_gemms(roots)
         self._known = [g for g in found if not g.compiled]
         if self._ranks.world == 1:
@@ -243,6 +249,8 @@ class Monitor:
                 if self._dump and gemm.name in dumped:
                     taker = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
                 takers[key] = taker
+        self._multiplier = GradMultiplier(self._roots, functools.partial(self._faults.guard, _MULTIPLIER))
+        self._multiplier.attach()
         if takers:
             self._capture = Capture(takers, self._hook_fault, self._scales.auto)
             self._capture.attach()
@@ -261,27 +269,49 @@ class Monitor:
                 self._measuring.take_part(self._sampled(step, dict))
 
     def _detach(self) -> None:
-        if self._capture is not None:
-            self._capture.detach()
-            self._capture = None
+        for watching in (self._capture, self._multiplier):
+            if watching is not None:
+                watching.detach()
+        self._capture = self._multiplier = None
+
+    def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
+        """Show the loss of a micro-batch before it is scaled, divided and backpropagated: dY is recorded in its units too.
+
+        Needed where neither the model returns the loss nor a schedule of Megatron computes it. Nothing happens in steps that
+        are not sampled.
+
+        Args:
+            loss: anything but a scalar tensor with gradient is passed over.
+            tokens: where `loss` is a sum over so many, and their mean is the loss that is meant.
+        """
+        if self._multiplier is not None:
+            self._multiplier.show(loss, tokens)
+
+    def _measured_multiplier(self) -> dict[str, Any]:
+        with self._faults.guard(_MULTIPLIER):
+            if self._multiplier is not None and (found := self._multiplier.value()) is not None:
+                return {"grad_multiplier": found}
+        return {}
 
     def end_step(self, **scalars: Any) -> None:
         """After the backward pass: removes the hooks, measures and records. On several ranks, called on all.
 
         Args:
             scalars: of the step, numbers or scalar tensors, which are read in the background: `loss`, `grad_norm`, `lr`,
-                `loss_scale`, `skipped`, `consumed_samples`, as far as they are known.
+                `loss_scale`, `skipped`, `consumed_samples`, as far as they are known; and `grad_multiplier`, what dY is
+                multiplied by, where it is not to be measured.
         """
         if self._idle:
             return
         step, sampled, opened = self._faults.step, self._due is not None, self.sampling
+        scalars = self._measured_multiplier() | {name: value for name, value in scalars.items() if value is not None}
         self._detach()
         self._due = None
         with self._faults.guard("while watching the loss"):
             self._steering.end_step(step, scalars.get("loss"))
         if self._ranks.rank in self._family.heads:
             with self._faults.guard("while noting the step"):
-                self._steps[step] = {"time": time.time(), **self._noted(scalars)}
+                self._steps[step] = {"time": time.time(), **noted(scalars, self._faults.warn)}
                 self._recording.deliver(wait=False)
         if sampled:
             with self._faults.guard("while measuring"):
@@ -296,7 +326,7 @@ class Monitor:
 
     def _submit(self, step: int, opened: bool) -> None:
         steps, self._steps = self._steps, {}
-        sampled = self._sampled(step, lambda: _read_all(steps))
+        sampled = self._sampled(step, lambda: read_all(steps))
         outcome = self._measuring.submit(sampled)
         if not self._ranks.writes:
             return
@@ -305,7 +335,7 @@ class Monitor:
         if opened:
             self._recording.submit(lambda: self._sample(step, outcome, steps))
             self._recording.submit_job(lambda: self._steering.report(step, self._dump.progress() if self._dump else {}))
-        self._recording.submit_steps(lambda: _read_all(steps))
+        self._recording.submit_steps(lambda: read_all(steps))
 
     def _sampled(self, step: int, steps: Callable[[], Steps]) -> Sampled:
         plan, patterns = self._schedule.config, self._schedule.dumped(step) if self._dump else []
@@ -321,22 +351,14 @@ class Monitor:
         for other, numbers in found.steps.items():
             if other in steps:
                 steps[other] = {**numbers, **steps[other]}
-        measured, scalars = found.measured, _read(steps[step])
-        sample = Sample(step, measured.figures, scalars, measured.sketches, measured.what_if, steps[step].get("trigger"))
+        measured, scalars = found.measured, read(steps[step])
+        figures, what_if = (
+            columns | in_true_units(columns, scalars.get("grad_multiplier"))
+            for columns in (measured.figures, measured.what_if)
+        )
+        sample = Sample(step, figures, scalars, measured.sketches, what_if, steps[step].get("trigger"))
         self._steering.see_sample(sample)
         return sample
-
-    def _noted(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Scalars as they are now; tensors stay on their device until they are read in the background."""
-        noted: dict[str, Any] = {}
-        for name, value in scalars.items():
-            if torch.is_tensor(value) and value.numel() == 1:
-                noted[name] = value.detach().clone()
-            elif isinstance(value, (int, float)):
-                noted[name] = value
-            elif value is not None:
-                self._faults.warn(f"{name} of a step is not recorded: it is no scalar but {type(value).__name__}")
-        return noted
 
     def close(self) -> None:
         """The run is over: records what is left."""
@@ -358,7 +380,7 @@ class Monitor:
         steps, self._steps = self._steps, {}
         if steps and self._ranks.writes:
             with self._faults.guard("while recording steps"):
-                self._recording.submit_steps(lambda: _read_all(steps))
+                self._recording.submit_steps(lambda: read_all(steps))
 
     def _hook_fault(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         if self._faults.raises:
@@ -378,13 +400,3 @@ def _close(monitor: weakref.ref[Monitor]) -> None:
     """A process that ends without closing its monitor loses nothing."""
     if found := monitor():
         found.close()
-
-
-def _read_all(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Numbers of steps, and why they were sampled out of turn."""
-    return {step: _read(scalars) | {k: scalars[k] for k in ("trigger",) if k in scalars} for step, scalars in steps.items()}
-
-
-def _read(scalars: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a step; waits for the device where they are still there."""
-    return {name: float(value) for name, value in scalars.items() if name != "trigger"}

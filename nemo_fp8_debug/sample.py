@@ -43,7 +43,9 @@ class Sample:
     @property
     def remarks(self) -> str:
         """What is out of the ordinary about the step, in words; empty where nothing is."""
-        return "; ".join(filter(None, (self.trigger and f"sampled because of: {self.trigger}", self.first_nonfinite())))
+        skipped = "the optimizer skipped this step" if self.scalars.get("skipped") else None
+        why = self.trigger and f"sampled because of: {self.trigger}"
+        return "; ".join(filter(None, (why, skipped, self.first_nonfinite())))
 
 
 class Recorder(Protocol):

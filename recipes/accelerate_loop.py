@@ -31,6 +31,7 @@ def train(output: str, steps: int, interval: int) -> None:
             with accelerator.accumulate(gpt):
                 loss = nn.functional.cross_entropy(gpt(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
                 losses.append(loss.detach())
+                monitor.watch_loss(loss)  # before Accelerate divides it, so that dY is recorded in its units too
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(gpt.parameters(), 1.0)

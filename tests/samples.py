@@ -15,6 +15,7 @@ from nemo_fp8_debug.capture.layers import Gemm
 from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.measure import measure
 from nemo_fp8_debug.numerics.formats import E4M3
+from nemo_fp8_debug.numerics.rows import in_true_units
 from nemo_fp8_debug.numerics.scaling import CurrentScaling
 from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.sample import Sample
@@ -51,6 +52,9 @@ ORDINARY = {
     "dynamic_range_log2": 18.6,
     "outlier_log2": 2.6,
     "kurtosis": 3.0,
+    "true_amax": None,
+    "true_amin": None,
+    "true_mse": None,
 }
 COLUMNS = [name for name in SCHEMAS["figures"] if name not in ("attempt", "step", "consumed_samples")]
 
@@ -70,4 +74,5 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
         operand.add(x, 0)
         operands.append(operand)
     measured = measure(collect(operands))
-    return Sample(step, measured.figures, {"loss": 2.5}, measured.sketches)
+    figures = measured.figures | in_true_units(measured.figures, None)
+    return Sample(step, figures, {"loss": 2.5}, measured.sketches)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..capture.units import loss_and_tokens
 from ..errors import ConfigError
 from .run import Run
 
@@ -73,6 +74,7 @@ class FP8DebugForwardStep:
                 # Megatron goes on to divide the loss in place.
                 loss, tokens = result[0].detach().clone(), result[1] if len(result) == 3 else 1
                 self._losses.append((loss, tokens))
+                self._run.watch_loss(*loss_and_tokens(result))
             return result
 
         return watched

@@ -64,6 +64,11 @@ class Run:
         if self._monitor:
             self._monitor.begin_step(step)
 
+    def watch_loss(self, loss: Any, tokens: Any = 1) -> None:
+        """As `Monitor.watch_loss`."""
+        if self._monitor:
+            self._monitor.watch_loss(loss, tokens)
+
     def end_step(self, **scalars: Any) -> None:
         """After the backward pass; scalars as for `Monitor.end_step`."""
         if self._monitor:

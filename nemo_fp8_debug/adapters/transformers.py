@@ -16,6 +16,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..capture.hooks import Hook
+from ..capture.units import scale_of, was_skipped
 from ..errors import ConfigError
 from .run import Run
 
@@ -38,6 +39,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
         self._losses: list[torch.Tensor] = []
         self._summed = False
         self._lr: Any = None
+        self._scale: Any = None
         #: of a step that is over but whose log is still to come
         self._scalars: dict[str, Any] | None = None
 
@@ -71,13 +73,18 @@ class FP8DebugTrainerCallback(TrainerCallback):
         """Open a sample where one is due."""
         self._end_step()
         self._losses = []
-        with self._run.faults.guard("while looking for the learning rate"):
+        with self._run.faults.guard("while looking for the learning rate and the loss scale"):
             self._lr = optimizer.param_groups[0]["lr"]
+            self._scale = scale_of(_scaler(optimizer))
         self._run.begin_step(state.global_step + 1)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **rest: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **rest: Any
+    ) -> None:
         """Close the sample, unless the step is to be logged."""
-        self._scalars = {"lr": self._lr}
+        self._scalars = {"lr": self._lr, "loss_scale": self._scale}
+        if self._scale is not None:
+            self._scalars["skipped"] = was_skipped(self._scale, _scaler(optimizer))
         if self._losses:
             # The model divides by the tokens of the step, perhaps of all processes; otherwise the Trainer by its batches.
             shared = self._summed and getattr(args, "average_tokens_across_devices", False)
@@ -110,3 +117,8 @@ class FP8DebugTrainerCallback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+def _scaler(optimizer: Any) -> Any:
+    """Accelerate's, where it scales losses itself."""
+    return getattr(optimizer, "scaler", None)

@@ -196,7 +196,7 @@ def drifts(good: Run, bad: Run) -> pl.DataFrame:
             underflow_log2=ratio("underflow_pct", _FLOOR_PCT),
             overflow_log2=ratio("overflow_pct", _FLOOR_PCT),
             relative_error_log2=ratio("relative_error"),
-            mse_log2=ratio("mse"),
+            mse_log2=pl.coalesce(ratio("true_mse"), ratio("mse")),  # whatever the loss scale of either
         )
         .group_by("layer", "role", maintain_order=True)
         .agg(

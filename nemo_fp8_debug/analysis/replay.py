@@ -26,7 +26,7 @@ from ..numerics.blocks import BlockRule
 from ..numerics.figures import Moments, QuantizationSums
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.history import EmulatedScales, Key
-from ..numerics.rows import rows
+from ..numerics.rows import in_true_units, rows
 from ..numerics.scaling import CurrentScaling, Recipe, parse_recipe, refuse_blocks
 from ..numerics.sketch import DTYPES, Sketch, SketchBatch
 from ..record.dump import dumped_files, read_dump
@@ -72,8 +72,9 @@ def replay(
     if wanted and source == "sketches":
         refuse_blocks(wanted, "replay from sketches, which know nothing of blocks (dumps do),")
     recorded = read_table(run, "figures")
+    multipliers = dict(read_table(run, "steps", ["step", "grad_multiplier"]).iter_rows())
     jobs = [
-        _Job(str(run), source, wanted, int(step[0]), about, scales)
+        _Job(str(run), source, wanted, int(step[0]), about, scales, multipliers.get(step[0]))
         for (step, about), scales in zip(
             recorded.group_by("step", maintain_order=True), _scales(recorded, wanted), strict=True
         )
@@ -111,6 +112,8 @@ class _Job:
     #: the step's recorded rows
     about: pl.DataFrame
     scales: Mapping[Key, torch.Tensor | CurrentScaling | BlockRule]
+    #: of dY in that step
+    multiplier: float | None
 
 
 @dataclass(frozen=True)
@@ -342,6 +345,7 @@ def _casts(parts: Sequence[_Part], amax: torch.Tensor, job: _Job) -> tuple[torch
 def _as_rows(job: _Job, columns: dict[str, list[Any]]) -> pl.DataFrame:
     """Rows of the `figures` table; what does not depend on the recipe is taken from the recorded ones."""
     schema = SCHEMAS["figures"]
+    columns |= in_true_units(columns, job.multiplier)
     measured = pl.DataFrame({name: pl.Series(values, dtype=schema[name]) for name, values in columns.items()})
     kept = [name for name in schema if name not in columns or name in _KEY]
     known = job.about.select(kept)

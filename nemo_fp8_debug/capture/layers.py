@@ -46,7 +46,7 @@ def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
     Args:
         roots: the model, or its chunks where a virtual pipeline splits it.
     """
-    compiled = {id(inner) for root in roots for outer in root.modules() if _is_compiled(outer) for inner in outer.modules()}
+    compiled = {id(inner) for root in roots for outer in root.modules() if is_compiled(outer) for inner in outer.modules()}
     return [
         Gemm(global_name(root, path) + _part_of_name(part, len(parts)), module, host, id(module) in compiled, part)
         for root in roots
@@ -75,7 +75,8 @@ def unknown_gemms(roots: Sequence[nn.Module]) -> dict[str, str]:
     }
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is one that torch.compile made, or runs inside what that made of it."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return bool(dynamo and isinstance(module, dynamo.OptimizedModule)) or module._compiled_call_impl is not None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from .formats import FloatFormat
 from .scaling import CurrentScaling
 
 _CURRENT = CurrentScaling()
+#: figures that grow with the values, and with which power of them
+UNITS = {"amax": 1, "amin": 1, "mse": 2}
 
 
 def rows(
@@ -34,6 +36,25 @@ def rows(
         "scale_current": current.double().tolist(),
         **{name: _absent_as_none(measured[name]) for name in FIGURES},
     }
+
+
+def in_true_units(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
+    """Columns of the figures of dY that have a unit, as gradients of the loss itself; None of X and W.
+
+    Args:
+        multiplier: of the gradients in `columns`, not 0; None where it is not known.
+    """
+    if not columns:
+        return {}
+
+    def divided(name: str, power: int) -> list[float | None]:
+        rows = zip(columns["role"], columns[name], strict=True)
+        return [
+            None if multiplier is None or role != "grad_output" or value is None else value / abs(multiplier) ** power
+            for role, value in rows
+        ]
+
+    return {f"true_{name}": divided(name, power) for name, power in UNITS.items()}
 
 
 def _absent_as_none(column: torch.Tensor) -> list[float | None]:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from ..errors import ConfigError, RecordError, warn
 from . import parquet
 from .place import Place
-from .schema import SCHEMAS, VERSION, Part, arrow_schema, attempt_of_fingerprint
+from .schema import READABLE, SCHEMAS, Part, arrow_schema, attempt_of_fingerprint, completed
 
 Address = str | os.PathLike[str]
 
@@ -56,9 +56,10 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
         except (OSError, ValueError, RecursionError) as error:
             warn(f"{run.path(name)} is not a fingerprint: {error}")
             continue
-        if content.get("schema_version") != VERSION:
+        if content.get("schema_version") not in READABLE:
             raise RecordError(
-                f"{run.path(name)} has schema version {content.get('schema_version')}; this release reads {VERSION}"
+                f"{run.path(name)} has schema version {content.get('schema_version')}; "
+                f"this release reads {' and '.join(map(str, READABLE))}"
             )
         return content
     return {}
@@ -144,7 +145,7 @@ def _read_part(run: Place, table: str, schema: pa.Schema, part: Part) -> pa.Tabl
     """
     try:
         with run.open(f"{table}/{part.name}") as file:
-            rows = parquet.read(file, part.checksum, schema.names)
+            rows = completed(parquet.read(file, part.checksum, schema.names), schema)
         if [_plain(column.type) for column in rows.schema] != schema.types:
             return "its columns are not those of this table"
         if pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):

@@ -11,8 +11,16 @@ import polars as pl
 import pyarrow as pa
 
 from ..numerics.figures import FIGURES
+from ..numerics.rows import UNITS
 
-VERSION = 2
+VERSION = 3
+#: versions that this release reads
+READABLE = (2, 3)
+
+#: of dY, in the units of the loss
+_TRUE = tuple(f"true_{name}" for name in UNITS)
+#: columns that parts of version 2 may lack
+_ADDED = {*_TRUE, "grad_multiplier", "shards", "shards_missing"}
 
 _KEYS = {"attempt": pl.Int32, "step": pl.Int64}
 _FIGURES: dict[str, Any] = {
@@ -36,6 +44,7 @@ _FIGURES: dict[str, Any] = {
     "scale": pl.Float64,
     "scale_current": pl.Float64,
     **dict.fromkeys(FIGURES, pl.Float64),
+    **dict.fromkeys(_TRUE, pl.Float64),
 }
 #: one row for each operand and scale: its occupied bins, ascending, and how many values each counts
 _SKETCHES: dict[str, Any] = {
@@ -51,7 +60,7 @@ _SKETCHES: dict[str, Any] = {
     "counts": pl.List(pl.Int64),
 }
 #: numbers of every step that a host may report
-STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples")
+STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "grad_multiplier")
 #: every step; what is read on sampled steps only is null on others
 _STEPS: dict[str, Any] = {**_KEYS, "time": pl.Float64, **dict.fromkeys(STEP_SCALARS, pl.Float64), "trigger": pl.String}
 
@@ -81,6 +90,14 @@ def arrow_table(table: str, columns: Mapping[str, Any]) -> pa.Table:
     given = {field.name: columns.get(field.name) for field in schema}
     arrays = [pa.nulls(rows, f.type) if given[f.name] is None else pa.array(given[f.name], f.type) for f in schema]
     return pa.table(arrays, schema=schema)
+
+
+def completed(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Rows as an earlier version wrote them, with nulls for the columns of `schema` that have come since."""
+    for i, field in enumerate(schema):
+        if field.name in _ADDED and field.name not in rows.schema.names:
+            rows = rows.add_column(i, field, pa.nulls(len(rows), field.type))
+    return rows
 
 
 def arrow_schema(table: str, columns: Iterable[str] | None = None) -> pa.Schema:

@@ -25,7 +25,16 @@ from ..errors import ConfigError, warn
 from ..sample import Sample
 from . import parquet
 from .place import Place
-from .schema import STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
+from .schema import (
+    STEP_SCALARS,
+    VERSION,
+    Part,
+    arrow_schema,
+    arrow_table,
+    attempt_of_fingerprint,
+    completed,
+    part_name,
+)
 
 #: parts that are merged into one
 MERGED = 64
@@ -171,7 +180,8 @@ class RunRecord:
                 read.append((part, parquet.read(file, part.checksum)))
         if len(read) < 2:
             return
-        content, checksum = parquet.encode(pa.concat_tables([rows for _, rows in read]).cast(arrow_schema(table)))
+        schema = arrow_schema(table)
+        content, checksum = parquet.encode(pa.concat_tables([completed(rows, schema) for _, rows in read]).cast(schema))
         first, last = min(part.first for part, _ in read), max(part.last for part, _ in read)
         name = part_name(parts[0].attempt, first, last, checksum)
         with contextlib.suppress(Exception):  # until the merged part is there, the small ones are

@@ -21,6 +21,7 @@ from torch.utils.tensorboard import summary as summaries
 
 from ..names import few_experts, fold_key, fold_of, is_fold
 from ..numerics.figures import FIGURES, WORSE
+from ..numerics.rows import UNITS
 from ..numerics.scaling import ROLES
 from ..sample import SHOWN_AS, Sample
 
@@ -116,7 +117,17 @@ class ScalarRecorder:
                 if single := [values[layer] for layer in ranked if not is_fold(layer)]:
                     tags[f"fp8/{figure}/{role}/worst"] = single[0]
                     tags[f"fp8/{figure}/{role}/median"] = statistics.median(single)
-        return tags | _what_if(sample), worst
+        return tags | _true_units(sample) | _what_if(sample), worst
+
+
+def _true_units(sample: Sample) -> dict[str, float]:
+    """The worst and the median of what dY is in the units of the loss, and what it is multiplied by."""
+    multiplier, tags = sample.scalars.get("grad_multiplier"), dict[str, float]()
+    for figure in UNITS if multiplier else ():
+        if found := [value for value in sample.columns[f"true_{figure}"] if value is not None and math.isfinite(value)]:
+            tags[f"fp8/true_{figure}/grad_output/worst"] = max(found) if WORSE[figure] > 0 else min(found)
+            tags[f"fp8/true_{figure}/grad_output/median"] = statistics.median(found)
+    return tags | ({"fp8/grad_multiplier": multiplier} if multiplier else {})
 
 
 def _what_if(sample: Sample) -> dict[str, float]:

@@ -35,6 +35,8 @@ def train(output: Path | None, accumulate: int) -> tuple[list[float], list[torch
         with accelerator.accumulate(gpt):
             loss = nn.functional.cross_entropy(gpt(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
             batches.append(loss.item())
+            if monitor:
+                monitor.watch_loss(loss)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -57,7 +59,9 @@ def test_losses_and_weights_are_bit_identical_and_a_sample_is_an_optimizer_step(
     figures = read_table(find_run(tmp_path), "figures")
     assert figures["step"].unique().to_list() == [0, 2]
     assert (figures.filter(role="input")["calls"] == accumulate).all()
-    assert read_table(find_run(tmp_path), "steps")["loss"].to_list() == losses
+    steps = read_table(find_run(tmp_path), "steps")
+    assert steps["loss"].to_list() == losses
+    assert steps["grad_multiplier"].to_list() == [float(torch.tensor(1.0) / accumulate), None] * 2
 
 
 def test_the_recipe_on_two_processes(tmp_path: Path) -> None:
@@ -71,3 +75,4 @@ def test_the_recipe_on_two_processes(tmp_path: Path) -> None:
     assert (figures.filter(role="input")["calls"] == 2).all()
     assert "layers.0.qkv" in figures["layer"]  # and not module.layers.0.qkv, as DistributedDataParallel has it
     assert len(list(tmp_path.glob("attempt-*.json"))) == 1
+    assert read_table(find_run(tmp_path), "steps")["grad_multiplier"].to_list() == [0.5, None] * 2

@@ -110,6 +110,11 @@ def test_megatron_lm_forward_step(megatron: None, args: SimpleNamespace, tmp_pat
     assert steps["step"].to_list() == [1, 2, 3, 4, 5]
     assert steps["loss"].to_list() == pytest.approx([sum(losses[i : i + 3]) / 3 for i in range(0, 15, 3)], rel=1e-6)
 
+    multiplier = dict(steps.select("step", "grad_multiplier").drop_nulls().iter_rows())
+    assert multiplier == pytest.approx({2: 1 / 3, 4: 1 / 3}, rel=1e-6)
+    figures = figures.filter(role="grad_output")
+    assert figures["true_amax"].to_list() == pytest.approx([3 * amax for amax in figures["amax"]], rel=1e-6)
+
     pretrain(args, {"interval": 2, "table_rows": 0}, first=3)
     figures = read_table(find_run(tmp_path), "figures", ["attempt", "step"]).unique().sort("step")
     assert figures.rows() == [(0, 2), (1, 4), (1, 6), (1, 8)]

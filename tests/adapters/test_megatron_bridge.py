@@ -83,6 +83,7 @@ def test_losses_weights_and_steps(megatron: None, tmp_path: Path) -> None:
     assert "decoder.layers.1.mlp.linear_fc2" in figures["layer"]
     steps = read_table(run, "steps")
     assert dict(zip(steps["step"], steps["loss"], strict=True)) == pytest.approx(dict(enumerate(losses, 1)))
+    assert steps["grad_multiplier"].to_list() == [None, 0.5, None, 0.5, None]
     assert [steps[name].unique().to_list() for name in ("lr", "grad_norm", "skipped")] == [[1e-3], [1.5], [0.0]]
 
 

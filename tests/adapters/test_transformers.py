@@ -73,6 +73,27 @@ def test_a_step_is_an_optimizer_step_under_the_number_that_the_trainer_logs(
     assert "model.layers.1.mlp.down_proj" in figures["layer"]
 
 
+@pytest.mark.parametrize(("kind", "accumulate"), [(Watching, 2), (WithoutItems, 1), (WithoutItems, 2), (WithoutItems, 3)])
+def test_gradients_are_recorded_in_units_of_the_loss_too(tmp_path: Path, kind: type[Watching], accumulate: int) -> None:
+    """A model that is told of the items of a step divides by them itself."""
+    fit(tmp_path, [watch(interval=2)], accumulate=accumulate, kind=kind)
+    expected = float(torch.tensor(1.0) / (1 if kind is Watching else accumulate))
+    multipliers = read_table(find_run(tmp_path), "steps")["grad_multiplier"].to_list()
+    assert multipliers == [None, expected] * 3
+    figures = read_table(find_run(tmp_path), "figures").filter(role="grad_output")
+    assert figures["true_amax"].to_list() == pytest.approx([amax / expected for amax in figures["amax"]])
+
+
+def test_a_loss_scale_is_recorded_with_the_steps_that_it_skips(tmp_path: Path) -> None:
+    trainer = build(tmp_path, [watch(interval=2)], accumulate=2, kind=WithoutItems)
+    scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=100)
+    trainer.train()
+    steps = read_table(find_run(tmp_path), "steps")
+    skipped = [bool(value) for value in steps["skipped"]]
+    assert skipped[0] and scaler.get_scale() == 2.0 ** (127 - sum(skipped))
+    assert steps["loss_scale"].to_list() == [2.0 ** (127 - sum(skipped[:step])) for step in range(6)]
+
+
 def test_unlogged_steps_have_their_loss_too(tmp_path: Path) -> None:
     trainer = fit(tmp_path, [watch(interval=4)], logging_steps=3)
     recorded = steps_of(tmp_path)

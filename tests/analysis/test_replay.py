@@ -53,6 +53,32 @@ def train(
 DELAYED = {"name": "delayed", "amax_history_len": 2, "margin": 1}
 
 
+@pytest.mark.parametrize("source", ["sketches", "dumps"])
+def test_replayed_gradients_are_in_units_of_the_loss_too(tmp_path: Path, source: str) -> None:
+    """Two runs, of which one multiplies its losses by 256 and divides them by 2."""
+    replayed = {}
+    for name, factor in (("plain", 1.0), ("scaled", 128.0)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).bfloat16()
+        monitor = Monitor(
+            model, str(tmp_path / name), interval=1, table_rows=0, on_error="raise", dump=["*"], dump_min_free_bytes=0
+        )
+        with monitor.step(0):
+            loss = model(torch.randn(4, 16).bfloat16()).float().square().mean()
+            monitor.watch_loss(loss)
+            (loss * factor).backward()
+        monitor.close()
+        run = find_run(tmp_path / name)
+        assert_frame_equal(replay(run, source=source), read_table(run, "figures"), check_row_order=False)
+        replayed[name] = replay(run, "current-e5m2", source).sort("layer", "role")
+    plain, scaled = replayed["plain"], replayed["scaled"]
+    gradients = pl.col("role") == "grad_output"
+    assert scaled.select("true_amax", "true_amin", "true_mse").equals(plain.select("true_amax", "true_amin", "true_mse"))
+    assert plain.filter(gradients)["true_mse"].equals(plain.filter(gradients)["mse"].rename("true_mse"))
+    assert plain.filter(~gradients)["true_mse"].null_count() == 4
+    assert (scaled.filter(gradients)["mse"] == 128**2 * plain.filter(gradients)["mse"]).all()
+
+
 @pytest.mark.parametrize("recipe", ["current", DELAYED], ids=["current", "delayed"])
 def test_replay_under_the_scales_in_use_gives_the_record(tmp_path: Path, recipe: str | dict[str, Any]) -> None:
     run = train(tmp_path, recipe)

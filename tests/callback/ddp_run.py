@@ -19,6 +19,7 @@ from nemo_fp8_debug import ConfigError, FP8DebugCallback
 WATCHED: dict[str, dict[str, Any]] = {
     "none": {},
     "watched": {"dump": ["layers.0"], "triggers": ["loss_spike"], "trigger_steps": 2, "dump_min_free_bytes": 0},
+    "accumulated": {},
     "refused": {"output": "/proc/nothing/can/be/written/here"},
 }
 
@@ -50,6 +51,7 @@ if __name__ == "__main__":
         devices=2,
         strategy="ddp",
         max_epochs=1,
+        accumulate_grad_batches=4 if how == "accumulated" else 1,
         logger=TensorBoardLogger(folder, name="", version="run"),
         callbacks=callbacks,
         enable_checkpointing=False,

@@ -14,6 +14,7 @@ import polars as pl_frames
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader
@@ -280,3 +281,57 @@ def test_a_fault_at_the_start_costs_the_monitor_and_not_the_run(tmp_path: Path) 
     module.layers[0] = Odd(4, 8)
     with pytest.warns(FP8DebugWarning, match="this run is not monitored.*RuntimeError: not yet known"):
         assert fit(tmp_path, [FP8DebugCallback(interval=1)], module=module).global_step == 6
+
+
+class Repeated(Module):
+    """Every batch is the same, and no step changes the weights."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return {"loss": self.layers(torch.ones_like(batch)).float().square().mean()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def repeated(folder: Path, callbacks: int = 1, **options: Any) -> Any:
+    """The record of a run."""
+    watching = [FP8DebugCallback(interval=2, table_rows=0, on_error="raise") for _ in range(callbacks)]
+    trainer = fit(folder, watching, module=Repeated(), batches=12, **options)
+    assert "training_step" not in vars(trainer.strategy)
+    return find_run(folder / "run" / "fp8_debug")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_gradients_are_recorded_in_units_of_the_loss_too(tmp_path: Path, precision: Any) -> None:
+    amax: dict[int, list[float]] = {}
+    for accumulate in (1, 2, 4):
+        run = repeated(tmp_path / str(accumulate), accumulate_grad_batches=accumulate, precision=precision)
+        steps = read_table(run, "steps")
+        assert [m for m in steps["grad_multiplier"] if m is not None] == [1 / accumulate] * len(steps[::2])
+        amax[accumulate] = read_table(run, "figures").filter(role="grad_output", step=0)["true_amax"].to_list()
+    assert amax[1] == amax[2] == amax[4] and len(amax[1]) == 2 and all(amax[1])
+
+
+def test_two_callbacks_both_measure(tmp_path: Path) -> None:
+    repeated(tmp_path, callbacks=2, accumulate_grad_batches=2)
+    for name in ("fp8_debug", "fp8_debug_2"):
+        assert read_table(find_run(tmp_path / "run" / name), "steps")["grad_multiplier"].drop_nulls().to_list() == [0.5] * 3
+
+
+def test_mixed_precision_in_fp16_skips_steps_and_says_so(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=100)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    run = repeated(tmp_path, plugins=[plugin], accumulate_grad_batches=2)
+    steps = read_table(run, "steps")
+    skipped = [bool(value) for value in steps["skipped"]]
+    assert skipped[0] and not skipped[-1]
+    scales = [2.0 ** (20 - sum(skipped[:step])) for step in range(6)]
+    assert steps["loss_scale"].to_list() == scales and scaler.get_scale() == scales[-1]
+    assert steps["grad_multiplier"].to_list()[::2] == [scale / 2 for scale in scales[::2]]
+    remarks = {e.step for e in events(tmp_path / "run").Tensors("fp8_debug/remarks/text_summary")}
+    assert {step for step in range(0, 6, 2) if skipped[step]} <= remarks
+    plain = read_table(repeated(tmp_path / "plain"), "figures").filter(role="grad_output", step=4)
+    scaled = read_table(run, "figures").filter(role="grad_output", step=4)
+    assert scaled["true_amax"].to_list() == pytest.approx(plain["amax"].to_list(), rel=2e-3)
+    tags = events(tmp_path / "run").Tags()["scalars"]
+    assert {"fp8/true_amax/grad_output/worst", "fp8/true_mse/grad_output/median", "fp8/grad_multiplier"} <= set(tags)

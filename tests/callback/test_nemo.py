@@ -20,7 +20,8 @@ from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nemo")
     here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": str(here.parents[1] / "recipes"), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(here.parents[1] / "recipes"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(here / "nemo_runs.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -70,6 +71,16 @@ def test_figures_and_loss_share_their_steps(output: Path, results: dict[str, Any
     assert [e.step for e in figures] == [e.step for e in losses] == list(range(5))
     record = read_table(find_run(output / "plain-1"), "steps")
     assert record["loss"].to_list() == pytest.approx(results["plain"]["1"]["losses"])
+
+
+def test_gradients_are_recorded_in_units_of_the_loss_too(output: Path) -> None:
+    for case in ("plain", "recompute"):
+        run = find_run(output / f"{case}-1")
+        assert read_table(run, "steps")["grad_multiplier"].to_list() == pytest.approx(
+            [0.5] * 5, rel=1e-6
+        )  # two micro-batches
+        figures = read_table(run, "figures").filter(role="grad_output")
+        assert figures["true_amax"].to_list() == pytest.approx([2 * amax for amax in figures["amax"]], rel=1e-6)
 
 
 def test_every_gemm_is_recorded_under_the_engine_that_quantised_it(output: Path) -> None:

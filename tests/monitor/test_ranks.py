@@ -86,3 +86,13 @@ def test_more_ranks(tmp_path: Path, world: int) -> None:
     rows = read_table(find_run(tmp_path / "run"), "figures", ["step", "layer", "role"]).rows()
     layers = [f"stage{stage}.{i}" for stage in range(world) for i in (0, 2)]
     assert sorted(rows) == sorted((s, layer, r) for s in ranks[0]["sampled"] for layer in layers for r in ROLES)
+
+
+def test_the_last_stage_of_a_pipeline_knows_what_all_gradients_are_multiplied_by(tmp_path: Path) -> None:
+    run(tmp_path, "units")
+    record = find_run(tmp_path / "run")
+    steps = read_table(record, "steps", ["step", "grad_multiplier"]).drop_nulls().rows()
+    assert steps == [(step, 0.25) for step in (0, 10, 20, 30)]
+    figures = read_table(record, "figures").filter(role="grad_output")
+    assert {layer.partition(".")[0] for layer in figures["layer"]} == {"stage0", "stage1"}
+    assert figures["true_amax"].to_list() == [4 * amax for amax in figures["amax"]]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from samples import COLUMNS, FINGERPRINT, measured_sample, sample
 from nemo_fp8_debug.errors import ConfigError, FP8DebugWarning, RecordError
 from nemo_fp8_debug.record import parquet, store
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
-from nemo_fp8_debug.record.schema import SCHEMAS, VERSION
+from nemo_fp8_debug.record.schema import SCHEMAS, VERSION, Part, part_name
 from nemo_fp8_debug.record.store import RunRecord
 from nemo_fp8_debug.sample import Sample
 
@@ -300,11 +301,34 @@ class TestDamaged:
         (run / "figures" / "attempt-0-step-00000030.part").write_bytes(b"PAR1 and then nothing")
         assert read_table(run, "figures")["step"].max() == 20
 
+    def test_a_record_of_version_2_is_read_and_gone_on_with(self, run: Path) -> None:
+        """Its parts lack what has come since; here they are written again without that, as version 2 wrote them."""
+        added = {"figures": {"true_amax", "true_amin", "true_mse"}, "steps": {"grad_multiplier"}}
+        before = {table: read_table(run, table) for table in added}
+        for table, names in added.items():
+            for path in sorted((run / table).glob("*.parquet")):
+                content, checksum = parquet.encode(pq.read_table(path).drop_columns(sorted(names)))
+                part = Part.named(path.name)
+                assert part and not part.merged
+                path.unlink()
+                (run / table / part_name(part.attempt, part.first, None, checksum)).write_bytes(content)
+        path = run / "attempt-0.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2}))
+        assert read_fingerprint(run)["schema_version"] == 2
+        for table in added:
+            assert read_table(run, table).equals(before[table])
+        resumed = start(run)
+        resumed.record(measured(30))  # merges what the first attempt left
+        resumed.close()
+        assert len(list((run / "figures").glob("attempt-0-steps-*.parquet"))) == 1
+        figures = read_table(run, "figures")
+        assert figures.filter(pl.col("step") < 30).equals(before["figures"]) and figures["step"].max() == 30
+
     @pytest.mark.parametrize("version", [None, 0, VERSION + 1, "1"])
     def test_another_schema_version_is_refused(self, run: Path, version: object) -> None:
         path = run / "attempt-0.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": version}))
-        message = f"{path} has schema version {version}; this release reads {VERSION}"
+        message = f"{path} has schema version {version}; this release reads 2 and 3"
         with pytest.raises(RecordError, match=re.escape(message)):
             read_fingerprint(run)
 

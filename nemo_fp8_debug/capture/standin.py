@@ -1,0 +1,55 @@
+"""Stands in for a function of the host for the length of a sampled step, where the host has no event for what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+#: told of what is to be seen; must not raise
+Watcher = Callable[[Any], None]
+#: calls the function that it is given first, with the arguments that follow, and tells the watcher
+Call = Callable[..., Any]
+
+_ABSENT = object()
+
+
+class StandIn:
+    """The function while anyone watches it; several may, and leave in any order."""
+
+    def __init__(self, holder: Any, name: str, call: Call) -> None:
+        self._holder, self._name, self._call = holder, name, call
+        self._own = vars(holder).get(name, _ABSENT)
+        self._original = getattr(holder, name)
+        self._watchers: list[Watcher] = []
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """What the host calls."""
+        return self._call(self._original, self._tell, *arguments, **options)
+
+    def _tell(self, seen: Any) -> None:
+        for watcher in list(self._watchers):
+            watcher(seen)
+
+    def join(self, watcher: Watcher) -> Callable[[], None]:
+        """Tell this one too, until what is returned is called."""
+        self._watchers.append(watcher)
+        return partial(self._leave, watcher)
+
+    def _leave(self, watcher: Watcher) -> None:
+        self._watchers.remove(watcher)
+        if self._watchers or vars(self._holder).get(self._name) is not self:
+            return
+        if self._own is _ABSENT:
+            delattr(self._holder, self._name)
+        else:
+            setattr(self._holder, self._name, self._own)
+
+
+def stand_in(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
+    """Watch the calls of `holder.name`, a module's or an object's; returns what ends that."""
+    current = vars(holder).get(name)
+    if not isinstance(current, StandIn):
+        current = StandIn(holder, name, call)
+        setattr(holder, name, current)
+    return current.join(watcher)
