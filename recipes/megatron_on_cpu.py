@@ -53,6 +53,17 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _split_by_numbers(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
+    """Splits of experts' tokens are numbers by the time a GPU is asked, and tensors where they never left the host."""
+
+    @functools.wraps(all_to_all)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        kwargs |= {n: kwargs[n].tolist() for n in kwargs if n.endswith("_split_sizes") and torch.is_tensor(kwargs[n])}
+        return all_to_all(*args, **kwargs)
+
+    return run
+
+
 def _type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Megatron's optimizers compare with the names of CUDA's tensor types."""
     found = torch._C.TensorBase.type(tensor, *args, **kwargs)
@@ -83,6 +94,7 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "get_rng_state"): lambda device=None: torch.get_rng_state(),
         (torch.cuda, "default_generators"): {CPU: torch.default_generator},
         (torch.cuda.random, "get_rng_state"): lambda device=None: torch.get_rng_state(),
+        (torch.distributed, "all_to_all_single"): _split_by_numbers(torch.distributed.all_to_all_single),
         (torch.Tensor, "cuda"): same,
         (torch.Tensor, "pin_memory"): same,
         (torch.Tensor, "to"): _on_cpu(torch.Tensor.to),

@@ -2,8 +2,10 @@
 
 Where each operand is seen, and why there:
 X and W  in a forward pre-hook that runs before all others: an intervention that replaces operands has not yet done so.
-         Where an engine keeps shards of W and gathers it for the forward only (ZeRO-3, FSDP2), in a forward hook that runs
-         before all others: the engine has not yet let go of it.
+         W is only found there, and its values are read in a forward hook that runs before all others: an optimizer that
+         gathers what it has updated while the forward is under way (Megatron's overlap_param_gather) has done so by then.
+         Where an engine keeps shards of W and gathers it for the forward only (ZeRO-3, FSDP2), both are found there too:
+         the engine has not yet let go of it.
 dY       in a tensor hook on the output, set before all others see that output: it gets the gradient before anyone changes
          it, and unlike a module's backward hook it works for inputs without gradient and outputs changed in place.
 What exists inside of a module only is handed over by Transformer Engine, where that was asked for (`inspection`).
@@ -95,6 +97,7 @@ class Capture:
         self._with_grad: set[nn.Module] = set()  # counted outside backward: a recompute of these adds nothing
         self._sharded: set[nn.Module] = set()  # whose weight is whole only between the hooks of a sharding engine
         self._under_way: dict[nn.Module, _Pass | None] = {}  # of modules whose forward runs; None: not counted
+        self._weights: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # of the same, by GEMM
 
     def attach(self) -> None:
         """Install the hooks."""
@@ -120,7 +123,7 @@ class Capture:
         """Remove the hooks; gradients that arrive later are ignored."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._weights = [], {}
         if self._inside:
             inspection.unwatch()
         self._takers, self._inside = {}, {}
@@ -138,22 +141,32 @@ class Capture:
         self._under_way[module] = counted
         if counted is None:
             return
+        self._weights[module] = self._found_weights(gemms, module, args, kwargs)
+        if any(map(is_gathered_later, self._weights[module].values())):
+            self._sharded.add(module)
+        if module not in self._sharded:
+            self._take_inputs(gemms, module, args, kwargs, counted)
+
+    def _found_weights(
+        self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs
+    ) -> dict[str, torch.Tensor | None]:
+        found: dict[str, torch.Tensor | None] = {}
         for gemm in gemms:
             with self._guarded(gemm.name, "weight"):
-                if is_gathered_later(gemm.host.weight(module, args, kwargs, gemm.part)):
-                    self._sharded.add(module)
-        if module not in self._sharded:
-            self._take(gemms, module, args, kwargs, counted)
+                found[gemm.name] = gemm.host.weight(module, args, kwargs, gemm.part)
+        return found
 
-    def _take(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, counted: _Pass) -> None:
+    def _take_inputs(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, counted: _Pass) -> None:
         for gemm in gemms:
-            for place, role, find in ((0, "input", gemm.host.input), (1, "weight", gemm.host.weight)):
-                key = gemm.name, role
-                with self._guarded(*key):
-                    taker = self._takers.get(key)
-                    if taker and (x := find(module, args, kwargs, gemm.part)) is not None:
-                        x = x if gemm.host.has_own_fp8 else as_multiplied(x)
-                        taker.add(x, counted.order + place, counted.casts.get(key))
+            if (gemm.name, "input") in self._takers:
+                with self._guarded(gemm.name, "input"):
+                    self._take(gemm, "input", gemm.host.input(module, args, kwargs, gemm.part), counted)
+
+    def _take(self, gemm: Gemm, role: str, x: torch.Tensor | None, counted: _Pass) -> None:
+        key = gemm.name, role
+        if (taker := self._takers.get(key)) and x is not None:
+            x = x if gemm.host.has_own_fp8 else as_multiplied(x)
+            taker.add(x, counted.order + (role == "weight"), counted.casts.get(key))
 
     def _counted(self, gemms: Sequence[Gemm], module: nn.Module, kwargs: Kwargs) -> _Pass | None:
         """A forward that counts, a recompute as its first pass was; None: not counted."""
@@ -191,11 +204,15 @@ class Capture:
 
     def _after_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
         counted = self._under_way.pop(module, None)
+        weights = self._weights.pop(module, {})
         if counted is None:
             return
         if module in self._sharded:
-            self._take(gemms, module, args, kwargs, counted)
+            self._take_inputs(gemms, module, args, kwargs, counted)
+            weights = self._found_weights(gemms, module, args, kwargs)
         for gemm in gemms:
+            with self._guarded(gemm.name, "weight"):
+                self._take(gemm, "weight", weights.get(gemm.name), counted)
             if (gemm.name, "grad_output") in self._takers:
                 with self._guarded(gemm.name, "grad_output"):
                     self._hook_gradient(gemm, module, args, kwargs, out)

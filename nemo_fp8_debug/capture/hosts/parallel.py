@@ -32,14 +32,23 @@ def copied(module: nn.Module, role: str) -> bool | None:
 
 def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
     """Whether tensor-parallel ranks hold parts of an activation, by rows or by features, and not all of it each."""
-    config = getattr(module, "config", None)
-    of_sequence = bool(getattr(module, "sequence_parallel", getattr(config, "sequence_parallel", False))) and not expert
+    of_sequence = not expert and _splits_sequence(module)
     kind = _kind(module)
     if kind == "column":
         return of_sequence if role == "input" else not getattr(module, "gather_output", False)
     if kind == "row":
         return bool(getattr(module, "input_is_parallel", True)) if role == "input" else of_sequence
     return of_sequence
+
+
+def _splits_sequence(module: nn.Module) -> bool:
+    """Whether what tensor-parallel ranks do not split by features, they split by the sequence."""
+    if _kind(module) is None:  # Megatron marks weights whose gradients it has to add up over parts of the sequence
+        return any(getattr(p, "sequence_parallel", False) for p in module._parameters.values() if p is not None)
+    if getattr(module, "explicit_expert_comm", False) or getattr(module, "parallel_mode", "") is None:
+        return False  # others gather for it, as for shared experts that overlap with the dispatcher
+    config = getattr(module, "config", None)
+    return bool(getattr(module, "sequence_parallel", getattr(config, "sequence_parallel", False)))
 
 
 def _kind(module: nn.Module) -> str | None:

@@ -1,0 +1,232 @@
+"""Real megatron-core in every layout: the record is that of the whole tensors, whichever way they are spread over ranks.
+
+What the record must be is found in two ways. The operands that hooks of our own kept on every rank are put together as the
+layout splits them, and counted by hand; and they, and the record, are compared with those of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from layouts import BY_NAME, LAYOUTS, SPREAD, STEPS, WATCHED, Layout, sequences
+
+from nemo_fp8_debug.record.reader import find_run, read_table
+
+Key = tuple[str, str]
+#: what every layout computes alike, down to the last bit: nothing before it was added up over ranks
+UNTOUCHED = {
+    ("decoder.layers.0.self_attention.linear_qkv", "input"),
+    ("decoder.layers.0.self_attention.linear_proj", "input"),
+}
+of_all = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+of_spread = pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: layout.name)
+of_watched = pytest.mark.parametrize("watched", WATCHED)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All layouts, each unwatched and watched."""
+    folder, here = tmp_path_factory.mktemp("layouts"), Path(__file__).parent
+    paths = os.pathsep.join(map(str, (here.parents[1], here.parents[1] / "recipes")))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    for world in sorted({layout.world for layout in LAYOUTS}):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-W", "ignore", str(here / "megatron_ranks.py")]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(world), str(port), str(folder)], env=environment, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(world)
+        ]
+        for process in ranks:
+            _, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors[-5000:]
+    return folder
+
+
+def like(layout: Layout) -> str:
+    """The layout of one process that has the same model."""
+    return "experts" if layout.experts else "dense"
+
+
+class Whole:
+    """The operands of a layout, put together from those that each rank kept."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self.layout = layout
+        files = sorted((folder / layout.name / "kept").glob("kept-*.pt"))
+        self._ranks = [torch.load(file, weights_only=True) for file in files]
+
+    @property
+    def keys(self) -> set[Key]:
+        return {key for rank in self._ranks for key in rank["steps"][0]}
+
+    def of(self, step: int, key: Key) -> tuple[list[torch.Tensor], int]:
+        """The whole tensor of each call, in any order, and how many ranks hold parts of it that are not copies."""
+        name, role = key
+        expert = "local_experts" in name
+        tensor, data = ("etp", "edp") if expert else ("tp", "dp")
+        held = {
+            (r["ranks"][data], r["ranks"][tensor]): r["steps"][step][key] for r in self._ranks if key in r["steps"][step]
+        }
+        replicas, parts = ({place[i] for place in held} for i in (0, 1))
+        split = self._split(name, role, expert)
+        calls = [
+            self._joined([held[replica, part][call] for part in sorted(parts)], split)
+            for replica in sorted(replicas)
+            for call in range(len(held[replica, 0]))
+        ]
+        holders = 1 if split is None else len(parts)
+        if role != "weight":
+            return calls, holders * len(replicas)
+        assert all(torch.equal(w, calls[0]) for w in calls)
+        return calls[:1], holders
+
+    def _split(self, name: str, role: str, expert: bool) -> int | None:
+        """The dimension that tensor-parallel ranks have parts of; None: they have copies."""
+        # Experts' tokens are gathered before them, and so are those of shared experts that overlap with the others.
+        together = "local_experts" in name or ("shared_experts" in name and self.layout.overlaps)
+        of_sequence = 0 if self.layout.of_sequence and not together else None
+        row = name.endswith(("linear_proj", "linear_fc2"))
+        if role == "weight":
+            return 1 if row else 0
+        by_features = role == ("input" if row else "grad_output")
+        return -1 if by_features else of_sequence
+
+    def _joined(self, parts: Sequence[torch.Tensor], split: int | None) -> torch.Tensor:
+        if split is not None:
+            return torch.cat(list(parts), split)
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
+
+
+def counted(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Occupied bins of a sketch, by hand: how often each magnitude of BF16 occurs."""
+    bits = torch.cat([t.flatten() for t in tensors]).view(torch.int16) & 0x7FFF
+    bins, counts = bits.unique(return_counts=True)
+    return dict(zip(bins.tolist(), counts.tolist(), strict=True))
+
+
+def record(folder: Path, name: str, watched: str, table: str = "figures") -> pl.DataFrame:
+    return read_table(find_run(folder / name / watched), table).sort(["step", "layer", "role"])
+
+
+def sketches(folder: Path, name: str, watched: str) -> dict[tuple[int, str, str], dict[int, int]]:
+    rows = record(folder, name, watched, "sketches").select("step", "layer", "role", "bins", "counts").rows()
+    return {(step, layer, role): dict(zip(bins, counts, strict=True)) for step, layer, role, bins, counts in rows}
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+def apart(mine: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    """The norm of the difference; calls in the order in which they are closest."""
+    if len(mine) == 2 and mine[0].shape == other[1].shape == mine[1].shape:
+        return min(_norm([a.double() - b.double() for a, b in zip(mine, o, strict=True)]) for o in (other, other[::-1]))
+    return _norm([a.double() - b.double() for a, b in zip(mine, other, strict=True)])
+
+
+def sorted_values(bins: Mapping[int, int]) -> torch.Tensor:
+    """Magnitudes of all values of a sketch, ascending."""
+    found = torch.tensor(sorted(bins), dtype=torch.int16).view(torch.bfloat16).double()
+    return found.repeat_interleave(torch.tensor([bins[b] for b in sorted(bins)]))
+
+
+def assert_same(mine: pl.DataFrame, its: pl.DataFrame) -> None:
+    """All figures are equal to the last bit, but those of errors, which ranks may add up in another order."""
+    errors = ["mse", "relative_error", "sqnr_db", "cosine"]
+    several = ["shards", "calls"]
+    assert len(mine) > 0
+    assert mine.drop(several + errors).equals(its.drop(several + errors))
+    for name in errors:
+        assert mine[name].to_list() == pytest.approx(its[name].to_list(), rel=1e-12, nan_ok=True)
+
+
+@of_all
+def test_training_is_bit_identical_with_and_without_the_monitor(trained: Path, layout: Layout) -> None:
+    for rank in range(layout.world):
+        found = json.loads((trained / f"results-{layout.world}-{rank}.json").read_text())[layout.name]
+        assert len(found["kept"]["losses"]) == STEPS
+        for watched in WATCHED:
+            assert found[watched] == found["kept"]
+
+
+@of_watched
+@of_all
+def test_the_record_counts_each_value_of_the_whole_tensors_once(trained: Path, layout: Layout, watched: str) -> None:
+    whole, found = Whole(trained, layout), sketches(trained, layout.name, watched)
+    rows = record(trained, layout.name, watched).select("step", "layer", "role", "shards", "shards_missing", "n").rows()
+    assert set(found) == {(step, *key) for step in range(STEPS) for key in whole.keys}
+    assert set(found) == {(step, layer, role) for step, layer, role, *_ in rows} and len(rows) == len(found)
+    for step, layer, role, *counts in rows:
+        tensors, holders = whole.of(step, (layer, role))
+        assert found[step, layer, role] == counted(tensors), (step, layer, role)
+        assert counts == [holders, 0, sum(t.numel() for t in tensors)], (step, layer, role)
+
+
+@of_spread
+def test_operands_are_those_of_one_process_but_for_the_noise_of_the_layout(trained: Path, layout: Layout) -> None:
+    """Sorting brings two sets of values as close as they get, so that sketches may not be further apart than the tensors."""
+    whole, one = Whole(trained, layout), Whole(trained, BY_NAME[like(layout)])
+    mine, its = (sketches(trained, name, "auto") for name in (layout.name, like(layout)))
+    assert set(mine) == set(its)
+    for step, name, role in [found for found in mine if found[0] < layout.alike]:
+        here, there, key = mine[step, name, role], its[step, name, role], (name, role)
+        if layout.noise == 0 or (step == 0 and (role == "weight" or key in UNTOUCHED)):
+            assert here == there, (step, *key)
+        elif "local_experts" not in name:
+            (tensors, _), (others, _) = whole.of(step, key), one.of(step, key)
+            distance = apart(tensors, others)
+            assert distance <= layout.noise * _norm(others), (step, *key)
+            assert float((sorted_values(here) - sorted_values(there)).norm()) <= distance * (1 + 1e-9), (step, *key)
+
+
+@of_watched
+@of_spread
+def test_figures_are_those_of_one_process(trained: Path, layout: Layout, watched: str) -> None:
+    mine, its = (record(trained, name, watched) for name in (layout.name, like(layout)))
+    keys = ["step", "layer", "gemm", "role", "recipe", "format", "dtype", "scale_source"]
+    assert mine.select(keys).equals(its.select(keys))
+    exact = (pl.col("step") < layout.alike) if layout.noise == 0 else (pl.col("step") == 0) & (pl.col("role") == "weight")
+    assert_same(mine.filter(exact), its.filter(exact))
+    # A token may go to another expert, where two weigh nearly the same for it; what all of them get together stays.
+    counts = [pl.sum(name) for name in ("n", "nan", "inf")]
+    dense = pl.when(pl.col("layer").str.contains("local_experts")).then(pl.col("gemm")).otherwise(pl.col("layer"))
+    totals = [f.group_by("step", dense.alias("of"), "role").agg(counts).sort("step", "of", "role") for f in (mine, its)]
+    assert totals[0].equals(totals[1])
+
+
+@of_spread
+def test_recipes_that_are_weighed(trained: Path, layout: Layout) -> None:
+    """Shards end where blocks of 32 values do, so that those of W are the same."""
+    order = ["step", "layer", "role", "recipe"]
+    mine, its = (record(trained, name, "auto", "what_if").sort(order) for name in (layout.name, like(layout)))
+    assert mine.select(order).equals(its.select(order))
+    assert set(mine["recipe"]) == {"current-e5m2", "mxfp8-e4m3"}
+    weights = (pl.col("role") == "weight") & (pl.col("step") < (1 if layout.noise else layout.alike))
+    assert_same(mine.filter(weights), its.filter(weights))
+
+
+def test_parts_of_a_sequence_are_counted_on_both_ranks_and_weights_on_one(trained: Path) -> None:
+    found, rows = sketches(trained, "cp", "auto"), record(trained, "cp", "auto").to_dicts()
+    for step in range(STEPS):
+        assert found[step, "linear_fc1", "input"] == counted([sequences(step)])
+    assert {(row["role"], row["shards"]) for row in rows} == {("input", 2), ("weight", 1), ("grad_output", 2)}
+
+
+def test_the_loss_of_the_last_stage_is_recorded(trained: Path) -> None:
+    losses = json.loads((trained / "results-2-1.json").read_text())["pp"]["auto"]["losses"]
+    assert read_table(find_run(trained / "pp" / "auto"), "steps").sort("step")["loss"].to_list() == losses
