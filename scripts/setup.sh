@@ -14,6 +14,9 @@ echo "Installing into .venv (about 3 minutes) ..."
 # The list is complete, and NeMo's own metadata asks for CUDA packages that a CPU run does not need: no resolving.
 .venv/bin/pip install -q --no-deps -r scripts/requirements.txt 2> >(grep -v "^WARNING: Location" >&2)
 .venv/bin/pip install -q --no-deps --no-build-isolation -e . 2> >(grep -v "^WARNING: Location" >&2)
+# Built here, against this torch; its C++ parts are not.
+DS_ACCELERATOR=cpu DS_BUILD_OPS=0 .venv/bin/pip install -q --no-deps --no-build-isolation deepspeed==0.19.8 \
+    2> >(grep -v "^WARNING: Location" >&2)
 # The Python of Transformer Engine, for tests/te alone: Megatron and NeMo would use it wherever they find it.
 rm -rf .venv/te
 .venv/bin/pip install -q --no-deps --target .venv/te transformer-engine==2.20.2 2> >(grep -v "^WARNING: Location" >&2)

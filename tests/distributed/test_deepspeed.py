@@ -1,0 +1,146 @@
+"""Under DeepSpeed figures of W are those of the full weight, of X and dY those of all ranks; nothing is gathered."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_fp8_debug.record.reader import find_run, read_table
+
+HERE = Path(__file__).parent
+STAGE_3 = [
+    *("zero-3", "zero-3 engine.module", "zero-3 before", "zero-3 init", "zero-3 offload", "zero-3 recompute"),
+    *("zero-3 reentrant", "zero-3 float32", "zero-3 own linear"),
+]
+ZERO = ["zero-0", "zero-0 one-bit", "zero-1", "zero-2", "zero-2 offload", *STAGE_3]
+ALL = [*ZERO, "pipeline", "lightning"]
+#: how the plain run is called that computes the same, where it is not "plain"
+TWINS = {"zero-0 one-bit": "plain float32", "zero-3 float32": "plain float32", "zero-3 own linear": "plain own linear"}
+TWINS |= {"pipeline": "plain pipeline", "lightning": "plain lightning"}
+Run = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Run]]:
+    """What each rank has seen in each mode."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-W", "ignore", str(HERE / "deepspeed_modes.py"), str(folder)]
+    logs = [folder / f"log-{rank}" for rank in range(2)]
+    processes = []
+    for rank, log in enumerate(logs):
+        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with log.open("w") as out:
+            processes.append(subprocess.Popen(command, env=os.environ | shared | mine, stdout=out, stderr=out))
+    for process, log in zip(processes, logs, strict=True):
+        assert process.wait(timeout=400) == 0, log.read_text()[-3000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def of_step(run: Run, step: str, what: str) -> dict[str, Any]:
+    """By layer and role; the names of Lightning's module begin with that of its member."""
+    return {key.removeprefix("layers."): value for key, value in run["samples"][step][what].items()}
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_losses_and_weights_are_bit_identical(ranks: list[dict[str, Run]], mode: str) -> None:
+    for rank in ranks:
+        bare, watched = rank[mode]["bare"], rank[mode]["watched"]
+        assert watched["losses"] == bare["losses"] and len(bare["losses"]) >= 3
+        assert watched["digest"] == bare["digest"]
+
+
+@pytest.mark.parametrize("mode", [*ZERO, "pipeline"])
+def test_no_collective_is_caused(ranks: list[dict[str, Run]], mode: str) -> None:
+    for rank in ranks:
+        bare, watched = rank[mode]["bare"], rank[mode]["watched"]
+        assert watched["calls"] == bare["calls"] and sum(bare["calls"].values()) > 0
+        assert not watched.get("external")
+
+
+@pytest.mark.parametrize("mode", STAGE_3)
+def test_weights_are_really_split_between_forwards(ranks: list[dict[str, Run]], mode: str) -> None:
+    for rank in ranks:
+        assert rank[mode]["watched"]["sizes"] == [0]
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_first_step_is_that_of_one_process(ranks: list[dict[str, Run]], mode: str) -> None:
+    """Until the first update the arithmetic is the same: every count of every sketch, and every figure."""
+    run, twin = ranks[0][mode]["watched"], ranks[0][TWINS.get(mode, "plain")]
+    assert of_step(run, "0", "sketches") == of_step(twin, "0", "sketches")
+    rows, expected = of_step(run, "0", "rows"), of_step(twin, "0", "rows")
+    assert rows.keys() == expected.keys() and len(rows) == 27
+    for key, row in rows.items():
+        holders = 1 if key.endswith("/weight") or mode == "pipeline" else 2
+        assert (row["shards"], row["shards_missing"]) == (holders, 0)
+        others = {name: value for name, value in expected[key].items() if name not in ("shards", "layer", "step", "attempt")}
+        for name, value in others.items():
+            direct = "float32" in TWINS.get(mode, "") and isinstance(value, float)  # summed up by each rank
+            assert row[name] == (pytest.approx(value, rel=1e-12) if direct else value), name
+
+
+@pytest.mark.parametrize("mode", ZERO)
+@pytest.mark.parametrize("step", ["0", "2"])
+def test_w_is_the_full_weight_of_its_step(ranks: list[dict[str, Run]], mode: str, step: str) -> None:
+    """As DeepSpeed itself gathered it at that moment in the run without a monitor."""
+    sketches = of_step(ranks[0][mode]["watched"], step, "sketches")
+    truth = ranks[0][mode]["bare"]["weights"][step]
+    assert len(truth) == 9 and {key: sketches[key] for key in truth} == truth
+
+
+@pytest.mark.parametrize("mode", [mode for mode in STAGE_3[1:] if mode not in TWINS])
+def test_it_is_all_one_when_and_with_what_the_monitor_starts(ranks: list[dict[str, Run]], mode: str) -> None:
+    assert ranks[0][mode]["watched"]["samples"] == ranks[0]["zero-3"]["watched"]["samples"]
+
+
+def test_a_pipeline_is_exact_in_every_step(ranks: list[dict[str, Run]]) -> None:
+    samples, twin = ranks[0]["pipeline"]["watched"]["samples"], ranks[0]["plain pipeline"]["samples"]
+    assert samples == twin and len(twin) == 2
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ZERO if mode != "zero-0 one-bit"])
+def test_later_steps_differ_by_the_rounding_of_gradients_only(ranks: list[dict[str, Run]], mode: str) -> None:
+    """DeepSpeed adds gradients of micro-batches and ranks up in another order, and in BF16."""
+    rows = of_step(ranks[0][mode]["watched"], "2", "rows")
+    expected = of_step(ranks[0][TWINS.get(mode, "plain")], "2", "rows")
+    rel = 1e-5 if mode == "zero-3 float32" else 0.05
+    for key, row in rows.items():
+        for figure in ("amax", "scale", "relative_error"):
+            assert row[figure] == pytest.approx(expected[key][figure], rel=rel)
+
+
+def test_recipe(tmp_path: Path) -> None:
+    recipe = HERE.parents[1] / "recipes" / "deepspeed_zero.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(recipe)]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path), "--steps", "4", "--interval", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = find_run(tmp_path)
+    assert f"The record is in {run};" in done.stdout
+    figures = read_table(run, "figures")
+    assert figures["step"].unique().to_list() == [0, 2] and set(figures["role"]) == {"input", "weight", "grad_output"}
+    assert set(figures["layer"]) == {
+        "output_layer",
+        *(f"layers.{layer}.{gemm}" for layer in range(2) for gemm in ("qkv", "proj", "fc1", "fc2")),
+    }
+    assert set(figures.filter(role="input")["calls"]) == {4}  # two micro-batches on each of two ranks
+    steps = read_table(run, "steps")
+    assert len(steps) == 4 and steps["loss"][3] < steps["loss"][0]
+    assert steps["skipped"].to_list() == [0] * 4 and steps["loss_scale"].to_list() == [1] * 4
