@@ -81,6 +81,10 @@ def is_compiled(module: nn.Module) -> bool:
     return bool(dynamo and isinstance(module, dynamo.OptimizedModule)) or module._compiled_call_impl is not None
 
 
+#: lists of a rank's own experts, in Megatron and DeepSpeed, two levels below what knows their group
+_EXPERT_LISTS = ("local_experts", "deepspeed_experts")
+
+
 def global_name(root: nn.Module, path: str) -> str:
     """The name of the module at `path` that does not depend on wrappers or on the pipeline stage."""
     parts = path.split(".")
@@ -88,12 +92,14 @@ def global_name(root: nn.Module, path: str) -> str:
     module = root
     for i, part in enumerate(parts):
         module = module.get_submodule(part)
-        wraps = part in WRAPPERS or (part.isdigit() and not kept and parts[i + 1 : i + 2] == ["module"])
+        chunk = part.isdigit() and not kept and isinstance(root, nn.ModuleList) and parts[i + 1 : i + 2] == ["module"]
+        wraps = part in WRAPPERS or chunk
         number = getattr(module, "layer_number", None)  # Megatron: 1-based, over all pipeline stages
         if part.isdigit() and isinstance(number, int):
             kept.append(str(number - 1))
-        elif part.isdigit() and parts[i - 1 : i] == ["local_experts"]:
-            kept.append(str(int(part) + first_expert(len(root.get_submodule(".".join(parts[:i]))._modules))))
+        elif part.isdigit() and i > 1 and parts[i - 1] in _EXPERT_LISTS:
+            owner, experts = (root.get_submodule(".".join(parts[:end])) for end in (i - 2, i))
+            kept.append(str(int(part) + first_expert(len(experts._modules), owner)))
         elif not wraps:
             kept.append(part)
     return ".".join(kept) or "model"

@@ -219,5 +219,5 @@ def test_two_processes(tmp_path: Path) -> None:
     assert recorded == pytest.approx({int(step): loss for step, loss in ranks[0]["plain"]["losses"].items()}, rel=1e-6)
     figures = read_table(find_run(tmp_path / "watched"), "figures")
     assert figures["step"].unique().to_list() == [2, 4, 6]
-    assert (figures.filter(role="input")["calls"] == 2).all()
+    assert (figures.filter(role="input")["calls"] == 4).all() and (figures.filter(role="input")["shards"] == 2).all()
     assert "model.layers.0.mlp.down_proj" in figures["layer"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 
@@ -80,7 +81,14 @@ def _expert_data_rank(state: Any) -> int:
     return rank
 
 
-def first_expert(experts: int) -> int:
-    """The global number of this rank's first expert, which has `experts` of them."""
+def first_expert(experts: int, owner: nn.Module | None = None) -> int:
+    """The global number of this rank's first expert, which has `experts` of them.
+
+    Args:
+        owner: module that may know the group of ranks that experts are split over.
+    """
+    group = getattr(owner, "ep_group", None)
+    if isinstance(group, dist.ProcessGroup):
+        return experts * dist.get_rank(group)
     state = groups()
     return 0 if state is None else experts * int(state.get_expert_model_parallel_rank())
