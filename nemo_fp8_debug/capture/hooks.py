@@ -2,8 +2,8 @@
 
 Where each operand is seen, and why there:
 X and W  in a forward pre-hook that runs before all others: an intervention that replaces operands has not yet done so.
-         Where an engine keeps shards of W and gathers it for the forward only (ZeRO-3, FSDP2), in a forward hook that runs
-         before all others: the engine has not yet let go of it.
+         Where an engine keeps shards of W and gathers it for the forward only (ZeRO-3, FSDP2), or splits X and W among
+         ranks (DTensor), in a forward hook that runs before all others: the engine has not yet let go of them.
 dY       in a tensor hook on the output, set before all others see that output: it gets the gradient before anyone changes
          it, and unlike a module's backward hook it works for inputs without gradient and outputs changed in place.
 What exists inside of a module only is handed over by Transformer Engine, where that was asked for (`inspection`).
@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import inspection
-from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied, is_gathered_later
+from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later
 from .layers import Gemm
 
 #: told of (GEMM name, role, error, whether the operand is lost)
@@ -93,7 +93,7 @@ class Capture:
         self._order = itertools.count(step=3)
         self._without_grad: dict[nn.Module, deque[_Pass]] = defaultdict(deque)  # those that a recompute may still come for
         self._with_grad: set[nn.Module] = set()  # counted outside backward: a recompute of these adds nothing
-        self._sharded: set[nn.Module] = set()  # whose weight is whole only between the hooks of a sharding engine
+        self._sharded: set[nn.Module] = set()  # whose operands are ready only between the hooks of a sharding engine
         self._under_way: dict[nn.Module, _Pass | None] = {}  # of modules whose forward runs; None: not counted
 
     def attach(self) -> None:
@@ -140,7 +140,7 @@ class Capture:
             return
         for gemm in gemms:
             with self._guarded(gemm.name, "weight"):
-                if is_gathered_later(gemm.host.weight(module, args, kwargs, gemm.part)):
+                if is_prepared_later(module, gemm.host.weight(module, args, kwargs, gemm.part)):
                     self._sharded.add(module)
         if module not in self._sharded:
             self._take(gemms, module, args, kwargs, counted)

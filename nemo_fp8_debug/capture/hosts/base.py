@@ -76,8 +76,10 @@ def raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:
     return weight
 
 
-def is_gathered_later(weight: torch.Tensor | None) -> bool:
-    """Whether a weight, seen before a forward, is a shard or nothing, which a sharding engine has yet to gather."""
+def is_prepared_later(module: nn.Module, weight: torch.Tensor | None) -> bool:
+    """Whether a sharding engine has yet to prepare operands, seen before a forward: to gather W, or to cast or split X."""
+    if hasattr(module, "unshard"):  # wrapped by FSDP2, which may have gathered W ahead of time
+        return True
     return weight is not None and (is_dtensor(weight) or weight.numel() == 0)
 
 
