@@ -143,8 +143,8 @@ def _sums(
 def _words(x: torch.Tensor) -> tuple[Words, int]:
     """A matrix as it lies in memory, and how far left its bits are to be shifted to be those of a float32."""
     if x.dtype == torch.bfloat16:
-        return bits_of(x.contiguous()), 16
-    return bits_of(x.float().contiguous()), 0
+        return bits_of(x), 16
+    return bits_of(x.float()), 0
 
 
 def _shared_out(task: Callable[[slice], T], blocks: int, values: int) -> list[T]:

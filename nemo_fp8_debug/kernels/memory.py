@@ -23,7 +23,7 @@ class _Memory:
 
 
 def bits_of(x: torch.Tensor) -> npt.NDArray[Any]:
-    """The bits of a contiguous tensor in CPU memory, unsigned, of its shape, without a copy.
+    """The bits of a tensor in CPU memory, unsigned, contiguous, of its shape; a copy only where it is not contiguous.
 
     `Tensor.numpy()` would forbid for good that its memory is resized, and FSDP resizes that of a gathered weight to none.
 
@@ -34,4 +34,5 @@ def bits_of(x: torch.Tensor) -> npt.NDArray[Any]:
         return np.zeros(x.shape, f"u{x.element_size()}")
     if not x.data_ptr():
         raise ValueError("it has no memory any longer")
-    return np.asarray(_Memory(x))
+    # A gradient may be one value that is repeated, by strides of 0.
+    return np.asarray(_Memory(x.contiguous()))
