@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .capture.dtensors import local
 from .capture.hosts.base import ScaleInUse
 from .capture.layers import Gemm
 from .capture.operands import Operand
@@ -23,12 +24,12 @@ class Dumping:
 
     def add(self, x: torch.Tensor, order: int, use: ScaleInUse | None = None) -> None:
         """Count the tensor in, and dump it if it counts."""
-        call = self._operand.calls
+        call = self._operand.calls + self._operand.copies
         self._operand.add(x, order, use)
-        if self._operand.calls > call:
+        if self._operand.calls + self._operand.copies > call:
             use = use or self._operand.in_use
             scale = use.scale
             key, about = (*self._operand.key, call), (use.recipe, use.format, use.source)
             if isinstance(scale, BlockRule):  # a dump has one scale: its codes are those of current scaling
                 scale, about = CurrentScaling(), (SHADOW.name, SHADOW.format_of(self._operand.role), "current")
-            self._dump.add(Dumped(*self._where, *key, *about), x.detach(), scale)
+            self._dump.add(Dumped(*self._where, *key, *about), local(x.detach()), scale)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import inspection
+from .capture.dtensors import is_counted
 from .capture.hooks import Capture, Taker
 from .capture.layers import Gemm, find_gemms, matching, select, unknown_gemms
 from .capture.operands import Operand
@@ -106,7 +107,7 @@ class Monitor:
         self._expected: set[Key] = set()
         self._operands: dict[tuple[str, str], Operand] = {}
         self._steps: dict[int, dict[str, Any]] = {}
-        self._at_exit = functools.partial(_close, weakref.ref(self))
+        self._at_exit = partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
 
     def _publish_names(self) -> None:
@@ -237,28 +238,27 @@ class Monitor:
                 key = gemm.name, role
                 if role in gemm.unseen and not inspection.sees(gemm, role):
                     continue
-                counted = gemm.name in sampled | dumped and self._counts(gemm, role)
-                if counted:
+                copied = gemm.host.copied(gemm.module, role)
+                counted = gemm.name in sampled | dumped and not copied
+                # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
+                first = self._family.first[gemm.name] if copied is None else None
+                if counted and first in (None, self._ranks.rank):
                     self._expected.add(key)
                 if not counted and gemm.name not in dumped:
                     continue
-                operand = Operand(gemm, role, self._scales.in_use(gemm, role), weighed)
+                counts = partial(is_counted, rank=self._ranks.rank, first=first)
+                operand = Operand(gemm, role, self._scales.in_use(gemm, role), weighed, counts)
                 if counted:
                     self._operands[key] = operand
                 taker: Taker = operand
                 if self._dump and gemm.name in dumped:
                     taker = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
                 takers[key] = taker
-        self._multiplier = GradMultiplier(self._roots, functools.partial(self._faults.guard, _MULTIPLIER))
+        self._multiplier = GradMultiplier(self._roots, partial(self._faults.guard, _MULTIPLIER))
         self._multiplier.attach()
         if takers:
             self._capture = Capture(takers, self._hook_fault, self._scales.auto)
             self._capture.attach()
-
-    def _counts(self, gemm: Gemm, role: str) -> bool:
-        """Whether this rank's operand is to be counted, and is not a copy of one that another rank counts."""
-        copied = gemm.host.copied(gemm.module, role)
-        return self._family.first[gemm.name] == self._ranks.rank if copied is None else not copied
 
     def abandon_step(self) -> None:
         """The step broke off: removes the hooks and forgets the sample."""
@@ -342,7 +342,8 @@ class Monitor:
         weighed = [parse_recipe(recipe).name for recipe in plan.weigh]
         sampled, dumped = compile_patterns(plan.layers), compile_patterns(patterns)
         operands = list(self._operands.values())
-        return Sampled(step, operands, self._expected, weighed, lambda name: sampled(name) or dumped(name), steps)
+        expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
+        return Sampled(step, operands, expected, weighed, lambda name: sampled(name) or dumped(name), steps)
 
     def _sample(self, step: int, outcome: Callable[[], Outcome | None], steps: dict[int, dict[str, Any]]) -> Sample | None:
         found = outcome()
@@ -387,9 +388,11 @@ class Monitor:
             raise error
         what = f"{SHOWN_AS[role]} of {layer}"
         if lost:
-            self._operands.pop((layer, role), None)
-            if self._ranks.world == 1:  # others are told that it is missing
+            counted = self._operands.pop((layer, role), None)
+            if self._ranks.world == 1:
                 self._expected.discard((layer, role))
+            elif counted:  # others are told that it is missing
+                self._expected.add((layer, role))
             message = f"{what} is missing from the sample of step {self._faults.step}"
         else:
             message = f"what casts {what} cannot be read, and its figures are under an emulated scale"

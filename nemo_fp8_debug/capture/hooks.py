@@ -4,8 +4,8 @@ Where each operand is seen, and why there:
 X and W  in a forward pre-hook that runs before all others: an intervention that replaces operands has not yet done so.
          W is only found there, and its values are read in a forward hook that runs before all others: an optimizer that
          gathers what it has updated while the forward is under way (Megatron's overlap_param_gather) has done so by then.
-         Where an engine keeps shards of W and gathers it for the forward only (ZeRO-3, FSDP2), both are found there too:
-         the engine has not yet let go of it.
+         Where an engine keeps shards of W and gathers it for the forward only (ZeRO-3, FSDP2), or splits X and W
+         among ranks (DTensor), both are found there too: the engine has not yet let go of them.
 dY       in a tensor hook on the output, set before all others see that output: it gets the gradient before anyone changes
          it, and unlike a module's backward hook it works for inputs without gradient and outputs changed in place.
 What exists inside of a module only is handed over by Transformer Engine, where that was asked for (`inspection`).
@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import inspection
-from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied, is_gathered_later
+from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later
 from .layers import Gemm
 
 #: told of (GEMM name, role, error, whether the operand is lost)
@@ -95,7 +95,7 @@ class Capture:
         self._order = itertools.count(step=3)
         self._without_grad: dict[nn.Module, deque[_Pass]] = defaultdict(deque)  # those that a recompute may still come for
         self._with_grad: set[nn.Module] = set()  # counted outside backward: a recompute of these adds nothing
-        self._sharded: set[nn.Module] = set()  # whose weight is whole only between the hooks of a sharding engine
+        self._sharded: set[nn.Module] = set()  # whose operands are ready only between the hooks of a sharding engine
         self._under_way: dict[nn.Module, _Pass | None] = {}  # of modules whose forward runs; None: not counted
         self._weights: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # of the same, by GEMM
 
@@ -142,7 +142,7 @@ class Capture:
         if counted is None:
             return
         self._weights[module] = self._found_weights(gemms, module, args, kwargs)
-        if any(map(is_gathered_later, self._weights[module].values())):
+        if any(is_prepared_later(module, weight) for weight in self._weights[module].values()):
             self._sharded.add(module)
         if module not in self._sharded:
             self._take_inputs(gemms, module, args, kwargs, counted)

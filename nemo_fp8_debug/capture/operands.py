@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,6 +12,7 @@ from ..numerics import figures
 from ..numerics.blocks import BlockRule
 from ..numerics.scaling import CurrentScaling, Recipe, Unscaled, amax_of
 from ..numerics.sketch import DTYPES, Sketch, infinity_bin
+from .dtensors import local
 from .hosts.base import ScaleInUse
 from .layers import Gemm
 
@@ -31,6 +32,8 @@ class Operand:
     in_use: ScaleInUse
     #: recipes to weigh; of those that sketches cannot answer for, each tensor is measured as it passes
     weigh: Sequence[Recipe] = ()
+    #: whether this rank counts what it has of the operand, and no other rank has the same
+    is_counted: Callable[[torch.Tensor], bool] = lambda x: True
     #: dtype of the tensor that was looked at
     dtype: torch.dtype | None = None
     #: sketches to be measured under one scale each: one for calls under the same scale, or one a call where it follows the
@@ -48,6 +51,8 @@ class Operand:
     #: the same under recipes that are weighed, by their names
     weighed: dict[str, list[figures.QuantizationSums]] = field(default_factory=dict)
     calls: int = 0
+    #: calls with a copy of what another rank counts
+    copies: int = 0
     #: of each call its place in the order of execution, and how many values that were not finite it brought, or all so far
     _nonfinite: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
@@ -63,14 +68,16 @@ class Operand:
             order: place of the call in the step's order of execution.
             use: how it is cast in this call, where that is known.
         """
-        if self.role == "weight" and self.calls:
+        if self.role == "weight" and (self.calls or self.copies):
             return  # the same weight in every micro-batch
+        if not self.is_counted(x):
+            self.copies += 1
+            return
         if x.dtype not in MEASURED:
             raise TypeError(f"{self.role} is {x.dtype}, which FP8 does not stand in for")
         if self.dtype not in (None, x.dtype):
             raise TypeError(f"{self.role} is {self.dtype} in one call and {x.dtype} in another of the same step")
-        if hasattr(x, "to_local"):  # a DTensor: this rank's shard
-            x = x.to_local()
+        x = local(x)
         use = use or self.in_use
         last = self._count(x.detach(), use)
         self._measure_directly(x.detach(), use)

@@ -11,6 +11,7 @@ from ..numerics.formats import FloatFormat
 from ..numerics.scaling import CurrentScaling, Unscaled, amax_of
 from ..numerics.sketch import BINS, DTYPES, Sketch
 from . import anywhere, cpu, cpu_blocks
+from .memory import bits_of
 
 
 def sketch(x: torch.Tensor) -> Sketch:
@@ -31,11 +32,11 @@ def sketch(x: torch.Tensor) -> Sketch:
 
 def count_into(sketch: Sketch, x: torch.Tensor) -> None:
     """Add the magnitudes of `x` to a sketch of its dtype."""
-    values = _flat(x.detach().to(sketch.dtype)).view(torch.int16)
+    values = _flat(x.detach().to(sketch.dtype))
     if x.device.type == "cpu":
-        cpu.count_patterns(values.numpy().view(np.uint16), sketch.counts.numpy(), torch.get_num_threads())
+        cpu.count_patterns(bits_of(values), sketch.counts.numpy(), torch.get_num_threads())
     else:
-        anywhere.count_patterns(values, sketch.counts)
+        anywhere.count_patterns(values.view(torch.int16), sketch.counts)
 
 
 def quantization_sums(

@@ -17,6 +17,7 @@ from ..numerics.blocks import Block, BlockScales
 from ..numerics.figures import SCALE_ROUNDING, QuantizationSums
 from ..numerics.formats import FloatFormat
 from .cpu import jit, pool
+from .memory import bits_of
 
 T = TypeVar("T")
 Words = npt.NDArray[Any]  # uint16 or uint32 [rows, columns]
@@ -142,8 +143,8 @@ def _sums(
 def _words(x: torch.Tensor) -> tuple[Words, int]:
     """A matrix as it lies in memory, and how far left its bits are to be shifted to be those of a float32."""
     if x.dtype == torch.bfloat16:
-        return x.contiguous().view(torch.int16).numpy().view(np.uint16), 16
-    return x.float().contiguous().view(torch.int32).numpy().view(np.uint32), 0
+        return bits_of(x), 16
+    return bits_of(x.float()), 0
 
 
 def _shared_out(task: Callable[[slice], T], blocks: int, values: int) -> list[T]:

@@ -69,6 +69,20 @@ def test_a_transposed_tensor_above_the_threshold() -> None:
     assert_counts(sketch(x), x)
 
 
+@pytest.mark.parametrize("rows", [3, 1 << 18])
+def test_one_value_that_is_repeated_by_its_strides(rows: int) -> None:
+    x = torch.full((), 1.5, dtype=torch.bfloat16).expand(rows, 8)
+    assert_counts(sketch(x), x)
+
+
+def test_memory_can_be_resized_as_before() -> None:
+    """As FSDP does with that of a gathered weight."""
+    x = torch.randn(64, 3).bfloat16()
+    assert_counts(sketch(x), x.clone())
+    x.untyped_storage().resize_(0)
+    assert x.untyped_storage().nbytes() == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_wider_values_are_rounded_to_bfloat16_and_marked(dtype: torch.dtype) -> None:
     x = torch.randn(1000, dtype=dtype)

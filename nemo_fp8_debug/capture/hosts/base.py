@@ -12,6 +12,7 @@ from torch import nn
 from ...numerics.blocks import BlockRule
 from ...numerics.formats import FloatFormat
 from ...numerics.scaling import CurrentScaling, Recipe
+from ..dtensors import is_dtensor
 from . import parallel
 
 Args = tuple[Any, ...]
@@ -67,12 +68,19 @@ class Host:
 
 def raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:
     """The parameter as the module holds it, without the getters of sharding engines; None where it is computed anew."""
-    return dict.get(module._parameters, name)
+    weight: torch.Tensor | None = dict.get(module._parameters, name)
+    if weight is None:
+        # FSDP1 without `use_orig_params`: what it has gathered is a plain attribute, a view of its flat parameter.
+        attribute = module.__dict__.get(name)
+        weight = attribute if getattr(getattr(attribute, "_base", None), "_is_flat_param", False) else None
+    return weight
 
 
-def is_gathered_later(weight: torch.Tensor | None) -> bool:
-    """Whether a weight, seen before a forward, is a shard or nothing, which a sharding engine has yet to gather."""
-    return weight is not None and (hasattr(weight, "to_local") or weight.numel() == 0)
+def is_prepared_later(module: nn.Module, weight: torch.Tensor | None) -> bool:
+    """Whether a sharding engine has yet to prepare operands, seen before a forward: to gather W, or to cast or split X."""
+    if hasattr(module, "unshard"):  # wrapped by FSDP2, which may have gathered W ahead of time
+        return True
+    return weight is not None and (is_dtensor(weight) or weight.numel() == 0)
 
 
 def as_multiplied(x: torch.Tensor) -> torch.Tensor:

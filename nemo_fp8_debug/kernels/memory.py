@@ -1,0 +1,38 @@
+"""The memory of a tensor as numpy sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class _Memory:
+    """Keeps a tensor alive for as long as numpy reads it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(x.shape),
+            "typestr": np.dtype(f"u{x.element_size()}").str,
+            "data": (x.data_ptr(), False),
+        }
+
+
+def bits_of(x: torch.Tensor) -> npt.NDArray[Any]:
+    """The bits of a tensor in CPU memory, unsigned, contiguous, of its shape; a copy only where it is not contiguous.
+
+    `Tensor.numpy()` would forbid for good that its memory is resized, and FSDP resizes that of a gathered weight to none.
+
+    Raises:
+        ValueError: the memory has been given back.
+    """
+    if not x.numel():
+        return np.zeros(x.shape, f"u{x.element_size()}")
+    if not x.data_ptr():
+        raise ValueError("it has no memory any longer")
+    # A gradient may be one value that is repeated, by strides of 0.
+    return np.asarray(_Memory(x.contiguous()))

@@ -1,0 +1,174 @@
+"""The same step under torch's sharding engines as in one process: figures are those of the same whole tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_fp8_debug.record.reader import find_run, read_table
+
+WORKER = Path(__file__).with_name("sharded.py")
+RECIPE = Path(__file__).parents[2] / "recipes" / "fsdp2.py"
+REPLICATED = ["ddp"]
+FSDP2 = [f"fsdp2-{how}" for how in ("block", "block-kept", "linear", "linear-kept", "root", "block-bf16", "linear-bf16")]
+FSDP1 = ["fsdp1", "fsdp1-orig", "fsdp1-linear", "fsdp1-grad-op"]
+TENSOR_PARALLEL = ["tp-exact", "tp-sequence-exact"]
+OF_TWO = [*REPLICATED, *FSDP2, "early", *FSDP1, *TENSOR_PARALLEL]
+OF_FOUR = ["hsdp", *TENSOR_PARALLEL, "fsdp2-tp-exact", "fsdp2-tp-linear-exact"]
+CASES = [(2, mode) for mode in OF_TWO] + [(4, mode) for mode in OF_FOUR]
+
+Rows = dict[tuple[str, str], dict[str, Any]]
+Results = dict[int, list[dict[str, dict[str, Any]]]]
+
+
+def start(folder: Path, world: int, modes: Sequence[str]) -> list[subprocess.Popen[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", str(WORKER)]
+    return [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(port), str(folder), *modes],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """By number of ranks: what each of them found in each mode."""
+    folder, found = tmp_path_factory.mktemp("sharded"), {}
+    for world, modes in ((1, ["plain", "plain-exact"]), (2, [*OF_TWO, "fsdp2-unsharded", "partial-exact"]), (4, OF_FOUR)):
+        for process in start(folder, world, modes):
+            _, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors[-5000:]
+        found[world] = [torch.load(folder / f"rank-{r}-of-{world}.pt", weights_only=False) for r in range(world)]
+    return found
+
+
+def rows(result: dict[str, Any], step: int) -> Rows:
+    return {(layer, role): row for s, layer, role, row in result["samples"] if s == step}
+
+
+def plain(results: Results, mode: str) -> dict[str, Any]:
+    return results[1][0]["plain-exact" if mode.endswith("exact") else "plain"]
+
+
+@pytest.mark.parametrize(("world", "mode"), CASES)
+def test_operands_are_those_of_one_process(results: Results, world: int, mode: str) -> None:
+    """The arithmetic is the same, or such that nothing is rounded: X, W and dY are identical, count by count."""
+    expected, found = rows(plain(results, mode), 0), rows(results[world][0][mode], 0)
+    assert len(expected) == 15 and set(found) == set(expected)
+    for key, row in expected.items():
+        assert found[key]["sketch"] == row["sketch"], key
+        assert {k: found[key][k] for k in ("n", "amax", "dtype", "shards_missing")} == {
+            "n": row["n"],
+            "amax": row["amax"],
+            "dtype": "bfloat16",
+            "shards_missing": 0,
+        }
+
+
+@pytest.mark.parametrize(("world", "mode"), [*CASES, (2, "fsdp2-unsharded")])
+def test_weights_are_those_of_the_step(results: Results, world: int, mode: str) -> None:
+    """And not what they were when the monitor was started, or the model wrapped."""
+    mine = results[world][0][mode]
+    first, last = rows(mine, 0), rows(mine, 2)
+    assert len(mine["last"]) == 5
+    for layer, counts in mine["last"].items():
+        assert last[layer, "weight"]["sketch"] == counts
+        assert last[layer, "weight"]["sketch"] != first[layer, "weight"]["sketch"]
+
+
+@pytest.mark.parametrize(("world", "mode"), [*CASES, (2, "fsdp2-unsharded"), (2, "partial-exact")])
+def test_losses_and_weights_are_bit_identical(results: Results, world: int, mode: str) -> None:
+    for rank in results[world]:
+        assert rank[mode]["losses"] and rank[mode]["losses"] == rank[mode]["unwatched"]["losses"]
+        assert rank[mode]["weights"] == rank[mode]["unwatched"]["weights"]
+        assert not rank[mode]["warnings"] or mode == "partial-exact"
+
+
+@pytest.mark.parametrize(
+    ("world", "mode", "layer", "x", "w", "dy"),
+    [
+        (2, "ddp", "blocks.0.up", 2, 1, 2),
+        (2, "fsdp2-linear", "blocks.0.up", 2, 1, 2),
+        (4, "hsdp", "blocks.0.up", 4, 1, 4),
+        (2, "tp-exact", "blocks.0.up", 1, 2, 2),
+        (2, "tp-exact", "blocks.0.down", 2, 2, 1),
+        (2, "tp-sequence-exact", "blocks.0.up", 1, 2, 2),  # gathered before it is multiplied
+        (4, "tp-exact", "head", 1, 3, 3),  # 5 outputs over 4 ranks: 2, 2, 1 and none
+        (4, "fsdp2-tp-exact", "blocks.0.up", 2, 2, 4),
+        (4, "fsdp2-tp-linear-exact", "blocks.0.down", 4, 2, 2),
+    ],
+)
+def test_copies_are_counted_once(results: Results, world: int, mode: str, layer: str, x: int, w: int, dy: int) -> None:
+    found = rows(results[world][0][mode], 0)
+    shards = {role: found[layer, role]["shards"] for role in ("input", "weight", "grad_output")}
+    assert shards == {"input": x, "weight": w, "grad_output": dy}
+
+
+def test_x_is_what_fsdp2_casts_it_to_even_if_w_was_gathered_before(results: Results) -> None:
+    expected, found = rows(plain(results, "plain"), 0), rows(results[2][0]["fsdp2-unsharded"], 0)
+    assert {row["dtype"] for row in found.values()} == {"bfloat16"}
+    # Between layers there is float32, so that later operands differ; the first X and all W do not.
+    assert found["blocks.0.up", "input"]["sketch"] == expected["blocks.0.up", "input"]["sketch"]
+    assert all(found[key]["n"] == row["n"] for key, row in expected.items())
+
+
+def test_a_sum_that_no_rank_knows_is_left_out_and_said(results: Results) -> None:
+    expected, found = rows(plain(results, "partial-exact"), 0), rows(results[2][0]["partial-exact"], 0)
+    assert ("head", "input") not in found
+    for role in ("weight", "grad_output"):
+        assert found["head", role]["sketch"] == expected["head", role]["sketch"]
+    for rank in results[2]:
+        said = "\n".join(rank["partial-exact"]["warnings"])
+        assert "X of head is missing from the sample of step 0" in said
+        assert "a sum whose summands ranks hold" in said
+
+
+def test_the_recipe_runs_on_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--output", str(tmp_path), "--steps", "4", "--interval", "2"]
+    done = subprocess.run(
+        [*command, str(RECIPE), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = find_run(tmp_path)
+    assert done.stdout.count(f"The record is in {run};") == 1
+    figures = read_table(run, "figures")
+    assert figures["step"].unique().to_list() == [0, 2]
+    assert (figures.filter(role="weight")["shards"] == 1).all()
+    of_x = figures.filter(role="input")
+    assert (of_x["shards"] == 2).all() and (of_x["calls"] == 2 * 2).all()  # ranks, accumulated batches
+    losses = read_table(run, "steps")["loss"]
+    assert len(losses) == 4 and losses[3] < losses[0]
+
+
+def test_lightnings_model_parallel_strategy(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("lightning_sharded.py")), str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    told = {}
+    for how in ("plain", "fsdp2"):
+        done = subprocess.run([*command, how], env=environment, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr[-3000:]
+        told[how] = json.loads((tmp_path / f"{how}.json").read_text())
+        assert told[how]["losses"] == told[how]["unwatched"]
+    assert len(told["plain"]["figures"]) == 15
+    assert told["fsdp2"]["figures"] == told["plain"]["figures"]
