@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from .background import Worker
 from .capture.collect import collect
 from .capture.operands import Operand
 from .capture.scales import Scales
-from .distributed import Family, Ranks, Reduction
+from .distributed import Family, Ranks, Reduction, family
 from .distributed.reduction import Plan
 from .errors import warn
 from .faults import Faults
@@ -32,7 +31,7 @@ class Sampled:
     """A sampled step as this rank saw it."""
 
     step: int
-    operands: Sequence[Operand]
+    operands: list[Operand]
     #: operands that this rank was to see
     expected: Collection[Key]
     #: by name: recipes to weigh
@@ -62,6 +61,7 @@ class Measuring:
         self._reduction = Reduction(ranks, family)
         self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
         self._last: Future[Outcome | None] | None = None
+        self._last_step = -1
         #: ranks have come apart, and none of them samples any longer
         self.over = False
 
@@ -74,8 +74,8 @@ class Measuring:
         """
         if self._worker is None:
             return lambda: Outcome(self._alone(sampled), {})
-        self._last = self._worker.submit(lambda: self._together(sampled))
-        return self._last.result
+        self._last_step, self._last = sampled.step, self._worker.submit(lambda: self._together(sampled))
+        return functools.partial(_outcome, self._last)
 
     def take_part(self, sampled: Sampled) -> None:
         """In a sample that was given up here, and perhaps not elsewhere."""
@@ -84,22 +84,31 @@ class Measuring:
 
     def settle(self) -> None:
         """Wait for the sample before: histories that scales are emulated from move on with it."""
-        if self._last:
-            wait([self._last])
+        if self._last and not _is_done(self._last, 0 if self.over else longest()):
+            self.end(self._last_step, TimeoutError(f"it was not measured within {longest():.0f} s"))
+
+    def end(self, step: int, error: Exception) -> None:
+        """Ranks have come apart: none goes on, and the first to notice says so."""
+        if self.over:
+            return
+        self.over = True
+        with contextlib.suppress(Exception):
+            if not self._ranks.first_to_say("over", step):
+                return
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warn(f"ranks did not take part in the sample of step {step}; the run goes on, and is no longer monitored: {why}")
 
     def close(self) -> None:
         """The run is over; what is under way is waited for."""
         self.settle()
         if self._worker:
             self._worker.close(1.0)
-        if not self.over:
-            for group in filter(None, (self._family.group, self._family.heads_group)):
-                with contextlib.suppress(Exception):  # the host may have ended them all
-                    dist.destroy_process_group(group)
+        for group in filter(None, (self._family.group, self._family.heads_group)):
+            group.close()
 
     def _alone(self, sampled: Sampled) -> Measured:
         shards = collect(sampled.operands)
-        self._report(sampled.expected, shards)
+        self._report(sampled, shards)
         self._scales.observe({shard.key: shard.amax for shard in shards})
         return self._measured(shards, sampled)
 
@@ -111,9 +120,9 @@ class Measuring:
         self._others = {n: self._others.get(n) or EmulatedScales(parse_recipe(n), self._keys) for n in names}
         return list(self._others.values())
 
-    def _report(self, expected: Collection[Key], shards: Sequence[Shard]) -> None:
+    def _report(self, sampled: Sampled, shards: Sequence[Shard]) -> None:
         """Say what is missing."""
-        layers = {layer for layer, _ in expected}
+        layers = {layer for layer, _ in sampled.expected}
         if silent := layers - {layer for layer, _ in (shard.key for shard in shards)}:
             self._faults.warn(
                 f"{len(silent)} of {len(layers)} layers gave no sample, first {min(silent)}: "
@@ -122,63 +131,81 @@ class Measuring:
         if partial := [shard for shard in shards if shard.missing]:
             (layer, role), lost, all_of_them = partial[0].key, partial[0].missing, partial[0].missing + partial[0].shards
             self._faults.warn(
-                f"{len(partial)} operands of step {self._faults.step} are measured without the parts of some ranks, "
+                f"{len(partial)} operands of step {sampled.step} are measured without the parts of some ranks, "
                 f"first {SHOWN_AS[role]} of {layer} ({lost} of {all_of_them} parts missing)",
                 kind="missing shards",
             )
 
     def _together(self, sampled: Sampled) -> Outcome | None:
-        if self.over or self._ranks.said("over"):
-            self.over = True
+        with contextlib.suppress(Exception):  # the run may have ended the store with its process group
+            self.over = self.over or self._ranks.said("over")
+        if self.over:
             return None
+        mine = None
         try:
-            whole = self._reduced(sampled)
-            mine = None
-            if whole is not None:
-                with self._faults.guard("while measuring"):
-                    self._report(sampled.expected, whole)
-                    mine = self._measured(whole, sampled)
+            mine = self._of_family(sampled)
+        except Exception as error:
+            self.end(sampled.step, error)
+        try:  # the writer waits for what there is
             return self._brought_to_the_writer(mine, sampled)
         except Exception as error:
-            self._end(sampled.step, error)
+            self.end(sampled.step, error)
             return None
 
-    def _reduced(self, sampled: Sampled) -> list[Shard] | None:
-        """The shards of whole tensors, on the first rank of the family."""
-        shards: list[Shard] = []
-        with self._faults.guard("while collecting a sample"):  # this rank takes part, whatever it has
+    def _of_family(self, sampled: Sampled) -> Measured | None:
+        """Figures of whole tensors, on the first rank of the family."""
+        plan, shards = Plan(sampled.step, sampled.weighed), list[Shard]()
+        with self._faults.guard("while collecting a sample"):
             shards = collect(sampled.operands)
-        plan = Plan(sampled.step, sampled.weighed)
         if self._family.group is None:
             whole: list[Shard] | None = shards
             amax = {shard.key: shard.amax for shard in shards}
         else:
-            whole, amax = self._reduction.reduce(plan, shards, sampled.expected)
+            brought = self._reduction.brought(plan, [], sampled.expected)  # this rank takes part, whatever it has
+            with self._faults.guard("while packing a sample"):
+                brought = self._reduction.brought(plan, shards, sampled.expected)
+            # Sketches of whole tensors take their place.
+            sampled.operands.clear()
+            shards.clear()
+            whole, amax = self._reduction.reduce(plan, brought)
         self._scales.observe(amax)
-        return whole
+        if whole is None:
+            return None
+        with self._faults.guard("while measuring"):
+            self._report(sampled, whole)
+            return self._measured(whole, sampled)
+        return None
 
     def _brought_to_the_writer(self, mine: Measured | None, sampled: Sampled) -> Outcome | None:
         heads, group = self._family.heads, self._family.heads_group
         if self._ranks.rank not in heads:
             return None
         if not self._ranks.writes:
-            dist.send_object_list([mine, sampled.steps()], heads[0], group)
+            steps: Steps = {}
+            with self._faults.guard("while reading what steps reported"):
+                steps = sampled.steps()
+            if group:
+                group.send((mine, steps), heads[0])
             return None
-        parts, steps = [mine], dict[int, dict[str, float]]()
-        for head in heads[1:]:
-            message: list[Any] = [None, None]
-            dist.recv_object_list(message, head, group)
-            parts.append(message[0])
-            for step, numbers in message[1].items():
-                steps.setdefault(step, {}).update(numbers)
+        parts, of_others = [mine], dict[int, dict[str, float]]()
+        for part, steps in (group.receive(head) for head in heads[1:]) if group else ():
+            parts.append(part)
+            for step, numbers in steps.items():
+                of_others.setdefault(step, {}).update(numbers)
+        if self.over and not any(parts):
+            return None
         first, *rest = filter(None, [*parts, measure([])])
-        return Outcome(first.and_those_of(rest), steps)
+        return Outcome(first.and_those_of(rest), of_others)
 
-    def _end(self, step: int, error: Exception) -> None:
-        """Ranks have come apart: none goes on, and the first to notice says so."""
-        self.over = True
-        with contextlib.suppress(Exception):
-            if not self._ranks.first_to_say("over", step):
-                return
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        warn(f"ranks did not take part in the sample of step {step}; the run goes on, and is no longer monitored: {why}")
+
+def longest() -> float:
+    """Seconds that training waits for a sample to be measured: a rank that is gone costs one timeout, or two."""
+    return 2 * family.TIMEOUT
+
+
+def _is_done(future: Future[Any], seconds: float) -> bool:
+    return bool(wait([future], seconds).done)
+
+
+def _outcome(future: Future[Outcome | None]) -> Outcome | None:
+    return future.result() if _is_done(future, longest()) else None

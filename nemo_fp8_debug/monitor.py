@@ -24,7 +24,6 @@ from .capture.units import GradMultiplier
 from .config import Config
 from .control import Control
 from .distributed import Family, Ranks
-from .distributed.family import digest_of
 from .dumping import Dumping
 from .errors import ConfigError
 from .faults import Faults
@@ -33,13 +32,12 @@ from .names import compile_patterns
 from .numerics.history import Key
 from .numerics.rows import in_true_units
 from .numerics.scaling import ROLES, parse_recipe
+from .record.defaults import default_recorders
 from .record.dump import TensorDump
 from .record.fingerprint import fingerprint
 from .record.place import Place
 from .record.recording import Recording
 from .record.store import RunRecord
-from .record.table import TableRecorder
-from .record.tensorboard import EventFile, TensorBoardRecorder
 from .sample import SHOWN_AS, Recorder, Sample
 from .schedule import Schedule
 from .steering import Steering
@@ -48,6 +46,8 @@ from .triggers import Triggers, parse_rule
 
 #: steps whose scalars are kept on the device between samples, at the most
 STEPS_HELD = 1000
+#: options by which ranks come to meet at a step
+SAME_ON_ALL_RANKS = ("interval", "first_step", "last_step", "triggers", "trigger_steps")
 _MULTIPLIER = "while measuring what dY is multiplied by"
 
 
@@ -86,6 +86,7 @@ class Monitor:
         try:
             self.config = Config(output=os.fspath(output) if isinstance(output, os.PathLike) else output, **options)
             self._faults = Faults(self.config.on_error)
+            self._ranks.agree("options", {name: getattr(self.config, name) for name in SAME_ON_ALL_RANKS})
             self._find_gemms(model)
             self._recording = Recording(self._chosen(recorders), self.fingerprint, self._faults.guard)
             records = [r for r in self._recording.recorders if isinstance(r, RunRecord)]
@@ -94,7 +95,7 @@ class Monitor:
         except Exception as error:
             self._ranks.start(None, error)
             raise
-        self._publish_names()
+        Family.told(self._ranks, {g.name: g.kind for g in self._known})
         told = self._ranks.start({"attempt": max((r.attempt for r in records), default=0), "output": address})
         self._attempt: int = told["attempt"]
         self._idle = self._ranks.world == 1 and not self._recording.recorders
@@ -104,17 +105,12 @@ class Monitor:
         self._capture: Capture | None = None
         self._multiplier: GradMultiplier | None = None
         self._due: int | None = None
+        self._begun: int | None = None
         self._expected: set[Key] = set()
         self._operands: dict[tuple[str, str], Operand] = {}
         self._steps: dict[int, dict[str, Any]] = {}
         self._at_exit = partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
-
-    def _publish_names(self) -> None:
-        if self._ranks.world > 1:
-            kinds = {g.name: g.kind for g in self._known}
-            self._ranks.publish(f"digest/{self._ranks.rank}", digest_of(kinds))
-            self._ranks.first_to_say(f"kinds/{digest_of(kinds)}", kinds)
 
     def _meet(self) -> None:
         """Find the ranks that hold parts of the same tensors."""
@@ -163,15 +159,7 @@ class Monitor:
     def _chosen(self, recorders: Iterable[Recorder] | None) -> Iterable[Recorder]:
         if not self._ranks.writes:
             return ()
-        return self._default_recorders() if recorders is None else recorders
-
-    def _default_recorders(self) -> Iterator[Recorder]:
-        if self.config.output is None:
-            raise TypeError("Monitor needs an output folder, or recorders")
-        yield RunRecord(self.config.output)
-        yield TensorBoardRecorder(EventFile(str(Place(self.config.output))), self.config.max_tags, log_losses=True)
-        if self.config.table_rows:
-            yield TableRecorder(self.config.table_rows)
+        return default_recorders(self.config) if recorders is None else recorders
 
     def _prepare(self, place: Place | None) -> None:
         """What samples at which step, and where tensors go."""
@@ -195,7 +183,7 @@ class Monitor:
     @property
     def sampling(self) -> bool:
         """Whether a sampled step is under way."""
-        return self._capture is not None
+        return self._due is not None
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Any]:
@@ -211,21 +199,32 @@ class Monitor:
     def begin_step(self, step: int) -> None:
         """Before the forward pass: installs the hooks if `step` is sampled. On several ranks, called on all."""
         self.abandon_step()
-        self._faults.step = step
         if self._idle:
             return
+        if self._begun not in (None, step):  # broken off here, and perhaps not on other ranks, which have told
+            self._tell_triggers(None)
+        self._faults.step = self._begun = step
         with self._faults.guard("while starting to sample"):
             self._steering.start_step(step)
-            if self._schedule.samples(step) and not self._measuring.over:
-                self._due, self._expected = step, set()  # whatever happens to this rank's part of the sample
-                # Scales emulated from a history need the sample before.
-                self._measuring.settle()
-                self._recording.deliver(wait=True)
-                self._steering.start_sample(step)
-                if not self._recording.stuck:
-                    self._open(step)
+            if self._schedule.samples(step) and not self._steering.stopped:
+                self._start_sample(step)
             return
         self._detach()
+
+    def _start_sample(self, step: int) -> None:
+        self._due, self._expected = step, set()  # whatever happens to this rank's part of the sample
+        # Scales emulated from a history need the sample before.
+        self._measuring.settle()
+        self._recording.deliver(wait=True)
+        self._steering.start_sample(step, self._measuring.over)
+        if self._steering.stopped:
+            self._due, self._measuring.over = None, True
+        elif not self._recording.stuck:
+            self._open(step)
+
+    def _end_sample(self, step: int) -> None:
+        if not self._steering.end_sample(step):
+            self._measuring.end(step, TimeoutError("the first rank does not say how to sample"))
 
     def _open(self, step: int) -> None:
         plan, patterns = self._schedule.config, self._schedule.dumped(step)
@@ -254,6 +253,8 @@ class Monitor:
                 if self._dump and gemm.name in dumped:
                     taker = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
                 takers[key] = taker
+        if not self._steering.heard:
+            return
         self._multiplier = GradMultiplier(self._roots, partial(self._faults.guard, _MULTIPLIER))
         self._multiplier.attach()
         if takers:
@@ -265,6 +266,7 @@ class Monitor:
         self._detach()
         if (step := self._due) is not None:
             self._due, self._operands = None, {}
+            self._end_sample(step)
             with self._faults.guard("while giving a sample up"):
                 self._measuring.take_part(self._sampled(step, dict))
 
@@ -303,17 +305,19 @@ class Monitor:
         """
         if self._idle:
             return
-        step, sampled, opened = self._faults.step, self._due is not None, self.sampling
+        step, sampled = self._faults.step, self._due is not None
+        # Other ranks may have looked at what this one has not.
+        opened = self._capture is not None or (self._ranks.world > 1 and not self._recording.stuck)
         scalars = self._measured_multiplier() | {name: value for name, value in scalars.items() if value is not None}
         self._detach()
-        self._due = None
-        with self._faults.guard("while watching the loss"):
-            self._steering.end_step(step, scalars.get("loss"))
+        self._due = self._begun = None
+        self._tell_triggers(scalars.get("loss"))
         if self._ranks.rank in self._family.heads:
             with self._faults.guard("while noting the step"):
                 self._steps[step] = {"time": time.time(), **noted(scalars, self._faults.warn)}
                 self._recording.deliver(wait=False)
         if sampled:
+            self._end_sample(step)
             with self._faults.guard("while measuring"):
                 self._submit(step, opened)
         elif len(self._steps) >= STEPS_HELD:
@@ -323,6 +327,10 @@ class Monitor:
             self._recording.submit_job(self._steering.read)
         if self._faults.raises:
             self.flush()
+
+    def _tell_triggers(self, loss: Any) -> None:
+        with self._faults.guard("while watching the loss"):
+            self._steering.end_step(self._faults.step, loss)
 
     def _submit(self, step: int, opened: bool) -> None:
         steps, self._steps = self._steps, {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from .control import LONGEST, NAME, STATUS, Control
 from .distributed import Ranks
-from .errors import ConfigError, warn
+from .errors import warn
 from .record.place import Place
 from .sample import Sample
 from .schedule import Schedule
@@ -34,6 +34,10 @@ class Steering:
         self._place, self._check = place if ranks.writes else None, check
         self._text: str | None = None  # the control file as it was read last
         self._known: str | None = None  # as it was when a sampled step last began
+        #: whether the first rank has said how to sample the step that is under way
+        self.heard = True
+        #: whether it has said that no step is sampled any longer
+        self.stopped = False
         #: what became of the control file
         self.state: dict[str, Any] = self._earlier_state()
 
@@ -64,11 +68,38 @@ class Steering:
         if why := self._triggers.fired():
             self._schedule.trigger(step, why)
 
-    def start_sample(self, step: int) -> None:
-        """Before a sampled step, on all ranks: do as the control file says, if it is new."""
-        word = self._ranks.share(self._order(step))
-        if word is not None:
-            self._schedule.obey(Control.parse(word), step)
+    def start_sample(self, step: int, over: bool) -> None:
+        """Before a sampled step, on all ranks: do as the control file says, if it is new.
+
+        Args:
+            over: whether this rank knows that ranks have come apart; the first one tells those that wait for its word.
+        """
+        if over and not self._ranks.writes:
+            self.stopped = True
+            return
+        order = None if over else self._order(step)
+        try:
+            word = self._ranks.share({"over": over, "control": order})
+        except Exception:  # the first rank is late, or at another step: its word comes by the end of the step, or never
+            self.heard = False
+            return
+        self.heard = True
+        self._hear(word, step)
+
+    def end_sample(self, step: int) -> bool:
+        """After a sampled step: whether all ranks have heard what the first one had to say, if late."""
+        if not self.heard:
+            self.heard = True
+            try:
+                self._hear(self._ranks.shared_late(), step)
+            except Exception:
+                return False
+        return True
+
+    def _hear(self, word: Mapping[str, Any], step: int) -> None:
+        self.stopped = word["over"]
+        if word["control"] is not None:
+            self._schedule.obey(Control.parse(word["control"]), step)
 
     def _order(self, step: int) -> str | None:
         """What all ranks are to obey from `step` on; None where the control file is as before, or cannot be used."""
@@ -78,7 +109,7 @@ class Steering:
         try:
             control = self._what_is_left_of(Control.parse(text), text, step)
             self._check(control)
-        except ConfigError as error:
+        except Exception as error:  # the other ranks wait for a word in any case
             self.state = {"refused": str(error), "step": step}
             warn(f"the control file changes nothing at step {step}: {error}")
             return None

@@ -11,14 +11,11 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
-import torch.distributed as dist
-
+from .group import Group
 from .ranks import Ranks
 
-#: seconds that a rank waits for the others in a reduction
+#: seconds that a rank waits for another one in a reduction
 TIMEOUT = 60.0
 
 
@@ -32,20 +29,27 @@ class Family:
     kinds: Mapping[str, str]
     #: the first rank that has each GEMM
     first: Mapping[str, int]
-    #: gloo, apart from what the run itself uses; None where there is nobody to reduce with
-    group: Any = None
+    #: None where there is nobody to reduce with
+    group: Group | None = None
     #: the first ranks of all families, and the rank that writes
     heads: Sequence[int] = (0,)
-    heads_group: Any = None
+    heads_group: Group | None = None
 
     @classmethod
     def alone(cls, rank: int, kinds: Mapping[str, str]) -> Family:
         """One rank that shares nothing."""
         return cls([rank], dict(sorted(kinds.items())), dict.fromkeys(kinds, rank))
 
+    @staticmethod
+    def told(ranks: Ranks, kinds: Mapping[str, str]) -> None:
+        """Let other ranks know the names of this one's GEMMs; called before all have started."""
+        if ranks.world > 1:
+            ranks.publish(f"digest/{ranks.rank}", digest_of(kinds))
+            ranks.first_to_say(f"kinds/{digest_of(kinds)}", dict(kinds))
+
     @classmethod
     def met(cls, ranks: Ranks, kinds: Mapping[str, str]) -> Family:
-        """The family of this rank; called on all ranks, which have published their names.
+        """The family of this rank; called on all ranks, which have told their names.
 
         Raises:
             RuntimeError: the ranks cannot be connected.
@@ -63,9 +67,9 @@ class Family:
             mine["ranks"],
             mine["kinds"],
             mine["first"],
-            _group(mine["ranks"]) if len(mine["ranks"]) > 1 else None,
+            _group(f"family-{told}", ranks, mine["ranks"]),
             heads,
-            _group(heads) if len(heads) > 1 and ranks.rank in heads else None,
+            _group("heads", ranks, heads),
         )
 
 
@@ -111,5 +115,7 @@ def _families(kinds: Mapping[str, Iterable[str]]) -> list[list[str]]:
     return sorted(found.values())
 
 
-def _group(ranks: Sequence[int]) -> Any:
-    return dist.new_group(list(ranks), timedelta(seconds=TIMEOUT), backend="gloo", use_local_synchronization=True)
+def _group(name: str, ranks: Ranks, members: Sequence[int]) -> Group | None:
+    if len(members) == 1 or ranks.rank not in members:
+        return None
+    return Group(ranks.store_for(name), ranks.rank, members, TIMEOUT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,13 +30,29 @@ class Ranks:
         self.rank = dist.get_rank() if there else 0
         self.world = dist.get_world_size() if there else 1
         # The same on all ranks, which start their monitors in the same order.
-        self._prefix = f"nemo_fp8_debug/{next(_instances)}"
+        self._prefix = f"nemo_fp8_debug/{next(_instances) if self.world > 1 else 'alone'}"
+        # Kept alive by us, it would keep its port and its connections from the run's next one.
+        self._met = weakref.ref(dist.group.WORLD) if there else lambda: None
         self._words = 0
 
     @property
     def writes(self) -> bool:
         """Whether this rank keeps the record."""
         return self.rank == 0
+
+    def agree(self, name: str, value: Any) -> None:
+        """Make sure that all ranks have the same.
+
+        Args:
+            value: plain.
+
+        Raises:
+            ConfigError: another rank has something else.
+        """
+        if self.world > 1 and not self.first_to_say(name, value):
+            other = self.read(name)
+            if other != json.loads(json.dumps(value)):
+                raise ConfigError(f"ranks differ in their {name}: rank {self.rank} has {value}, another one {other}")
 
     def start(self, word: dict[str, Any] | None, fault: Exception | None = None) -> dict[str, Any]:
         """Every rank's monitor has started, or failed to; returns the word of the first rank.
@@ -51,23 +68,23 @@ class Ranks:
         if self.world == 1:
             return word or {}
         if fault is not None:
-            refused = {"config": isinstance(fault, ConfigError), "message": str(fault)}
-            self._store.set(self._key("fault"), json.dumps(refused))
+            self.publish("fault", {"config": isinstance(fault, ConfigError), "message": str(fault)})
         elif self.writes:
-            self._store.set(self._key("word"), json.dumps(word))
+            self.publish("word", word)
         if self._store.add(self._key("started"), 1) == self.world:
-            self._store.set(self._key("all"), "")
+            self.first_to_say("together", True)
         if fault is not None:
             return {}
-        if not self._waits_for("all", START):
-            if self.writes:
-                warn(f"other ranks have started no monitor within {START:.0f} s; the first rank goes on alone")
+        # Said once and for all: a rank that comes later must not take those who went alone for companions.
+        if not self._waits_for("together", START) and self.first_to_say("together", False):
+            warn(f"not all ranks have started a monitor within {START:.0f} s; the first rank alone is looked at")
+        if not self.read("together"):
             self.world = 1
             return word or {}
-        if self._store.check([self._key("fault")]):
-            refused = json.loads(self._store.get(self._key("fault")))
+        if self.said("fault"):
+            refused = self.read("fault")
             raise (ConfigError if refused["config"] else RuntimeError)(refused["message"])
-        result: dict[str, Any] = json.loads(self._store.get(self._key("word")))
+        result: dict[str, Any] = self.read("word")
         return result
 
     def publish(self, name: str, value: Any) -> None:
@@ -88,6 +105,10 @@ class Ranks:
         """What each rank published under `NAME/RANK`, before all had started."""
         return [json.loads(v) for v in self._store.multi_get([self._key(f"{name}/{rank}") for rank in range(self.world)])]
 
+    def store_for(self, name: str) -> Any:
+        """A corner of the store."""
+        return dist.distributed_c10d.PrefixStore(self._key(name), self._store)
+
     def first_to_say(self, name: str, value: Any) -> bool:
         """Publish a plain value, unless another rank has; whether this one did."""
         if self._store.add(self._key(f"{name}/by"), 1) > 1:
@@ -99,25 +120,38 @@ class Ranks:
         """Whether any rank has published this."""
         return self.world > 1 and bool(self._store.check([self._key(name)]))
 
-    def share(self, word: str | None) -> str | None:
-        """The word of the first rank; called on all ranks, at the same steps.
+    def share(self, value: Any) -> Any:
+        """What the first rank says; called on all ranks, at the same steps.
+
+        Args:
+            value: on the first rank, plain.
 
         Raises:
-            TimeoutError: the first rank does not give it.
+            TimeoutError: it does not say it.
         """
         if self.world == 1:
-            return word
+            return value
         self._words += 1
-        name = f"word-{self._words}"
-        if self.writes:
-            self._store.set(self._key(name), json.dumps(word))
-            # Training itself has kept the ranks together since the sample before the last.
-            self._store.delete_key(self._key(f"word-{self._words - 2}"))
-            return word
-        if not self._waits_for(name, WORD):
-            raise TimeoutError(f"the first rank did not say within {WORD:.0f} s how to sample")
-        result: str | None = json.loads(self._store.get(self._key(name)))
-        return result
+        if not self.writes:
+            return self.read(self._word)
+        self.publish(self._word, value)
+        # Training itself has kept the ranks together since the sample before the last.
+        self._store.delete_key(self._key(f"word-{self._words - 2}"))
+        return value
+
+    def shared_late(self) -> Any:
+        """What the first rank had not said in time.
+
+        Raises:
+            TimeoutError: it still has not.
+        """
+        if not self.said(self._word):
+            raise TimeoutError("the first rank has said nothing")
+        return self.read(self._word)
+
+    @property
+    def _word(self) -> str:
+        return f"word-{self._words}"
 
     def total(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sums over all ranks, float64 on the device of the run, not yet waited for; called on all ranks, at the same steps.
@@ -139,6 +173,8 @@ class Ranks:
 
     @property
     def _store(self) -> Any:
+        if self._met() is not dist.group.WORLD:
+            raise RuntimeError("the process group in which the ranks met is gone")
         return dist.distributed_c10d._get_default_store()
 
     def _key(self, name: str) -> str:

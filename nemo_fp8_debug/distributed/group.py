@@ -1,0 +1,80 @@
+"""Gloo among some of the ranks, apart from the process groups that torch.distributed knows of.
+
+Those may be named by how many of them a rank has: one of ours on some ranks only would part the run's own, and ranks with
+different numbers of them, as stages of a pipeline are, would not meet in ours. A run that ends its own leaves this one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Group:
+    """Between host memories. What takes longer than the timeout, or meets a rank that is gone, raises.
+
+    Ranks connect with those that they talk to and no others, where torch can do so. Collectives go round a ring: a rank has
+    two neighbours however many ranks there are, and does not run out of file descriptors, which would hit the run.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int], seconds: float) -> None:
+        """Get ready to meet the others; called on all `ranks`.
+
+        Args:
+            store: what only these ranks use, and for this.
+            ranks: global ranks, ascending.
+            seconds: that one rank waits for another.
+
+        Raises:
+            RuntimeError: gloo cannot be used here, or the others do not come.
+        """
+        self._ranks = list(ranks)
+        self._timeout = timedelta(seconds=seconds)
+        self._gloo: Any = dist.ProcessGroupGloo(store, self._ranks.index(rank), len(ranks), *_lazy(self._timeout))
+
+    def maximum(self, x: torch.Tensor) -> None:
+        """The largest of each element over all ranks, in place."""
+        self._reduce(x, dist.ReduceOp.MAX)
+
+    def add_up(self, x: torch.Tensor) -> None:
+        """The sum of each element over all ranks, in place."""
+        self._reduce(x, dist.ReduceOp.SUM)
+
+    def _reduce(self, x: torch.Tensor, operation: Any) -> None:
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = operation
+        self._gloo.allreduce([x], options).wait()
+
+    def send(self, value: Any, rank: int) -> None:
+        """Hand a value to another rank, which receives it."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for part in (torch.tensor([len(data)]), data):
+            self._gloo.send([part], self._ranks.index(rank), 0).wait(self._timeout)
+
+    def receive(self, rank: int) -> Any:
+        """What another rank sends."""
+        size = torch.empty(1, dtype=torch.int64)
+        self._gloo.recv([size], self._ranks.index(rank), 0).wait(self._timeout)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._gloo.recv([data], self._ranks.index(rank), 0).wait(self._timeout)
+        return pickle.loads(data.numpy().tobytes())
+
+    def close(self) -> None:
+        """Part."""
+        self._gloo = None
+
+
+def _lazy(timeout: timedelta) -> tuple[Any]:
+    """How a process group is told to connect when it must; its timeout alone, where torch knows no such thing."""
+    try:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+        options._timeout = timeout
+    except (AttributeError, TypeError):
+        return (timeout,)
+    return (options,)

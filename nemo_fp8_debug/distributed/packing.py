@@ -1,0 +1,177 @@
+"""Shards as arrays that add up over ranks element by element, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from ..numerics.figures import Moments, QuantizationSums
+from ..numerics.sketch import BINS
+from ..shards import Shard
+
+#: bins of a sketch that are sent together: a binade of bfloat16, an eighth of one of float16
+BINADE = 128
+BINADES = BINS // BINADE
+#: less than any number whose maximum is sought
+NONE = torch.iinfo(torch.int32).min
+#: what the maximum is taken of, for each operand; a minimum is that of the negated number, and floats that are not negative
+#: are ordered as their bits are
+EXTREMES = ("amax", "scale_max", "amin", "scale_min", "order", "cast", "dtype_max", "dtype_min")
+_MOMENTS = ("n", "nan", "inf", "sum_x2", "sum_x4")
+_SUMS = tuple(f.name for f in fields(QuantizationSums))
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _columns(weighed: Sequence[str]) -> list[str]:
+    """What is added up of each operand beside its counts."""
+    return ["expected", "made", "calls", *_MOMENTS, *(p + name for p in ("", *weighed) for name in ("measured", *_SUMS))]
+
+
+class Brought:
+    """What a rank has to add: M operands of the K that its family knows."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        casts: Sequence[int],
+        rows: Sequence[int],
+        expected: Collection[int],
+        known: int,
+        weighed: Sequence[str],
+    ) -> None:
+        """
+        Args:
+            casts: a number that stands for the cast of each shard on all ranks.
+            rows: which of the K each shard is of.
+            expected: which the rank was to have.
+            known: K.
+            weighed: names of the recipes that are weighed.
+        """
+        self.rows = torch.tensor(rows, dtype=torch.int64)
+        binades = [s.sketch.counts.view(BINADES, BINADE) for s in shards]
+        #: bool [M, 256]: which binades of each sketch are occupied
+        self.occupied = torch.zeros(len(shards), BINADES, dtype=torch.bool)
+        for occupied, found in zip(self.occupied, binades, strict=True):
+            occupied[:] = found.amax(1) > 0
+        #: int64 [occupied, 128]
+        self.counts = torch.zeros(0, BINADE, dtype=torch.int64)
+        if shards:
+            self.counts = torch.cat([b[o] for b, o in zip(binades, self.occupied, strict=True)])
+        #: int32 [K, 8 + 256]
+        self.extremes = torch.full((known, len(EXTREMES) + BINADES), NONE, dtype=torch.int32)
+        self.extremes[:, len(EXTREMES) :] = 0
+        self.extremes[self.rows] = torch.cat([_extremes(shards, casts), self.occupied.int()], 1)
+        #: float64 [K, columns]
+        self.numbers = torch.zeros(known, len(_columns(weighed)), dtype=torch.float64)
+        self.numbers[self.rows] = _numbers(shards, weighed)
+        self.numbers[sorted(expected), 0] = 1.0
+
+
+def _extremes(shards: Sequence[Shard], casts: Sequence[int]) -> torch.Tensor:
+    """int32 [M, 8]"""
+    absent = (np.nan, np.nan)
+    amin = [s.moments.amin.item() if s.moments else np.nan for s in shards]
+    scales = [s.scales or absent for s in shards]
+    floats = [(s.amax, high, least, low) for s, least, (low, high) in zip(shards, amin, scales, strict=True)]
+    values = np.array(floats, dtype=np.float32).reshape(-1, 4)
+    bits = np.where(np.isnan(values), NONE, values.view(np.int32) * np.array([1, 1, -1, -1], dtype=np.int32))
+    orders = [NONE if s.nonfinite_order is None else -s.nonfinite_order for s in shards]
+    dtypes = [_DTYPES.index(s.cast.dtype) for s in shards]
+    rest = np.array([orders, casts, dtypes, [-d for d in dtypes]], dtype=np.int32)
+    return torch.from_numpy(np.concatenate([bits, rest.T], 1).astype(np.int32))
+
+
+def _numbers(shards: Sequence[Shard], weighed: Sequence[str]) -> torch.Tensor:
+    """float64 [M, columns]"""
+    columns = {name: torch.zeros(len(shards), dtype=torch.float64) for name in _columns(weighed)}
+    columns["expected"] += 1
+    columns["made"] += 1
+    columns["calls"] = torch.tensor([s.calls for s in shards], dtype=torch.float64)
+    if chosen := [i for i, s in enumerate(shards) if s.moments]:
+        moments = Moments.concat([m for s in shards if (m := s.moments)])
+        for name in _MOMENTS:
+            columns[name][chosen] = getattr(moments, name).double()
+    for prefix in ("", *weighed):
+        rows = [s.weighed.get(prefix) if prefix else s.sums for s in shards]
+        if chosen := [i for i, row in enumerate(rows) if row]:
+            sums = QuantizationSums.concat([row for row in rows if row])
+            columns[f"{prefix}measured"][chosen] = 1.0
+            for name in _SUMS:
+                columns[prefix + name][chosen] = getattr(sums, name).double()
+    return torch.stack(list(columns.values()), 1)
+
+
+class Layout:
+    """Where everything lies in the buffer of sums: a row of numbers for each of S operands, then their occupied binades."""
+
+    def __init__(self, seen: torch.Tensor, occupied: torch.Tensor, weighed: Sequence[str]) -> None:
+        """
+        Args:
+            seen: int64 [S], which operands any rank has, ascending.
+            occupied: bool [S, 256], by anyone.
+        """
+        self._seen, self._occupied, self._columns = seen, occupied, _columns(weighed)
+        self._numbers = len(seen) * len(self._columns)
+        #: places in the order of binades, of each operand its own
+        self._lengths = occupied.sum(1).tolist()
+        self._size = self._numbers + sum(self._lengths) * BINADE
+
+    def packed(self, brought: Brought) -> torch.Tensor:
+        """float64: what this rank adds."""
+        buffer = torch.zeros(self._size, dtype=torch.float64)
+        buffer[: self._numbers] = brought.numbers[self._seen].flatten()
+        place = (self._occupied.flatten().cumsum(0) - 1).view_as(self._occupied)
+        mine = place[torch.searchsorted(self._seen, brought.rows)][brought.occupied]
+        buffer[self._numbers :].view(-1, BINADE)[mine] = brought.counts.double()
+        return buffer
+
+    def unpacked(self, buffer: torch.Tensor, weighed: Sequence[str]) -> Added:
+        """The sums of all ranks."""
+        table = buffer[: self._numbers].view(-1, len(self._columns))
+        numbers = dict(zip(self._columns, table.T, strict=True))
+        counts = []
+        for occupied, found in zip(
+            self._occupied, buffer[self._numbers :].view(-1, BINADE).split(self._lengths), strict=True
+        ):
+            dense = torch.zeros(BINADES, BINADE, dtype=torch.int64)
+            dense[occupied] = found.long()
+            counts.append(dense.flatten())
+        sums = {prefix: _sums(numbers, prefix) for prefix in ("", *weighed)}
+        whole = {p: (numbers[f"{p}measured"] == numbers["made"]).tolist() for p in sums}
+        return Added(numbers, counts, sums, whole)
+
+
+@dataclass(frozen=True)
+class Added:
+    """The sums of S operands over all ranks."""
+
+    #: float64 [S] each
+    numbers: Mapping[str, torch.Tensor]
+    #: int64 [32768] each
+    counts: Sequence[torch.Tensor]
+    #: under the scales in use, by "", and under recipes that are weighed, by their names
+    sums: Mapping[str, QuantizationSums]
+    #: whether those are sums of all ranks that have a shard
+    whole: Mapping[str, Sequence[bool]]
+
+    def sums_of(self, i: int, name: str = "") -> QuantizationSums | None:
+        """One row; None where a rank that has a shard has no sums."""
+        return self.sums[name].row(i) if self.whole[name][i] else None
+
+    def moments(self, amax: torch.Tensor, amin: torch.Tensor) -> Moments:
+        """Of float32 operands; the median is that of the sketch.
+
+        Args:
+            amax, amin: float32 [S].
+        """
+        counts = {name: self.numbers[name].long() for name in ("n", "nan", "inf")}
+        powers = {name: self.numbers[name] for name in ("sum_x2", "sum_x4")}
+        return Moments(amax=amax.double(), amin=amin.double(), median=torch.full_like(amax, torch.nan), **counts, **powers)
+
+
+def _sums(numbers: Mapping[str, torch.Tensor], prefix: str) -> QuantizationSums:
+    counts = {name: numbers[prefix + name].long() for name in ("underflows", "overflows")}
+    return QuantizationSums(**counts, **{name: numbers[prefix + name] for name in _SUMS if name not in counts})

@@ -1,0 +1,27 @@
+"""Where samples go unless the caller says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..config import Config
+from ..sample import Recorder
+from .place import Place
+from .store import RunRecord
+from .table import TableRecorder
+from .tensorboard import EventFile, TensorBoardRecorder
+
+
+def default_recorders(config: Config) -> Iterator[Recorder]:
+    """A run record, TensorBoard events and a table.
+
+    Raises:
+        TypeError: there is no folder for them.
+        ConfigError: it cannot be written.
+    """
+    if config.output is None:
+        raise TypeError("Monitor needs an output folder, or recorders")
+    yield RunRecord(config.output)
+    yield TensorBoardRecorder(EventFile(str(Place(config.output))), config.max_tags, log_losses=True)
+    if config.table_rows:
+        yield TableRecorder(config.table_rows)
