@@ -1,4 +1,4 @@
-"""A Lightning run, by FSDP2 on two CPU processes or plainly in one: `lightning_sharded.py FOLDER fsdp2|plain`."""
+"""A Lightning run, by FSDP2 or FSDP1 on two CPU processes or plainly in one: `lightning_sharded.py FOLDER fsdp2|fsdp1|plain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).parent))
@@ -38,12 +39,25 @@ class Module(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=2.0**-6)
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=2.0**-6)
+
+
+class OnCPU(FSDPStrategy):
+    """Lightning's own, which wants a GPU's number where FSDP would take a CPU."""
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
 
 
 def strategy(how: str) -> dict[str, Any]:
     if how == "plain":
         return {"devices": 1}
+    if how == "fsdp1":
+        return {"devices": 2, "strategy": OnCPU(auto_wrap_policy={type(model(exact=True).blocks[0])})}
     return {"devices": 2, "strategy": ModelParallelStrategy(2, 1)}
 
 
@@ -60,7 +74,7 @@ def train(folder: Path, how: str, watched: bool) -> tuple[list[float], int]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        accumulate_grad_batches=1 if how == "fsdp2" else 2,
+        accumulate_grad_batches=2 if how == "plain" else 1,
     )
     trainer.fit(module, DataLoader(torch.cat([x, x]), batch_size=1))
     return module.losses, trainer.global_rank

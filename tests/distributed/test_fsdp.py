@@ -161,14 +161,14 @@ def test_the_recipe_runs_on_two_processes(tmp_path: Path) -> None:
     assert len(losses) == 4 and losses[3] < losses[0]
 
 
-def test_lightnings_model_parallel_strategy(tmp_path: Path) -> None:
+def test_lightnings_strategies(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("lightning_sharded.py")), str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     told = {}
-    for how in ("plain", "fsdp2"):
+    for how in ("plain", "fsdp2", "fsdp1"):
         done = subprocess.run([*command, how], env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr[-3000:]
         told[how] = json.loads((tmp_path / f"{how}.json").read_text())
         assert told[how]["losses"] == told[how]["unwatched"]
     assert len(told["plain"]["figures"]) == 15
-    assert told["fsdp2"]["figures"] == told["plain"]["figures"]
+    assert told["fsdp2"]["figures"] == told["fsdp1"]["figures"] == told["plain"]["figures"]
