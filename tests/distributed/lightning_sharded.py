@@ -1,4 +1,4 @@
-"""A Lightning run, by FSDP2 or FSDP1 on two CPU processes or plainly in one: `lightning_sharded.py FOLDER fsdp2|fsdp1|plain`."""
+"""A Lightning run, sharded over two CPU processes or plainly in one: `lightning_sharded.py FOLDER fsdp2|fsdp1|plain`."""
 
 from __future__ import annotations
 
