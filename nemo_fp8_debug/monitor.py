@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from . import inspection
-from .capture.dtensors import is_counted
+from .capture.dtensors import is_counted, is_dtensor
 from .capture.hooks import Capture, Taker
+from .capture.hosts.base import raw_weight
 from .capture.layers import Gemm, find_gemms, matching, select, unknown_gemms
 from .capture.operands import Operand
 from .capture.scales import Scales
@@ -399,7 +400,7 @@ class Monitor:
             counted = self._operands.pop((layer, role), None)
             if self._ranks.world == 1:
                 self._expected.discard((layer, role))
-            elif counted:  # others are told that it is missing
+            elif counted and is_dtensor(raw_weight(counted.gemm.module)):  # a part that no other rank has
                 self._expected.add((layer, role))
             message = f"{what} is missing from the sample of step {self._faults.step}"
         else:
