@@ -1,0 +1,169 @@
+"""Since when a tensor of a run is out of the band of a good one, and by what.
+
+The band of a figure is its running median in the good run, give or take what it moves by from sample to sample. A tensor is
+out from the first of several samples in a row that lie beyond the band on the bad side. Figures are those that do not depend
+on the size of values, on scales on which equal steps mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from ..sample import SHOWN_AS
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A figure by which a tensor can be out of the band."""
+
+    figure: str
+    #: to a scale on which equal steps mean the same
+    scaled: Callable[[Floats], Floats]
+    #: the least rise on that scale that counts, however steady the good run is
+    least: float
+
+
+def _linear(x: Floats) -> Floats:
+    return x
+
+
+def _log2_of_error(x: Floats) -> Floats:
+    """What is below 1% is rounding."""
+    result: Floats = np.log2(np.maximum(x, 0.01))
+    return result
+
+
+#: in the order in which one explains the next: a stale scale clips, and clipping is an error
+EVIDENCE = (
+    Evidence("nonfinite", _linear, 0.5),
+    Evidence("scale_ratio_log2", _linear, 1.0),
+    Evidence("overflow_pct", _linear, 0.01),
+    Evidence("underflow_pct", _linear, 1.0),
+    Evidence("relative_error", _log2_of_error, 0.585),  # half as much again
+    Evidence("outlier_log2", _linear, 2.0),
+)
+#: spreads of the good run that count
+SPREADS = 6.0
+#: samples in a row that count
+IN_A_ROW = 3
+#: samples of the good run that a running median is taken over, on either side
+_HALF = 4
+
+
+def onsets(good: pl.DataFrame, bad: pl.DataFrame) -> pl.DataFrame:
+    """When each tensor that both runs have left the good run's band.
+
+    Args:
+        good: `figures` table; steps need not be those of `bad`, but only steps that both runs cover are looked at.
+        bad: likewise.
+
+    Returns:
+        A row for each figure of a tensor that is out: layer, role, tensor (as people write the role), figure, onset (step),
+        excess (how many times the least rise that counts, a median over the samples that made the onset), value and expected
+        (of the figure at the onset). Earliest first, then strongest.
+    """
+    keys = good.select(_KEY).unique(maintain_order=True).join(bad.select(_KEY).unique(), on=_KEY)
+    a, b = _Grid(good, keys), _Grid(bad, keys)
+    covered = b.steps <= max(a.steps, default=0)
+    found = [
+        row
+        for evidence in EVIDENCE
+        for row in _out(evidence, keys, a.steps, a.of(evidence.figure), b.steps[covered], b.of(evidence.figure)[:, covered])
+    ]
+    return pl.DataFrame(found, schema=_SCHEMA, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
+
+
+_KEY = ["layer", "role"]
+_SCHEMA: Mapping[str, type[pl.DataType]] = {
+    "layer": pl.String,
+    "role": pl.String,
+    "tensor": pl.String,
+    "figure": pl.String,
+    "onset": pl.Int64,
+    "excess": pl.Float64,
+    "value": pl.Float64,
+    "expected": pl.Float64,
+}
+
+
+class _Grid:
+    """Figures of a run by tensor and step."""
+
+    def __init__(self, figures: pl.DataFrame, keys: pl.DataFrame) -> None:
+        self._shape = len(keys), figures["step"].n_unique()
+        nonfinite = (pl.col("nan") + pl.col("inf") > 0).cast(pl.Float64)
+        self._rows = figures.join(keys.with_row_index("row"), on=_KEY).with_columns(nonfinite=nonfinite)
+        steps = figures["step"].unique().sort()
+        #: int64 [S]
+        self.steps = steps.to_numpy()
+        self._place = self._rows["row"].to_numpy(), steps.search_sorted(self._rows["step"]).to_numpy()
+
+    def of(self, figure: str) -> Floats:
+        """[T, S], NaN where there is none."""
+        values = np.full(self._shape, np.nan)
+        values[self._place] = self._rows[figure].cast(pl.Float64).to_numpy()
+        return values
+
+
+def _out(
+    evidence: Evidence,
+    keys: pl.DataFrame,
+    steps_good: npt.NDArray[np.int64],
+    values_good: Floats,
+    steps: npt.NDArray[np.int64],
+    values: Floats,
+) -> list[tuple[str | int | float, ...]]:
+    """Rows of the tensors that are out by one figure."""
+    expected = running_median(values_good)
+    spread = 1.4826 * _median(np.abs(evidence.scaled(values_good) - evidence.scaled(expected)))
+    limit = np.maximum(evidence.least, SPREADS * np.nan_to_num(spread))
+    found: list[tuple[str | int | float, ...]] = []
+    for i, (layer, role) in enumerate(keys.rows()):
+        known = ~np.isnan(expected[i])
+        if not known.any():
+            continue
+        band = np.interp(steps, steps_good[known], expected[i][known])
+        rise = (evidence.scaled(values[i]) - evidence.scaled(band)) / limit[i]
+        start = _first_of_several(rise > 1, 1 if evidence.figure == "nonfinite" else IN_A_ROW)
+        if start is not None:
+            excess = float(np.median(rise[start : start + IN_A_ROW]))
+            row = (layer, role, SHOWN_AS[role], evidence.figure, int(steps[start]), excess)
+            found.append((*row, float(values[i][start]), float(band[start])))
+    return found
+
+
+def running_median(values: Floats) -> Floats:
+    """[T, S] -> [T, S]: over `_HALF` samples on either side, windows as wide at either end as in the middle."""
+    n = values.shape[1]
+    width = min(n, 2 * _HALF + 1)
+    if n == 0:
+        return values
+    windows = np.lib.stride_tricks.sliding_window_view(values, width, axis=1)
+    medians = _median(windows)
+    start = np.clip(np.arange(n) - _HALF, 0, n - width)
+    result: Floats = medians[:, start]
+    return result
+
+
+def _median(values: Floats) -> Floats:
+    """Over the last axis, NaN left out; NaN where there is nothing else."""
+    ordered = np.sort(values, axis=-1)  # NaN last
+    count = (~np.isnan(values)).sum(-1)
+    middle = np.maximum(count - 1, 0) // 2
+    result: Floats = np.take_along_axis(ordered, middle[..., None], -1)[..., 0]
+    return result
+
+
+def _first_of_several(out: npt.NDArray[np.bool_], needed: int) -> int | None:
+    """Where the first `needed` in a row begin."""
+    if len(out) < needed:
+        return None
+    runs = np.lib.stride_tricks.sliding_window_view(out, needed).all(-1)
+    return int(np.argmax(runs)) if runs.any() else None
