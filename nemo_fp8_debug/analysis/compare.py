@@ -15,6 +15,7 @@ from ..names import fold_key, is_fold
 from ..record.reader import find_run, read_fingerprint, read_table
 from ..sample import SHOWN_AS
 from .loss import LossCurve
+from .onset import onsets
 
 #: per cent; ratios of underflow and overflow below this are noise
 _FLOOR_PCT = 0.01
@@ -60,6 +61,8 @@ class Comparison:
     tensors: pl.DataFrame
     #: the same of those experts one by one
     experts: pl.DataFrame
+    #: since when tensors are out of the good run's band, earliest first; as in `onsets`, but the experts of a layer are one
+    left: pl.DataFrame
 
     def verdict(self) -> str:
         """The comparison in a sentence or three."""
@@ -73,12 +76,22 @@ class Comparison:
             fell = self.bad.loss.diverged_at
             how = f"and rises for good from step {fell}" if fell is not None else "but does not rise above its own minimum"
             sentences.append(f"The second run's loss stays above the first run's from step {since}, {how}.")
+        sentences += self._first_out(since)
         sentences.append(_described(worst))
         sentences += self._expert_sentences(worst)
         sentences += self._what_if_sentences(worst)
         if self.twin is not None:
             sentences.append(self._twin_sentence())
         return " ".join(sentences)
+
+    def _first_out(self, loss_left: int | None) -> list[str]:
+        if self.left.is_empty():
+            return ["No tensor leaves the good run's band."]
+        first = self.left.row(0, named=True)
+        before = "" if loss_left is None else f", {_steps_apart(first['onset'], loss_left)} the loss"
+        what = f"{first['figure']} {number(first['expected'])} -> {number(first['value'])}"
+        which = f"{first['tensor']} of {first['layer']}"
+        return [f"First out of the good run's band is {which}, from step {first['onset']}{before}: {what}."]
 
     def what_if(self) -> pl.DataFrame:
         """The bad run's tensors under recipes that were weighed or replayed: medians over its later half, a row a recipe."""
@@ -133,6 +146,7 @@ class Comparison:
             },
             "tensors": self.tensors.to_dicts(),
             "experts": self.experts.to_dicts(),
+            "left": self.left.to_dicts(),
             "what_if": self.what_if().to_dicts(),
         }
         result: dict[str, Any] = _jsonable(plain)
@@ -160,7 +174,9 @@ def compare(
         RecordError: a record is missing or unreadable, or the two have no sampled step and tensor in common.
     """
     runs = Run.read(good), Run.read(bad)
-    return Comparison(*runs, Run.read(twin) if twin is not None else None, *experts_apart(drifts(*runs)))
+    ranked = experts_apart(drifts(*runs))
+    left, _ = experts_apart(onsets(runs[0].figures, runs[1].figures))
+    return Comparison(*runs, Run.read(twin) if twin is not None else None, *ranked, left)
 
 
 def experts_apart(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -236,6 +252,12 @@ def _nonfinite_since(both: pl.DataFrame) -> pl.DataFrame:
     bad_only = (pl.col("nan_bad") + pl.col("inf_bad") > 0) & (pl.col("nan") + pl.col("inf") == 0)
     first = both.filter(bad_only).sort("step").group_by("layer", "role").first()
     return first.select("layer", "role", nonfinite_since="step", nonfinite_order="nonfinite_order_bad")
+
+
+def _steps_apart(tensor: int, loss: int) -> str:
+    if tensor == loss:
+        return "with"
+    return f"{abs(loss - tensor)} steps {'before' if tensor < loss else 'after'}"
 
 
 def _nothing_in_common(good: Run, bad: Run) -> str:

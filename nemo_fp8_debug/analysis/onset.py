@@ -7,7 +7,7 @@ on the size of values, on scales on which equal steps mean the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,8 @@ class Evidence:
     scaled: Callable[[Floats], Floats]
     #: the least rise on that scale that counts, however steady the good run is
     least: float
+    #: whether it is what a loss of precision looks like, and counts only where more is lost
+    of_error: bool = False
 
 
 def _linear(x: Floats) -> Floats:
@@ -45,14 +47,16 @@ EVIDENCE = (
     Evidence("nonfinite", _linear, 0.5),
     Evidence("scale_ratio_log2", _linear, 1.0),
     Evidence("overflow_pct", _linear, 0.01),
-    Evidence("underflow_pct", _linear, 1.0),
-    Evidence("relative_error", _log2_of_error, 0.585),  # half as much again
-    Evidence("outlier_log2", _linear, 2.0),
+    Evidence("underflow_pct", _linear, 1.0, True),
+    Evidence("relative_error", _log2_of_error, 0.585, True),  # half as much again
+    Evidence("outlier_log2", _linear, 2.0, True),
 )
 #: spreads of the good run that count
 SPREADS = 6.0
 #: samples in a row that count
 IN_A_ROW = 3
+#: log2 of the rise of the MSE that makes it more: half as much again
+_MORE_LOST = 0.585
 #: samples of the good run that a running median is taken over, on either side
 _HALF = 4
 
@@ -70,13 +74,8 @@ def onsets(good: pl.DataFrame, bad: pl.DataFrame) -> pl.DataFrame:
         (of the figure at the onset). Earliest first, then strongest.
     """
     keys = good.select(_KEY).unique(maintain_order=True).join(bad.select(_KEY).unique(), on=_KEY)
-    a, b = _Grid(good, keys), _Grid(bad, keys)
-    covered = b.steps <= max(a.steps, default=0)
-    found = [
-        row
-        for evidence in EVIDENCE
-        for row in _out(evidence, keys, a.steps, a.of(evidence.figure), b.steps[covered], b.of(evidence.figure)[:, covered])
-    ]
+    pair = _Pair(_Grid(good, keys), _Grid(bad, keys))
+    found = [row for evidence in EVIDENCE for row in _out(evidence, keys, pair)]
     return pl.DataFrame(found, schema=_SCHEMA, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
 
 
@@ -112,31 +111,48 @@ class _Grid:
         return values
 
 
-def _out(
-    evidence: Evidence,
-    keys: pl.DataFrame,
-    steps_good: npt.NDArray[np.int64],
-    values_good: Floats,
-    steps: npt.NDArray[np.int64],
-    values: Floats,
-) -> list[tuple[str | int | float, ...]]:
+class _Pair:
+    """Two runs over the same tensors, and the steps of the bad one that the good one covers."""
+
+    def __init__(self, good: _Grid, bad: _Grid) -> None:
+        self._good, self._bad = good, bad
+        self._covered = bad.steps <= max(good.steps, default=-1)
+        #: int64 [S]
+        self.steps = bad.steps[self._covered]
+        expected, found = self.of("mse")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            #: [T, S]: whether more is lost than in the good run; less is in a gradient that vanishes behind the culprit
+            self.loses_more = np.log2(found) - np.log2(expected) > _MORE_LOST
+
+    def of(self, figure: str) -> tuple[Floats, Floats]:
+        """The median of the good run at the bad one's steps, and the bad one's values; [T, S] each."""
+        medians, steps = running_median(self._good.of(figure)), self._good.steps
+        expected = np.full((len(medians), len(self.steps)), np.nan)
+        for i, of_one in enumerate(medians):
+            if (known := ~np.isnan(of_one)).any():
+                expected[i] = np.interp(self.steps, steps[known], of_one[known])
+        return expected, self._bad.of(figure)[:, self._covered]
+
+    def spread(self, evidence: Evidence) -> Floats:
+        """[T]: what the good run's figure moves by around its median, as a standard deviation."""
+        values = self._good.of(evidence.figure)
+        apart = np.abs(evidence.scaled(values) - evidence.scaled(running_median(values)))
+        return np.nan_to_num(1.4826 * _median(apart))
+
+
+def _out(evidence: Evidence, keys: pl.DataFrame, pair: _Pair) -> Iterator[tuple[str | int | float, ...]]:
     """Rows of the tensors that are out by one figure."""
-    expected = running_median(values_good)
-    spread = 1.4826 * _median(np.abs(evidence.scaled(values_good) - evidence.scaled(expected)))
-    limit = np.maximum(evidence.least, SPREADS * np.nan_to_num(spread))
-    found: list[tuple[str | int | float, ...]] = []
+    expected, found = pair.of(evidence.figure)
+    limit = np.maximum(evidence.least, SPREADS * pair.spread(evidence))
+    excess = (evidence.scaled(found) - evidence.scaled(expected)) / limit[:, None]
+    out = (excess > 1) & (pair.loses_more | (not evidence.of_error))
+    needed = 1 if evidence.figure == "nonfinite" else IN_A_ROW
     for i, (layer, role) in enumerate(keys.rows()):
-        known = ~np.isnan(expected[i])
-        if not known.any():
-            continue
-        band = np.interp(steps, steps_good[known], expected[i][known])
-        rise = (evidence.scaled(values[i]) - evidence.scaled(band)) / limit[i]
-        start = _first_of_several(rise > 1, 1 if evidence.figure == "nonfinite" else IN_A_ROW)
+        start = _first_of_several(out[i], needed)
         if start is not None:
-            excess = float(np.median(rise[start : start + IN_A_ROW]))
-            row = (layer, role, SHOWN_AS[role], evidence.figure, int(steps[start]), excess)
-            found.append((*row, float(values[i][start]), float(band[start])))
-    return found
+            strength = float(np.median(excess[i, start : start + needed]))
+            row = (layer, role, SHOWN_AS[role], evidence.figure, int(pair.steps[start]), strength)
+            yield (*row, float(found[i, start]), float(expected[i, start]))
 
 
 def running_median(values: Floats) -> Floats:

@@ -50,6 +50,14 @@ def _print(found: Comparison, top: int) -> None:
         pairs = [_pair(row, figure) for figure in ("underflow_pct", "overflow_pct", "amax")]
         tensors.add_row(escape(row["layer"]), row["tensor"], number(row["drift_log2"]), number(row["mse_ratio"]), *pairs)
     out.print(tensors)
+    if len(found.left):
+        left = Table(title="Order in which tensors leave the good run's band", title_justify="left")
+        for heading in ("from step", "layer", "tensor", "figure", "expected", "found", "times the least that counts"):
+            left.add_column(heading, justify="right" if heading not in ("layer", "tensor", "figure") else "left")
+        for row in found.left.head(top).iter_rows(named=True):
+            values = [number(row[name]) for name in ("expected", "value", "excess")]
+            left.add_row(str(row["onset"]), escape(row["layer"]), row["tensor"], row["figure"], *values)
+        out.print(left)
     out.print(found.verdict(), soft_wrap=True, highlight=False, markup=False)
 
 

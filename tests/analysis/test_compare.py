@@ -330,6 +330,21 @@ class TestWhatIf:
         assert "Under " not in compare(good, bad).verdict()
 
 
+class TestOrder:
+    def test_the_culprit_leaves_the_good_runs_band_first_and_before_the_loss(self, good: Path, bad: Path) -> None:
+        found = compare(good, bad)
+        assert found.left.select("layer", "role").rows()[0] == CULPRIT
+        assert set(found.left.select("layer", "role").rows()) == {CULPRIT}
+        first, since = found.left["onset"][0], found.bad.loss.above(found.good.loss)
+        assert since is not None and first < since
+        sentence = f"is X of {CULPRIT[0]}, from step {first}, {since - first} steps before the loss:"
+        assert f"First out of the good run's band {sentence}" in found.verdict()
+
+    def test_a_run_like_the_good_one_has_none(self, tmp_path: Path, good: Path) -> None:
+        again = write(tmp_path / "again", healthy, falling())
+        assert "No tensor leaves the good run's band." in compare(good, again).verdict()
+
+
 class TestWithoutLosses:
     """Records made from others' logs may have none."""
 
@@ -337,7 +352,8 @@ class TestWithoutLosses:
         bad = write(tmp_path / "bad", broken, {})
         found = compare(good, bad)
         assert ranking(found)[0] == CULPRIT
-        assert found.verdict().startswith("Not both records have losses, so only tensors are compared. Farthest apart is")
+        assert found.verdict().startswith("Not both records have losses, so only tensors are compared. First out of")
+        assert " before the loss" not in found.verdict() and " Farthest apart is" in found.verdict()
 
     def test_a_twin_without_losses(self, tmp_path: Path, good: Path, bad: Path) -> None:
         twin = write(tmp_path / "twin", broken, {})
@@ -353,6 +369,12 @@ def run_cli(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["compare", *map(str, arguments)])
 
 
+def tables_of(result: Result) -> list[list[str]]:
+    """The lines that name layers: of the ranking, and of the order in which tensors left the band."""
+    parts = result.output.partition("Order in which")
+    return [[line for line in part.splitlines() if "decoder.layers" in line and "│" in line] for part in parts[::2]]
+
+
 def strict_json(text: str) -> Any:
     """Parse as other languages do: NaN and Infinity are no JSON."""
 
@@ -366,16 +388,17 @@ class TestCommandLine:
     def test_prints_losses_ranking_and_verdict(self, good: Path, bad: Path) -> None:
         result = run_cli(good, bad)
         assert result.exit_code == 0
-        lines = result.output.splitlines()
-        ranked = [line for line in lines if "decoder.layers" in line and "│" in line]
+        ranked, left = tables_of(result)
         assert CULPRIT[0] in ranked[0]
         assert len(ranked) == 3
         assert "0.1 ->" in ranked[0]
-        assert lines[-1] == compare(good, bad).verdict()
+        found = compare(good, bad)
+        assert len(left) == len(found.left) and CULPRIT[0] in left[0] and str(found.left["onset"][0]) in left[0]
+        assert result.output.splitlines()[-1] == compare(good, bad).verdict()
 
     def test_lists_no_more_tensors_than_asked(self, good: Path, bad: Path) -> None:
         result = run_cli(good, bad, "--top", 1)
-        assert sum("│ decoder.layers" in line for line in result.output.splitlines()) == 1
+        assert [len(table) for table in tables_of(result)] == [1, 1]
 
     def test_json_holds_everything(self, tmp_path: Path, good: Path, bad: Path) -> None:
         twin = write(tmp_path / "twin", None, falling())

@@ -1,0 +1,121 @@
+"""Since when tensors are out of a good run's band: planted rises, noise, other intervals, and size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from nemo_fp8_debug.analysis.onset import EVIDENCE, IN_A_ROW, onsets
+
+STEPS = range(0, 400, 10)
+LAYERS = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"]
+ROLES = ["input", "weight", "grad_output"]
+CULPRIT = ("decoder.layers.1.mlp.linear_fc2", "input")
+#: what a healthy tensor's figures are, and the standard deviation of each from sample to sample
+USUAL = {
+    "underflow_pct": (0.3, 0.05),
+    "overflow_pct": (0.0, 0.0),
+    "scale_ratio_log2": (-0.5, 0.1),
+    "relative_error": (0.027, 0.0005),
+    "outlier_log2": (4.0, 0.2),
+    "mse": (1e-5, 5e-7),
+}
+
+
+def run(seed: int, steps: range = STEPS, since: int | None = None, **rise: float) -> pl.DataFrame:
+    """A healthy run; figures of the culprit rise by so much from a step on, its MSE tenfold unless told otherwise."""
+    rng = np.random.default_rng(seed)
+    rows: list[dict[str, Any]] = []
+    for step in steps:
+        for layer in LAYERS:
+            for role in ROLES:
+                row: dict[str, Any] = {name: mean + rng.normal(0, spread) for name, (mean, spread) in USUAL.items()}
+                if (layer, role) == CULPRIT and since is not None and step >= since:
+                    row["mse"] *= rise.get("mse", 10)
+                    row |= {name: row[name] + by for name, by in rise.items() if name in row and name != "mse"}
+                bad = rise.get("nonfinite", 0) if (layer, role) == CULPRIT and step == since else 0
+                rows.append({"step": step, "layer": layer, "role": role, "nan": int(bad), "inf": 0, **row})
+    return pl.DataFrame(rows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_that_differ_by_noise_alone_have_none(seed: int) -> None:
+    assert onsets(run(seed), run(seed + 100)).is_empty()
+
+
+@pytest.mark.parametrize(
+    ("figure", "by"),
+    [
+        ("underflow_pct", 5.0),
+        ("overflow_pct", 0.1),
+        ("scale_ratio_log2", 3.0),
+        ("relative_error", 0.05),
+        ("outlier_log2", 4.0),
+    ],
+)
+def test_a_rise_is_found_at_its_step_in_its_tensor(figure: str, by: float) -> None:
+    found = onsets(run(0), run(1, since=200, **{figure: by}))
+    assert found.select("layer", "role", "figure", "onset").rows() == [(*CULPRIT, figure, 200)]
+    row = found.row(0, named=True)
+    assert row["value"] - row["expected"] == pytest.approx(by, rel=0.3)
+    assert row["excess"] > 1 and row["tensor"] == "X"
+
+
+def test_one_nan_is_enough_and_comes_first() -> None:
+    found = onsets(run(0), run(1, since=200, nonfinite=1, underflow_pct=5))
+    assert found.select("figure", "onset").rows()[0] in [("nonfinite", 200), ("underflow_pct", 200)]
+    assert set(found["figure"]) == {"nonfinite", "underflow_pct"}
+
+
+def test_a_lone_sample_is_no_onset() -> None:
+    bad = run(1)
+    culprit = (pl.col("layer") == CULPRIT[0]) & (pl.col("role") == CULPRIT[1])
+    for steps in ([200], [200, 210], [200, 220, 240]):
+        once = bad.with_columns(
+            underflow_pct=pl.when(culprit & pl.col("step").is_in(steps)).then(20).otherwise("underflow_pct")
+        )
+        assert len(steps) <= IN_A_ROW and onsets(run(0), once).is_empty()
+
+
+def test_a_gradient_that_vanishes_is_no_culprit() -> None:
+    """It underflows, and yet loses less."""
+    assert onsets(run(0), run(1, since=200, underflow_pct=50, relative_error=0.5, mse=0.01)).is_empty()
+
+
+def test_the_earlier_one_comes_first() -> None:
+    bad = run(1, since=200, underflow_pct=5)
+    other = (pl.col("layer") == LAYERS[0]) & (pl.col("role") == "weight") & (pl.col("step") >= 150)
+    bad = bad.with_columns(overflow_pct=pl.when(other).then(2.0).otherwise("overflow_pct"))
+    assert onsets(run(0), bad).select("layer", "onset").rows() == [(LAYERS[0], 150), (CULPRIT[0], 200)]
+
+
+def test_runs_need_not_sample_the_same_steps() -> None:
+    found = onsets(run(0, range(0, 300, 15)), run(1, range(5, 400, 10), since=200, underflow_pct=5))
+    assert found.select("layer", "role", "onset").rows() == [(*CULPRIT, 205)]
+
+
+def test_what_the_good_run_does_not_cover_is_not_judged() -> None:
+    assert onsets(run(0, range(0, 200, 10)), run(1, since=200, underflow_pct=5)).is_empty()
+
+
+def test_a_figure_that_trends_in_the_good_run_may_do_so_in_the_other() -> None:
+    def trending(seed: int) -> pl.DataFrame:
+        return run(seed).with_columns(pl.col("underflow_pct") + pl.col("step") / 20)
+
+    assert onsets(trending(0), trending(1)).is_empty()
+
+
+@pytest.mark.parametrize("empty", ["good", "bad", "both"])
+def test_nothing_comes_of_nothing(empty: str) -> None:
+    none = run(0).clear()
+    good, bad = (none if empty in (name, "both") else run(0) for name in ("good", "bad"))
+    assert onsets(good, bad).is_empty()
+
+
+def test_absent_figures_are_not_out() -> None:
+    absent = run(1, since=200, underflow_pct=5).with_columns(pl.lit(None, pl.Float64).alias(e) for e in USUAL)
+    assert onsets(run(0), absent).is_empty() and onsets(absent, run(0)).is_empty()
+    assert {e.figure for e in EVIDENCE} - {"nonfinite"} <= set(USUAL)
