@@ -14,6 +14,7 @@ from ..errors import RecordError
 from ..names import fold_key, is_fold
 from ..record.reader import find_run, read_fingerprint, read_table
 from ..sample import SHOWN_AS
+from ..shards import MIXED
 from .loss import LossCurve
 from .onset import onsets
 
@@ -175,8 +176,14 @@ def compare(
     """
     runs = Run.read(good), Run.read(bad)
     ranked = experts_apart(drifts(*runs))
-    left, _ = experts_apart(onsets(runs[0].figures, runs[1].figures))
+    left, _ = experts_apart(onsets(runs[0].figures, _quantised(runs[1].figures)))
     return Comparison(*runs, Run.read(twin) if twin is not None else None, *ranked, left)
+
+
+def _quantised(figures: pl.DataFrame) -> pl.DataFrame:
+    """Rows of operands that an engine quantises, where one does: the others cannot have done harm."""
+    by_engine = figures.filter(pl.col("scale_source").is_in(["engine", MIXED]))
+    return by_engine if len(by_engine) else figures
 
 
 def experts_apart(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

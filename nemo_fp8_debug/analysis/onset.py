@@ -71,7 +71,7 @@ def onsets(good: pl.DataFrame, bad: pl.DataFrame) -> pl.DataFrame:
     Returns:
         A row for each figure of a tensor that is out: layer, role, tensor (as people write the role), figure, onset (step),
         excess (how many times the least rise that counts, a median over the samples that made the onset), value and expected
-        (of the figure at the onset). Earliest first, then strongest.
+        (of the figure at the onset; a running median of the good run). Earliest first, then strongest.
     """
     keys = good.select(_KEY).unique(maintain_order=True).join(bad.select(_KEY).unique(), on=_KEY)
     pair = _Pair(_Grid(good, keys), _Grid(bad, keys))
@@ -133,6 +133,16 @@ class _Pair:
                 expected[i] = np.interp(self.steps, steps[known], of_one[known])
         return expected, self._bad.of(figure)[:, self._covered]
 
+    def highest(self, figure: str) -> Floats:
+        """[T, S]: the largest value of the good run at the samples around each of the bad one's steps."""
+        values, steps = self._good.of(figure), self._good.steps
+        right = np.clip(np.searchsorted(steps, self.steps), 0, max(len(steps) - 1, 0))
+        around = [np.clip(right + by, 0, max(len(steps) - 1, 0)) for by in (-2, -1, 0, 1)]
+        largest = values[:, around[0]] if len(steps) else np.full((len(values), len(self.steps)), np.nan)
+        for at in around[1:] if len(steps) else ():
+            largest = np.fmax(largest, values[:, at])
+        return largest
+
     def spread(self, evidence: Evidence) -> Floats:
         """[T]: what the good run's figure moves by around its median, as a standard deviation."""
         values = self._good.of(evidence.figure)
@@ -144,7 +154,9 @@ def _out(evidence: Evidence, keys: pl.DataFrame, pair: _Pair) -> Iterator[tuple[
     """Rows of the tensors that are out by one figure."""
     expected, found = pair.of(evidence.figure)
     limit = np.maximum(evidence.least, SPREADS * pair.spread(evidence))
-    excess = (evidence.scaled(found) - evidence.scaled(expected)) / limit[:, None]
+    # What the good run does at these very steps is usual too, a transient that its median knows nothing of.
+    usual = evidence.scaled(np.fmax(expected, pair.highest(evidence.figure)))
+    excess = (evidence.scaled(found) - usual) / limit[:, None]
     out = (excess > 1) & (pair.loses_more | (not evidence.of_error))
     needed = 1 if evidence.figure == "nonfinite" else IN_A_ROW
     for i, (layer, role) in enumerate(keys.rows()):

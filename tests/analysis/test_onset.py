@@ -108,6 +108,16 @@ def test_a_figure_that_trends_in_the_good_run_may_do_so_in_the_other() -> None:
     assert onsets(trending(0), trending(1)).is_empty()
 
 
+def test_a_transient_of_both_runs_is_no_onset() -> None:
+    """As while weights grow faster than a delayed scale follows: shorter than what a running median shows."""
+
+    def passing(seed: int) -> pl.DataFrame:
+        return run(seed).with_columns(overflow_pct=pl.when(pl.col("step").is_in([10, 20, 30])).then(0.5).otherwise(0.0))
+
+    assert onsets(passing(0), passing(1)).is_empty()
+    assert len(onsets(run(0), passing(1))) == len(LAYERS) * len(ROLES)
+
+
 @pytest.mark.parametrize("empty", ["good", "bad", "both"])
 def test_nothing_comes_of_nothing(empty: str) -> None:
     none = run(0).clear()
