@@ -46,6 +46,12 @@ def test_compare_names_the_input_of_linear_fc2(comparison: dict[str, Any]) -> No
     assert f"X of {first['layer']}" in comparison["verdict"]
 
 
+def test_the_first_to_leave_the_good_runs_band_is_the_same(comparison: dict[str, Any]) -> None:
+    first = comparison["left"][0]
+    assert (first["layer"], first["role"]) == tuple(comparison["tensors"][0][name] for name in ("layer", "role"))
+    assert first["onset"] > 120  # the runs are the same until then
+
+
 def test_compare_says_whether_the_twin_diverged(comparison: dict[str, Any]) -> None:
     left = comparison["runs"]["twin"]["above_good_since"]
     assert left is not None
