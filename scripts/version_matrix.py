@@ -51,7 +51,11 @@ class Case:
 
 
 MEGATRON = ("0.10.0", "0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1")
-LIGHTNING = ("2.1.4", "2.2.5", "2.3.3", "2.4.0", "2.5.6", "2.6.6")
+#: up to 2.3 it imports pkg_resources, which setuptools had until 81
+LIGHTNING = (
+    *(Case("lightning", version, ("setuptools<81",)) for version in ("2.1.4", "2.2.5", "2.3.3")),
+    *(Case("lightning", version) for version in ("2.4.0", "2.5.6", "2.6.6")),
+)
 TORCH = ("2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0")
 TRANSFORMER_ENGINE = ("1.13.0", "2.4.0", "2.8.0", "2.14.0", "2.20.2")
 #: the release whose kernels tests/te emulates
@@ -75,10 +79,12 @@ NEMO = (
 
 def cases() -> list[Case]:
     """All rows of the table, in order."""
-    plain = {"megatron-core": MEGATRON, "lightning": LIGHTNING, "torch": TORCH, "transformer-engine": TRANSFORMER_ENGINE}
-    rows = [Case(package, version) for package, versions in plain.items() for version in versions]
-    before = next(i for i, case in enumerate(rows) if case.package == "torch")
-    return [*rows[:before], *NEMO, *rows[before:]]
+
+    def plain(package: str, versions: Sequence[str]) -> list[Case]:
+        return [Case(package, version) for version in versions]
+
+    megatron, torch, te = ("megatron-core", MEGATRON), ("torch", TORCH), ("transformer-engine", TRANSFORMER_ENGINE)
+    return [*plain(*megatron), *LIGHTNING, *NEMO, *plain(*torch), *plain(*te)]
 
 
 # What runs in a process of its own, with the release in question
