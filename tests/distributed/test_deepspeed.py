@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from nemo_fp8_debug.record.reader import find_run, read_table
@@ -30,13 +31,17 @@ Run = dict[str, Any]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Run]]:
     """What each rank has seen in each mode."""
-    folder = tmp_path_factory.mktemp("deepspeed")
+    return run_on_two("deepspeed_modes.py", tmp_path_factory.mktemp("deepspeed"))
+
+
+def run_on_two(script: str, folder: Path) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-W", "ignore", str(HERE / "deepspeed_modes.py"), str(folder)]
+    command = [sys.executable, "-W", "ignore", str(HERE / script), str(folder)]
     logs = [folder / f"log-{rank}" for rank in range(2)]
     processes = []
     for rank, log in enumerate(logs):
@@ -152,3 +157,20 @@ def test_recipe(tmp_path: Path) -> None:
     steps = read_table(run, "steps")
     assert len(steps) == 4 and steps["loss"][3] < steps["loss"][0]
     assert steps["skipped"].to_list() == [0] * 4 and steps["loss_scale"].to_list() == [1] * 4
+
+
+def test_float16_whose_loss_scale_is_too_large_at_first(tmp_path: Path) -> None:
+    """What dY is multiplied by is measured: without ZeRO DeepSpeed reports a loss scale that it does not apply."""
+    for rank in run_on_two("deepspeed_fp16.py", tmp_path):
+        for found in rank.values():
+            assert found["watched"] == found["plain"]
+    scaled, not_scaled = (read_table(find_run(tmp_path / stage), "steps") for stage in ("1", "0"))
+    assert scaled["grad_multiplier"].to_list() == [scale / 2 for scale in scaled["loss_scale"]]
+    assert scaled["skipped"].to_list() == [1, 1, 1, 1, 1, 0] and scaled["loss_scale"][0] == 2.0**24
+    assert not_scaled["grad_multiplier"].to_list() == [0.5] * 6 and not_scaled["loss_scale"].min() == 2.0**24
+    one, other = (read_table(find_run(tmp_path / stage), "figures", where={"role": "grad_output"}) for stage in ("1", "0"))
+    assert 0 in one.filter(pl.col("inf") > 0)["step"] and 5 not in one.filter(pl.col("inf") > 0)["step"]
+    # The first steps have hardly moved the weights, and the factors are 2^19 apart.
+    last = one.filter(step=5), other.filter(step=5)
+    assert (last[0]["amax"] / last[1]["amax"] > 2**18).all()
+    assert last[0]["true_amax"].to_list() == pytest.approx(last[1]["true_amax"].to_list(), rel=0.05)
