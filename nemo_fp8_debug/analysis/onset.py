@@ -116,6 +116,7 @@ class _Pair:
 
     def __init__(self, good: _Grid, bad: _Grid) -> None:
         self._good, self._bad = good, bad
+        self._kept: dict[str, Floats] = {}  # of one figure at a time: they are large
         self._covered = bad.steps <= max(good.steps, default=-1)
         #: int64 [S]
         self.steps = bad.steps[self._covered]
@@ -126,12 +127,17 @@ class _Pair:
 
     def of(self, figure: str) -> tuple[Floats, Floats]:
         """The median of the good run at the bad one's steps, and the bad one's values; [T, S] each."""
-        medians, steps = running_median(self._good.of(figure)), self._good.steps
+        medians, steps = self._medians(figure), self._good.steps
         expected = np.full((len(medians), len(self.steps)), np.nan)
         for i, of_one in enumerate(medians):
             if (known := ~np.isnan(of_one)).any():
                 expected[i] = np.interp(self.steps, steps[known], of_one[known])
         return expected, self._bad.of(figure)[:, self._covered]
+
+    def _medians(self, figure: str) -> Floats:
+        if figure not in self._kept:
+            self._kept = {figure: running_median(self._good.of(figure))}
+        return self._kept[figure]
 
     def highest(self, figure: str) -> Floats:
         """[T, S]: the largest value of the good run at the samples around each of the bad one's steps."""
@@ -146,7 +152,7 @@ class _Pair:
     def spread(self, evidence: Evidence) -> Floats:
         """[T]: what the good run's figure moves by around its median, as a standard deviation."""
         values = self._good.of(evidence.figure)
-        apart = np.abs(evidence.scaled(values) - evidence.scaled(running_median(values)))
+        apart = np.abs(evidence.scaled(values) - evidence.scaled(self._medians(evidence.figure)))
         return np.nan_to_num(1.4826 * _median(apart))
 
 
@@ -181,7 +187,13 @@ def running_median(values: Floats) -> Floats:
 
 
 def _median(values: Floats) -> Floats:
-    """Over the last axis, NaN left out; NaN where there is nothing else."""
+    """Over the last axis, NaN left out, the lower of two in the middle; NaN where there is nothing else."""
+    if values.shape[-1] == 0:
+        return np.full(values.shape[:-1], np.nan)
+    if not np.isnan(values).any():
+        middle_of_all = (values.shape[-1] - 1) // 2
+        whole: Floats = np.partition(values, middle_of_all, axis=-1)[..., middle_of_all]
+        return whole
     ordered = np.sort(values, axis=-1)  # NaN last
     count = (~np.isnan(values)).sum(-1)
     middle = np.maximum(count - 1, 0) // 2
