@@ -134,6 +134,7 @@ class Monitor:
         self._roots = roots
         found = find_gemms(roots)
         self._known = [g for g in found if not g.compiled]
+        self._compiled = [g for g in found if g.compiled]
         if self._ranks.world == 1:
             self.gemms: list[Gemm] = select(found, self.config.layers)
             for patterns in filter(None, (self.config.dump, self.config.trigger_dump)):
@@ -254,6 +255,13 @@ class Monitor:
                 if self._dump and gemm.name in dumped:
                     taker = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
                 takers[key] = taker
+        # What is compiled here and is seen on another rank lacks this one's part.
+        self._expected |= {
+            (gemm.name, role)
+            for gemm in matching(self._compiled, plan.layers)
+            for role in plan.roles
+            if role != "weight" and gemm.name in self._family.kinds and not gemm.host.copied(gemm.module, role)
+        }
         if not self._steering.heard:
             return
         self._multiplier = GradMultiplier(self._roots, partial(self._faults.guard, _MULTIPLIER))

@@ -1,0 +1,39 @@
+"""Hooks would change what is compiled: a rank that has compiled a layer gives no part of it, and the record says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from nemo_fp8_debug.record.reader import find_run, read_table
+
+
+def test_a_layer_that_one_rank_has_compiled_lacks_its_part(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    worker = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("compiled.py"))]
+    ranks = [
+        subprocess.Popen([*worker, str(rank), port, str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-3000:]
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert first["watched"] == first["plain"] and second["watched"] == second["plain"]
+    rows = read_table(find_run(tmp_path / "run"), "figures").select("layer", "role", "shards", "shards_missing").unique()
+    found = {(layer, role): (shards, missing) for layer, role, shards, missing in rows.rows()}
+    activations = ("input", "grad_output")
+    assert found == {
+        **{("0.0", role): (1, 1) for role in activations},
+        **{("1", role): (2, 0) for role in activations},
+        **{(layer, "weight"): (1, 0) for layer in ("0.0", "1")},
+    }
+    (warning,) = first["said"]
+    assert "first X of 0.0 (1 of 2 parts missing)" in warning
