@@ -60,6 +60,7 @@ class FP8DebugCallback(pl.Callback):
         on_error: str = "warn",
         max_tags: int = 5000,
         table_rows: int = 12,
+        output_rows: int = 0,
     ) -> None:
         self._options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         Config(**self._options)

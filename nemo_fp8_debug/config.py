@@ -22,6 +22,7 @@ _NUMBERS = {
     "trigger_steps": 1,
     "max_tags": 0,
     "table_rows": 0,
+    "output_rows": 0,
 }
 
 
@@ -68,6 +69,8 @@ class Config:
     max_tags: int = 5000
     #: rows of the table printed at each sampled step, worst first; 0 prints none
     table_rows: int = 12
+    #: rows of each GEMM's outputs, and as many columns, whose error is measured as well; 0: none
+    output_rows: int = 0
 
     def __post_init__(self) -> None:
         for name, least in _NUMBERS.items():

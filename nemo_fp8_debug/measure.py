@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class Measured:
     sketches: Columns
     #: columns of figures under recipes that were not in use
     what_if: Columns
+    #: columns of figures of outputs
+    outputs: Columns = field(default_factory=dict)
 
     def and_those_of(self, others: Sequence[Measured]) -> Measured:
         """The rows of all, as of the stages of a pipeline."""
@@ -44,7 +46,10 @@ class Measured:
 
         every = [self, *others]
         return Measured(
-            joined([m.figures for m in every]), joined([m.sketches for m in every]), joined([m.what_if for m in every])
+            joined([m.figures for m in every]),
+            joined([m.sketches for m in every]),
+            joined([m.what_if for m in every]),
+            joined([m.outputs for m in every]),
         )
 
 

@@ -6,12 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .background import Worker
 from .capture.collect import collect
 from .capture.operands import Operand
+from .capture.products import Products
 from .capture.scales import Scales
 from .distributed import Family, Ranks, Reduction, family
 from .distributed.reduction import Plan
@@ -20,8 +21,9 @@ from .faults import Faults
 from .measure import Measured, measure
 from .numerics.history import EmulatedScales, Key
 from .numerics.scaling import ROLES, parse_recipe
+from .outputs import output_columns
 from .sample import SHOWN_AS
-from .shards import Shard
+from .shards import Collected, Shard
 
 Steps = Mapping[int, Mapping[str, float]]
 
@@ -32,6 +34,7 @@ class Sampled:
 
     step: int
     operands: list[Operand]
+    products: list[Products]
     #: operands that this rank was to see
     expected: Collection[Key]
     #: by name: recipes to weigh
@@ -40,6 +43,10 @@ class Sampled:
     chosen: Callable[[str], bool]
     #: numbers of the steps since the sample before and of this one, as far as they are known here
     steps: Callable[[], Steps]
+
+    def collected(self) -> Collected:
+        """What this rank found."""
+        return Collected(collect(self.operands), {key: sums for p in self.products for key, sums in p.sums().items()})
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,15 @@ class Outcome:
 class Measuring:
     """Measures samples; on several ranks in a thread of its own, in step with the other ranks."""
 
-    def __init__(self, ranks: Ranks, family: Family, scales: Scales, faults: Faults) -> None:
+    def __init__(self, ranks: Ranks, family: Family, scales: Scales, faults: Faults, outputs: bool) -> None:
+        """
+        Args:
+            outputs: whether parts of outputs are computed.
+        """
         self._ranks, self._family, self._scales, self._faults = ranks, family, scales, faults
         self._keys = [(name, role) for name in family.kinds for role in ROLES]
         self._others: dict[str, EmulatedScales] = {}
-        self._reduction = Reduction(ranks, family)
+        self._reduction = Reduction(ranks, family, outputs)
         self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
         self._last: Future[Outcome | None] | None = None
         self._last_step = -1
@@ -107,13 +118,15 @@ class Measuring:
             group.close()
 
     def _alone(self, sampled: Sampled) -> Measured:
-        shards = collect(sampled.operands)
-        self._report(sampled, shards)
-        self._scales.observe({shard.key: shard.amax for shard in shards})
-        return self._measured(shards, sampled)
+        found = sampled.collected()
+        self._report(sampled, found.shards)
+        self._scales.observe({shard.key: shard.amax for shard in found.shards})
+        return self._measured(found, sampled)
 
-    def _measured(self, whole: Sequence[Shard], sampled: Sampled) -> Measured:
-        return measure(whole, self._weighed(sampled.weighed), {n for n in self._family.kinds if sampled.chosen(n)})
+    def _measured(self, whole: Collected, sampled: Sampled) -> Measured:
+        kinds, casts = self._family.kinds, {shard.key: shard.cast for shard in whole.shards}
+        of_operands = measure(whole.shards, self._weighed(sampled.weighed), {n for n in kinds if sampled.chosen(n)})
+        return replace(of_operands, outputs=output_columns(whole.outputs, kinds, casts))
 
     def _weighed(self, names: Sequence[str]) -> list[EmulatedScales]:
         """Keep the histories of recipes that are weighed as before, and begin those of new ones."""
@@ -154,25 +167,25 @@ class Measuring:
 
     def _of_family(self, sampled: Sampled) -> Measured | None:
         """Figures of whole tensors, on the first rank of the family."""
-        plan, shards = Plan(sampled.step, sampled.weighed), list[Shard]()
+        plan, found = Plan(sampled.step, sampled.weighed), Collected()
         with self._faults.guard("while collecting a sample"):
-            shards = collect(sampled.operands)
+            found = sampled.collected()
         if self._family.group is None:
-            whole: list[Shard] | None = shards
-            amax = {shard.key: shard.amax for shard in shards}
+            whole: Collected | None = found
+            amax = {shard.key: shard.amax for shard in found.shards}
         else:
-            brought = self._reduction.brought(plan, [], sampled.expected)  # this rank takes part, whatever it has
+            brought = self._reduction.brought(plan, Collected(), sampled.expected)  # this rank takes part, whatever it has
             with self._faults.guard("while packing a sample"):
-                brought = self._reduction.brought(plan, shards, sampled.expected)
+                brought = self._reduction.brought(plan, found, sampled.expected)
             # Sketches of whole tensors take their place.
             sampled.operands.clear()
-            shards.clear()
+            found.shards.clear()
             whole, amax = self._reduction.reduce(plan, brought)
         self._scales.observe(amax)
         if whole is None:
             return None
         with self._faults.guard("while measuring"):
-            self._report(sampled, whole)
+            self._report(sampled, whole.shards)
             return self._measured(whole, sampled)
         return None
 

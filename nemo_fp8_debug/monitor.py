@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from .capture.hooks import Capture, Taker
 from .capture.hosts.base import raw_weight
 from .capture.layers import Gemm, find_gemms, matching, select, unknown_gemms
 from .capture.operands import Operand
+from .capture.products import Products
 from .capture.scales import Scales
 from .capture.units import GradMultiplier
 from .config import Config
@@ -48,7 +50,7 @@ from .triggers import Triggers, parse_rule
 #: steps whose scalars are kept on the device between samples, at the most
 STEPS_HELD = 1000
 #: options by which ranks come to meet at a step
-SAME_ON_ALL_RANKS = ("interval", "first_step", "last_step", "triggers", "trigger_steps")
+SAME_ON_ALL_RANKS = ("interval", "first_step", "last_step", "triggers", "trigger_steps", "output_rows")
 _MULTIPLIER = "while measuring what dY is multiplied by"
 
 
@@ -109,6 +111,7 @@ class Monitor:
         self._begun: int | None = None
         self._expected: set[Key] = set()
         self._operands: dict[tuple[str, str], Operand] = {}
+        self._products: dict[str, Products] = {}
         self._steps: dict[int, dict[str, Any]] = {}
         self._at_exit = partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -126,7 +129,7 @@ class Monitor:
                 self._faults.warn(f"the ranks cannot be connected, and operands are not looked at: {error}")
         self._family = family
         self._scales.emulate([(name, role) for name in family.kinds for role in ROLES])
-        self._measuring = Measuring(self._ranks, family, self._scales, self._faults)
+        self._measuring = Measuring(self._ranks, family, self._scales, self._faults, self.config.output_rows > 0)
         self._measuring.over = over
 
     def _find_gemms(self, model: nn.Module | Sequence[nn.Module]) -> None:
@@ -233,7 +236,8 @@ class Monitor:
         weighed = [parse_recipe(recipe) for recipe in plan.weigh]
         dumped = {g.name for g in matching(self._known, patterns)} if patterns and self._dump else set()
         sampled = {g.name for g in matching(self._known, plan.layers)}
-        self._operands, takers = {}, dict[Key, Taker]()
+        self._operands, takers, seen = {}, dict[Key, Taker](), defaultdict[str, dict[str, Operand]](dict)
+        of_outputs = sampled if plan.output_rows else set()
         for role in plan.roles:
             for gemm in self._known:
                 key = gemm.name, role
@@ -245,16 +249,21 @@ class Monitor:
                 first = self._family.first[gemm.name] if copied is None else None
                 if counted and first in (None, self._ranks.rank):
                     self._expected.add(key)
-                if not counted and gemm.name not in dumped:
+                if not counted and gemm.name not in dumped | of_outputs:
                     continue
-                counts = partial(is_counted, rank=self._ranks.rank, first=first)
-                operand = Operand(gemm, role, self._scales.in_use(gemm, role), weighed, counts)
+                counts = _never if copied else partial(is_counted, rank=self._ranks.rank, first=first)
+                operand = seen[gemm.name][role] = Operand(gemm, role, self._scales.in_use(gemm, role), weighed, counts)
                 if counted:
                     self._operands[key] = operand
                 taker: Taker = operand
                 if self._dump and gemm.name in dumped:
                     taker = Dumping(operand, self._dump, self._attempt, step, self._ranks.rank)
                 takers[key] = taker
+        self._products = {
+            name: Products(name, operands, plan.output_rows, self._faults.guard)
+            for name, operands in seen.items()
+            if name in of_outputs
+        }
         # What is compiled here and is seen on another rank lacks this one's part.
         self._expected |= {
             (gemm.name, role)
@@ -267,14 +276,14 @@ class Monitor:
         self._multiplier = GradMultiplier(self._roots, partial(self._faults.guard, _MULTIPLIER))
         self._multiplier.attach()
         if takers:
-            self._capture = Capture(takers, self._hook_fault, self._scales.auto)
+            self._capture = Capture(takers, self._hook_fault, self._scales.auto, self._products)
             self._capture.attach()
 
     def abandon_step(self) -> None:
         """The step broke off: removes the hooks and forgets the sample."""
         self._detach()
         if (step := self._due) is not None:
-            self._due, self._operands = None, {}
+            self._due, self._operands, self._products = None, {}, {}
             self._end_sample(step)
             with self._faults.guard("while giving a sample up"):
                 self._measuring.take_part(self._sampled(step, dict))
@@ -331,7 +340,7 @@ class Monitor:
                 self._submit(step, opened)
         elif len(self._steps) >= STEPS_HELD:
             self._flush_steps()
-        self._operands = {}
+        self._operands, self._products = {}, {}
         if self._schedule.samples(step + 1):
             self._recording.submit_job(self._steering.read)
         if self._faults.raises:
@@ -360,7 +369,8 @@ class Monitor:
         sampled, dumped = compile_patterns(plan.layers), compile_patterns(patterns)
         operands = list(self._operands.values())
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
-        return Sampled(step, operands, expected, weighed, lambda name: sampled(name) or dumped(name), steps)
+        products = list(self._products.values())
+        return Sampled(step, operands, products, expected, weighed, lambda name: sampled(name) or dumped(name), steps)
 
     def _sample(self, step: int, outcome: Callable[[], Outcome | None], steps: dict[int, dict[str, Any]]) -> Sample | None:
         found = outcome()
@@ -374,7 +384,8 @@ class Monitor:
             columns | in_true_units(columns, scalars.get("grad_multiplier"))
             for columns in (measured.figures, measured.what_if)
         )
-        sample = Sample(step, figures, scalars, measured.sketches, what_if, steps[step].get("trigger"))
+        why = steps[step].get("trigger")
+        sample = Sample(step, figures, scalars, measured.sketches, what_if, why, measured.outputs)
         self._steering.see_sample(sample)
         return sample
 
@@ -414,6 +425,11 @@ class Monitor:
         else:
             message = f"what casts {what} cannot be read, and its figures are under an emulated scale"
         self._faults.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
+
+
+def _never(x: torch.Tensor) -> bool:
+    """Another rank counts it."""
+    return False
 
 
 def _close(monitor: weakref.ref[Monitor]) -> None:

@@ -27,6 +27,8 @@ class Sample:
     what_if: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: why the step was sampled, where it was not its turn
     trigger: str | None = None
+    #: columns of equal length: layer, gemm, product and the errors of what it puts out, where that was asked for
+    outputs: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns["layer"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from .numerics.figures import Moments, QuantizationSums, merge
 from .numerics.history import Key
@@ -60,6 +62,18 @@ class Shard:
     def one_scale(self) -> bool:
         """Whether all of it was cast, or is measured, with one scale."""
         return self.scales is None or self.scales[0] == self.scales[1]
+
+
+#: by (layer, product), float64 [6]: the sums of `numerics.products`, and the ranks whose parts are in them
+OutputSums = Mapping[tuple[str, str], torch.Tensor]
+
+
+@dataclass
+class Collected:
+    """What a rank found in a step, or all ranks of its family together."""
+
+    shards: list[Shard] = field(default_factory=list)
+    outputs: OutputSums = field(default_factory=dict)
 
 
 def added_up(key: Key, shards: Sequence[Shard]) -> Shard:

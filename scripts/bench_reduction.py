@@ -27,7 +27,7 @@ from nemo_fp8_debug.distributed.reduction import Plan
 from nemo_fp8_debug.kernels import sketch
 from nemo_fp8_debug.numerics.scaling import ROLES
 from nemo_fp8_debug.numerics.sketch import BINS
-from nemo_fp8_debug.shards import Cast, Shard
+from nemo_fp8_debug.shards import Cast, Collected, Shard
 
 VALUES, KINDS = 1 << 16, 24
 CAST = Cast("current-HYBRID", "E4M3", "current", "bfloat16")
@@ -87,7 +87,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int) -> dict[str, Any
     ranks, kinds = Ranks(), dict.fromkeys(names, "linear")
     Family.told(ranks, kinds)
     ranks.start({})
-    reduction = Reduction(ranks, Family.met(ranks, kinds))
+    reduction = Reduction(ranks, Family.met(ranks, kinds), outputs=False)
     sketch(torch.randn(16).bfloat16())
     times: dict[str, list[float]] = {}
     before, peaks = memory("VmRSS"), []
@@ -97,7 +97,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int) -> dict[str, Any
         found: list[Any] = []
 
         def pack(plan: Plan = plan, mine: list[Shard] = mine, found: list[Any] = found) -> None:
-            found.append(reduction.brought(plan, mine, [s.key for s in mine]))
+            found.append(reduction.brought(plan, Collected(mine), [s.key for s in mine]))
             mine.clear()
 
         times.setdefault("packing", []).append(seconds(pack))
@@ -119,12 +119,12 @@ def work(rank: int, world: int, port: int, n: int, rounds: int) -> dict[str, Any
     return {"times": {k: statistics.median(v) for k, v in times.items()}, "bytes": sizes, "peak": max(peaks)}
 
 
-def check(whole: list[Shard] | None, rank: int, world: int, n: int) -> None:
+def check(whole: Collected | None, rank: int, world: int, n: int) -> None:
     """The first rank has all values of all ranks."""
     assert (whole is not None) == (rank == 0)
     if whole is not None:
-        assert [s.shards for s in whole] == [world] * n
-        assert all(int(s.sketch.counts.sum()) == world * VALUES for s in whole)
+        assert [s.shards for s in whole.shards] == [world] * n
+        assert all(int(s.sketch.counts.sum()) == world * VALUES for s in whole.shards)
 
 
 def main() -> None:

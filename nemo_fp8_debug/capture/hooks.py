@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import inspection
 from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later
 from .layers import Gemm
+from .products import Products
 
 #: told of (GEMM name, role, error, whether the operand is lost)
 Fault = Callable[[str, str, Exception, bool], None]
@@ -79,18 +80,26 @@ class Capture:
     first one, since an engine that recomputes casts as it did then, and its scales have moved on.
     """
 
-    def __init__(self, takers: Mapping[tuple[str, str], Taker], on_fault: Fault, read_casts: bool = True) -> None:
+    def __init__(
+        self,
+        takers: Mapping[tuple[str, str], Taker],
+        on_fault: Fault,
+        read_casts: bool = True,
+        products: Mapping[str, Products] | None = None,
+    ) -> None:
         """
         Args:
             takers: by (GEMM name, role): what gets each operand that is to be looked at.
             on_fault: told of a fault in a hook, which costs that operand, or what it was cast with, and nothing else.
             read_casts: whether to ask hosts how operands are cast.
+            products: by GEMM name: what gets the same operands, and which forward call each belongs to.
         """
         inside = {key for key, taker in takers.items() if key[1] in taker.gemm.unseen}
         self._takers = {key: taker for key, taker in takers.items() if key not in inside}
         self._inside = {key: takers[key] for key in inside}
         self._on_fault = on_fault
         self._read_casts = read_casts
+        self._products = products or {}
         self._handles: list[RemovableHandle] = []
         self._order = itertools.count(step=3)
         self._without_grad: dict[nn.Module, deque[_Pass]] = defaultdict(deque)  # those that a recompute may still come for
@@ -126,7 +135,7 @@ class Capture:
         self._handles, self._weights = [], {}
         if self._inside:
             inspection.unwatch()
-        self._takers, self._inside = {}, {}
+        self._takers, self._inside, self._products = {}, {}, {}
 
     @contextlib.contextmanager
     def _guarded(self, name: str, role: str, lost: bool = True) -> Iterator[None]:
@@ -166,7 +175,13 @@ class Capture:
         key = gemm.name, role
         if (taker := self._takers.get(key)) and x is not None:
             x = x if gemm.host.has_own_fp8 else as_multiplied(x)
-            taker.add(x, counted.order + (role == "weight"), counted.casts.get(key))
+            use = counted.casts.get(key)
+            taker.add(x, counted.order + (role == "weight"), use)
+            self._multiply(gemm, role, x, counted, use)
+
+    def _multiply(self, gemm: Gemm, role: str, x: torch.Tensor, counted: _Pass, use: ScaleInUse | None) -> None:
+        if products := self._products.get(gemm.name):
+            products.add(role, x, counted.order, use)
 
     def _counted(self, gemms: Sequence[Gemm], module: nn.Module, kwargs: Kwargs) -> _Pass | None:
         """A forward that counts, a recompute as its first pass was; None: not counted."""
@@ -201,6 +216,8 @@ class Capture:
                     with self._guarded(*key, lost=False):
                         use = cast()
                 taker.add(x, counted.order + 2 if counted else next(self._order), use)
+                if counted:  # which call a gradient from inside belongs to, nobody says
+                    self._multiply(gemm, role, x, counted, use)
 
     def _after_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
         counted = self._under_way.pop(module, None)
@@ -215,9 +232,9 @@ class Capture:
                 self._take(gemm, "weight", weights.get(gemm.name), counted)
             if (gemm.name, "grad_output") in self._takers:
                 with self._guarded(gemm.name, "grad_output"):
-                    self._hook_gradient(gemm, module, args, kwargs, out)
+                    self._hook_gradient(gemm, module, args, kwargs, out, counted)
 
-    def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
+    def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any, counted: _Pass) -> None:
         key = gemm.name, "grad_output"
         # Of the arguments a hook that lives until backward keeps only those that are no activations.
         small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
@@ -226,7 +243,9 @@ class Capture:
             with self._guarded(*key):
                 taker = self._takers.get(key)
                 if taker and (dy := gemm.host.grad(grad, module, small, kwargs, gemm.part)) is not None:
-                    taker.add(dy, next(self._order), self._cast(gemm, module, kwargs, "grad_output"))
+                    use = self._cast(gemm, module, kwargs, "grad_output")
+                    taker.add(dy, next(self._order), use)
+                    self._multiply(gemm, "grad_output", dy, counted, use)
 
         y = gemm.host.output(out)
         if y.requires_grad:

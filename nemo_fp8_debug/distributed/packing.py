@@ -41,6 +41,7 @@ class Brought:
         expected: Collection[int],
         known: int,
         weighed: Sequence[str],
+        outputs: torch.Tensor,
     ) -> None:
         """
         Args:
@@ -49,7 +50,9 @@ class Brought:
             expected: which the rank was to have.
             known: K.
             weighed: names of the recipes that are weighed.
+            outputs: float64, sums over parts of outputs, which are added up as they are.
         """
+        self.outputs = outputs
         self.rows = torch.tensor(rows, dtype=torch.int64)
         binades = [s.sketch.counts.view(BINADES, BINADE) for s in shards]
         #: bool [M, 256]: which binades of each sketch are occupied

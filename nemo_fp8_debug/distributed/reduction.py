@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from ..numerics.history import Key
+from ..numerics.products import PRODUCTS, SUMS
 from ..numerics.scaling import ROLES
 from ..numerics.sketch import Sketch
-from ..shards import Cast, Shard
+from ..shards import Cast, Collected, OutputSums, Shard
 from .family import Family
 from .packing import EXTREMES, NONE, Added, Brought, Layout
 from .ranks import Ranks
@@ -45,24 +46,35 @@ class Plan:
 class Reduction:
     """Reduces over the ranks of a family."""
 
-    def __init__(self, ranks: Ranks, family: Family) -> None:
+    def __init__(self, ranks: Ranks, family: Family, outputs: bool) -> None:
+        """
+        Args:
+            outputs: whether parts of outputs are added up as well; the same on all ranks.
+        """
         self._ranks, self._family = ranks, family
+        self._products = [(name, product) for name in family.kinds for product in PRODUCTS] if outputs else []
         self.keys: list[Key] = [(name, role) for name in family.kinds for role in ROLES]
         self._index = {key: i for i, key in enumerate(self.keys)}
         self._casts: dict[int, Cast] = {}
         self._numbers: dict[Cast, int] = {}
 
-    def brought(self, plan: Plan, shards: Sequence[Shard], expected: Collection[Key]) -> Brought:
-        """What this rank has to add; keeps nothing of the shards.
+    def brought(self, plan: Plan, found: Collected, expected: Collection[Key]) -> Brought:
+        """What this rank has to add; keeps nothing of what it found.
 
         Args:
             expected: what it should have.
         """
+        shards, outputs = found.shards, self._outputs_of(found.outputs)
         rows, casts = [self._index[s.key] for s in shards], [self._number_of(s.cast) for s in shards]
-        return Brought(shards, casts, rows, [self._index[key] for key in expected], len(self.keys), plan.weighed)
+        return Brought(shards, casts, rows, [self._index[key] for key in expected], len(self.keys), plan.weighed, outputs)
 
-    def reduce(self, plan: Plan, brought: Brought) -> tuple[list[Shard] | None, dict[Key, float]]:
-        """The shards of whole tensors, on the first rank of the family, and on all ranks the amax of each that was seen.
+    def _outputs_of(self, found: OutputSums) -> torch.Tensor:
+        """float64 [products, 6], zeros where this rank has none."""
+        none = torch.zeros(len(SUMS) + 1, dtype=torch.float64)
+        return torch.stack([found.get(key, none) for key in self._products]) if self._products else none[:0]
+
+    def reduce(self, plan: Plan, brought: Brought) -> tuple[Collected | None, dict[Key, float]]:
+        """What is known of whole tensors, on the first rank of the family, and on all ranks the amax of each that was seen.
 
         Raises:
             Mismatch: another rank is at another step.
@@ -79,13 +91,16 @@ class Reduction:
         table = table[seen]
         column = dict(zip(EXTREMES, table[:, : len(EXTREMES)].T, strict=True))
         layout = Layout(seen, table[:, len(EXTREMES) :] > 0, plan.weighed)
-        buffer = layout.packed(brought)
+        buffer = torch.cat([layout.packed(brought), brought.outputs.flatten()])
         group.add_up(buffer)
+        buffer, outputs = buffer.split([len(buffer) - brought.outputs.numel(), brought.outputs.numel()])
         keys = [self.keys[i] for i in seen.tolist()]
         amax = dict(zip(keys, _floats(column["amax"]).tolist(), strict=True))
         if self._ranks.rank != self._family.ranks[0]:
             return None, amax
-        return self._whole(keys, column, layout.unpacked(buffer, plan.weighed), plan), amax
+        parts = zip(self._products, outputs.view(-1, len(SUMS) + 1), strict=True)
+        whole = self._whole(keys, column, layout.unpacked(buffer, plan.weighed), plan)
+        return Collected(whole, {key: sums for key, sums in parts if sums[-1] > 0}), amax
 
     def _number_of(self, cast: Cast) -> int:
         """31 bits that stand for it on all ranks."""

@@ -71,7 +71,7 @@ def read_table(
     """Rows of a table, in order of steps; where attempts overlap, the latest one's rows of a step.
 
     Args:
-        table: `figures`, `what_if`, `replayed`, `sketches` or `steps`.
+        table: `figures`, `what_if`, `replayed`, `outputs`, `sketches` or `steps`.
         columns: to read; all by default.
         where: values that columns must have, as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.
     """

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from ..numerics.figures import FIGURES
 from ..numerics.rows import UNITS
+from ..outputs import OUTPUT_FIGURES
 
 VERSION = 3
 #: versions that this release reads
@@ -59,6 +60,20 @@ _SKETCHES: dict[str, Any] = {
     "bins": pl.List(pl.UInt16),
     "counts": pl.List(pl.Int64),
 }
+#: one row for each product of a GEMM, where that was asked for
+_OUTPUTS: dict[str, Any] = {
+    **_KEYS,
+    "consumed_samples": pl.Float64,
+    "layer": pl.String,
+    "gemm": pl.String,
+    "product": pl.String,
+    "recipe": pl.String,
+    "scale_source": pl.String,
+    "shards": pl.Int64,
+    "experts": pl.Int64,
+    "n": pl.Int64,
+    **dict.fromkeys(OUTPUT_FIGURES, pl.Float64),
+}
 #: numbers of every step that a host may report
 STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "grad_multiplier")
 #: every step; what is read on sampled steps only is null on others
@@ -70,6 +85,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "what_if": _FIGURES,
     "replayed": _FIGURES,
     "sketches": _SKETCHES,
+    "outputs": _OUTPUTS,
     "steps": _STEPS,
 }
 

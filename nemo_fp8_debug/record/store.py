@@ -39,7 +39,7 @@ from .schema import (
 #: parts that are merged into one
 MERGED = 64
 #: tables whose parts are small
-_MERGED_TABLES = ("figures", "what_if", "steps")
+_MERGED_TABLES = ("figures", "what_if", "outputs", "steps")
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
 
@@ -103,6 +103,7 @@ class RunRecord:
         for table, columns in (
             ("figures", sample.columns),
             ("what_if", sample.what_if),
+            ("outputs", sample.outputs),
             ("sketches", sample.sketches),
         ):
             if columns:

@@ -109,15 +109,32 @@ class ScalarRecorder:
                 values = {layer: v for layer, v in values.items() if v is not None and math.isfinite(v)}
                 if not values:
                     continue
-                sign = WORSE.get(figure, 1)
-                ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
-                chosen = self._budget.choose(figure, role, ranked, tensors)
-                worst[figure, role] = [layer for layer in ranked if layer in chosen]
-                tags |= {f"fp8_{figure}/{role}/{layer}": values[layer] for layer in worst[figure, role]}
-                if single := [values[layer] for layer in ranked if not is_fold(layer)]:
-                    tags[f"fp8/{figure}/{role}/worst"] = single[0]
-                    tags[f"fp8/{figure}/{role}/median"] = statistics.median(single)
-        return tags | _true_units(sample) | _what_if(sample), worst
+                found, worst[figure, role] = self._streamed(figure, role, values, tensors)
+                tags |= found
+        return tags | self._outputs(sample, tensors) | _true_units(sample) | _what_if(sample), worst
+
+    def _streamed(
+        self, figure: str, of: str, values: Mapping[str, float], tensors: int
+    ) -> tuple[dict[str, float], list[str]]:
+        """Tags of a figure of a role or product, by layer, and the layers that have one of their own, worst first."""
+        sign = WORSE.get(figure, 1)
+        ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
+        chosen = self._budget.choose(figure, of, ranked, tensors)
+        shown = [layer for layer in ranked if layer in chosen]
+        tags = {f"fp8_{figure}/{of}/{layer}": values[layer] for layer in shown}
+        if single := [values[layer] for layer in ranked if not is_fold(layer)]:
+            tags[f"fp8/{figure}/{of}/worst"] = single[0]
+            tags[f"fp8/{figure}/{of}/median"] = statistics.median(single)
+        return tags, shown
+
+    def _outputs(self, sample: Sample, tensors: int) -> dict[str, float]:
+        """The relative error of what GEMMs put out, by product."""
+        columns, values = sample.outputs, defaultdict[str, dict[str, float]](dict)
+        rows = zip(*(columns[name] for name in ("product", "layer", "relative_error")), strict=True) if columns else ()
+        for product, layer, error in rows:
+            if error is not None:
+                values[product][layer] = error
+        return {t: v for p, of in values.items() for t, v in self._streamed("output_error", p, of, tensors)[0].items()}
 
 
 def _true_units(sample: Sample) -> dict[str, float]:

@@ -91,7 +91,7 @@ SPREAD = [layout for layout in LAYOUTS if layout.world > 1 and layout.name != "c
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 #: how each layout is watched
 WATCHED: dict[str, dict[str, Any]] = {
-    "auto": {"recipe": "auto", "weigh": ["current-e5m2", "mxfp8"]},
+    "auto": {"recipe": "auto", "weigh": ["current-e5m2", "mxfp8"], "output_rows": 1000},
     "delayed": {"recipe": "delayed"},
 }
 

@@ -19,6 +19,7 @@ import polars as pl
 import pytest
 import torch
 from layouts import BY_NAME, LAYOUTS, SPREAD, STEPS, WATCHED, Layout, sequences
+from products import errors, figures, quantised
 
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -93,6 +94,16 @@ class Whole:
             return calls, holders * len(replicas)
         assert all(torch.equal(w, calls[0]) for w in calls)
         return calls[:1], holders
+
+    def multiplied(self, step: int, name: str) -> list[dict[str, torch.Tensor]]:
+        """What each rank multiplies in its first call of a GEMM that has tokens, by role."""
+        found = []
+        for kept in (r["steps"][step] for r in self._ranks if (name, "input") in r["steps"][step]):
+            with_tokens = [i for i, x in enumerate(kept[name, "input"]) if x.numel()]
+            if with_tokens:
+                x, dy = (kept[name, role][with_tokens[0]] for role in ("input", "grad_output"))
+                found.append({"input": x, "weight": kept[name, "weight"][0], "grad_output": dy})
+        return found
 
     def _split(self, name: str, role: str, expert: bool) -> int | None:
         """The dimension that tensor-parallel ranks have parts of; None: they have copies."""
@@ -178,6 +189,24 @@ def test_the_record_counts_each_value_of_the_whole_tensors_once(trained: Path, l
         tensors, holders = whole.of(step, (layer, role))
         assert found[step, layer, role] == counted(tensors), (step, layer, role)
         assert counts == [holders, 0, sum(t.numel() for t in tensors)], (step, layer, role)
+
+
+@of_all
+def test_errors_of_outputs_are_those_of_what_each_rank_multiplies(trained: Path, layout: Layout) -> None:
+    """Each operand under the scale of what the rank has of it; where it has parts that do not belong together, nothing."""
+    whole, found = Whole(trained, layout), read_table(find_run(trained / layout.name / "auto"), "outputs").to_dicts()
+    rows = {(row["step"], row["layer"], row["product"]): row for row in found if "*" not in row["layer"]}
+    expected = {}
+    for step, name in {(step, name) for step in range(STEPS) for name, _ in whole.keys}:
+        parts = whole.multiplied(step, name)
+        of_ranks = [(given, {role: quantised(x, role) for role, x in given.items()}) for given in parts]
+        for product, of in errors(of_ranks).items():
+            expected[step, name, product] = (len(parts), of)
+    assert set(rows) == set(expected)
+    assert {product for *_, product in rows} >= {"fprop", "dgrad"}
+    for key, (shards, of) in expected.items():
+        assert rows[key]["shards"] == shards, key
+        assert figures(rows[key]) == pytest.approx(of, rel=1e-4), key
 
 
 @of_spread

@@ -27,7 +27,8 @@ def train(interval: int | None, options: dict[str, Any], recipe: str | None) -> 
     model = gpt(**options)
     emulation = attached(model, recipe, ["layers.*"]) if recipe else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    monitor = Monitor(model, recorders=[Samples()], interval=interval, on_error="raise") if interval else None
+    watched = {"interval": interval, "output_rows": 8 if interval == 1 else 0, "on_error": "raise"}
+    monitor = Monitor(model, recorders=[Samples()], **watched) if interval else None
     losses = []
     for step in range(STEPS):
         if monitor:
