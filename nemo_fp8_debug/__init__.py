@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .errors import ConfigError, FP8DebugWarning, RecordError
+from .interventions.applied import apply_plan
 from .monitor import Monitor
 
 if TYPE_CHECKING:
-    from .callback import FP8DebugCallback, FP8EmulationCallback
+    from .callback import FP8DebugCallback
+    from .intervention_callbacks import FP8EmulationCallback, FP8PlanCallback
 
+_CALLBACKS = {
+    "FP8DebugCallback": "callback",
+    "FP8EmulationCallback": "intervention_callbacks",
+    "FP8PlanCallback": "intervention_callbacks",
+}
 
 __all__ = [
     "ConfigError",
     "FP8DebugCallback",
     "FP8DebugWarning",
     "FP8EmulationCallback",
+    "FP8PlanCallback",
     "Monitor",
     "RecordError",
     "__version__",
+    "apply_plan",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # Lightning is only imported by those who use its callbacks.
-    if name in ("FP8DebugCallback", "FP8EmulationCallback"):
-        from . import callback
-
-        return getattr(callback, name)
+    if name in _CALLBACKS:
+        return getattr(importlib.import_module(f".{_CALLBACKS[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Lightning events -> Monitor and Emulation; nothing else.
+"""Lightning events -> Monitor; nothing else.
 
 A sample opens in `on_train_batch_start` and takes the step number under which Lightning will log this batch's loss
 (`_batches_that_stepped`, which unlike `global_step` does not move before the batch ends). It closes in
@@ -14,21 +14,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import nn
 
-from .capture.layers import find_gemms, select, without_ends
 from .capture.standin import Watcher, stand_in
 from .capture.units import scale_of, was_skipped
 from .config import Config
 from .errors import ConfigError, warn
-from .interventions.emulate import Emulation
+from .intervention_callbacks import FP8EmulationCallback, FP8PlanCallback
 from .monitor import Monitor
-from .names import compile_patterns
-from .numerics.scaling import ROLES, parse_recipe
+from .numerics.scaling import ROLES
 from .record.store import RunRecord
 from .record.table import TableRecorder
 from .record.tensorboard import ScalarRecorder, TensorBoardRecorder
+from .rescue import is_rescue
 from .sample import Recorder
+from .trainer import accumulates, roots
 
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
@@ -69,6 +68,12 @@ class FP8DebugCallback(pl.Callback):
         self._leave: Callable[[], None] | None = None
         self._scale: Any = None
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """In a run that `nemo-fp8-debug rescue` has started, see to it that the plan is applied."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if is_rescue() and not any(isinstance(c, (FP8EmulationCallback, FP8PlanCallback)) for c in callbacks):
+            callbacks.insert(callbacks.index(self) + 1, FP8PlanCallback())
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the GEMMs and open the record."""
         self._monitor = None
@@ -76,7 +81,7 @@ class FP8DebugCallback(pl.Callback):
         try:
             options = {**self._options, "output": self._options["output"] or self._default_output(trainer)}
             recorders = _recorders(trainer, Config(**options))
-            self._monitor = Monitor(_roots(trainer, pl_module), recorders=recorders, **options)
+            self._monitor = Monitor(roots(trainer, pl_module), recorders=recorders, **options)
         except ConfigError:  # on all ranks, or none: one that went on alone would wait for the others for ever
             raise
         except Exception as error:
@@ -111,7 +116,7 @@ class FP8DebugCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Close the sample, unless the next batch accumulates onto this one."""
-        if self._monitor and not _accumulates(trainer):
+        if self._monitor and not accumulates(trainer):
             scalars = _scalars(trainer) if self._monitor.sampling else {}
             if self._scale is not None:
                 scalars |= {"loss_scale": self._scale, "skipped": was_skipped(self._scale, _scaler(trainer))}
@@ -132,82 +137,6 @@ class FP8DebugCallback(pl.Callback):
             self._monitor.close()
 
 
-class FP8EmulationCallback(pl.Callback):
-    """Trains with FP8-quantised GEMM operands and high-precision GEMMs, without editing the model.
-
-    Raises:
-        ConfigError: when constructed or before the first step, as for `FP8DebugCallback`.
-    """
-
-    def __init__(
-        self,
-        recipe: str | Mapping[str, Any] = "delayed",
-        layers: Sequence[str] = ("layers.*",),
-        first_layers_bf16: int = 0,
-        last_layers_bf16: int = 0,
-    ) -> None:
-        """
-        Args:
-            recipe: see `numerics.scaling.parse_recipe`.
-            layers: which GEMMs are quantised; by default those of the transformer layers and not the output layer, as
-                Megatron's FP8 does.
-            first_layers_bf16: transformer layers at the start of the model that are left alone.
-            last_layers_bf16: likewise at its end.
-        """
-        self._recipe = parse_recipe(recipe)
-        self._layers = list(layers)
-        self._ends = (first_layers_bf16, last_layers_bf16)
-        if min(self._ends) < 0:
-            raise ConfigError("first_layers_bf16 and last_layers_bf16 cannot be negative")
-        compile_patterns(self._layers)
-        self._emulation: Emulation | None = None
-        self._resumed: dict[str, Any] | None = None
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Attach; a second fit goes on with the scales of the first."""
-        if self._emulation:
-            self._resumed = self._emulation.state.state_dict()
-            self._emulation.detach()
-        gemms = select(find_gemms(_roots(trainer, pl_module)), self._layers)
-        self._emulation = Emulation(without_ends(gemms, *self._ends), self._recipe)
-        if self._resumed:
-            self._emulation.state.load_state_dict(self._resumed)
-        self._emulation.attach()
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Move delayed scales on, once a step."""
-        if self._emulation and not _accumulates(trainer):
-            self._emulation.end_step()
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Detach."""
-        if self._emulation:
-            self._emulation.detach()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """The run failed: leave the model as it was."""
-        if self._emulation:
-            self._emulation.detach()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Scales and amax histories."""
-        return self._emulation.state.state_dict() if self._emulation else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the scales of a checkpoint."""
-        self._resumed = state_dict
-        if self._emulation and state_dict:
-            self._emulation.state.load_state_dict(state_dict)
-
-
-def _roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[nn.Module]:
-    """The model; under NeMo's MegatronStrategy the chunks of the pipeline."""
-    chunks = getattr(trainer.strategy, "megatron_parallel", None)
-    return list(chunks) if chunks is not None else [pl_module]
-
-
 def _logged_step(trainer: pl.Trainer) -> int:
     """The step number that Lightning logs this batch's loss under."""
     step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -224,12 +153,6 @@ def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
             yield ScalarRecorder(logger.log_metrics, config.max_tags)
     if config.table_rows:
         yield TableRecorder(config.table_rows)
-
-
-def _accumulates(trainer: pl.Trainer) -> bool:
-    """Whether the next batch adds its gradients to this one's; under manual optimization each batch stands alone."""
-    result: bool = trainer.fit_loop._should_accumulate()
-    return result
 
 
 def _loss(trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> Any:

@@ -102,6 +102,9 @@ class Plan:
         return cls(tuple(_change(path, given) for given in content["changes"]))
 
 
+NO_CHANGES = Plan()
+
+
 def _change(path: Any, given: Any) -> Change:
     known = {f.name for f in fields(Change)}
     if not isinstance(given, dict) or not {"layer", "recipe"} <= set(given) <= known:

@@ -22,7 +22,7 @@ from megatron_on_cpu import megatron_on_cpu
 from nemo.collections import llm
 from text import VOCABULARY, Text
 
-from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback
+from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback, FP8PlanCallback
 
 #: Megatron's name for an FP8 recipe with per-tensor scales from earlier steps
 DELAYED = {"name": "delayed", "fp8_format": "hybrid", "amax_history_len": 16, "amax_compute_algo": "max"}
@@ -82,8 +82,36 @@ def model(variant: Variant, steps: int, te: bool) -> llm.GPTModel:
     return llm.GPTModel(config, optim=nl.MegatronOptimizerModule(adam, lr_scheduler=learning_rate), tokenizer=None)
 
 
-def train(name: str, output: Path, steps: int, interval: int, engine: str) -> None:
-    """Run one variant; its TensorBoard events and record go to OUTPUT/NAME."""
+class Save(pl.Callback):
+    """Saves checkpoints `FOLDER/step_N`."""
+
+    def __init__(self, folder: Path, interval: int) -> None:
+        self.folder, self.interval = folder, interval
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+        if trainer.global_step % self.interval == 0:
+            trainer.save_checkpoint(self.folder / f"step_{trainer.global_step}")
+
+
+def train(
+    name: str,
+    output: Path,
+    steps: int,
+    interval: int,
+    engine: str = "emulated",
+    recipe: str | dict[str, Any] = DELAYED,
+    plan: str | None = None,
+    save_interval: int = 0,
+    resume: str | None = None,
+) -> None:
+    """Run one variant; its TensorBoard events, its record and its checkpoints go to OUTPUT/NAME.
+
+    Args:
+        recipe: of emulated FP8.
+        plan: file of a plan of changes to it.
+        save_interval: steps between checkpoints; 0: none.
+        resume: a checkpoint to go on from.
+    """
     variant, te = VARIANTS[name], engine == "te"
     torch.manual_seed(0)
     precision = {"precision": "bf16-mixed"}
@@ -92,7 +120,11 @@ def train(name: str, output: Path, steps: int, interval: int, engine: str) -> No
         precision |= {"fp8": "hybrid", "fp8_recipe": "delayed"} | {f"fp8_{k}": v for k, v in options.items()}
     callbacks: list[pl.Callback] = [FP8DebugCallback(interval=interval)]
     if variant.fp8 and not te:
-        callbacks.append(FP8EmulationCallback(DELAYED))
+        callbacks.append(FP8EmulationCallback(recipe, plan=plan))
+    elif plan:
+        callbacks.append(FP8PlanCallback(plan))
+    if save_interval:
+        callbacks.append(Save(output / name / "checkpoints", save_interval))
     trainer = nl.Trainer(
         accelerator="gpu" if te else "cpu",
         devices=1,
@@ -108,7 +140,7 @@ def train(name: str, output: Path, steps: int, interval: int, engine: str) -> No
         enable_progress_bar=False,
     )
     with contextlib.nullcontext() if te else megatron_on_cpu():
-        trainer.fit(model(variant, steps, te), Text())
+        trainer.fit(model(variant, steps, te), Text(), ckpt_path=resume)
 
 
 if __name__ == "__main__":
@@ -118,5 +150,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=360)
     parser.add_argument("--interval", type=int, default=10)
     parser.add_argument("--engine", choices=("emulated", "te"), default="emulated", help="te: Transformer Engine on a GPU")
-    arguments = parser.parse_args()
-    train(arguments.run, arguments.output, arguments.steps, arguments.interval, arguments.engine)
+    parser.add_argument("--recipe", default=DELAYED, help="of emulated FP8, as 'delayed(margin=1)'")
+    parser.add_argument("--plan", help="file of a plan of changes, as `nemo-fp8-debug recommend` writes it")
+    parser.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints")
+    parser.add_argument("--resume", help="checkpoint to go on from")
+    arguments = vars(parser.parse_args())
+    train(arguments.pop("run"), **arguments)

@@ -25,3 +25,10 @@ class Text(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(TextWindows(1_000_000, self.sequence))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"consumed_samples": self.trainer.global_step * self.data_sampler.global_batch_size}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """The sampler goes on behind what the checkpoint's run has seen."""
+        self.data_sampler.init_consumed_samples = self.data_sampler.prev_consumed_samples = state_dict["consumed_samples"]

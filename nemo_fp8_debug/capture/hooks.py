@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import inspection
+from ..interventions.active import emulated
 from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later
 from .layers import Gemm
 from .products import Products
@@ -200,7 +201,7 @@ class Capture:
         return _Pass(next(self._order), casts)
 
     def _cast(self, gemm: Gemm, module: nn.Module, kwargs: Kwargs, role: str) -> ScaleInUse | None:
-        if self._read_casts and (gemm.name, role) in self._takers:
+        if self._read_casts and (gemm.name, role) in self._takers and not emulated(module):
             with self._guarded(gemm.name, role, lost=False):
                 return gemm.host.cast(module, kwargs, gemm.part, role)
         return None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..interventions.emulate import emulated
+from ..interventions.active import SWITCHED, emulated
 from ..numerics.history import EmulatedScales, Key
-from ..numerics.scaling import CurrentScaling, Recipe, parse_recipe
+from ..numerics.scaling import ROLES, CurrentScaling, Recipe, parse_recipe
 from .hosts.base import ScaleInUse
 from .layers import Gemm
 
 #: what a run without FP8 is measured against: it needs nothing but the tensor itself
-SHADOW = Recipe(CurrentScaling())
+_RULE = CurrentScaling()
+SHADOW = Recipe(_RULE)
 
 
 class Scales:
@@ -29,14 +31,16 @@ class Scales:
         #: whether what the run itself uses is measured
         self.auto = recipe == "auto"
         configured = [r for g in gemms if (r := g.host.recipe(g.module))]
-        engines = [e.recipe for g in gemms if (e := emulated(g.module))]
+        recipes = [e.recipes[role] for g in gemms if (e := emulated(g.module)) for role in ROLES if e.quantises(role)]
+        engines = [r for r, _ in Counter(recipes).most_common(1)]
         #: of operands that nothing quantises, or whose scale cannot be read
         self._recipe = parse_recipe(recipe) if not self.auto else (engines + configured + [SHADOW])[0]
         self._emulated = EmulatedScales(self._recipe, ())
         self.description = {
             "asked": recipe if isinstance(recipe, str) else dict(recipe),
             "measured_against": self._recipe.name,
-            "gemms_quantised_by_emulation": len(engines),
+            "gemms_quantised_by_emulation": sum(any(map(e.quantises, ROLES)) for g in gemms if (e := emulated(g.module))),
+            "gemms_switched_in_engine": sum(g.module in SWITCHED for g in gemms),
             "configured_in_host": configured[0].name if configured else None,
         }
 
@@ -47,7 +51,10 @@ class Scales:
     def in_use(self, gemm: Gemm, role: str) -> ScaleInUse:
         """How operand `role` of `gemm` is cast in the step that begins."""
         if self.auto and (engine := emulated(gemm.module)):
-            return ScaleInUse(engine.scale(role), engine.recipe.format_of(role), engine.recipe.name, "engine")
+            if not engine.quantises(role):
+                return ScaleInUse(_RULE, SHADOW.format_of(role), SHADOW.name, "not quantised")
+            recipe = engine.recipes[role]
+            return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe.name, "engine")
         scale = self._emulated.next_for((gemm.name, role))
         source = "emulated" if isinstance(scale, torch.Tensor) else "current"
         return ScaleInUse(scale, self._recipe.format_of(role), self._recipe.name, source)

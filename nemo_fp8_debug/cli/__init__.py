@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import typer
 
-from . import audit, compare, control, imports, replay
+from . import audit, compare, control, imports, replay, rescue
 from .console import explained
 
 app = typer.Typer(help="See what FP8 does to a training run.", no_args_is_help=True, pretty_exceptions_enable=False)
@@ -21,6 +21,7 @@ commands: dict[str, Callable[..., None]] = {
     "compare": compare.command,
     "control": control.command,
     "replay": replay.command,
+    "rescue": rescue.command,
     "audit": audit.command,
     "import": imports.command,
 }

@@ -6,8 +6,7 @@ On a GPU it answers "is it the quantisation or the software?"; on a CPU it makes
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,16 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from ..capture.hooks import Hook
 from ..capture.layers import Gemm
 from ..errors import ConfigError
-from ..numerics.formats import FloatFormat
+from ..numerics.blocks import BlockRule
 from ..numerics.history import DelayedState
-from ..numerics.scaling import ROLES, CurrentScaling, Recipe, amax_of, quantize_dequantize, refuse_blocks
-
-_ACTIVE: weakref.WeakKeyDictionary[nn.Module, EmulatedGemm] = weakref.WeakKeyDictionary()
-
-
-def emulated(module: nn.Module) -> EmulatedGemm | None:
-    """The emulation that acts on `module` at present, if any."""
-    return _ACTIVE.get(module)
+from ..numerics.scaling import ROLES, CurrentScaling, DelayedScaling, Recipe, Unscaled, amax_of, quantize_dequantize
+from ..plan import NO_CHANGES, Plan
+from .active import EMULATED
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -47,26 +41,39 @@ def _straight_through(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
 
 
 class EmulatedGemm:
-    """One GEMM module whose X, W and dY are quantised on their way in."""
+    """One GEMM module whose X, W and dY are quantised on their way in, each by a recipe of its own."""
 
-    def __init__(self, gemm: Gemm, recipe: Recipe, state: DelayedState) -> None:
+    def __init__(self, gemm: Gemm, recipes: Mapping[str, Recipe], states: Mapping[Recipe, DelayedState]) -> None:
+        """
+        Args:
+            recipes: by role; an operand under `bf16` stays as it is.
+            states: the histories of delayed recipes.
+        """
         self.gemm = gemm
-        self.recipe = recipe
-        self._state = state
+        self.recipes = recipes
+        self._states = states
         self._own_weight: torch.Tensor | None = None
         self._swapped = False
 
-    def _slot(self, role: str) -> int:
-        return self._state.index[self.gemm.name, role]
+    def quantises(self, role: str) -> bool:
+        """Whether `role` is cast at all."""
+        return not isinstance(self.recipes[role].scaling, Unscaled)
 
-    def scale(self, role: str) -> torch.Tensor | CurrentScaling:
+    def _history(self, role: str) -> tuple[DelayedState, int]:
+        state = self._states[self.recipes[role]]
+        return state, state.index[self.gemm.name, role]
+
+    def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockRule:
         """What `role` is cast with in the present step: a float32 scalar, or the rule that finds it from each tensor."""
-        scaling = self.recipe.scaling
-        return scaling if isinstance(scaling, CurrentScaling) else self._state.scale[self._slot(role)]
+        scaling = self.recipes[role].scaling
+        if isinstance(scaling, (CurrentScaling, BlockRule)):
+            return scaling
+        state, slot = self._history(role)
+        return state.scale[slot]
 
     def attach(self) -> list[RemovableHandle]:
         """Install the hooks that quantise."""
-        _ACTIVE[self.gemm.module] = self
+        EMULATED[self.gemm.module] = self
         return [
             self.gemm.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
             self.gemm.module.register_forward_hook(Hook(self._after_forward), always_call=True),
@@ -74,12 +81,15 @@ class EmulatedGemm:
 
     def quantize(self, role: str, x: torch.Tensor) -> torch.Tensor:
         """The values that the GEMM multiplies instead of `x`."""
-        fmt: FloatFormat = self.recipe.format_of(role)
+        scaling, fmt = self.recipes[role].scaling, self.recipes[role].format_of(role)
+        if not x.numel():
+            return x
+        if isinstance(scaling, BlockRule):
+            return scaling.quantize(x.detach(), role, fmt).dequantize().to(x.dtype)
         amax = amax_of(x)
-        scaling = self.recipe.scaling
         if isinstance(scaling, CurrentScaling):
             return quantize_dequantize(x.detach(), scaling.scale(amax, fmt.max), fmt)
-        slot, state = self._slot(role), self._state
+        state, slot = self._history(role)
         if role == "grad_output" or torch.is_grad_enabled():  # evaluation leaves no trace in the history
             state.amax[slot] = torch.maximum(state.amax[slot], amax)
         return quantize_dequantize(x.detach(), state.scale[slot], fmt)
@@ -92,11 +102,13 @@ class EmulatedGemm:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host = self.gemm.host
-        x, weight = host.input(module, args, kwargs, ""), host.weight(module, args, kwargs, "")
-        assert x is not None  # only hosts with an FP8 of their own make it inside, and those are refused
-        quantized_x = _straight_through(x, self.quantize("input", x))
-        args = tuple(quantized_x if a is x else a for a in args)
-        kwargs = {k: quantized_x if v is x else v for k, v in kwargs.items()}
+        if self.quantises("input"):
+            x = host.input(module, args, kwargs, "")
+            assert x is not None  # only hosts with an FP8 of their own make it inside, and those are refused
+            quantized_x = _straight_through(x, self.quantize("input", x))
+            args = tuple(quantized_x if a is x else a for a in args)
+            kwargs = {k: quantized_x if v is x else v for k, v in kwargs.items()}
+        weight = host.weight(module, args, kwargs, "") if self.quantises("weight") else None
         if weight is not None:
             quantized_weight = _straight_through(weight, self.quantize("weight", weight))
             args = tuple(quantized_weight if a is weight else a for a in args)
@@ -112,36 +124,37 @@ class EmulatedGemm:
         if out is None:  # the forward raised
             return
         y = self.gemm.host.output(out)
-        if y.requires_grad:
+        if y.requires_grad and self.quantises("grad_output"):
             y.register_hook(lambda grad: self.quantize("grad_output", grad))
 
 
 class Emulation:
-    """A recipe acting on the GEMMs of a model between `attach` and `detach`."""
+    """Recipes acting on the GEMMs of a model between `attach` and `detach`."""
 
-    def __init__(self, gemms: Iterable[Gemm], recipe: Recipe) -> None:
+    def __init__(self, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> None:
         """
+        Args:
+            recipe: of all operands that `plan` does not change.
+            plan: its `multiply_in_bf16` changes nothing, since emulation multiplies in the run's own precision anyway.
+
         Raises:
-            ConfigError: the recipe scales blocks; a GEMM has an FP8 of its own, or fuses gradient accumulation, which
-                bypasses what is swapped in for its weight.
+            ConfigError: a GEMM has an FP8 of its own, or fuses gradient accumulation, which bypasses what is swapped in for
+                its weight.
         """
-        gemms = list(gemms)
-        refuse_blocks(recipe, "FP8 emulation")
-        for gemm in gemms:
-            if gemm.host.has_own_fp8:
-                raise ConfigError(
-                    f"{gemm.name} is a module of {gemm.host.name}, which quantises for itself; "
-                    "emulation is for modules that do not, as those of Megatron's local layer spec"
-                )
-            if getattr(gemm.module, "gradient_accumulation_fusion", False):
-                raise ConfigError(
-                    f"{gemm.name} uses gradient_accumulation_fusion, which FP8 emulation cannot quantise through; "
-                    "set gradient_accumulation_fusion=False"
-                )
         self.recipe = recipe
+        gemms = list(gemms)
+        recipes = {g.name: {role: plan.recipe_of(g.name, role, recipe) for role in ROLES} for g in gemms}
+        columns: dict[Recipe, list[tuple[str, str]]] = {}
+        for name, by_role in recipes.items():
+            for role, chosen in by_role.items():
+                if isinstance(chosen.scaling, DelayedScaling):
+                    columns.setdefault(chosen, []).append((name, role))
         device = next((p.device for g in gemms for p in g.module.parameters()), None)
-        self.state = DelayedState(recipe, [(g.name, role) for g in gemms for role in ROLES], device)
-        self._gemms = [EmulatedGemm(g, recipe, self.state) for g in gemms]
+        #: the histories of each delayed recipe
+        self.states = {delayed: DelayedState(delayed, keys, device) for delayed, keys in columns.items()}
+        self._gemms = [EmulatedGemm(g, recipes[g.name], self.states) for g in gemms]
+        for gemm in self._gemms:
+            _check(gemm)
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -155,9 +168,34 @@ class Emulation:
             handle.remove()
         for gemm in self._gemms:
             gemm.restore()
-            _ACTIVE.pop(gemm.gemm.module, None)
+            EMULATED.pop(gemm.gemm.module, None)
         self._handles = []
 
     def end_step(self) -> None:
         """Move delayed scales on; call once after each step's backward."""
-        self.state.update()
+        for state in self.states.values():
+            state.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with the same scales."""
+        return {"states": [state.state_dict() for state in self.states.values()]}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over the histories of operands that are still scaled by history, whatever recipes they were saved under."""
+        for part in saved.get("states", [saved]):  # before plans there was one state, saved as it is
+            for state in self.states.values():
+                state.load_state_dict(part)
+
+
+def _check(emulated: EmulatedGemm) -> None:
+    gemm = emulated.gemm
+    if gemm.host.has_own_fp8:
+        raise ConfigError(
+            f"{gemm.name} is a module of {gemm.host.name}, which quantises for itself; "
+            "emulation is for modules that do not, as those of Megatron's local layer spec"
+        )
+    if getattr(gemm.module, "gradient_accumulation_fusion", False) and emulated.quantises("weight"):
+        raise ConfigError(
+            f"{gemm.name} uses gradient_accumulation_fusion, which FP8 emulation cannot quantise through; "
+            "set gradient_accumulation_fusion=False"
+        )

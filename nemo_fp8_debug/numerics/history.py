@@ -27,7 +27,7 @@ class DelayedState:
         self.columns = list(columns)
         self.index = {column: i for i, column in enumerate(self.columns)}
         n = len(self.columns)
-        self._scaling = recipe.scaling
+        self._recipe, self._scaling = recipe, recipe.scaling
         kind: Any = {"dtype": torch.float32, "device": device}
         length = recipe.scaling.amax_history_len if isinstance(recipe.scaling, DelayedScaling) else 0
         self.limit = torch.tensor([recipe.format_of(role).max for _, role in self.columns], **kind)
@@ -43,16 +43,28 @@ class DelayedState:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on with the same scales."""
-        return {"columns": self.columns, "scale": self.scale, "history": self.history}
+        return {"recipe": self._recipe.name, "columns": self.columns, "scale": self.scale, "history": self.history}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over the operands that the saved state knows, if its history is as long as this one's; others start anew."""
-        if saved["history"].shape[0] != self.history.shape[0]:
+        """Take over the operands that the saved state knows; others start anew.
+
+        Of a state saved under another recipe the newest amaxes are taken, and the scales that this recipe makes of them.
+        """
+        if not isinstance(self._scaling, DelayedScaling):
             return
-        for j, column in enumerate(saved["columns"]):
-            if (i := self.index.get(tuple(column))) is not None:
-                self.scale[i] = saved["scale"][j]
-                self.history[:, i] = saved["history"][:, j]
+        entries = min(len(saved["history"]), len(self.history))
+        if not entries:
+            return
+        known = [(i, j) for j, column in enumerate(saved["columns"]) if (i := self.index.get(tuple(column))) is not None]
+        for i, j in known:
+            self.scale[i] = saved["scale"][j]
+            self.history[-entries:, i] = saved["history"][-entries:, j]
+        same = len(saved["history"]) == len(self.history) and saved.get("recipe", self._recipe.name) == self._recipe.name
+        if known and not same:
+            mine = torch.tensor([i for i, _ in known], device=self.scale.device)
+            self.scale[mine] = self._scaling.scale(
+                self.history[:, mine], torch.ones_like(self.scale[mine]), self.limit[mine]
+            )
 
 
 class EmulatedScales:

@@ -79,10 +79,14 @@ class DelayedScaling:
         """
         seen = amax > 0
         history = torch.where(seen, torch.cat([history[1:], amax[None]]), history)
+        return history, torch.where(seen, self.scale(history, scale, limit), scale)
+
+    def scale(self, history: torch.Tensor, before: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+        """The scales, float32 [n], that a history asks for; `before` where it has nothing that can be used."""
         reference = history.amax(0) if self.amax_compute_algo == "max" else history[-1]
         usable = (reference > 0) & reference.isfinite()
         new = (limit * 2.0**-self.margin / torch.where(usable, reference, 1.0)).clamp_max(FLT_MAX)
-        return history, torch.where(usable & seen, new, scale)
+        return torch.where(usable, new, before)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def _options(roots: Sequence[nn.Module], names: Sequence[str]) -> dict[str, Any]
 
 def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
     """Who quantises; Megatron configured for FP8 without Transformer Engine silently trains in high precision."""
-    if recipe["gemms_quantised_by_emulation"]:
+    if recipe["gemms_quantised_by_emulation"] and not recipe["gemms_switched_in_engine"]:
         return "emulation"
     if host.get("fp8"):
         present = "transformer_engine" in sys.modules

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from megatron_on_cpu import megatron_on_cpu
 from nemo.collections import llm
-from nemo_gpt import DELAYED, VARIANTS, model
+from nemo_gpt import DELAYED, VARIANTS, Save, model
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from text import Text
 
-from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback
+from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback, FP8PlanCallback
+from nemo_fp8_debug.plan import Change, Plan
+from nemo_fp8_debug.rescue import PLAN
 
 
 class Losses(pl.Callback):
@@ -36,7 +39,7 @@ class Losses(pl.Callback):
         return self
 
 
-def train(folder: Path, callbacks: list[pl.Callback], **options: Any) -> dict[str, Any]:
+def train(folder: Path, callbacks: list[pl.Callback], resume: Path | None = None, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     losses = Losses()
     trainer = nl.Trainer(
@@ -56,22 +59,40 @@ def train(folder: Path, callbacks: list[pl.Callback], **options: Any) -> dict[st
     gpt: llm.GPTModel = model(VARIANTS["good"], 5, te=False)
     for name, value in options.items():
         setattr(gpt.config, name, value)
-    trainer.fit(gpt, Text(sequence=32, micro_batch_size=2, global_batch_size=4))
+    trainer.fit(gpt, Text(sequence=32, micro_batch_size=2, global_batch_size=4), ckpt_path=resume)
     digest = hashlib.sha256()
     for parameter in gpt.parameters():
         digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
     return {"losses": losses.values, "weights": digest.hexdigest()}
 
 
-def round_trip() -> dict[str, Any]:
+def rescued(folder: Path) -> dict[str, Any]:
+    """A run, and what becomes of it when it goes on from its second step: as it was, otherwise, and as a rescue."""
+    failing, plan = "delayed(margin=-11,amax_history_len=16)", folder / "plan.json"
+    emulation = FP8EmulationCallback(failing)
+    results = {"run": train(folder / "run", [emulation, Save(folder / "checkpoints", 2)])}
+    checkpoint = folder / "checkpoints" / "step_2"
+    results["resumed"] = train(folder / "resumed", [FP8EmulationCallback(failing)], checkpoint)
+    results["current"] = train(folder / "current", [FP8EmulationCallback("current")], checkpoint)
+    Plan((Change("layers.*", "current"),)).save(plan)
+    os.environ[PLAN] = str(plan)
+    results["rescue"] = train(folder / "rescue", [FP8EmulationCallback(failing)], checkpoint)
+    del os.environ[PLAN]
+    return results
+
+
+def round_trip(folder: Path) -> dict[str, Any]:
     """What a launcher does with a recipe that carries the callbacks."""
+    plan = str(folder / "plan.json")
+    Plan((Change("layers.*", "current"),)).save(plan)
     recipe = llm.llama3_8b.pretrain_recipe(name="t", dir="unused", num_nodes=1, num_gpus_per_node=1)
     recipe.trainer.callbacks += [
         nemo_run.Config(FP8DebugCallback, interval=50, layers=["linear_fc2"], roles=["input"], recipe=DELAYED),
-        nemo_run.Config(FP8EmulationCallback, recipe=DELAYED, first_layers_bf16=1),
+        nemo_run.Config(FP8EmulationCallback, recipe=DELAYED, first_layers_bf16=1, plan=plan),
+        nemo_run.Config(FP8PlanCallback, plan=plan),
     ]
     serializer = ZlibJSONSerializer()
-    restored = serializer.deserialize(serializer.serialize(recipe)).trainer.callbacks[-2:]
+    restored = serializer.deserialize(serializer.serialize(recipe)).trainer.callbacks[-3:]
     built = [config.__fn_or_cls__(**config.__arguments__) for config in restored]
     return {"classes": [type(callback).__name__ for callback in built], "interval": restored[0].interval}
 
@@ -87,14 +108,16 @@ EVERYTHING = {
 }
 WATCHED: dict[str, dict[str, Any]] = {"None": {}, "1": {"interval": 1}, "10": {"interval": 10}, "everything": EVERYTHING}
 
-if __name__ == "__main__":
+
+def main() -> None:
     output = Path(sys.argv[1])
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    results: dict[str, Any] = {"round_trip": round_trip()}
+    results: dict[str, Any] = {"round_trip": round_trip(output)}
     with megatron_on_cpu():
         for case, options in (("plain", {}), ("recompute", recompute)):
             for name, watch in WATCHED.items():
                 callbacks = [FP8DebugCallback(**watch, on_error="raise", table_rows=0)] if watch else []
                 callbacks.append(FP8EmulationCallback(DELAYED))
                 results.setdefault(case, {})[name] = train(output / f"{case}-{name}", callbacks, **options)
+        results["rescued"] = rescued(output / "rescued")
     (output / "results.json").write_text(json.dumps(results))

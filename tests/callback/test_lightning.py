@@ -131,13 +131,13 @@ def test_emulation_resumes_with_its_scales(tmp_path: Path) -> None:
     first = FP8EmulationCallback({"name": "delayed", "amax_history_len": 4})
     trainer = fit(tmp_path, [first])
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    scales = first.state_dict()["scale"]
+    scales = first.state_dict()["states"][0]["scale"]
     assert (scales != 1).all()
 
     second = FP8EmulationCallback({"name": "delayed", "amax_history_len": 4})
     resumed = pl.Trainer(accelerator="cpu", logger=False, callbacks=[second], max_epochs=1, enable_checkpointing=False)
     resumed.fit(Module(), DataLoader([torch.ones(4)]), ckpt_path=tmp_path / "run.ckpt")
-    assert torch.equal(second.state_dict()["scale"], scales)
+    assert torch.equal(second.state_dict()["states"][0]["scale"], scales)
 
 
 def test_configuration_errors_come_before_the_first_step(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_failed_run_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 def test_a_second_fit_goes_on_with_the_scales_of_the_first(tmp_path: Path) -> None:
     emulation = FP8EmulationCallback("delayed")
     fit(tmp_path / "a", [emulation])
-    scales = emulation.state_dict()["scale"]
+    scales = emulation.state_dict()["states"][0]["scale"]
     fit(tmp_path / "b", [emulation, FP8DebugCallback(interval=1)])
     rows = read_table(find_run(tmp_path / "b"), "figures").filter(step=0, layer="layers.0", role="input")
     assert rows["scale"].to_list() == [pytest.approx(scales[0].item())]

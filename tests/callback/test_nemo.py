@@ -20,9 +20,10 @@ from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nemo")
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parents[1] / "recipes"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(here), str(here.parents[1] / "recipes"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(here / "nemo_runs.py"), str(folder)]
+    # Not as a script: the process that Megatron starts to save a checkpoint would import all of it again.
+    command = [sys.executable, "-W", "ignore", "-c", "import nemo_runs; nemo_runs.main()", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -107,4 +108,14 @@ def test_fingerprint(output: Path) -> None:
 
 
 def test_launcher_can_serialise_the_callbacks(results: dict[str, Any]) -> None:
-    assert results["round_trip"] == {"classes": ["FP8DebugCallback", "FP8EmulationCallback"], "interval": 50}
+    classes = ["FP8DebugCallback", "FP8EmulationCallback", "FP8PlanCallback"]
+    assert results["round_trip"] == {"classes": classes, "interval": 50}
+
+
+def test_a_run_that_fails_goes_on_from_a_checkpoint_as_a_plan_says(results: dict[str, Any]) -> None:
+    rescued = results["rescued"]
+    run, resumed, current = (rescued[name]["losses"] for name in ("run", "resumed", "current"))
+    assert len(run) == 5 and resumed == run[2:]
+    assert rescued["resumed"]["weights"] == rescued["run"]["weights"]
+    assert rescued["rescue"] == rescued["current"]
+    assert current[0] != resumed[0] and current[-1] < resumed[-1]

@@ -67,12 +67,13 @@ def test_delayed_scales_follow_the_history() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(8, 8).bfloat16()
     emulation = attached(linear, {"name": "delayed", "amax_history_len": 2, "margin": 1})
+    (state,) = emulation.states.values()
     amaxes: list[float] = []
     for step in range(6):
         x = (torch.randn(4, 8) * 2.0 ** (step % 3)).bfloat16()
         expected = 1.0 if not amaxes else 448 * 0.5 / max(amaxes[-2:])
-        assert emulation.state.scale[0].item() == pytest.approx(expected, rel=1e-7)
-        qx, qw = (fake_quantized(t, emulation.state.scale[i].item(), "e4m3") for i, t in enumerate((x, linear.weight)))
+        assert state.scale[0].item() == pytest.approx(expected, rel=1e-7)
+        qx, qw = (fake_quantized(t, state.scale[i].item(), "e4m3") for i, t in enumerate((x, linear.weight)))
         y = linear(x)
         assert torch.equal(y, torch.nn.functional.linear(qx, qw, linear.bias))
         y.sum().backward()
@@ -86,7 +87,8 @@ def test_evaluation_leaves_the_history_alone() -> None:
     with torch.no_grad():
         linear(1000 * torch.ones(2, 8))
     emulation.end_step()
-    assert emulation.state.scale.tolist() == [1.0, 1.0, 1.0]
+    (state,) = emulation.states.values()
+    assert state.scale.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_detach_restores_the_model() -> None:
@@ -121,7 +123,8 @@ def test_recompute_gives_the_same_gradients(reentrant: bool) -> None:
             y = checkpoint(model, x, use_reentrant=reentrant) if recompute else model(x)
             y.float().square().sum().backward()
             emulation.end_step()
-        return [p.grad for p in model.parameters()] + [emulation.state.scale, emulation.state.history]
+        (state,) = emulation.states.values()
+        return [p.grad for p in model.parameters()] + [state.scale, state.history]
 
     for plain, recomputed in zip(gradients(False), gradients(True), strict=True):
         assert torch.equal(plain, recomputed)

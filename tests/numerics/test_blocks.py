@@ -17,8 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.interventions.emulate import Emulation
 from nemo_fp8_debug.kernels import quantization_sums
 from nemo_fp8_debug.numerics.blocks import quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.figures import QuantizationSums, quantization_sums_of_float32
@@ -389,9 +387,3 @@ def test_values_under_powers_of_two_are_kept_the_second_time(name: str, values: 
         once = recipe.scaling.quantize(torch.from_numpy(values), role, recipe.format_of(role)).dequantize()
         twice = recipe.scaling.quantize(once.float(), role, recipe.format_of(role)).dequantize()
         assert torch.equal(once, twice)
-
-
-@pytest.mark.parametrize("name", ["mxfp8", "blockwise", "nvfp4"])
-def test_emulation_refuses_blocks(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"FP8 emulation takes recipes with one scale a tensor .* not '{name}"):
-        Emulation([], parse_recipe(name))

@@ -193,9 +193,27 @@ class TestDelayedState:
         assert torch.equal(saved["scale"], before[0])
         assert torch.equal(saved["history"], before[1])
 
-    def test_a_history_of_another_length_is_not_taken_over(self) -> None:
-        resumed = DelayedState(Recipe(DelayedScaling(amax_history_len=2)), self.COLUMNS)
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({"amax_history_len": 2}, [448 / 4, 57344 / 8, 448 / 12]),
+            ({"amax_history_len": 5, "margin": 1}, [448 / 8, 57344 / 16, 448 / 24]),
+            ({"amax_history_len": 3, "margin": -1}, [448 / 2, 57344 / 4, 448 / 6]),
+        ],
+    )
+    def test_of_a_history_under_another_recipe_the_newest_amaxes_go_on(
+        self, options: dict[str, int], expected: list[float]
+    ) -> None:
+        resumed = DelayedState(Recipe(DelayedScaling(**options)), self.COLUMNS)
         resumed.load_state_dict(self.trained().state_dict())
+        assert resumed.scale.tolist() == pytest.approx(expected, rel=1e-6)
+        kept = min(3, len(resumed.history))
+        assert torch.equal(resumed.history[-kept:], self.trained().history[-kept:])
+        assert not resumed.history[:-kept].any()
+
+    def test_a_state_without_a_history_leaves_all_as_it_is(self) -> None:
+        resumed = DelayedState(self.RECIPE, self.COLUMNS)
+        resumed.load_state_dict(DelayedState(Recipe(CurrentScaling()), self.COLUMNS).state_dict())
         assert torch.equal(resumed.scale, torch.ones(3))
 
     def test_is_empty_under_current_scaling(self) -> None:

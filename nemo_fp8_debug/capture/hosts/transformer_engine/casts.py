@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ....interventions.active import SWITCHED
 from ....numerics.blocks import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
 from ....numerics.scaling import CurrentScaling, DelayedScaling, Recipe
 from ..base import Kwargs, ScaleInUse
@@ -64,8 +65,15 @@ def active_recipe(module: Any, role: str) -> Any:
     """Transformer Engine's recipe in force; None where the module runs in high precision."""
     if role == "grad_output":  # the backward pass is outside of the context; the forward pass left word in the module
         return module.fp8_meta.get("recipe") if getattr(module, "fp8", False) else None
-    manager = next((getattr(sys.modules[m], "FP8GlobalStateManager", None) for m in _HOLDERS if m in sys.modules), None)
-    return manager.get_fp8_recipe() if manager is not None and manager.is_fp8_enabled() else None
+    manager = state_manager()
+    if manager is None or not manager.is_fp8_enabled():
+        return None
+    return SWITCHED[module] if module in SWITCHED else manager.get_fp8_recipe()
+
+
+def state_manager() -> Any:
+    """Transformer Engine's global state; None where it is not imported."""
+    return next((getattr(sys.modules[m], "FP8GlobalStateManager", None) for m in _HOLDERS if m in sys.modules), None)
 
 
 def recipe_of(te_recipe: Any, role: str) -> Recipe:

@@ -1,0 +1,57 @@
+"""`nemo-fp8-debug rescue PLAN -- COMMAND`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ..errors import ConfigError, warn
+from ..plan import Plan
+from ..rescue import PLAN, TAKEN
+from ..sample import SHOWN_AS
+from .console import console
+
+
+def command(
+    plan: Annotated[Path, typer.Argument(help="a plan of changes, as `recommend` writes it")],
+    run: Annotated[list[str], typer.Argument(help="behind --: the command that resumes the run", metavar="-- COMMAND...")],
+) -> None:
+    """Run a command whose training applies a plan: the one that resumes the failing run from a good checkpoint.
+
+    The callbacks of this package in it take the plan up. Exits as the command does.
+    """
+    changes = Plan.load(plan).changes
+    if not changes:
+        raise ConfigError(f"{plan} has no changes: the run would go as it went before")
+    for change in changes:
+        how = change.recipe + (", multiplied in BF16" if change.multiply_in_bf16 else "")
+        roles = ", ".join(SHOWN_AS[role] for role in change.roles)
+        console().print(f"{escape(change.layer)}: {roles} in {escape(how)}", highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory() as folder:
+        taken = Path(folder) / "taken"
+        status = _run(run, {PLAN: str(plan.resolve()), TAKEN: str(taken)})
+        if not taken.exists():
+            warn(
+                "no process on this host took the plan up: does the run have FP8DebugCallback, FP8EmulationCallback, "
+                "FP8PlanCallback or apply_plan in it?"
+            )
+    raise typer.Exit(status)
+
+
+def _run(command: list[str], added: dict[str, str]) -> int:
+    """The exit status of a command; it alone answers to signals, as it would without us."""
+    try:
+        process = subprocess.Popen(command, env=os.environ | added)
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from None
+    signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the command as well
+    status = process.wait()
+    return status if status >= 0 else 128 - status

@@ -1,0 +1,188 @@
+"""A plan in a run that Transformer Engine quantises: its own contexts, entered around single modules.
+
+| part of a plan | what is done |
+|---|---|
+| `bf16` | the module's forward runs in `autocast(enabled=False)` |
+| another recipe | in `autocast(enabled=True, recipe=...)` |
+| `multiply_in_bf16` | as `bf16`, and its operands are quantised by emulation |
+
+Only calls that the run itself makes in FP8 are changed, so that the contexts entered here are nested ones: amaxes of delayed
+scaling are reduced, and its scales moved, where the run's own context ends, each by the recipe of its module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..capture.hooks import Hook
+from ..capture.hosts.base import raw_weight
+from ..capture.hosts.transformer_engine import LINEAR
+from ..capture.hosts.transformer_engine.casts import state_manager
+from ..capture.hosts.transformer_engine.linear import first_argument
+from ..capture.layers import Gemm
+from ..errors import ConfigError, warn
+from ..numerics.scaling import ROLES, Unscaled, parse_recipe
+from ..plan import Change, Plan
+from .active import SWITCHED
+from .emulate import Emulation
+from .te_recipes import autocast, te_recipe
+
+_NOT_IN_FP8 = parse_recipe("bf16")
+#: a module of Transformer Engine without FP8: any GEMM
+_PLAIN = replace(
+    LINEAR,
+    input=lambda module, args, kwargs, part: first_argument(args, kwargs),
+    weight=lambda module, args, kwargs, part: raw_weight(module),
+    has_own_fp8=False,
+)
+
+
+class EngineChanges:
+    """A plan acting on modules of Transformer Engine between `attach` and `detach`."""
+
+    def __init__(self, gemms: Iterable[Gemm], plan: Plan) -> None:
+        """
+        Args:
+            gemms: those of other hosts are passed over.
+
+        Raises:
+            ConfigError: Transformer Engine cannot do what the plan says, in this version, on this device, or with a weight
+                that is stored in FP8.
+        """
+        by_module: dict[nn.Module, list[Gemm]] = defaultdict(list)
+        for gemm in gemms:
+            if gemm.host.has_own_fp8:
+                by_module[gemm.module].append(gemm)
+        chosen = {module: change for module, own in by_module.items() if (change := _whole(own, plan))}
+        for module, change in chosen.items():
+            _check(by_module[module], change)
+        _say_what_is_widened({m: by_module[m] for m in chosen}, plan)
+        self._switches = [_Switch(module, change) for module, change in chosen.items()]
+        multiplied = [by_module[m][0] for m, c in chosen.items() if c.multiply_in_bf16 and not _is_bf16(c)]
+        self._emulation = _emulation(multiplied, [chosen[g.module] for g in multiplied])
+        #: how many modules are changed
+        self.count = len(chosen)
+
+    def attach(self) -> None:
+        """Change calls from here on."""
+        for switch in self._switches:
+            switch.attach()
+        self._emulation.attach()
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self._emulation.detach()
+        for switch in self._switches:
+            switch.detach()
+
+    def end_step(self) -> None:
+        """Move the delayed scales of emulated operands on; call once after each step's backward."""
+        self._emulation.end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scales of emulated operands; Transformer Engine saves its own with the model."""
+        return self._emulation.state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on with those of a checkpoint."""
+        self._emulation.load_state_dict(saved)
+
+
+class _Switch:
+    """Puts another recipe in force for the calls of one module."""
+
+    def __init__(self, module: nn.Module, change: Change) -> None:
+        self._module = module
+        recipe = parse_recipe(change.recipe)
+        off = change.multiply_in_bf16 or isinstance(recipe.scaling, Unscaled)
+        self._recipe = None if off else te_recipe(recipe)
+        self._entered: Any = None
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        SWITCHED[self._module] = self._recipe
+        self._handles = [
+            self._module.register_forward_pre_hook(Hook(self._enter)),
+            self._module.register_forward_hook(Hook(self._leave), always_call=True),
+        ]
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        SWITCHED.pop(self._module, None)
+        self._handles = []
+
+    def _enter(self, *_: Any) -> None:
+        if state_manager().is_fp8_enabled():
+            self._entered = autocast(self._recipe)
+            self._entered.__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.__exit__(None, None, None)
+
+
+def _whole(gemms: Sequence[Gemm], plan: Plan) -> Change | None:
+    """The change of a module; of those for some of its operands, the one in BF16, or the last."""
+    found = [change for gemm in gemms for role in ROLES if (change := plan.change_of(gemm.name, role))]
+    if not found:
+        return None
+    return max(filter(_is_bf16, found), default=max(found, key=plan.changes.index), key=plan.changes.index)
+
+
+def _is_bf16(change: Change) -> bool:
+    return isinstance(parse_recipe(change.recipe).scaling, Unscaled)
+
+
+def _say_what_is_widened(modules: dict[nn.Module, list[Gemm]], plan: Plan) -> None:
+    wide = [g.name for own in modules.values() for g in own if _differs(own, plan)]
+    if wide:
+        warn(
+            f"Transformer Engine casts all operands of a module or none; what the plan says of some operands of "
+            f"{len(wide)} GEMMs (first {wide[0]}) is done to all of them"
+        )
+
+
+def _differs(gemms: Sequence[Gemm], plan: Plan) -> bool:
+    changes = [plan.change_of(gemm.name, role) for gemm in gemms for role in ROLES]
+    return len({change and (change.recipe, change.multiply_in_bf16) for change in changes}) > 1
+
+
+def _check(gemms: Sequence[Gemm], change: Change) -> None:
+    gemm = gemms[0]
+    if gemm.compiled:
+        raise ConfigError(f"{gemm.name} runs inside torch.compile, where a plan cannot change it; compile without it")
+    if any("weight" in g.unseen for g in gemms):
+        raise ConfigError(
+            f"W of {gemm.name} is stored in FP8, which a plan cannot change; start the run with weights in BF16 "
+            "(Megatron: fp8_param=False)"
+        )
+    if change.multiply_in_bf16 and not _is_bf16(change) and (gemm.host is not LINEAR or raw_weight(gemm.module) is None):
+        raise ConfigError(f"{gemm.name} has operands that multiply_in_bf16 cannot reach, a {type(gemm.module).__name__}")
+    fused = getattr(gemm.module, "fuse_wgrad_accumulation", False)
+    if change.multiply_in_bf16 and fused and not _is_bf16(change):
+        raise ConfigError(
+            f"{gemm.name} fuses gradient accumulation, which multiply_in_bf16 cannot quantise through; "
+            "set gradient_accumulation_fusion=False"
+        )
+
+
+def _emulation(gemms: Sequence[Gemm], changes: Sequence[Change]) -> Emulation:
+    """What quantises the operands of modules whose own FP8 is switched off."""
+    normalise = [g for g in gemms if hasattr(g.module, "layer_norm_weight")]
+    if normalise:
+        warn(
+            f"X of {len(normalise)} layers (first {normalise[0].name}) is made inside of a fused norm, where "
+            "multiply_in_bf16 cannot quantise it; it stays in BF16, W and dY are quantised"
+        )
+    made_inside = [Change(g.name, "bf16", ("input",)) for g in normalise]
+    by_name = [Change(g.name, change.recipe) for g, change in zip(gemms, changes, strict=True)]
+    plain = [replace(gemm, host=_PLAIN) for gemm in gemms]
+    return Emulation(plain, _NOT_IN_FP8, Plan((*by_name, *made_inside)))
