@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .errors import ConfigError, FP8DebugWarning, RecordError
-from .interventions.applied import apply_plan
-from .monitor import Monitor
 
 if TYPE_CHECKING:
     from .callback import FP8DebugCallback
     from .intervention_callbacks import FP8EmulationCallback, FP8PlanCallback
+    from .interventions.applied import apply_plan
+    from .monitor import Monitor
 
-_CALLBACKS = {
+#: where names are from: Lightning is only imported by those who use its callbacks, torch by those who look at a run
+_FROM = {
     "FP8DebugCallback": "callback",
     "FP8EmulationCallback": "intervention_callbacks",
     "FP8PlanCallback": "intervention_callbacks",
+    "Monitor": "monitor",
+    "apply_plan": "interventions.applied",
 }
 
 __all__ = [
@@ -34,7 +37,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Lightning is only imported by those who use its callbacks.
-    if name in _CALLBACKS:
-        return getattr(importlib.import_module(f".{_CALLBACKS[name]}", __name__), name)
+    if name in _FROM:
+        return getattr(importlib.import_module(f".{_FROM[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from .names import fold_of
+from .numerics.catalogue import OUTPUT_FIGURES
 from .numerics.history import Key
 from .numerics.products import PRODUCTS, SUMS
 from .shards import MIXED, Cast, OutputSums
-
-#: figures of the `outputs` table
-OUTPUT_FIGURES = ("relative_error", "error_of_input", "error_of_weight", "error_of_grad_output")
 
 
 def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Key, Cast]) -> dict[str, list[Any]]:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 KEYS = ("layer", "gemm", "role")
 #: how people write the operand roles
 SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"}
+#: source of the scales of experts that were not all found in the same way
+MIXED = "mixed"
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ import torch
 from .numerics.figures import Moments, QuantizationSums, merge
 from .numerics.history import Key
 from .numerics.sketch import Sketch
-
-#: source of the scales of experts that were not all found in the same way
-MIXED = "mixed"
+from .sample import MIXED
 
 
 @dataclass(frozen=True)

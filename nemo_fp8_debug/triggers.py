@@ -14,7 +14,7 @@ import torch
 from .distributed import Ranks
 from .errors import ConfigError
 from .names import fold_key, fold_of, is_fold
-from .numerics.figures import FIGURES
+from .numerics.catalogue import FIGURES
 from .numerics.scaling import ROLES
 from .sample import SHOWN_AS, Sample
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.numerics.figures import FIGURES
+from nemo_fp8_debug.numerics.catalogue import FIGURES
 from nemo_fp8_debug.numerics.scaling import ROLES
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.store import RunRecord

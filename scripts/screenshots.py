@@ -1,4 +1,4 @@
-"""Takes the screenshots of the docs: TensorBoard over a demo's folder, in headless Chromium.
+"""Takes the screenshots of the docs: TensorBoard over a demo's folder, and the page of its comparison, in headless Chromium.
 
 `apt-get install chromium; .venv/bin/pip install playwright==1.65.2; .venv/bin/python scripts/screenshots.py runs/demo`
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -46,6 +47,17 @@ def fingerprint(page: Page) -> None:
     page.screenshot(path=IMAGES / "fingerprint.png")
 
 
+def comparison(page: Page) -> None:
+    runs = [Path(sys.argv[1]) / name for name in ("good", "bad")]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.html"
+        command = Path(sys.executable).with_name("nemo-fp8-debug")
+        subprocess.run([command, "compare", *runs, "--html", report], check=True, stdout=subprocess.DEVNULL)
+        page.goto(report.as_uri())
+        page.wait_for_timeout(3000)
+        page.screenshot(path=IMAGES / "compare.png")
+
+
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     tensorboard = Path(sys.executable).with_name("tensorboard")
@@ -54,7 +66,7 @@ def main() -> None:
         wait_for_server()
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
-            for take in (scalars, custom_scalars, fingerprint):
+            for take in (scalars, custom_scalars, fingerprint, comparison):
                 take(browser.new_page(viewport={"width": 1500, "height": 1000}))
             browser.close()
     finally:

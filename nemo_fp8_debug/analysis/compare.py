@@ -4,51 +4,32 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
-from ..errors import RecordError
 from ..names import fold_key, is_fold
-from ..record.reader import find_run, read_fingerprint, read_table
-from ..sample import SHOWN_AS
-from ..shards import MIXED
-from .loss import LossCurve
-from .onset import onsets
+from ..sample import MIXED
+from .drift import SHOWN, TAIL, drifts
+from .groups import groups
+from .naming import named_alike
+from .onset import IN_A_ROW, onsets
+from .run import Run
+from .settings import differences, remarks
+from .verdict import number, verdict
 
-#: per cent; ratios of underflow and overflow below this are noise
-_FLOOR_PCT = 0.01
-#: share of the matched steps, from the end, that the ranking looks at
-_TAIL = 0.5
-#: figures of either run that stand beside the ranking
-_SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "amax", "scale_ratio_log2")
+__all__ = ["COLUMNS", "Comparison", "Run", "compare", "experts_apart", "number", "quantised"]
+
+#: of `figures`, all that a comparison takes
+COLUMNS = (
+    *("step", "consumed_samples", "layer", "role", "recipe", "scale_source"),
+    *("n", "nan", "inf", "nonfinite_order", "true_mse"),
+    *SHOWN,
+)
 #: figures that are shown under other recipes
 _WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A record, read."""
-
-    path: str
-    fingerprint: dict[str, Any]
-    figures: pl.DataFrame
-    loss: LossCurve
-    #: figures under recipes that were not in use, weighed in the run or added by replay
-    others: pl.DataFrame
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Run:
-        """
-        Raises:
-            RecordError: there is no record at `path`, or it cannot be read.
-        """
-        found = find_run(path)
-        others = pl.concat([read_table(found, table) for table in ("what_if", "replayed")])
-        losses = LossCurve.of(read_table(found, "steps"))
-        return cls(str(found), read_fingerprint(found), read_table(found, "figures"), losses, others)
 
 
 @dataclass(frozen=True)
@@ -56,85 +37,51 @@ class Comparison:
     """What sets a run apart from a good one."""
 
     good: Run
+    #: with the good run's names for its layers
     bad: Run
     twin: Run | None
-    #: a row a tensor, farthest drifted first; columns as in `drifts`; the experts of a layer are one
+    #: a row a tensor, farthest drifted first; columns as in `drifts`, and the first onset and lead of each; the experts of a
+    #: layer are one
     tensors: pl.DataFrame
     #: the same of those experts one by one
     experts: pl.DataFrame
-    #: since when tensors are out of the good run's band, earliest first; as in `onsets`, but the experts of a layer are one
+    #: since when tensors are out of the good run's band, earliest first; as in `onsets`, but the experts of a layer are one,
+    #: and with lead: steps from the onset to that of the loss, negative behind it, null where the loss does not leave
     left: pl.DataFrame
+    #: what to bear in mind, in sentences: how names were matched, what was left out, what cannot be told
+    notes: Sequence[str] = ()
+
+    @property
+    def loss_left(self) -> int | None:
+        """Since when the bad run's loss stays above the good run's; None: it does not, or is not known."""
+        return self.bad.loss.above(self.good.loss)
 
     def verdict(self) -> str:
         """The comparison in a sentence or three."""
-        since, worst = self.bad.loss.above(self.good.loss), self.tensors.row(0, named=True)
-        sentences = []
-        if self.good.loss.final is None or self.bad.loss.final is None:
-            sentences.append("Not both records have losses, so only tensors are compared.")
-        elif since is None:
-            sentences.append("The second run's loss stays with the first run's.")
-        else:
-            fell = self.bad.loss.diverged_at
-            how = f"and rises for good from step {fell}" if fell is not None else "but does not rise above its own minimum"
-            sentences.append(f"The second run's loss stays above the first run's from step {since}, {how}.")
-        sentences += self._first_out(since)
-        sentences.append(_described(worst))
-        sentences += self._expert_sentences(worst)
-        sentences += self._what_if_sentences(worst)
-        if self.twin is not None:
-            sentences.append(self._twin_sentence())
-        return " ".join(sentences)
+        return verdict(self)
 
-    def _first_out(self, loss_left: int | None) -> list[str]:
-        if self.left.is_empty():
-            return ["No tensor leaves the good run's band."]
-        first = self.left.row(0, named=True)
-        before = "" if loss_left is None else f", {_steps_apart(first['onset'], loss_left)} the loss"
-        what = f"{first['figure']} {number(first['expected'])} -> {number(first['value'])}"
-        which = f"{first['tensor']} of {first['layer']}"
-        return [f"First out of the good run's band is {which}, from step {first['onset']}{before}: {what}."]
+    def groups(self) -> pl.DataFrame:
+        """Where the tensors are that left; see `groups`."""
+        return groups(self.tensors)
+
+    def differences(self) -> pl.DataFrame:
+        """In what the runs' settings differ; see `differences`."""
+        return differences(self.good.fingerprint, self.bad.fingerprint)
 
     def what_if(self) -> pl.DataFrame:
         """The bad run's tensors under recipes that were weighed or replayed: medians over its later half, a row a recipe."""
         steps = self.bad.figures["step"].unique().sort()
-        tail = steps.tail(max(1, round(len(steps) * _TAIL)))
+        tail = steps.tail(max(1, round(len(steps) * TAIL)))
         rows = self.bad.others.filter(pl.col("step").is_in(tail.implode()))
         return rows.group_by("layer", "role", "recipe", maintain_order=True).agg(pl.median(*_WEIGHED))
-
-    def _expert_sentences(self, fold: Mapping[str, Any]) -> list[str]:
-        """The worst of the experts, if there are any and one of them stands out."""
-        for row in self.experts.iter_rows(named=True):
-            if fold_key(row["layer"], row["role"]) == (fold["layer"], fold["role"]):
-                tells = row["nonfinite_since"] is not None or row["drift_log2"] is not None
-                described = _described(row)
-                return [f"Of its experts, {described[0].lower()}{described[1:]}"] if tells else []
-        return []
-
-    def _what_if_sentences(self, worst: Mapping[str, Any]) -> list[str]:
-        rows = self.what_if().filter(layer=worst["layer"], role=worst["role"]).sort("relative_error")
-        before = number(worst["relative_error_bad"])
-        return [
-            f"Under {row['recipe']} its relative error would be {number(row['relative_error'])} instead of {before}, "
-            f"its underflow {number(row['underflow_pct'], '%')}."
-            for row in rows.iter_rows(named=True)
-        ]
-
-    def _twin_sentence(self) -> str:
-        assert self.twin is not None
-        since = self.twin.loss.above(self.good.loss)
-        if self.twin.loss.final is None:
-            return "Its twin's record has no losses, so it has nothing to tell."
-        if self.bad.loss.above(self.good.loss) is None:
-            return "With no divergence in the second run, the twin has nothing to tell."
-        if since is None:
-            return "Its twin does not diverge: what differs between them (quantisation, for a BF16 twin) is to blame."
-        return f"Its twin's loss leaves too, from step {since}: FP8 is not all of the cause."
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: the losses of each run, the verdict, the ranking."""
         runs = {"good": self.good, "bad": self.bad} | ({"twin": self.twin} if self.twin else {})
         plain = {
             "verdict": self.verdict(),
+            "notes": list(self.notes),
+            "unit": self.bad.unit,
             "runs": {
                 name: {
                     "path": run.path,
@@ -148,6 +95,8 @@ class Comparison:
             "tensors": self.tensors.to_dicts(),
             "experts": self.experts.to_dicts(),
             "left": self.left.to_dicts(),
+            "groups": self.groups().to_dicts(),
+            "differences": self.differences().to_dicts(),
             "what_if": self.what_if().to_dicts(),
         }
         result: dict[str, Any] = _jsonable(plain)
@@ -164,26 +113,58 @@ def _jsonable(value: Any) -> Any:
 
 
 def compare(
-    good: str | os.PathLike[str], bad: str | os.PathLike[str], twin: str | os.PathLike[str] | None = None
+    good: str | os.PathLike[str] | Run,
+    bad: str | os.PathLike[str] | Run,
+    twin: str | os.PathLike[str] | Run | None = None,
+    by: str = "step",
+    renames: Sequence[str] = (),
 ) -> Comparison:
-    """Compare the records of two runs, matched by step.
+    """Compare the records of two runs.
 
     Args:
+        good: a record; or a run that has been read, with the same `by` and with `COLUMNS` at least. Likewise the others.
         twin: a run that differs from `bad` in one thing, as BF16 instead of FP8.
+        by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
+        renames: see `named_alike`.
 
     Raises:
-        RecordError: a record is missing or unreadable, or the two have no sampled step and tensor in common.
+        RecordError: a record is missing or unreadable, or the two have no sampled step and tensor in common, or are of
+            different models.
+        ConfigError: `by` or `renames` cannot be used.
     """
-    runs = Run.read(good), Run.read(bad)
-    ranked = experts_apart(drifts(*runs))
-    left, _ = experts_apart(onsets(runs[0].figures, _quantised(runs[1].figures)))
-    return Comparison(*runs, Run.read(twin) if twin is not None else None, *ranked, left)
+    first, second, other = (run if run is None or isinstance(run, Run) else Run.read(run, by) for run in (good, bad, twin))
+    assert first and second
+    second, notes = named_alike(first, second, renames)
+    ranked = drifts(first, second)
+    left = _with_lead(onsets(first.figures, quantised(second.figures)), second.loss.above(first.loss))
+    since = left.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
+    ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
+    tensors, experts = experts_apart(ranked)
+    notes = [*notes, *_coverage(first, second), *remarks(first.figures, second.figures)]
+    return Comparison(first, second, other, tensors, experts, experts_apart(left)[0], tuple(notes))
 
 
-def _quantised(figures: pl.DataFrame) -> pl.DataFrame:
+def _with_lead(left: pl.DataFrame, loss_left: int | None) -> pl.DataFrame:
+    return left.with_columns(lead=pl.lit(loss_left, pl.Int64) - pl.col("onset"))
+
+
+def _coverage(good: Run, bad: Run) -> list[str]:
+    """What the runs' lengths leave untold."""
+    steps = [run.figures["step"].unique().sort() for run in (good, bad)]
+    both = steps[1].filter(steps[1].is_between(steps[0].min(), steps[0].max()))
+    told = []
+    if len(both) < IN_A_ROW:
+        told.append(f"{len(both)} samples of the second run are within the first: too few to tell when a tensor leaves.")
+    elif steps[1][-1] > steps[0][-1]:
+        ends = f"{good.unit} {steps[0][-1]}, the second's at {steps[1][-1]}"
+        told.append(f"The first run's samples end at {ends}: nothing later is judged.")
+    return told
+
+
+def quantised(figures: pl.DataFrame) -> pl.DataFrame:
     """Rows of operands that an engine quantises, where one does: the others cannot have done harm."""
-    by_engine = figures.filter(pl.col("scale_source").is_in(["engine", MIXED]))
-    return by_engine if len(by_engine) else figures
+    by_engine = figures["scale_source"].is_in(["engine", MIXED])
+    return figures.filter(by_engine) if by_engine.any() and not by_engine.all() else figures
 
 
 def experts_apart(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -192,107 +173,3 @@ def experts_apart(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     folds = {key for key in keys if is_fold(key[0])}
     apart = pl.Series([fold_key(*key) in folds for key in keys], dtype=pl.Boolean)
     return rows.filter(~apart), rows.filter(apart)
-
-
-def drifts(good: Run, bad: Run) -> pl.DataFrame:
-    """How far each tensor drifted, over the later half of the steps that both runs sampled.
-
-    `drift_log2` takes the largest of three medians over those steps, each the log2 of a ratio bad / good: of the underflow
-    ratio, of the overflow ratio (both floored at 0.01%), and of the relative error. None of them depends on how large the
-    tensor's values are. It is capped by the log2 of the MSE ratio: the MSE alone cannot rank tensors of different scale, but
-    where it fell, as in a gradient that vanishes because another tensor broke the run, the drift is a consequence.
-    """
-    key = ["step", "layer", "role"]
-    both = good.figures.join(bad.figures, on=key, suffix="_bad")
-    if both.is_empty():
-        raise RecordError(_nothing_in_common(good, bad))
-    steps = both["step"].unique().sort()
-    tail = steps.tail(max(1, round(len(steps) * _TAIL)))
-
-    def ratio(figure: str, floor: float = 0.0) -> pl.Expr:
-        good_, bad_ = pl.col(figure) + floor, pl.col(f"{figure}_bad") + floor
-        return pl.when((good_ > 0) & (bad_ > 0)).then((bad_ / good_).log(2))  # a ratio with a zero is absent
-
-    medians = (
-        both.filter(pl.col("step").is_in(tail.implode()))
-        .with_columns(
-            underflow_log2=ratio("underflow_pct", _FLOOR_PCT),
-            overflow_log2=ratio("overflow_pct", _FLOOR_PCT),
-            relative_error_log2=ratio("relative_error"),
-            mse_log2=pl.coalesce(ratio("true_mse"), ratio("mse")),  # whatever the loss scale of either
-        )
-        .group_by("layer", "role", maintain_order=True)
-        .agg(
-            pl.median("underflow_log2", "overflow_log2", "relative_error_log2"),
-            pl.median("mse_log2"),
-            *(
-                pl.median(f"{figure}{end}").alias(f"{figure}_{name}")
-                for figure in _SHOWN
-                for end, name in (("", "good"), ("_bad", "bad"))
-            ),
-        )
-    )
-    return (
-        medians.with_columns(
-            tensor=pl.col("role").replace_strict(SHOWN_AS),
-            mse_ratio=2 ** pl.col("mse_log2"),
-            drift_log2=pl.min_horizontal(
-                pl.max_horizontal("underflow_log2", "overflow_log2", "relative_error_log2"), "mse_log2"
-            ),
-        )
-        .join(_nonfinite_since(both), on=["layer", "role"], how="left")
-        .sort(
-            pl.col("nonfinite_since"),
-            pl.col("nonfinite_order"),
-            -pl.col("drift_log2"),
-            -pl.col("mse_log2"),
-            nulls_last=True,
-            maintain_order=True,
-        )
-        .select("layer", "tensor", "role", "drift_log2", pl.exclude("layer", "tensor", "role", "drift_log2", "mse_log2"))
-    )
-
-
-def _nonfinite_since(both: pl.DataFrame) -> pl.DataFrame:
-    """Since when a tensor of the bad run held NaN or infinity and the good run's did not, and its place in the order of
-    execution at that step; only such tensors."""
-    bad_only = (pl.col("nan_bad") + pl.col("inf_bad") > 0) & (pl.col("nan") + pl.col("inf") == 0)
-    first = both.filter(bad_only).sort("step").group_by("layer", "role").first()
-    return first.select("layer", "role", nonfinite_since="step", nonfinite_order="nonfinite_order_bad")
-
-
-def _steps_apart(tensor: int, loss: int) -> str:
-    if tensor == loss:
-        return "with"
-    return f"{abs(loss - tensor)} steps {'before' if tensor < loss else 'after'}"
-
-
-def _nothing_in_common(good: Run, bad: Run) -> str:
-    def described(run: Run) -> str:
-        if run.figures.is_empty():
-            return f"{run.path} has no sampled step"
-        steps, layers = run.figures["step"], run.figures["layer"]
-        return f"{run.path} has steps {steps[0]} to {steps[-1]} and layers such as {layers[0]!s}"
-
-    return f"the runs have no sampled step and tensor in common: {described(good)}; {described(bad)}"
-
-
-def _described(worst: Mapping[str, Any]) -> str:
-    """The tensor at the top of the ranking, in a sentence."""
-    name = f"{worst['tensor']} of {worst['layer']}"
-    if worst["nonfinite_since"] is not None:
-        return f"First to hold NaN or infinity is {name}, at step {worst['nonfinite_since']}."
-
-    if worst["drift_log2"] is None:
-        return "No figure that both records have tells their tensors apart."
-
-    def pair(figure: str) -> str:
-        return " -> ".join(number(worst[f"{figure}_{run}"], "%") for run in ("good", "bad"))
-
-    ratio = number(worst["mse_ratio"], prefix="x ")
-    return f"Farthest apart is {name}: MSE {ratio}, underflow {pair('underflow_pct')}, overflow {pair('overflow_pct')}."
-
-
-def number(value: float | None, unit: str = "", prefix: str = "") -> str:
-    """Three digits of a figure; `-` where it is absent."""
-    return "-" if value is None else f"{prefix}{value:.3g}{unit}"

@@ -33,9 +33,7 @@ class LossCurve:
         losses = table["loss"].to_numpy().astype(np.float64)
         losses = np.where(np.isfinite(losses), losses, np.inf)
         half = max(2, len(losses) // 12)
-        last = max(0, len(losses) - 2 * half - 1)  # windows are as wide at either end as in the middle
-        windows = [losses[(start := min(max(0, i - half), last)) : start + 2 * half + 1] for i in range(len(losses))]
-        return cls(table["step"].to_numpy(), losses, np.array([np.median(w) for w in windows]), half)
+        return cls(table["step"].to_numpy(), losses, _running_median(losses, half), half)
 
     @property
     def final(self) -> float | None:
@@ -80,3 +78,13 @@ class LossCurve:
         low = np.flatnonzero(~high)
         first = max(after, int(low[-1]) if len(low) else -1) + 1
         return int(self.steps[first]) if first < len(high) - self.half else None
+
+
+def _running_median(losses: Floats, half: int) -> Floats:
+    """Over `half` losses on either side, windows as wide at either end as in the middle."""
+    width = min(len(losses), 2 * half + 1)
+    if not width:
+        return losses
+    medians = pl.Series(losses).rolling_median(width).to_numpy()[width - 1 :]
+    result: Floats = medians[np.clip(np.arange(len(losses)) - half, 0, len(losses) - width)]
+    return result

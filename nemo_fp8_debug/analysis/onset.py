@@ -7,7 +7,7 @@ on the size of values, on scales on which equal steps mean the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,7 @@ import numpy.typing as npt
 import polars as pl
 
 from ..sample import SHOWN_AS
-
-Floats = npt.NDArray[np.float64]
+from .grid import Floats, Grid, common_tensors, lower_median
 
 
 @dataclass(frozen=True)
@@ -24,32 +23,31 @@ class Evidence:
     """A figure by which a tensor can be out of the band."""
 
     figure: str
-    #: to a scale on which equal steps mean the same
-    scaled: Callable[[Floats], Floats]
-    #: the least rise on that scale that counts, however steady the good run is
+    #: the least rise that counts, however steady the good run is; on a log2 scale where `log2`
     least: float
     #: whether it is what a loss of precision looks like, and counts only where more is lost
     of_error: bool = False
+    #: whether equal ratios mean the same, and not equal differences; what is below 1% is rounding
+    log2: bool = False
+
+    def scaled(self, x: Floats) -> Floats:
+        """To a scale on which equal steps mean the same."""
+        return np.log2(np.maximum(x, _ROUNDING)) if self.log2 else x
+
+    def unscaled(self, x: Floats) -> Floats:
+        """Back from it."""
+        return np.exp2(x) if self.log2 else x
 
 
-def _linear(x: Floats) -> Floats:
-    return x
-
-
-def _log2_of_error(x: Floats) -> Floats:
-    """What is below 1% is rounding."""
-    result: Floats = np.log2(np.maximum(x, 0.01))
-    return result
-
-
+_ROUNDING = 0.01
 #: in the order in which one explains the next: a stale scale clips, and clipping is an error
 EVIDENCE = (
-    Evidence("nonfinite", _linear, 0.5),
-    Evidence("scale_ratio_log2", _linear, 1.0),
-    Evidence("overflow_pct", _linear, 0.01),
-    Evidence("underflow_pct", _linear, 1.0, True),
-    Evidence("relative_error", _log2_of_error, 0.585, True),  # half as much again
-    Evidence("outlier_log2", _linear, 2.0, True),
+    Evidence("nonfinite", 0.5),
+    Evidence("scale_ratio_log2", 1.0),
+    Evidence("overflow_pct", 0.01),
+    Evidence("underflow_pct", 1.0, of_error=True),
+    Evidence("relative_error", 0.585, of_error=True, log2=True),  # half as much again
+    Evidence("outlier_log2", 2.0, of_error=True),
 )
 #: spreads of the good run that count
 SPREADS = 6.0
@@ -59,6 +57,12 @@ IN_A_ROW = 3
 _MORE_LOST = 0.585
 #: samples of the good run that a running median is taken over, on either side
 _HALF = 4
+#: tensors whose medians are taken at once, few enough for the cache
+_BLOCK = 16
+_EXCHANGES = (
+    *((1, 2), (4, 5), (7, 8), (0, 1), (3, 4), (6, 7), (1, 2), (4, 5), (7, 8), (0, 3)),
+    *((5, 8), (4, 7), (3, 6), (1, 4), (2, 5), (4, 7), (4, 2), (6, 4), (4, 2)),
+)
 
 
 def onsets(good: pl.DataFrame, bad: pl.DataFrame) -> pl.DataFrame:
@@ -73,13 +77,12 @@ def onsets(good: pl.DataFrame, bad: pl.DataFrame) -> pl.DataFrame:
         excess (how many times the least rise that counts, a median over the samples that made the onset), value and expected
         (of the figure at the onset; a running median of the good run). Earliest first, then strongest.
     """
-    keys = good.select(_KEY).unique(maintain_order=True).join(bad.select(_KEY).unique(), on=_KEY)
-    pair = _Pair(_Grid(good, keys), _Grid(bad, keys))
+    keys = common_tensors(good, bad)
+    pair = _Pair(Grid(good, keys), Grid(bad, keys))
     found = [row for evidence in EVIDENCE for row in _out(evidence, keys, pair)]
     return pl.DataFrame(found, schema=_SCHEMA, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
 
 
-_KEY = ["layer", "role"]
 _SCHEMA: Mapping[str, type[pl.DataType]] = {
     "layer": pl.String,
     "role": pl.String,
@@ -92,32 +95,14 @@ _SCHEMA: Mapping[str, type[pl.DataType]] = {
 }
 
 
-class _Grid:
-    """Figures of a run by tensor and step."""
-
-    def __init__(self, figures: pl.DataFrame, keys: pl.DataFrame) -> None:
-        self._shape = len(keys), figures["step"].n_unique()
-        nonfinite = (pl.col("nan") + pl.col("inf") > 0).cast(pl.Float64)
-        self._rows = figures.join(keys.with_row_index("row"), on=_KEY).with_columns(nonfinite=nonfinite)
-        steps = figures["step"].unique().sort()
-        #: int64 [S]
-        self.steps = steps.to_numpy()
-        self._place = self._rows["row"].to_numpy(), steps.search_sorted(self._rows["step"]).to_numpy()
-
-    def of(self, figure: str) -> Floats:
-        """[T, S], NaN where there is none."""
-        values = np.full(self._shape, np.nan)
-        values[self._place] = self._rows[figure].cast(pl.Float64).to_numpy()
-        return values
-
-
 class _Pair:
     """Two runs over the same tensors, and the steps of the bad one that the good one covers."""
 
-    def __init__(self, good: _Grid, bad: _Grid) -> None:
+    def __init__(self, good: Grid, bad: Grid) -> None:
         self._good, self._bad = good, bad
-        self._kept: dict[str, Floats] = {}  # of one figure at a time: they are large
-        self._covered = bad.steps <= max(good.steps, default=-1)
+        self._kept: dict[str, tuple[Floats, Floats]] = {}  # of one figure at a time: they are large
+        covered = min(good.steps, default=0), max(good.steps, default=-1)
+        self._covered = (bad.steps >= covered[0]) & (bad.steps <= covered[1])
         #: int64 [S]
         self.steps = bad.steps[self._covered]
         expected, found = self.of("mse")
@@ -127,21 +112,26 @@ class _Pair:
 
     def of(self, figure: str) -> tuple[Floats, Floats]:
         """The median of the good run at the bad one's steps, and the bad one's values; [T, S] each."""
-        medians, steps = self._medians(figure), self._good.steps
+        medians, steps = self._of_good(figure)[1], self._good.steps
+        found = self._bad.of(figure)[:, self._covered]
+        if np.array_equal(steps, self.steps) and not np.isnan(medians).any():
+            return medians, found
         expected = np.full((len(medians), len(self.steps)), np.nan)
         for i, of_one in enumerate(medians):
             if (known := ~np.isnan(of_one)).any():
                 expected[i] = np.interp(self.steps, steps[known], of_one[known])
-        return expected, self._bad.of(figure)[:, self._covered]
+        return expected, found
 
-    def _medians(self, figure: str) -> Floats:
+    def _of_good(self, figure: str) -> tuple[Floats, Floats]:
+        """Values and running medians."""
         if figure not in self._kept:
-            self._kept = {figure: running_median(self._good.of(figure))}
+            values = self._good.of(figure)
+            self._kept = {figure: (values, running_median(values))}
         return self._kept[figure]
 
     def highest(self, figure: str) -> Floats:
         """[T, S]: the largest value of the good run at the samples around each of the bad one's steps."""
-        values, steps = self._good.of(figure), self._good.steps
+        values, steps = self._of_good(figure)[0], self._good.steps
         right = np.clip(np.searchsorted(steps, self.steps), 0, max(len(steps) - 1, 0))
         around = [np.clip(right + by, 0, max(len(steps) - 1, 0)) for by in (-2, -1, 0, 1)]
         largest = values[:, around[0]] if len(steps) else np.full((len(values), len(self.steps)), np.nan)
@@ -151,23 +141,45 @@ class _Pair:
 
     def spread(self, evidence: Evidence) -> Floats:
         """[T]: what the good run's figure moves by around its median, as a standard deviation."""
-        values = self._good.of(evidence.figure)
-        apart = np.abs(evidence.scaled(values) - evidence.scaled(self._medians(evidence.figure)))
-        return np.nan_to_num(1.4826 * _median(apart))
+        values, medians = self._of_good(evidence.figure)
+        apart = np.abs(evidence.scaled(values) - evidence.scaled(medians))
+        return np.nan_to_num(1.4826 * lower_median(apart))
+
+
+def band(good: pl.DataFrame, bad: pl.DataFrame, layer: str, role: str, figure: str) -> pl.DataFrame:
+    """What decides whether a tensor is out: step, found, expected (running median of the good run), limit (above which it is
+    out), at the bad run's steps."""
+    evidence = next(e for e in EVIDENCE if e.figure == figure)
+    rows = [run.filter(layer=layer, role=role) for run in (good, bad)]
+    keys = common_tensors(*rows)
+    pair = _Pair(*(Grid(run, keys) for run in rows))
+    expected, found = pair.of(figure)
+    limit = evidence.unscaled(_usual(evidence, expected, pair) + _least_rise(evidence, pair)[:, None])
+    columns = {"found": found, "expected": expected, "limit": limit}
+    return pl.DataFrame({"step": pair.steps} | {name: values.reshape(-1) for name, values in columns.items()})
+
+
+def _least_rise(evidence: Evidence, pair: _Pair) -> Floats:
+    """[T]: that counts."""
+    return np.maximum(evidence.least, SPREADS * pair.spread(evidence))
+
+
+def _usual(evidence: Evidence, expected: Floats, pair: _Pair) -> Floats:
+    """[T, S]: what the good run does at these very steps is usual too, a transient that its median knows nothing of."""
+    return evidence.scaled(np.fmax(expected, pair.highest(evidence.figure)))
 
 
 def _out(evidence: Evidence, keys: pl.DataFrame, pair: _Pair) -> Iterator[tuple[str | int | float, ...]]:
     """Rows of the tensors that are out by one figure."""
     expected, found = pair.of(evidence.figure)
-    limit = np.maximum(evidence.least, SPREADS * pair.spread(evidence))
-    # What the good run does at these very steps is usual too, a transient that its median knows nothing of.
-    usual = evidence.scaled(np.fmax(expected, pair.highest(evidence.figure)))
-    excess = (evidence.scaled(found) - usual) / limit[:, None]
+    excess = evidence.scaled(found) - _usual(evidence, expected, pair)
+    excess /= _least_rise(evidence, pair)[:, None]
     out = (excess > 1) & (pair.loses_more | (not evidence.of_error))
     needed = 1 if evidence.figure == "nonfinite" else IN_A_ROW
-    for i, (layer, role) in enumerate(keys.rows()):
+    for i in np.flatnonzero(out.sum(axis=1) >= needed):
         start = _first_of_several(out[i], needed)
         if start is not None:
+            layer, role = keys.row(int(i))
             strength = float(np.median(excess[i, start : start + needed]))
             row = (layer, role, SHOWN_AS[role], evidence.figure, int(pair.steps[start]), strength)
             yield (*row, float(found[i, start]), float(expected[i, start]))
@@ -179,26 +191,29 @@ def running_median(values: Floats) -> Floats:
     width = min(n, 2 * _HALF + 1)
     if n == 0:
         return values
+    medians = np.concatenate([_medians_of_windows(values[i : i + _BLOCK], width) for i in range(0, len(values), _BLOCK)])
+    result: Floats = medians[:, np.clip(np.arange(n) - _HALF, 0, n - width)]
+    return result
+
+
+def _medians_of_windows(values: Floats, width: int) -> Floats:
     windows = np.lib.stride_tricks.sliding_window_view(values, width, axis=1)
-    medians = _median(windows)
-    start = np.clip(np.arange(n) - _HALF, 0, n - width)
-    result: Floats = medians[:, start]
-    return result
+    if width != 9:
+        return lower_median(windows)
+    medians = _median_of_9([windows[..., i] for i in range(width)])
+    holes = np.isnan(medians)  # each value bears on the median, so NaN anywhere in a window shows
+    if holes.any():
+        medians[holes] = lower_median(windows[holes])
+    return medians
 
 
-def _median(values: Floats) -> Floats:
-    """Over the last axis, NaN left out, the lower of two in the middle; NaN where there is nothing else."""
-    if values.shape[-1] == 0:
-        return np.full(values.shape[:-1], np.nan)
-    if not np.isnan(values).any():
-        middle_of_all = (values.shape[-1] - 1) // 2
-        whole: Floats = np.partition(values, middle_of_all, axis=-1)[..., middle_of_all]
-        return whole
-    ordered = np.sort(values, axis=-1)  # NaN last
-    count = (~np.isnan(values)).sum(-1)
-    middle = np.maximum(count - 1, 0) // 2
-    result: Floats = np.take_along_axis(ordered, middle[..., None], -1)[..., 0]
-    return result
+def _median_of_9(values: list[Floats]) -> Floats:
+    """By exchanges that bring the median into the middle, for all windows at once (Paeth, Median Finding on a 3x3 Grid, in
+    Graphics Gems, 1990)."""
+    v = list(values)
+    for a, b in _EXCHANGES:
+        v[a], v[b] = np.minimum(v[a], v[b]), np.maximum(v[a], v[b])
+    return v[4]
 
 
 def _first_of_several(out: npt.NDArray[np.bool_], needed: int) -> int | None:

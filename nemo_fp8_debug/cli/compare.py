@@ -7,58 +7,134 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.compare import Comparison, compare, number
+from ..analysis.compare import COLUMNS, Comparison, Run, compare, number
 from .console import console
 
 
 def command(
     good: Annotated[Path, typer.Argument(help="folder of the good run, or one above it")],
-    bad: Annotated[Path, typer.Argument(help="folder of the run to explain")],
+    bad: Annotated[list[Path], typer.Argument(help="folder of the run to explain; several: each against GOOD")],
     twin: Annotated[Path | None, typer.Option(help="a run that differs from BAD in one thing, as BF16 for FP8")] = None,
+    by: Annotated[str, typer.Option(help="match the runs by step, or by samples that were consumed")] = "step",
+    rename: Annotated[
+        list[str] | None, typer.Option(help="REGEX=REPLACEMENT for the names of BAD's layers; may be repeated")
+    ] = None,
     top: Annotated[int, typer.Option(help="tensors to list", min=1)] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")] = False,
+    html: Annotated[Path | None, typer.Option(help="write a page with plots there")] = None,
 ) -> None:
     """Tell a good run from a bad one: loss, and the tensors ranked by how far they drifted apart."""
-    found = compare(good, bad, twin)
+    if html is not None:
+        from ..analysis.html import check_page
+
+        check_page(html)
+    first, other = _read(good, by), None if twin is None else _read(twin, by)
+    comparisons = [compare(first, _read(path, by), other, by, rename or ()) for path in bad]
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        plain = [found.to_json() for found in comparisons]
+        print(json.dumps(plain[0] if len(plain) == 1 else {"comparisons": plain}, indent=2))
     else:
-        _print(found, top)
+        for found in comparisons:
+            _print(found, top)
+    if html is not None:
+        from ..analysis.html import write_page
+
+        write_page(html, comparisons)
+
+
+def _read(path: Path, by: str) -> Run:
+    return Run.read(path, by, COLUMNS)
 
 
 def _print(found: Comparison, top: int) -> None:
     out = console()
-    losses = Table(title="Loss", title_justify="left")
-    for heading in ("run", "record", "lowest (step)", "final", "rises for good from", "above the good run from"):
+    out.print(_losses(found))
+    out.print(_ranking(found, top))
+    if len(found.left):
+        out.print(_order(found, top))
+        out.print(_where(found))
+    if len(found.differences()):
+        out.print(_differences(found, top))
+    for note in found.notes:
+        _say(out, note)
+    _say(out, found.verdict())
+
+
+def _say(out: Console, text: str) -> None:
+    out.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _table(title: str, *headings: str, texts: tuple[str, ...]) -> Table:
+    """An empty table; columns are numbers, on the right, but for `texts`."""
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        if heading == "layer":
+            table.add_column(heading, no_wrap=True)
+        elif heading in texts:
+            table.add_column(heading, min_width=min(6, len(heading)))
+        else:
+            table.add_column(heading, justify="right", overflow="fold")
+    return table
+
+
+def _losses(found: Comparison) -> Table:
+    unit, losses = found.bad.unit, Table(title="Loss", title_justify="left")
+    for heading in ("run", "record", f"lowest ({unit})", "final", "rises for good from", "above the good run from"):
         losses.add_column(heading)
     for name, run in found.to_json()["runs"].items():
         lowest = "-" if run["lowest_loss"] is None else f"{run['lowest_loss'][1]:.4g} ({run['lowest_loss'][0]})"
         final = "-" if run["final_loss"] is None else f"{run['final_loss']:.4g}"
-        since = [("-" if run[key] is None else f"step {run[key]}") for key in ("diverged_at", "above_good_since")]
+        since = [("-" if run[key] is None else f"{unit} {run[key]}") for key in ("diverged_at", "above_good_since")]
         losses.add_row(name, escape(run["path"]), lowest, final, *since)
-    out.print(losses)
+    return losses
 
-    tensors = Table(title="Tensors by drift, good -> bad, medians over the later half of the run", title_justify="left")
-    tensors.add_column("layer", no_wrap=True)
-    tensors.add_column("tensor", min_width=6)
-    for heading in ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax"):
-        tensors.add_column(heading, justify="right", overflow="fold")
+
+def _ranking(found: Comparison, top: int) -> Table:
+    title = "Tensors by drift, good -> bad, medians over the later half of the run"
+    figures = ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax")
+    tensors = _table(title, "layer", "tensor", *figures, f"leaves from {found.bad.unit}", texts=("tensor",))
     for row in found.tensors.head(top).iter_rows(named=True):
         pairs = [_pair(row, figure) for figure in ("underflow_pct", "overflow_pct", "amax")]
-        tensors.add_row(escape(row["layer"]), row["tensor"], number(row["drift_log2"]), number(row["mse_ratio"]), *pairs)
-    out.print(tensors)
-    if len(found.left):
-        left = Table(title="Order in which tensors leave the good run's band", title_justify="left")
-        for heading in ("from step", "layer", "tensor", "figure", "expected", "found", "times the least that counts"):
-            left.add_column(heading, justify="right" if heading not in ("layer", "tensor", "figure") else "left")
-        for row in found.left.head(top).iter_rows(named=True):
-            values = [number(row[name]) for name in ("expected", "value", "excess")]
-            left.add_row(str(row["onset"]), escape(row["layer"]), row["tensor"], row["figure"], *values)
-        out.print(left)
-    out.print(found.verdict(), soft_wrap=True, highlight=False, markup=False)
+        ratios = number(row["drift_log2"]), number(row["mse_ratio"])
+        tensors.add_row(escape(row["layer"]), row["tensor"], *ratios, *pairs, _count(row["onset"]))
+    return tensors
+
+
+def _order(found: Comparison, top: int) -> Table:
+    unit = found.bad.unit
+    headings = (f"from {unit}", f"{unit}s before the loss", "layer", "tensor", "figure", "expected", "found")
+    title = "Order in which tensors leave the good run's band"
+    left = _table(title, *headings, "times the least that counts", texts=("tensor", "figure"))
+    for row in found.left.head(top).iter_rows(named=True):
+        values = [number(row[name]) for name in ("expected", "value", "excess")]
+        name = escape(row["layer"]), row["tensor"], row["figure"]
+        left.add_row(str(row["onset"]), _count(row["lead"]), *name, *values)
+    return left
+
+
+def _where(found: Comparison) -> Table:
+    headings = ("by", "group", "tensors", "that left", f"the first from {found.bad.unit}", "median drift (log2)")
+    where = _table("Where they are", *headings, texts=("by", "group"))
+    for row in found.groups().iter_rows(named=True):
+        counts = str(row["tensors"]), str(row["left"]), _count(row["onset"])
+        where.add_row(row["by"], escape(row["group"]), *counts, number(row["drift_log2"]))
+    return where
+
+
+def _differences(found: Comparison, top: int) -> Table:
+    table = _table("Differences of the runs", "setting", "good", "bad", texts=("setting", "good", "bad"))
+    for row in found.differences().head(top).iter_rows(named=True):
+        style = "bold yellow" if row["telling"] else None
+        table.add_row(escape(row["setting"]), *(escape(row[name] or "-") for name in ("good", "bad")), style=style)
+    return table
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _pair(row: dict[str, float | None], figure: str) -> str:

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from .catalogue import FIGURES as FIGURES
+from .catalogue import WORSE as WORSE
 from .formats import FloatFormat, saturating_cast
 from .sketch import Sketch, SketchBatch, infinity_bin, magnitudes_of
 
@@ -239,24 +241,6 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
         return sums_of_values(x, scaled, q, limit, torch.ones_like(x, dtype=torch.int64), lambda v: v.sum()[None])
 
     return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).total()
-
-
-#: figures in the order of the record's columns, and whether more of one is worse (1) or better (-1)
-WORSE = {
-    "underflow_pct": 1,
-    "overflow_pct": 1,
-    "mse": 1,
-    "relative_error": 1,
-    "sqnr_db": -1,
-    "cosine": -1,
-    "scale_ratio_log2": 1,
-    "amax": 1,
-    "amin": -1,
-    "dynamic_range_log2": 1,
-    "outlier_log2": 1,
-    "kurtosis": 1,
-}
-FIGURES = tuple(WORSE)
 
 
 def figures(

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from .figures import FIGURES, Moments, QuantizationSums, figures
+from .catalogue import FIGURES, UNITS
+from .figures import Moments, QuantizationSums, figures
 from .formats import FloatFormat
 from .scaling import CurrentScaling
 
 _CURRENT = CurrentScaling()
-#: figures that grow with the values, and with which power of them
-UNITS = {"amax": 1, "amin": 1, "mse": 2}
 
 
 def rows(

@@ -77,20 +77,25 @@ def read_table(
     """
     wanted, where = list(columns or SCHEMAS[table]), dict(where or {})
     schema = arrow_schema(table, {*wanted, *where, "attempt", "step"})
-    parts, newest = [schema.empty_table()], dict[int, int]()
+    parts, newest = list[tuple[set[tuple[int, int]], pa.Table]](), dict[int, int]()
     for part, rows in _read(Place(run), table, schema, where.get("step")):
-        for attempt, step in _samples(part, rows):
+        samples = _samples(part, rows)
+        for attempt, step in samples:
             newest[step] = max(attempt, newest.get(step, 0))
-        parts.append(_matching(rows, where).cast(schema))
-    frame = pl.DataFrame(pl.from_arrow(pa.concat_tables(parts)))
-    latest = pl.DataFrame({"step": list(newest), "attempt": list(newest.values())}, {k: SCHEMAS[table][k] for k in _SAMPLE})
-    frame = frame.join(latest, on=_SAMPLE, how="semi").sort("step", maintain_order=True)
+        parts.append((samples, _matching(rows, where)))
+    earlier = [[step for attempt, step in samples if attempt < newest[step]] for samples, _ in parts]
+    latest = [_without(rows, steps) for (_, rows), steps in zip(parts, earlier, strict=True)]
+    frame = pl.concat([_frame(schema.empty_table()), *map(_frame, latest)])
+    if not frame["step"].is_sorted():
+        frame = frame.sort("step", maintain_order=True)
     if table == "replayed":  # twice, perhaps
         frame = frame.unique(["step", "layer", "role", "recipe"], maintain_order=True)
     return frame.select(wanted)
 
 
-_SAMPLE = ["step", "attempt"]
+def _frame(rows: pa.Table) -> pl.DataFrame:
+    """Text as text: what a dictionary holds is taken over once, not once a row."""
+    return pl.DataFrame(pl.from_arrow(rows)).with_columns(pl.col(pl.Categorical).cast(pl.String))
 
 
 def _matching(rows: pa.Table, where: Mapping[str, Any]) -> pa.Table:

@@ -10,9 +10,7 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from ..numerics.figures import FIGURES
-from ..numerics.rows import UNITS
-from ..outputs import OUTPUT_FIGURES
+from ..numerics.catalogue import FIGURES, OUTPUT_FIGURES, UNITS
 
 VERSION = 3
 #: versions that this release reads

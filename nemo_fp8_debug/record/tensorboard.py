@@ -20,8 +20,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary as summaries
 
 from ..names import few_experts, fold_key, fold_of, is_fold
-from ..numerics.figures import FIGURES, WORSE
-from ..numerics.rows import UNITS
+from ..numerics.catalogue import FIGURES, UNITS, WORSE
 from ..numerics.scaling import ROLES
 from ..sample import SHOWN_AS, Sample
 

@@ -21,7 +21,7 @@ from nemo_fp8_debug.analysis.compare import Comparison, compare
 from nemo_fp8_debug.analysis.loss import LossCurve
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import RecordError
-from nemo_fp8_debug.numerics.figures import FIGURES
+from nemo_fp8_debug.numerics.catalogue import FIGURES
 from nemo_fp8_debug.record.store import RunRecord
 
 STEPS = range(0, 200, 20)
@@ -282,11 +282,11 @@ class TestLossCurve:
 
 class TestRefused:
     def test_no_step_in_common(self, tmp_path: Path, good: Path) -> None:
-        late = write(tmp_path / "late", broken, rising(), steps=range(5, 100, 20))
+        late = write(tmp_path / "late", broken, rising(), steps=range(1005, 1100, 20))
         with pytest.raises(RecordError, match="no sampled step and tensor in common") as error:
             compare(good, late)
         assert "has steps 0 to 180" in str(error.value)
-        assert "has steps 5 to 85" in str(error.value)
+        assert "has steps 1005 to 1085" in str(error.value)
 
     def test_no_layer_in_common(self, tmp_path: Path, good: Path) -> None:
         other = write(tmp_path / "other", lambda step: [row(("fc", "input"))], rising())

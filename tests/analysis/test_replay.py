@@ -20,7 +20,7 @@ from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor, RecordError
 from nemo_fp8_debug.analysis.replay import replay
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.numerics.blocks import BlockRule
-from nemo_fp8_debug.numerics.figures import FIGURES
+from nemo_fp8_debug.numerics.catalogue import FIGURES
 from nemo_fp8_debug.numerics.scaling import parse_recipe
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.place import Place

@@ -1,0 +1,58 @@
+"""In what the settings of two runs differ, as far as their fingerprints tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import polars as pl
+
+#: sections whose differences explain more than others
+TELLING = ("recipe", "risky_features_on", "host_options")
+#: differ between any two attempts
+_PASSED_OVER = ("attempt", "schema_version")
+
+
+def differences(good: Mapping[str, Any], bad: Mapping[str, Any]) -> pl.DataFrame:
+    """A row a setting: setting (`section.name`), good and bad (as text; null where a run has none), telling (whether it
+    bears on precision); those that do come first."""
+    ours, theirs = (dict(_flat(fingerprint)) for fingerprint in (good, bad))
+    rows = [
+        (name, ours.get(name), theirs.get(name), name.partition(".")[0] in TELLING)
+        for name in dict.fromkeys((*ours, *theirs))
+        if ours.get(name) != theirs.get(name)
+    ]
+    schema = {"setting": pl.String, "good": pl.String, "bad": pl.String, "telling": pl.Boolean}
+    return pl.DataFrame(rows, schema, orient="row").sort("telling", descending=True, maintain_order=True)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in settings.items():
+        if name in _PASSED_OVER and not prefix:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
+
+
+def remarks(good: pl.DataFrame, bad: pl.DataFrame) -> list[str]:
+    """What to bear in mind where figures of the two runs were measured against different things, in sentences.
+
+    Args:
+        good: `figures` table.
+        bad: likewise.
+    """
+    recipes = [sorted(run["recipe"].drop_nulls().unique()) for run in (good, bad)]
+    casts = [run["scale_source"].is_in(["engine", "mixed"]).any() for run in (good, bad)]
+    told = []
+    if recipes[0] != recipes[1]:
+        measured = " and ".join(", ".join(names) or "nothing" for names in recipes)
+        told.append(
+            f"The runs were measured against different recipes ({measured}): underflow, overflow and errors tell the "
+            "recipes apart as well as the tensors; amax and outlier_log2 tell the tensors alone."
+        )
+    if casts[0] != casts[1]:
+        which = ("first", "second")[casts.index(False)]
+        told.append(f"No engine scales the {which} run's operands: its figures are what the recipe would make of them.")
+    return told

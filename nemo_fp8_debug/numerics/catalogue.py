@@ -1,0 +1,24 @@
+"""The names of figures, for those that read them and need no torch."""
+
+#: figures in the order of the record's columns, and whether more of one is worse (1) or better (-1)
+WORSE = {
+    "underflow_pct": 1,
+    "overflow_pct": 1,
+    "mse": 1,
+    "relative_error": 1,
+    "sqnr_db": -1,
+    "cosine": -1,
+    "scale_ratio_log2": 1,
+    "amax": 1,
+    "amin": -1,
+    "dynamic_range_log2": 1,
+    "outlier_log2": 1,
+    "kurtosis": 1,
+}
+FIGURES = tuple(WORSE)
+
+#: figures that grow with the values, and with which power of them
+UNITS = {"amax": 1, "amin": 1, "mse": 2}
+
+#: figures of what GEMMs put out
+OUTPUT_FIGURES = ("relative_error", "error_of_input", "error_of_weight", "error_of_grad_output")

@@ -1,0 +1,326 @@
+"""Runs that were not made alike: other intervals, lengths, batch sizes, names and models, several bad ones, one growing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import FINGERPRINT, sample
+from typer.testing import CliRunner, Result
+
+from nemo_fp8_debug.analysis.compare import compare
+from nemo_fp8_debug.analysis.grid import Paired, median
+from nemo_fp8_debug.analysis.onset import running_median
+from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.errors import ConfigError, RecordError
+from nemo_fp8_debug.record.store import RunRecord
+
+KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+SIZES = {"linear_qkv": 3 << 10, "linear_proj": 1 << 10, "linear_fc1": 4 << 10, "linear_fc2": 4 << 10}
+CULPRIT = ("decoder.layers.1.mlp.linear_fc2", "input")
+#: as Hugging Face might name what Megatron has
+FOREIGN = {"linear_qkv": "attn.c_attn", "linear_proj": "attn.c_proj", "linear_fc1": "mlp.c_fc", "linear_fc2": "mlp.c_out"}
+
+Naming = Callable[[int, str], str]
+
+
+def megatron(depth: int, kind: str) -> str:
+    return f"decoder.layers.{depth}.{kind}"
+
+
+def foreign(depth: int, kind: str) -> str:
+    return f"transformer.h.{depth}.{FOREIGN[kind.rpartition('.')[2]]}"
+
+
+def rows(named: Naming = megatron, harm: float = 0.0, wider: int = 1, depths: int = 2) -> list[dict[str, Any]]:
+    """The tensors of a model at one step; X of the last layer's linear_fc2 underflows by `harm` per cent."""
+    result: list[dict[str, Any]] = []
+    for depth in range(depths):
+        for kind in KINDS:
+            name, short = named(depth, kind), kind.rpartition(".")[2]
+            for role in ("input", "weight", "grad_output"):
+                n = SIZES[short] * wider if role == "weight" else 4096
+                culprit = harm and role == "input" and (depth, short) == (depths - 1, "linear_fc2")
+                harmed = {"underflow_pct": 0.1 + harm, "mse": 1e-2} if culprit else {}
+                result.append({"layer": name, "gemm": name.rpartition(".")[2], "role": role, "n": n, **harmed})
+    return result
+
+
+def write(
+    folder: Path,
+    steps: range = range(0, 200, 10),
+    since: int | None = None,
+    batch: int | None = None,
+    fingerprint: Mapping[str, Any] = FINGERPRINT,
+    close: bool = True,
+    **of_rows: Any,
+) -> Path:
+    """A run that is harmed, and whose loss rises, from a step on."""
+    record = RunRecord(folder)
+    record.open(fingerprint)
+    for step in steps:
+        consumed = {} if batch is None else {"consumed_samples": float(step * batch)}
+        harmed = {"harm": 20.0} if since is not None and step >= since else {}
+        record.record(sample(step, rows(**of_rows, **harmed), **consumed))
+        lost = 5.0 - step / 100 + (4 if since is not None and step >= since + 20 else 0)
+        record.record_steps({step: {"loss": lost} | consumed})
+    if close:
+        record.close()
+    return folder
+
+
+def run_cli(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def first_out(good: Path, bad: Path, **how: Any) -> tuple[str, str, int]:
+    row = compare(good, bad, **how).left.row(0, named=True)
+    return row["layer"], row["role"], row["onset"]
+
+
+class TestPairs:
+    @pytest.mark.parametrize(
+        ("good", "bad", "pairs"),
+        [
+            ([0, 20, 40], [0, 5, 10, 15, 20, 25, 30, 35, 40], [(0, 0), (20, 20), (40, 40)]),
+            ([0, 10, 20, 30], [0, 15, 30], [(0, 0), (10, 15), (30, 30)]),
+            ([0, 10, 20], [4, 14, 24], [(0, 4), (10, 14), (20, 24)]),
+            ([0, 10, 20], [100, 110], []),
+            ([0, 10, 20], [10], [(10, 10)]),
+            ([7], [7], [(7, 7)]),
+            ([7], [8], []),
+            ([], [1], []),
+        ],
+    )
+    def test_samples_that_belong_together(self, good: list[int], bad: list[int], pairs: list[tuple[int, int]]) -> None:
+        found = Paired.of(np.array(good, np.int64), np.array(bad, np.int64))
+        assert [(good[i], bad[j]) for i, j in zip(found.good, found.bad, strict=True)] == pairs
+
+
+def with_holes(shape: tuple[int, int], share: float) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    values = np.round(rng.normal(size=shape), 1)  # with ties
+    values[rng.random(shape) < share] = np.nan
+    return values
+
+
+@pytest.mark.parametrize("holes", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("n", [1, 5, 8, 9, 10, 40])
+def test_medians_are_those_of_sorted_values(n: int, holes: float) -> None:
+    values = with_holes((20, n), holes)
+    for of_one, whole, smooth in zip(values, median(values), running_median(values), strict=True):
+        known = of_one[~np.isnan(of_one)]
+        np.testing.assert_array_equal(whole, np.median(known) if len(known) else np.nan)
+        for i in range(n):
+            start = min(max(i - 4, 0), max(n - 9, 0))
+            window = np.sort(of_one[start : start + 9])
+            window = window[~np.isnan(window)]
+            np.testing.assert_array_equal(smooth[i], window[(len(window) - 1) // 2] if len(window) else np.nan)
+
+
+class TestSteps:
+    @pytest.mark.parametrize("steps", [range(0, 200, 15), range(5, 200, 10), range(3, 200, 7), range(0, 90, 10)])
+    def test_runs_of_other_intervals_and_lengths(self, tmp_path: Path, steps: range) -> None:
+        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", steps, since=40)
+        found = compare(good, bad)
+        onset = min(step for step in steps if step >= 40)
+        assert found.left.select("layer", "role", "onset").rows()[0] == (*CULPRIT, onset)
+        assert found.tensors.select("layer", "role").rows()[0] == CULPRIT and found.tensors["drift_log2"][0] > 3
+
+    def test_what_comes_after_the_good_run_is_told(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good", range(0, 100, 10)), write(tmp_path / "bad", range(0, 300, 10))
+        assert "The first run's samples end at step 90, the second's at 290: nothing later is judged." in (
+            compare(good, bad).notes
+        )
+
+    def test_a_single_sample_ranks_and_says_that_it_tells_no_onset(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good", range(1)), write(tmp_path / "bad", range(1), since=0)
+        found = compare(good, bad)
+        assert found.tensors.select("layer", "role").rows()[0] == CULPRIT
+        assert found.left.is_empty() and found.notes[0].startswith("1 samples of the second run are within the first")
+
+    def test_a_record_that_still_grows(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", range(0, 120, 10), since=60, close=False)
+        assert first_out(good, bad) == (*CULPRIT, 60)
+
+
+class TestSamples:
+    def test_batch_sizes_may_differ(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good", batch=8), write(tmp_path / "bad", range(0, 100, 5), since=50, batch=16)
+        assert first_out(good, bad, by="samples") == (*CULPRIT, 800)
+        assert "from sample 800" in compare(good, bad, by="samples").verdict()
+
+    def test_steps_between_those_that_know_are_filled_in(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good", batch=8), write(tmp_path / "bad", since=100, batch=8)
+        record = RunRecord(bad)
+        record.open(FINGERPRINT)
+        record.record_steps({step: {"loss": 9.0} for step in range(105, 190, 10)})
+        record.close()
+        loss = compare(good, bad, by="samples").bad.loss
+        assert dict(zip(loss.steps, loss.losses, strict=True))[105 * 8] == 9.0
+
+    def test_a_run_that_does_not_know_is_refused(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good", batch=8), write(tmp_path / "bad")
+        result = run_cli(good, bad, "--by", "samples")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr == f"error: {bad} does not know how many samples were consumed; match the runs by step\n"
+
+    def test_another_way_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="cannot be matched by 'epochs'; choose from step, samples"):
+            compare(write(tmp_path / "good"), tmp_path / "good", by="epochs")
+
+
+class TestNames:
+    @pytest.mark.parametrize("prefix", ["model.", "module.language_model."])
+    def test_a_prefix_is_matched(self, tmp_path: Path, prefix: str) -> None:
+        good = write(tmp_path / "good")
+        bad = write(tmp_path / "bad", since=100, named=lambda depth, kind: prefix + megatron(depth, kind))
+        for one, other in ((good, bad), (bad, good)):
+            assert compare(one, other).notes[0].startswith("Names were matched with ")
+        assert first_out(good, bad) == (*CULPRIT, 100)
+
+    def test_layers_are_matched_one_to_one(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", since=100, named=foreign)
+        assert first_out(good, bad) == (*CULPRIT, 100)
+        (told,) = compare(good, bad).notes
+        assert "matched one to one, by order and size of W" in told and "c_out for linear_fc2" in told
+
+    @pytest.mark.parametrize("other", [{"wider": 2}, {"depths": 3}])
+    def test_layers_of_another_shape_are_not(self, tmp_path: Path, other: dict[str, int]) -> None:
+        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", named=foreign, **other)
+        with pytest.raises(RecordError, match="no sampled step and tensor in common"):
+            compare(good, bad)
+
+    def test_by_hand(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", since=100, named=foreign)
+        rename = [r"transformer\.h=decoder.layers", *(rf"{new}$=linear_{old[7:]}" for old, new in FOREIGN.items())]
+        rename += [r"(qkv|proj)$=self_attention.linear_\1", r"linear_self=self", r"(fc\d)$=mlp.linear_\1", r"linear_mlp=mlp"]
+        result = run_cli(good, bad, *(f"--rename={r}" for r in rename), "--json")
+        found = json.loads(result.stdout)
+        assert found["left"][0]["layer"] == CULPRIT[0] and found["notes"] == [
+            "8 layers of the second run were renamed as told."
+        ]
+
+    @pytest.mark.parametrize(
+        ("rename", "told"),
+        [
+            ("decoder", "renames nothing; write REGEX=REPLACEMENT"),
+            ("(=x", "cannot rename"),
+            (r"decoder=\7", "cannot rename: invalid group reference 7"),
+            (r"\d=0", "would both be called"),
+            ("encoder=decoder", "no layer of the second run matches encoder=decoder"),
+        ],
+    )
+    def test_what_cannot_be_renamed_is_refused(self, tmp_path: Path, rename: str, told: str) -> None:
+        good = write(tmp_path / "good")
+        result = run_cli(good, good, "--rename", rename)
+        assert result.exit_code == 1 and told in result.stderr and result.stderr.count("\n") == 1
+
+
+class TestModels:
+    def test_another_model_is_refused(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", wider=2)
+        with pytest.raises(RecordError, match=r"are runs of different models: W of .* has 4096 values and 8192"):
+            compare(good, bad)
+
+    def test_a_layer_of_another_size_is_left_out(self, tmp_path: Path) -> None:
+        def padded(depth: int, kind: str) -> str:
+            return "output_layer.linear_fc1" if (depth, kind) == (0, "mlp.linear_qkv") else megatron(depth, kind)
+
+        good = write(tmp_path / "good")
+        record = RunRecord(tmp_path / "bad")
+        record.open(FINGERPRINT)
+        other = "decoder.layers.0.mlp.linear_fc1"
+        for step in range(0, 200, 10):
+            record.record(sample(step, [r | ({"n": 99} if r["layer"] == other else {}) for r in rows()]))
+        record.close()
+        found = compare(good, tmp_path / "bad")
+        assert other not in found.tensors["layer"] and len(found.tensors) == 7 * 3
+        assert (
+            found.notes[0]
+            == f"1 layers are left out, since they are of different size: W of {other} has 4096 values and 99."
+        )
+
+    def test_layers_of_one_run_alone_are_told(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", depths=3)
+        assert compare(good, bad).notes == (
+            "4 layers are in the second run alone, as decoder.layers.2.self_attention.linear_qkv.",
+        )
+
+
+class TestRecipes:
+    def test_what_was_measured_differently_is_told(self, tmp_path: Path) -> None:
+        runs = []
+        for name, recipe, source in (("fp8", "current-hybrid", "engine"), ("bf16", "delayed-hybrid", "emulated")):
+            record = RunRecord(tmp_path / name)
+            record.open(
+                {"recipe": {"measured_against": recipe}, "risky_features_on": {"fp8_param": True} if name == "fp8" else {}}
+            )
+            for step in range(0, 100, 10):
+                record.record(sample(step, [r | {"recipe": recipe, "scale_source": source} for r in rows()]))
+            record.close()
+            runs.append(tmp_path / name)
+        found = compare(*runs)
+        assert "different recipes (current-hybrid and delayed-hybrid)" in found.notes[0]
+        assert found.notes[1].startswith("No engine scales the second run's operands")
+        assert found.differences().rows() == [
+            ("recipe.measured_against", "current-hybrid", "delayed-hybrid", True),
+            ("risky_features_on.fp8_param", "True", None, True),
+        ]
+
+
+class TestWhere:
+    def test_groups_and_lead(self, tmp_path: Path) -> None:
+        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", since=100)
+        found = compare(good, bad)
+        lead = found.left["lead"][0]
+        assert found.loss_left is not None and lead == found.loss_left - 100
+        groups = {(r["by"], r["group"]): r for r in found.groups().to_dicts()}
+        assert groups["kind", "linear_fc2"] == groups["kind", "linear_fc2"] | {"tensors": 6, "left": 1, "onset": 100}
+        assert groups["depth", "layer 0"]["left"] == 0 and groups["depth", "layer 1"]["left"] == 1
+        assert groups["role", "X"]["tensors"] == 8 and groups["role", "dY"]["left"] == 0
+        assert [r["lead"] for r in found.to_json()["tensors"][:2]] == [lead, None]
+
+    @pytest.mark.parametrize(
+        ("harmed", "said"),
+        [
+            (
+                lambda r: r["layer"].endswith("linear_fc2") and r["role"] == "input",
+                "All 12 tensors that leave are X of linear_fc2.",
+            ),
+            (lambda r: ".layers.0." in r["layer"], "All 12 tensors that leave are in layer 0, the first."),
+            (lambda r: r["role"] == "grad_output", "All 48 tensors that leave are dY."),
+            (
+                lambda r: r["layer"].split(".")[2] in ("8", "9"),
+                "All 24 tensors that leave are in the last third of the layers.",
+            ),
+            (lambda r: True, None),
+        ],
+    )
+    def test_what_those_that_left_have_in_common(
+        self, tmp_path: Path, harmed: Callable[[Any], bool], said: str | None
+    ) -> None:
+        for name, bad in (("good", False), ("bad", True)):
+            record = RunRecord(tmp_path / name)
+            record.open(FINGERPRINT)
+            for step in range(0, 60, 10):
+                worse = {"underflow_pct": 30.0, "mse": 1.0} if bad and step >= 20 else {}
+                record.record(sample(step, [r | (worse if harmed(r) else {}) for r in rows(depths=12)]))
+            record.close()
+        verdict = compare(tmp_path / "good", tmp_path / "bad").verdict()
+        assert (said in verdict) if said else ("tensors that leave are" not in verdict)
+
+
+class TestSeveral:
+    def test_each_is_compared_with_the_good_one(self, tmp_path: Path) -> None:
+        good = write(tmp_path / "good")
+        bad = [write(tmp_path / f"bad{since}", since=since) for since in (60, 120)]
+        found = json.loads(run_cli(good, *bad, "--json").stdout)["comparisons"]
+        assert [one["left"][0]["onset"] for one in found] == [60, 120]
+        assert [one["runs"]["bad"]["path"] for one in found] == [str(path) for path in bad]
+        printed = run_cli(good, *bad).stdout
+        assert all(compare(good, path).verdict() in printed for path in bad)
