@@ -12,7 +12,8 @@ from .names import fold_of
 from .numerics.catalogue import OUTPUT_FIGURES
 from .numerics.history import Key
 from .numerics.products import PRODUCTS, SUMS
-from .shards import MIXED, Cast, OutputSums
+from .sample import MIXED
+from .shards import Cast, OutputSums
 
 
 def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Key, Cast]) -> dict[str, list[Any]]:

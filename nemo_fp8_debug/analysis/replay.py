@@ -46,6 +46,8 @@ def replay(
     recipe: str | Mapping[str, Any] | Recipe | None = None,
     source: str = "sketches",
     cluster: str | None = None,
+    steps: Collection[int] | None = None,
+    only: Collection[Key] | None = None,
 ) -> pl.DataFrame:
     """Recompute every figure of a run.
 
@@ -59,6 +61,8 @@ def replay(
         recipe: as for `parse_recipe`; None: the scales that were in use, which gives the recorded figures again.
         source: "sketches", or "dumps": the tensors that the first rank dumped, which are those that the record is of.
         cluster: see `map_in_parallel`.
+        steps: sampled steps to recompute; all by default. Histories take in all of them.
+        only: (layer, role) of the operands to recompute, a fold for all of its experts; all by default.
 
     Returns:
         Rows of the `figures` table. A file that cannot be read is named in a warning and left out.
@@ -71,19 +75,28 @@ def replay(
     wanted = None if recipe is None else parse_recipe(recipe)
     if wanted and source == "sketches":
         refuse_blocks(wanted, "replay from sketches, which know nothing of blocks (dumps do),")
-    recorded = read_table(run, "figures")
+    recorded = _rows_of(read_table(run, "figures"), only)
     multipliers = dict(read_table(run, "steps", ["step", "grad_multiplier"]).iter_rows())
     jobs = [
         _Job(str(run), source, wanted, int(step[0]), about, scales, multipliers.get(step[0]))
         for (step, about), scales in zip(
             recorded.group_by("step", maintain_order=True), _scales(recorded, wanted), strict=True
         )
+        if steps is None or step[0] in steps
     ]
     if source == "dumps":
         there = {(attempt, step) for attempt, step, rank, _ in dumped_files(run) if rank == 0}
         jobs = [job for job in jobs if (job.about["attempt"][0], job.step) in there]
     frames = map_in_parallel(_replay_step, jobs, cluster)
     return pl.concat([pl.DataFrame(schema=SCHEMAS["figures"]), *frames])
+
+
+def _rows_of(recorded: pl.DataFrame, only: Collection[Key] | None) -> pl.DataFrame:
+    if only is None:
+        return recorded
+    keys = recorded.select(_KEY).unique(maintain_order=True)
+    kept = pl.Series([key in only or fold_key(*key) in only for key in keys.rows()], dtype=pl.Boolean)
+    return recorded.join(keys.filter(kept), on=_KEY, how="semi", maintain_order="left")
 
 
 def _scales(recorded: pl.DataFrame, recipe: Recipe | None) -> list[dict[Key, torch.Tensor | CurrentScaling | BlockRule]]:
@@ -214,6 +227,7 @@ def _replay_step(job: _Job) -> pl.DataFrame:
 def _sketched(run: Place, job: _Job) -> list[_Part]:
     table = read_table(run, "sketches", where={"step": job.step, "rounded": False})
     names = ("layer", "role", "dtype", "bins", "counts", "recipe", "format", "scale")
+    table = table.join(job.about.select(_KEY), on=_KEY, how="semi", maintain_order="left")
     parts = []
     for layer, role, dtype, bins, counts, *rest in table.select(names).iter_rows():
         sketch = Sketch(getattr(torch, dtype))
@@ -239,6 +253,8 @@ def _dumped(run: Place, job: _Job) -> list[_Part]:
             warn(f"{run.path(name)} is left out, it cannot be read: {error}")
             continue
         key, x, scale = (about.layer, about.role), tensors["value"], float(tensors["scale"])
+        if key not in recorded:
+            continue  # not asked for
         if recipe := in_blocks.get(key):
             part = _Part(key, x, recipe.name, recipe.format_of(about.role), math.nan)
         else:

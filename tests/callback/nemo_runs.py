@@ -97,6 +97,13 @@ def round_trip(folder: Path) -> dict[str, Any]:
     return {"classes": [type(callback).__name__ for callback in built], "interval": restored[0].interval}
 
 
+def precision(snippet: Path) -> dict[str, Any]:
+    """What NeMo makes of a recommended snippet."""
+    names: dict[str, Any] = {}
+    exec(compile(snippet.read_text(), str(snippet), "exec"), names)
+    return {name: value for name, value in vars(names["precision"].dtype_config).items() if "fp8" in name or "bf16" in name}
+
+
 EVERYTHING = {
     "interval": 3,
     "dump": ["layers.1.*", "output_layer"],
@@ -112,7 +119,7 @@ WATCHED: dict[str, dict[str, Any]] = {"None": {}, "1": {"interval": 1}, "10": {"
 def main() -> None:
     output = Path(sys.argv[1])
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    results: dict[str, Any] = {"round_trip": round_trip(output)}
+    results: dict[str, Any] = {"round_trip": round_trip(output), "precision": precision(output / "nemo_precision.py")}
     with megatron_on_cpu():
         for case, options in (("plain", {}), ("recompute", recompute)):
             for name, watch in WATCHED.items():

@@ -10,15 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recommendations import CURRENT, recommendation, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from nemo_fp8_debug.analysis.recommend import Ends
 from nemo_fp8_debug.analysis.replay import replay
+from nemo_fp8_debug.analysis.snippets.options import run_wide
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
+
+FIX = recommendation(run(), {("decoder.layers.4.mlp.linear_fc2", "input"): CURRENT}, Ends(1, 0, 8, None))
+*_, SNIPPET = run_wide(FIX)
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nemo")
+    (folder / "nemo_precision.py").write_text(SNIPPET.text)
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[1] / "recipes"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -119,3 +126,14 @@ def test_a_run_that_fails_goes_on_from_a_checkpoint_as_a_plan_says(results: dict
     assert rescued["resumed"]["weights"] == rescued["run"]["weights"]
     assert rescued["rescue"] == rescued["current"]
     assert current[0] != resumed[0] and current[-1] < resumed[-1]
+
+
+def test_a_recommended_snippet_is_what_nemo_takes(results: dict[str, Any]) -> None:
+    expected = {
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 0,
+    }
+    assert expected.items() <= results["precision"].items()

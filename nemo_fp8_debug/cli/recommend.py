@@ -1,0 +1,122 @@
+"""`nemo-fp8-debug recommend BAD`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..analysis.compare import Run, compare, number
+from ..analysis.options import STAY, Budget, Errors
+from ..analysis.recommend import Finding, Recommendation, flagged_by, over_budget, recommend
+from ..analysis.snippets import PLAN, snippets_of, write
+from ..analysis.snippets.snippet import Snippet
+from ..errors import ConfigError
+from ..numerics.history import Key
+from ..numerics.scaling import ROLES
+from ..sample import SHOWN_AS
+from .console import console
+
+_DEFAULT = Budget()
+
+
+def command(
+    bad: Annotated[Path, typer.Argument(help="folder of the run to mend, or one above it")],
+    good: Annotated[Path | None, typer.Option(help="a good run: what left its band is looked at")] = None,
+    operand: Annotated[
+        list[str] | None, typer.Option(help="LAYER:ROLE to look at, role X, W or dY, instead; may be repeated")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="folder for the plan and the files of each host")] = None,
+    relative_error: Annotated[float, typer.Option(help="most that an operand may have")] = _DEFAULT.relative_error,
+    underflow: Annotated[float, typer.Option(help="likewise, per cent")] = _DEFAULT.underflow_pct,
+    overflow: Annotated[float, typer.Option(help="likewise, per cent")] = _DEFAULT.overflow_pct,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every option that was weighed")] = False,
+) -> None:
+    """The cheapest change for each operand that loses too much, and the files that put it into effect.
+
+    Without GOOD and without operands, all that do not keep the limits are looked at.
+    """
+    budget = Budget(relative_error, underflow, overflow)
+    flagged: Iterable[Key]
+    why: dict[Key, str] = {}
+    if good is None:
+        run = Run.read(bad)
+        flagged = over_budget(run, budget)
+    else:
+        comparison = compare(good, bad)
+        run, why = comparison.bad, flagged_by(comparison)
+        flagged = why
+    found = recommend(run, [_key(text) for text in operand] if operand else list(flagged), budget, why)
+    snippets = write(found, output) if output else snippets_of(found)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        _print(console(), found, snippets, output)
+
+
+def _key(text: str) -> Key:
+    layer, _, role = text.rpartition(":")
+    roles = {shown: role for role, shown in SHOWN_AS.items()} | {role: role for role in ROLES}
+    if not layer or role not in roles:
+        raise ConfigError(f"--operand {text!r} is no operand; write LAYER:ROLE, the role X, W or dY")
+    return layer, roles[role]
+
+
+def _print(out: Console, found: Recommendation, snippets: list[Snippet], folder: Path | None) -> None:
+    if not found.findings:
+        out.print("No operand is out of bounds: there is nothing to change.")
+        return
+    out.print(_table(found))
+    if found.before is not None and found.after is not None:
+        out.print(f"FP8 coverage, share of the GEMMs' FLOPs: {_percent(found.before)} -> {_percent(found.after)}.")
+    if found.ends:
+        kept = "" if found.ends.coverage is None else f"; coverage would be {_percent(found.ends.coverage)}"
+        ends = f"the first {found.ends.start} and last {found.ends.end} blocks in BF16"
+        out.print(f"What leaves FP8 lies at the ends of the model: {ends} would do as well{kept}.", soft_wrap=True)
+    for note in found.notes:
+        out.print(note, soft_wrap=True, markup=False, highlight=False)
+    for snippet in snippets:
+        name = snippet.name if folder is None else str(folder / snippet.name)
+        out.print(f"{snippet.about}: {name}", soft_wrap=True, markup=False, highlight=False)
+        for sentence in snippet.coarser:
+            out.print(f"  {sentence}", soft_wrap=True, markup=False, highlight=False)
+    if folder is None:
+        out.print("Nothing was written; --output FOLDER writes the plan and these files.", markup=False, highlight=False)
+    else:
+        out.print(f"the plan: {folder / PLAN}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _table(found: Recommendation) -> Table:
+    limits = found.budget
+    bounds = (
+        f"relative error {limits.relative_error:g}, underflow {limits.underflow_pct:g}%, overflow {limits.overflow_pct:g}%"
+    )
+    table = Table(title=f"Cheapest changes that keep to {bounds}, worst samples", title_justify="left")
+    table.add_column("layer", no_wrap=True)
+    for heading in ("tensor", "why", "in use", "change"):
+        table.add_column(heading)
+    for heading in ("relative error", "underflow %", "overflow %", "coverage cost"):
+        table.add_column(heading, justify="right")
+    for finding in found.findings:
+        stay, chosen = finding.options[0], finding.chosen
+        change = "none: it keeps the limits" if chosen.kind == STAY else chosen.recipe
+        figures = [_pair(finding, stay.errors, chosen.errors, name) for name in Errors.__annotations__]
+        cost = "-" if finding.cost is None else _percent(finding.cost)
+        names = escape(finding.layer), SHOWN_AS[finding.role], escape(finding.why), escape(stay.recipe), escape(change)
+        table.add_row(*names, *figures, cost)
+    return table
+
+
+def _pair(finding: Finding, now: Errors | None, then: Errors | None, name: str) -> str:
+    shown = [number(getattr(errors, name) if errors else None) for errors in (now, then)]
+    return " -> ".join(shown if finding.changes else shown[:1])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"

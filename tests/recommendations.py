@@ -1,0 +1,39 @@
+"""Recommendations whose findings are given, to see what becomes of them in the files of hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from nemo_fp8_debug.analysis.compare import Run
+from nemo_fp8_debug.analysis.loss import LossCurve
+from nemo_fp8_debug.analysis.options import Budget, Errors, Option
+from nemo_fp8_debug.analysis.recommend import Ends, Finding, Recommendation
+from nemo_fp8_debug.plan import Plan
+from nemo_fp8_debug.record.schema import SCHEMAS
+
+#: kinds of changes with their recipes, in order of cost, all of which keep the budget
+Ways = Sequence[tuple[str, str]]
+BF16: Ways = [("bf16", "bf16")]
+CURRENT: Ways = [("current", "current-hybrid"), *BF16]
+MARGIN: Ways = [("margin", "delayed-hybrid(margin=1)"), *CURRENT]
+
+
+def run(**host: Any) -> Run:
+    """A run of Megatron's in delayed scaling."""
+    row = {"layer": "decoder.layers.0.mlp.linear_fc1", "role": "input", "recipe": "delayed-hybrid", "scale_source": "engine"}
+    figures = pl.DataFrame([row], SCHEMAS["figures"])
+    losses = LossCurve.of(pl.DataFrame(schema=SCHEMAS["steps"]))
+    return Run("", {"host_options": host}, figures, losses, pl.DataFrame(schema=SCHEMAS["figures"]))
+
+
+def recommendation(run: Run, ways: Mapping[tuple[str, str], Ways], ends: Ends | None = None) -> Recommendation:
+    """Of operands that delayed scaling does not do for."""
+    stay, none = Option("stay", "delayed-hybrid", None, False), Errors(0.0, 0.0, 0.0)
+    findings = [
+        Finding(*key, "", (stay, *(Option(kind, recipe, none, True) for kind, recipe in these)), None)
+        for key, these in ways.items()
+    ]
+    return Recommendation(run, Budget(), tuple(findings), Plan(), None, None, ends, ())

@@ -1,0 +1,60 @@
+"""Recommended recipes of modules in megatron-core 0.17: its parser, its modules, and the casts of the kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from recommendations import BF16, CURRENT, recommendation, run
+
+from nemo_fp8_debug.analysis.recommend import Ends
+from nemo_fp8_debug.analysis.snippets.megatron import per_module
+from nemo_fp8_debug.analysis.snippets.options import flags_of, run_wide
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BRIDGE, TE = Path(sys.prefix) / "bridge", Path(sys.prefix) / "te"
+BLOCKS = "decoder.layers.0", "decoder.layers.1"
+LAYERS = [
+    f"{b}.{n}"
+    for b in BLOCKS
+    for n in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+]
+LEAVES, RESCALED, IN_E4M3 = LAYERS[-1], LAYERS[2], LAYERS[0]
+SHOWN = ("X", "W", "dY")
+
+
+def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_path: Path) -> None:
+    assert (BRIDGE / "megatron").is_dir(), f"no Megatron-Bridge in {BRIDGE}; scripts/setup.sh installs it"
+    ways = {
+        (LEAVES, "input"): BF16,
+        (RESCALED, "weight"): CURRENT,
+        (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16],
+    }
+    modules = per_module(recommendation(run(), ways))
+    options, _ = run_wide(recommendation(run(), {(RESCALED, "weight"): CURRENT}, Ends(0, 1, 2, None)))
+    assert modules
+    values = yaml.safe_load(options.text)
+    assert len(values) == 5
+    (tmp_path / modules.name).write_text(modules.text)
+    path = map(str, (ROOT, BRIDGE, TE, HERE, ROOT / "recipes"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    arguments = str(tmp_path / modules.name), json.dumps(flags_of(values)), json.dumps(values)
+    command = [sys.executable, "-W", "ignore", str(HERE / "recommended_run.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        pytest.fail(done.stderr[-8_000:], pytrace=False)
+    found = json.loads(done.stdout.splitlines()[-1])
+    usual = {(layer, role, "e5m2" if role == "dY" else "e4m3", "Float8Quantizer") for layer in LAYERS for role in SHOWN}
+    changed = {(layer, role, fmt, kind) for layer, role, fmt, kind in usual if layer in (LEAVES, RESCALED, IN_E4M3)}
+    current = "Float8CurrentScalingQuantizer"
+    expected = usual - changed
+    expected |= {(RESCALED, role, "e5m2" if role == "dY" else "e4m3", current) for role in SHOWN}
+    expected |= {(IN_E4M3, role, "e4m3", current) for role in SHOWN}
+    assert set(map(tuple, found["casts"])) == expected
+    assert found["arguments"] == found["bridge"] == values
