@@ -10,6 +10,8 @@ import polars as pl
 
 #: relative rise of the smoothed loss, over its own minimum or over another run, that counts ...
 RISE = 0.05
+#: the same, and the standard deviations, where runs see the same data and are compared batch by batch
+GAP, GAP_SIGMAS = 0.02, 5.0
 #: ... unless the curve's own noise is larger: standard deviations of the smoothed loss that count
 SIGMAS = 8.0
 
@@ -49,13 +51,17 @@ class LossCurve:
         return int(self.steps[i]), float(self.smooth[i])
 
     @property
-    def noise(self) -> float:
-        """Standard deviation of the smoothed loss, from the median distance of the losses from it."""
+    def scatter(self) -> float:
+        """Standard deviation of the losses around the smoothed one, from their median distance."""
         finite = np.isfinite(self.losses) & np.isfinite(self.smooth)
         if not finite.any():
             return 0.0
-        of_one = float(np.median(np.abs(self.losses - self.smooth)[finite])) / 0.6745
-        return float(np.sqrt(np.pi / 2) * of_one / np.sqrt(2 * self.half + 1))  # of a median, Gaussian noise
+        return float(np.median(np.abs(self.losses[finite] - self.smooth[finite]))) / 0.6745
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the smoothed loss: that of a median over Gaussian noise."""
+        return float(np.sqrt(np.pi / 2) * self.scatter / np.sqrt(2 * self.half + 1))
 
     @property
     def diverged_at(self) -> int | None:
@@ -63,18 +69,33 @@ class LossCurve:
         if not len(self.smooth):
             return None
         start = int(np.argmin(self.smooth))
-        return self._stays_above(np.full_like(self.smooth, self.smooth[start]), self.noise, after=start)
+        return self._stays_above(np.full_like(self.smooth, self.smooth[start]), RISE, self.noise, after=start)
 
     def above(self, other: LossCurve) -> int | None:
-        """First step from which the smoothed loss stays above the other run's for good; None: it does not."""
+        """First step from which the loss stays above the other run's for good; None: it does not.
+
+        Where both runs have a loss at each step it is their difference, batch by batch, that is smoothed: runs that see the
+        same data have most of their noise in common.
+        """
         if not len(self.smooth) or not len(other.smooth):
             return None
-        reference = np.interp(self.steps, other.steps, other.smooth)
-        return self._stays_above(reference, float(np.hypot(self.noise, other.noise)), after=-1)
+        at = np.searchsorted(other.steps, self.steps)
+        if not np.array_equal(other.steps[np.minimum(at, len(other.steps) - 1)], self.steps):
+            reference = np.interp(self.steps, other.steps, other.smooth)
+            return self._stays_above(reference, RISE, float(np.hypot(self.noise, other.noise)), after=-1)
+        with np.errstate(invalid="ignore"):
+            gap = np.nan_to_num(self.losses - other.losses[at], nan=0.0, posinf=np.inf, neginf=-np.inf)
+        reference = other.smooth[at]
+        apart = LossCurve(self.steps, gap, _running_median(gap, self.half), self.half)
+        least = np.maximum(GAP * np.abs(reference), GAP_SIGMAS * apart.noise)
+        return apart._for_good(apart.smooth > least, after=-1)
 
-    def _stays_above(self, reference: Floats, noise: float, after: int) -> int | None:
-        """First step behind `after` from which the loss exceeds the reference to the end, for longer than half a window."""
-        high = self.smooth > reference + np.maximum(RISE * np.abs(reference), SIGMAS * noise)
+    def _stays_above(self, reference: Floats, part: float, noise: float, after: int) -> int | None:
+        least = np.maximum(part * np.abs(reference), SIGMAS * noise)
+        return self._for_good(self.smooth > reference + least, after)
+
+    def _for_good(self, high: npt.NDArray[np.bool_], after: int) -> int | None:
+        """First step behind `after` from which it is high to the end, for longer than half a window."""
         low = np.flatnonzero(~high)
         first = max(after, int(low[-1]) if len(low) else -1) + 1
         return int(self.steps[first]) if first < len(high) - self.half else None

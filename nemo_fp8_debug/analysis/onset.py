@@ -44,7 +44,7 @@ _ROUNDING = 0.01
 EVIDENCE = (
     Evidence("nonfinite", 0.5),
     Evidence("scale_ratio_log2", 1.0),
-    Evidence("overflow_pct", 0.01),
+    Evidence("overflow_pct", 0.01, of_error=True),
     Evidence("underflow_pct", 1.0, of_error=True),
     Evidence("relative_error", 0.585, of_error=True, log2=True),  # half as much again
     Evidence("outlier_log2", 2.0, of_error=True),

@@ -119,6 +119,14 @@ def candidates(in_use: str, fmt: str, role: str) -> Iterator[tuple[str, Recipe]]
     yield "bf16", BF16
 
 
+def replayable(in_use: str, fmt: str, role: str) -> Iterator[Recipe]:
+    """What is to be known of an operand to choose: its candidates, and what its own recipe should have made of it."""
+    if own := _known(in_use):
+        yield own
+    for _, recipe in candidates(in_use, fmt, role):
+        yield recipe
+
+
 def _current_in(fmt: str, role: str) -> Recipe:
     usual = Recipe(CurrentScaling())
     return Recipe(CurrentScaling(), fmt) if fmt in _OTHER_FORMAT and usual.format_of(role).name != fmt else usual
@@ -192,7 +200,10 @@ def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
 def options_of(key: Key, in_use: str, fmt: str, dtype: str, judged: Judged, budget: Budget) -> tuple[Option, ...]:
     """Everything that can be done about an operand that does not keep the budget, in order of cost; BF16 is the last."""
     options = []
+    astray = _astray(key, in_use, judged, budget)
     for kind, recipe in candidates(in_use, fmt, key[1]):
+        if astray and isinstance(recipe.scaling, DelayedScaling):
+            continue
         errors = judged.of(key, recipe)
         if recipe == BF16:
             errors = errors or (_NONE if dtype != "float32" else None)  # 16 bits are the run's own precision
@@ -200,3 +211,9 @@ def options_of(key: Key, in_use: str, fmt: str, dtype: str, judged: Judged, budg
         else:
             options.append(Option(kind, recipe.name, errors, budget.met_by(errors)))
     return tuple(options)
+
+
+def _astray(key: Key, in_use: str, judged: Judged, budget: Budget) -> bool:
+    """Whether the scale in use is not what its recipe makes of the history: no other delayed scale can be relied on then."""
+    recipe = _known(in_use)
+    return recipe is not None and isinstance(recipe.scaling, DelayedScaling) and budget.met_by(judged.of(key, recipe))

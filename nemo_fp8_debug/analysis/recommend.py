@@ -17,7 +17,7 @@ from ..plan import Change, Plan
 from ..sample import SHOWN_AS
 from .compare import Comparison, Run, number, quantised
 from .flops import coverage, flops_of
-from .options import BF16, STAY, Budget, Errors, Judged, Option, candidates, options_of
+from .options import BF16, STAY, Budget, Errors, Judged, Option, options_of, replayable
 
 #: blocks of the model at either end that may be left in BF16 as a whole, as a share of all
 _AT_THE_ENDS = 0.25
@@ -116,7 +116,7 @@ def recommend(
     judged = Judged(run, flagged)
     now = judged.in_use()
     too_bad = [key for key in about if not budget.met_by(now.get(key))]
-    judged.replay({key: [r for _, r in candidates(*about[key][:2], key[1])] for key in too_bad})
+    judged.replay({key: list(replayable(*about[key][:2], key[1])) for key in too_bad})
     flops, in_fp8 = flops_of(run.figures), _in_fp8(run)
     before = coverage(flops, in_fp8.__contains__)
 

@@ -57,6 +57,11 @@ class Run:
         return cls(str(found), read_fingerprint(found), _along(axis, figures), losses, UNITS[by], axis)
 
     @cached_property
+    def steps(self) -> pl.DataFrame:
+        """`steps` table; read when first asked for."""
+        return _along(self.axis, read_table(self.path, "steps"))
+
+    @cached_property
     def others(self) -> pl.DataFrame:
         """Figures under recipes that were not in use, weighed in the run or added by replay; read when first asked for."""
         rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")])

@@ -89,6 +89,7 @@ def test_the_earlier_one_comes_first() -> None:
     bad = run(1, since=200, underflow_pct=5)
     other = (pl.col("layer") == LAYERS[0]) & (pl.col("role") == "weight") & (pl.col("step") >= 150)
     bad = bad.with_columns(overflow_pct=pl.when(other).then(2.0).otherwise("overflow_pct"))
+    bad = bad.with_columns(mse=pl.when(other).then(2 * pl.col("mse")).otherwise("mse"))
     assert onsets(run(0), bad).select("layer", "onset").rows() == [(LAYERS[0], 150), (CULPRIT[0], 200)]
 
 

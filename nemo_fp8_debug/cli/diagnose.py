@@ -1,0 +1,44 @@
+"""`nemo-fp8-debug diagnose BAD`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ..analysis.diagnose import Diagnosis, diagnose
+from .console import console
+
+
+def command(
+    bad: Annotated[Path, typer.Argument(help="folder of the run to explain, or one above it")],
+    good: Annotated[Path | None, typer.Option(help="a run that went well; else BAD is compared with its beginning")] = None,
+    twin: Annotated[Path | None, typer.Option(help="a run that differs from BAD in precision alone")] = None,
+    by: Annotated[str, typer.Option(help="what runs are matched by: step or samples")] = "step",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""
+    found = diagnose(bad, good, twin, by)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        _print(found)
+
+
+def _print(found: Diagnosis) -> None:
+    out = console()
+    table = Table(title="What the rules found", title_justify="left")
+    for heading in ("rule", "since", "about", "means", "confidence", "evidence"):
+        table.add_column(heading)
+    for finding in found.findings:
+        since = "-" if finding.since is None else str(finding.since)
+        about = escape(finding.operand or "the run")
+        table.add_row(finding.rule, since, about, finding.cause, finding.confidence, escape(finding.evidence))
+    out.print(table)
+    for advice in dict.fromkeys(finding.advice for finding in found.findings if finding.advice):
+        out.print(f"- {advice}", markup=False, highlight=False)
+    out.print(found.verdict(), soft_wrap=True, highlight=False, markup=False)
