@@ -113,7 +113,9 @@ def test_a_transient_of_both_runs_is_no_onset() -> None:
     """As while weights grow faster than a delayed scale follows: shorter than what a running median shows."""
 
     def passing(seed: int) -> pl.DataFrame:
-        return run(seed).with_columns(overflow_pct=pl.when(pl.col("step").is_in([10, 20, 30])).then(0.5).otherwise(0.0))
+        then = pl.when(pl.col("step").is_in([10, 20, 30]))
+        clipped = then.then(0.5).otherwise(0.0), then.then(2 * pl.col("mse")).otherwise("mse")
+        return run(seed).with_columns(overflow_pct=clipped[0], mse=clipped[1])
 
     assert onsets(passing(0), passing(1)).is_empty()
     assert len(onsets(run(0), passing(1))) == len(LAYERS) * len(ROLES)
