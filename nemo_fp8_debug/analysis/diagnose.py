@@ -16,6 +16,7 @@ from .rules.departure import departure, left_at_the_start
 from .rules.finding import CAUSES, Finding
 from .rules.multiplier import multiplier
 from .rules.operand import Course, why
+from .rules.outputs import reach
 from .rules.settings import settings
 from .rules.spikes import compared
 from .run import Run
@@ -157,6 +158,7 @@ def _added_up(
         *operands,
     ]
     latest = None if loss_left is None else loss_left + _interval(bad.figures)
+    findings += filter(None, [reach(f, bad.outputs, good.outputs if good else None) for f in operands[:1]])
     culprit, cause, confidence = _cause(findings, operands, loss_left, latest, good is not None)
     return Diagnosis(bad, good, comparison, findings, culprit, cause, confidence, loss_left)
 

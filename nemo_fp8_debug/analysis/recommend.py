@@ -15,7 +15,8 @@ from ..numerics.history import Key
 from ..numerics.scaling import ROLES
 from ..plan import Change, Plan
 from ..sample import SHOWN_AS
-from .compare import Comparison, Run, number, quantised
+from .compare import Run, number, quantised
+from .diagnose import Diagnosis
 from .flops import coverage, flops_of
 from .options import BF16, STAY, Budget, Errors, Judged, Option, options_of, replayable
 
@@ -139,10 +140,15 @@ def recommend(
     )
 
 
-def flagged_by(found: Comparison) -> dict[Key, str]:
-    """The operands of a comparison that left the good run's band, earliest first, and by which figure."""
+def flagged_by(found: Diagnosis) -> dict[Key, str]:
+    """The operands that left the good run's band before the loss left, earliest first, and by which figure; all of them
+    where it stays, and none where they are not to blame."""
     flagged: dict[Key, str] = {}
-    for row in found.left.iter_rows(named=True):
+    if found.culprit is None or found.comparison is None:
+        return flagged
+    for row in found.comparison.left.iter_rows(named=True):
+        if found.loss_left is not None and row["onset"] > max(found.loss_left, found.culprit.since or 0):
+            continue
         what = f"{row['figure']} {number(row['expected'])} -> {number(row['value'])} from step {row['onset']}"
         flagged.setdefault((row["layer"], row["role"]), what)
     return flagged

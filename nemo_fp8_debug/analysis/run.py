@@ -62,6 +62,11 @@ class Run:
         return _along(self.axis, read_table(self.path, "steps"))
 
     @cached_property
+    def outputs(self) -> pl.DataFrame:
+        """`outputs` table, empty where outputs were not asked for; read when first asked for."""
+        return _with_names(_along(self.axis, read_table(self.path, "outputs")), self.renamed_to)
+
+    @cached_property
     def others(self) -> pl.DataFrame:
         """Figures under recipes that were not in use, weighed in the run or added by replay; read when first asked for."""
         rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")])

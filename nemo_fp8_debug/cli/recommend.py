@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.compare import Run, compare, number
+from ..analysis.compare import Run, number
+from ..analysis.diagnose import diagnose
 from ..analysis.options import STAY, Budget, Errors
 from ..analysis.recommend import Finding, Recommendation, flagged_by, over_budget, recommend
 from ..analysis.snippets import PLAN, snippets_of, write
@@ -28,7 +29,7 @@ _DEFAULT = Budget()
 
 def command(
     bad: Annotated[Path, typer.Argument(help="folder of the run to mend, or one above it")],
-    good: Annotated[Path | None, typer.Option(help="a good run: what left its band is looked at")] = None,
+    good: Annotated[Path | None, typer.Option(help="a good run: what left its band before the loss is looked at")] = None,
     operand: Annotated[
         list[str] | None, typer.Option(help="LAYER:ROLE to look at, role X, W or dY, instead; may be repeated")
     ] = None,
@@ -49,9 +50,11 @@ def command(
         run = Run.read(bad)
         flagged = over_budget(run, budget)
     else:
-        comparison = compare(good, bad)
-        run, why = comparison.bad, flagged_by(comparison)
+        diagnosis = diagnose(bad, good)
+        run, why = diagnosis.bad, flagged_by(diagnosis)
         flagged = why
+        if not why and not operand and not as_json:
+            console().print(diagnosis.verdict(), soft_wrap=True, highlight=False, markup=False)
     found = recommend(run, [_key(text) for text in operand] if operand else list(flagged), budget, why)
     snippets = write(found, output) if output else snippets_of(found)
     if as_json:
@@ -70,7 +73,7 @@ def _key(text: str) -> Key:
 
 def _print(out: Console, found: Recommendation, snippets: list[Snippet], folder: Path | None) -> None:
     if not found.findings:
-        out.print("No operand is out of bounds: there is nothing to change.")
+        out.print("No operand is to blame: there is nothing to change.")
         return
     out.print(_table(found))
     if found.before is not None and found.after is not None:
