@@ -10,8 +10,7 @@ from faults import Fault, Gradients, Labels, LearningRate, OutlierChannel, Stuck
 #: steps that all runs of a seed have in common; of the runs that are told apart; and of the fault's onset
 START, END = 300, 560
 QKV, PROJ, FC1, FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
-#: those of even number serve to set thresholds, those of odd number are reported
-SEEDS = range(6)
+#: runs without a fault, of each seed
 CLEAN = 8
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ def prepare(seed: int, folder: Path) -> None:
 
 
 def record(case: Case, folder: Path, jitter: int) -> None:
-    """Run a case from START, recorded."""
+    """Run a case from START, recorded; anew if it was broken off before."""
+    shutil.rmtree(folder / case.name, ignore_errors=True)
     run = Training(case.seed, case.order, case.fault())
     run.load_state_dict(torch.load(folder / "start.pt"))
     run.shake(JITTER, jitter)
