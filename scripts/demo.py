@@ -1,4 +1,4 @@
-"""Runs the three variants of recipes/nemo_gpt.py side by side, then compares them."""
+"""Runs the three variants of recipes/nemo_gpt.py side by side, then compares them and says what is wrong."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def main() -> int:
         return 1
 
     command = Path(sys.executable).with_name("nemo-fp8-debug")
-    status = subprocess.run([command, "compare", output / "good", output / "bad", "--twin", output / "twin"]).returncode
+    good, bad, twin = (output / name for name in ("good", "bad", "twin"))
+    status = subprocess.run([command, "compare", good, bad, "--twin", twin]).returncode
+    status = status or subprocess.run([command, "diagnose", bad, "--good", good, "--twin", twin]).returncode
     print(
         f"\nTo look closer:  {Path(sys.executable).with_name('tensorboard')} --logdir {output}  and open http://localhost:6006"
     )

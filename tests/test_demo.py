@@ -56,3 +56,10 @@ def test_compare_says_whether_the_twin_diverged(comparison: dict[str, Any]) -> N
     left = comparison["runs"]["twin"]["above_good_since"]
     assert left is not None
     assert f"Its twin's loss leaves too, from step {left}" in comparison["verdict"]
+
+
+def test_diagnose_blames_no_operand_for_a_learning_rate(demo: Path) -> None:
+    cli = str(Path(sys.executable).with_name("nemo-fp8-debug"))
+    command = [cli, "diagnose", str(demo / "bad"), "--good", str(demo / "good"), "--json"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert (found["cause"], found["culprit"], found["harm"]) == ("software", None, "harmful")
