@@ -35,6 +35,8 @@ class Errors:
 
 
 _NONE = Errors(0.0, 0.0, 0.0)
+#: points of underflow or overflow, and times the relative error, that an operand in use may lose more than its recipe would
+_POINTS, _TIMES = 1.0, 1.5
 _FIGURES = ("relative_error", "underflow_pct", "overflow_pct")
 
 
@@ -200,7 +202,7 @@ def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
 def options_of(key: Key, in_use: str, fmt: str, dtype: str, judged: Judged, budget: Budget) -> tuple[Option, ...]:
     """Everything that can be done about an operand that does not keep the budget, in order of cost; BF16 is the last."""
     options = []
-    astray = _astray(key, in_use, judged, budget)
+    astray = _astray(key, in_use, judged)
     for kind, recipe in candidates(in_use, fmt, key[1]):
         if astray and isinstance(recipe.scaling, DelayedScaling):
             continue
@@ -213,7 +215,14 @@ def options_of(key: Key, in_use: str, fmt: str, dtype: str, judged: Judged, budg
     return tuple(options)
 
 
-def _astray(key: Key, in_use: str, judged: Judged, budget: Budget) -> bool:
-    """Whether the scale in use is not what its recipe makes of the history: no other delayed scale can be relied on then."""
-    recipe = _known(in_use)
-    return recipe is not None and isinstance(recipe.scaling, DelayedScaling) and budget.met_by(judged.of(key, recipe))
+def _astray(key: Key, in_use: str, judged: Judged) -> bool:
+    """Whether the scale in use loses what its recipe would not: no other delayed scale can be relied on then.
+
+    A replayed history knows the sampled steps only, so that small differences tell nothing.
+    """
+    recipe, now = _known(in_use), judged.in_use().get(key)
+    own = judged.of(key, recipe) if recipe is not None and isinstance(recipe.scaling, DelayedScaling) else None
+    if own is None or now is None:
+        return False
+    more = [(getattr(now, name) or 0.0) - (getattr(own, name) or 0.0) for name in ("underflow_pct", "overflow_pct")]
+    return max(more) > _POINTS or (now.relative_error or 0.0) > _TIMES * (own.relative_error or 0.0)
