@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from ..errors import RecordError
-from .compare import Comparison, compare, quantised
-from .onset import onsets
-from .rules.departure import departure, left_at_the_start
+from .blame import Blame, blamed
+from .compare import Comparison, compare, experts_apart, quantised
+from .onset import IN_A_ROW, onsets
+from .rules.departure import departure, left_at_the_start, told_by
 from .rules.finding import CAUSES, Finding
 from .rules.multiplier import multiplier
 from .rules.operand import Course, why
@@ -37,24 +39,34 @@ class Diagnosis:
     comparison: Comparison | None
     #: all that rules found, those of operands by onset
     findings: Sequence[Finding]
-    #: the operand that it began in; None: none, or it cannot be told
-    culprit: Finding | None
-    #: one of CAUSES
-    cause: str
-    #: of it, one of CONFIDENCE
-    confidence: str
+    blame: Blame
     #: step from which the loss stays above the good run's, or else above its own minimum; None: it does not
     loss_left: int | None
+
+    @property
+    def culprit(self) -> Finding | None:
+        """The operand that it began in; None: none, or it cannot be told."""
+        return self.blame.culprit
+
+    @property
+    def cause(self) -> str:
+        """One of CAUSES."""
+        return self.blame.cause
+
+    @property
+    def confidence(self) -> str:
+        """Of the cause, one of CONFIDENCE."""
+        return self.blame.confidence
 
     @property
     def harm(self) -> str:
         """`harmful`: the loss has left; `harmless so far`: something is out of order and the loss stays; `none`; `unknown`
         without losses."""
-        if self.bad.loss.final is None or (self.good is not None and self.good.loss.final is None):
+        if not told_by(self.bad.loss):
             return "unknown"
         if self.loss_left is not None:
             return "harmful"
-        return "none" if self.cause == "none" else "harmless so far"
+        return "none" if self.cause in ("none", "unknown") else "harmless so far"
 
     @property
     def lead(self) -> int | None:
@@ -65,28 +77,35 @@ class Diagnosis:
 
     def verdict(self) -> str:
         """In a sentence or four."""
-        unit = self.bad.unit
         told = {
-            "harmful": f"The loss leaves at {unit} {self.loss_left}.",
+            "harmful": f"The loss leaves at {self.bad.unit} {self.loss_left}.",
             "harmless so far": "The loss stays: what follows is harmless so far.",
-            "none": "Nothing is wrong with it that the record can tell.",
-            "unknown": "There are no losses to tell harm by.",
+            "none": "The loss stays.",
+            "unknown": "There are too few losses to tell harm by.",
         }
-        sentences = [told[self.harm]]
-        if self.culprit is not None:
-            lead = "" if self.lead is None else f", {abs(self.lead)} {unit}s {'before' if self.lead >= 0 else 'after'} it"
-            sentences.append(
-                f"It begins in {self.culprit.operand} at {unit} {self.culprit.since}{lead}: "
-                f"{CAUSES[self.cause]} ({self.confidence} confidence; {self.culprit.evidence})."
-            )
-        elif self.cause != "none":
-            sentences.append(f"{CAUSES[self.cause].capitalize()} ({self.confidence} confidence).")
+        sentences = [told[self.harm], self._cause_told()]
         if self.harm in ("none", "harmless so far"):
             sentences.append(
                 "If downstream scores are bad all the same, look at what inference reads: `nemo-fp8-debug audit` shows the "
                 "scales and weights of a checkpoint."
             )
         return " ".join(sentences)
+
+    def _cause_told(self) -> str:
+        unit, sure = self.bad.unit, f"{self.confidence} confidence"
+        if self.culprit is not None:
+            lead = "" if self.lead is None else f", {abs(self.lead)} {unit}s {'before' if self.lead >= 0 else 'after'} it"
+            where = f"{self.culprit.operand} at {unit} {self.culprit.since}{lead}"
+            return f"It begins in {where}: {CAUSES[self.cause]} ({sure}; {self.culprit.evidence})."
+        if self.cause == "none":
+            return f"Nothing is wrong that the record can tell ({sure})."
+        if self.cause == "unknown":
+            return (
+                "The record cannot tell why."
+                if self.harm == "harmful"
+                else "The record cannot tell whether anything is wrong."
+            )
+        return f"{CAUSES[self.cause].capitalize()} ({sure})."
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -119,21 +138,43 @@ def diagnose(
         RecordError: a record is missing or unreadable, or has nothing to go by.
         ConfigError: see `compare`.
     """
+    other = None if twin is None else Run.read(twin, by)
     if good is None:
-        return _alone(Run.read(bad, by), Run.read(twin, by) if twin is not None else None)
-    comparison = compare(good, bad, twin, by)
-    return _added_up(comparison.bad, comparison.good, comparison.twin, comparison, comparison.left, comparison.loss_left)
+        return _alone(_read(bad, by), other)
+    return _paired(compare(_read(good, by), _read(bad, by), other, by))
+
+
+def _read(path: str | os.PathLike[str], by: str) -> Run:
+    """A run without the samples of steps that the optimizer skipped, as long as it stepped later: gradients that overflow
+    while a loss scale is sought have changed nothing."""
+    run = Run.read(path, by)
+    steps = run.steps.with_columns(skipped=pl.col("skipped").fill_null(0) != 0)
+    last = pl.col("step").filter(~pl.col("skipped")).max()
+    made_good = steps.filter(pl.col("skipped") & (pl.col("step") < last))["step"]
+    return replace(run, figures=run.figures.filter(~pl.col("step").is_in(made_good.implode())))
+
+
+def _paired(comparison: Comparison) -> Diagnosis:
+    bad, good, twin = comparison.bad, comparison.good, comparison.twin
+    above = told_by(good.loss)
+    loss_left = comparison.loss_left if above else bad.loss.diverged_at
+    twin_since = None
+    if twin is not None:
+        twin_since = twin.loss.above(good.loss) if above else twin.loss.diverged_at
+    return _added_up(bad, good, comparison, comparison.left, loss_left, twin_since)
 
 
 def _alone(bad: Run, twin: Run | None) -> Diagnosis:
     if bad.figures.is_empty():
         raise RecordError(f"{bad.path} has no sampled step, so there is nothing to go by")
-    reference = twin.loss if twin is not None else None
-    left = bad.loss.diverged_at if reference is None else bad.loss.above(reference)
-    return _added_up(bad, None, twin, None, onsets(_beginning(bad.figures), quantised(bad.figures)), left)
+    since = [bad.loss.diverged_at, None if twin is None else bad.loss.above(twin.loss)]
+    loss_left = min((step for step in since if step is not None), default=None)
+    reference = beginning(bad.figures)
+    left = _nonfinite(bad.figures) if reference.is_empty() else onsets(reference, quantised(bad.figures))
+    return _added_up(bad, None, None, experts_apart(left)[0], loss_left, None if twin is None else twin.loss.diverged_at)
 
 
-def _beginning(figures: pl.DataFrame) -> pl.DataFrame:
+def beginning(figures: pl.DataFrame) -> pl.DataFrame:
     """The first samples, spread over the whole run; none where they are too few to know what is usual."""
     steps = figures["step"].unique().sort()
     n = round(len(steps) * _BEGINNING)
@@ -144,33 +185,60 @@ def _beginning(figures: pl.DataFrame) -> pl.DataFrame:
     return figures.filter(pl.col("step") <= steps[n - 1]).with_columns(step=spread)
 
 
+def _nonfinite(figures: pl.DataFrame) -> pl.DataFrame:
+    """The part of `onsets` that needs no other run."""
+    first = figures.filter(pl.col("nan") + pl.col("inf") > 0).group_by("layer", "role", maintain_order=True)
+    return first.agg(onset=pl.col("step").min(), excess=pl.lit(1.0)).sort("onset", maintain_order=True)
+
+
 def _added_up(
-    bad: Run, good: Run | None, twin: Run | None, comparison: Comparison | None, left: pl.DataFrame, loss_left: int | None
+    bad: Run, good: Run | None, comparison: Comparison | None, left: pl.DataFrame, loss_left: int | None, twin: int | None
 ) -> Diagnosis:
-    twin_since = twin.loss.above(good.loss) if twin is not None and good is not None else None
+    """
+    Args:
+        left: operands that left the band, as in `onsets`.
+        twin: step from which the twin's loss leaves.
+    """
     operands = _operands(bad, good, left)
     start = left_at_the_start(bad.loss, loss_left)
     findings = [
-        *departure(bad.loss, loss_left, twin_since),
+        *departure(bad.loss, loss_left, twin),
         *settings(bad.fingerprint, good.fingerprint if good else None, start),
-        *filter(None, [compared(bad.loss, good.loss if good else None)]),
-        *multiplier(bad.steps, good.steps if good else None),
+        *filter(None, [compared(bad.loss, good.loss if good else None, bad.unit)]),
+        *multiplier(bad, good),
         *operands,
     ]
     latest = None if loss_left is None else loss_left + _interval(bad.figures)
     findings += filter(None, [reach(f, bad.outputs, good.outputs if good else None) for f in operands[:1]])
-    culprit, cause, confidence = _cause(findings, operands, loss_left, latest, good is not None)
-    return Diagnosis(bad, good, comparison, findings, culprit, cause, confidence, loss_left)
+    blame = blamed(findings, loss_left, latest, _judged(bad, good, latest), good is not None)
+    return Diagnosis(bad, good, comparison, findings, blame, loss_left)
 
 
 def _operands(bad: Run, good: Run | None, left: pl.DataFrame) -> list[Finding]:
     """Why each of the first operands to leave did."""
-    firsts = left.unique(["layer", "role"], keep="first", maintain_order=True).head(_LOOKED_INTO)
+    firsts = left.unique(["layer", "role"], keep="first", maintain_order=True)
+    order = bad.figures.select("layer", "role", onset="step", order="nonfinite_order")
+    firsts = firsts.join(order, on=["layer", "role", "onset"], how="left", maintain_order="left")
+    firsts = firsts.sort("onset", -pl.col("excess"), "order", nulls_last=True, maintain_order=True).head(_LOOKED_INTO)
     found = []
     for layer, role, since in firsts.select("layer", "role", "onset").rows():
         reference = Course.of(good.figures, layer, role) if good else None
         found.append(why(Course.of(bad.figures, layer, role), since, reference))
-    return found
+    lost = bad.loss.steps[~np.isfinite(bad.loss.losses)]
+    found = [_behind_the_loss(f, int(lost[0])) if len(lost) else f for f in found]
+    return found if _casts(bad.figures) else [f for f in found if f.cause in ("nonfinite", "dead")]
+
+
+def _behind_the_loss(found: Finding, lost: int) -> Finding:
+    """NaN from a step on at which the loss was NaN already is everywhere."""
+    if found.cause != "nonfinite" or found.since is None or found.since <= lost:
+        return found
+    return replace(found, confidence="low", may_follow_the_loss=True)
+
+
+def _casts(figures: pl.DataFrame) -> bool:
+    """Whether anything quantises; else figures are what a recipe would make of the operands, and can have done no harm."""
+    return not figures["scale_source"].is_in(["current", "emulated"]).all()
 
 
 def _interval(figures: pl.DataFrame) -> int:
@@ -179,29 +247,13 @@ def _interval(figures: pl.DataFrame) -> int:
     return int(between) if isinstance(between, (int, float)) else 0
 
 
-def _cause(
-    findings: Sequence[Finding], operands: Sequence[Finding], loss_left: int | None, latest: int | None, paired: bool
-) -> tuple[Finding | None, str, str]:
-    """The culprit, the cause, and how sure that is.
-
-    Args:
-        latest: step at which an operand may have left that brought about the loss; None: the loss stays.
-    """
-    certain = [f for f in findings if f.cause == "multiplier" and f.confidence == "high"]
-    if certain:
-        return None, "multiplier", "high"
-    if any(f.rule == "twin" for f in findings):
-        return None, "software", "high"
-    before = [f for f in operands if latest is None or _precedes(f, loss_left, latest)]
-    first = next(iter(before), None)
-    if first is None:
-        if loss_left is None:
-            return None, "none", "high" if paired else "low"
-        return None, "software" if paired else "unknown", "medium" if paired else "low"
-    return first, first.cause, first.confidence
-
-
-def _precedes(found: Finding, loss_left: int | None, latest: int) -> bool:
-    """Whether it can have brought the loss about: what the loss itself may have brought about must be there before it."""
-    assert found.since is not None and loss_left is not None
-    return found.since < loss_left if found.may_follow_the_loss else found.since <= latest
+def _judged(bad: Run, good: Run | None, latest: int | None) -> bool:
+    """Whether there are samples enough to see an operand leave before the loss does."""
+    known = pl.col("relative_error").is_not_null() | (pl.col("nan") + pl.col("inf") > 0)
+    steps = bad.figures.filter(known)["step"].unique().sort()
+    if good is None:
+        return not beginning(bad.figures).is_empty()
+    first, last = good.figures["step"].min(), good.figures["step"].max()
+    if latest is not None:
+        steps = steps.filter(steps <= latest)
+    return int(steps.is_between(first, last).sum()) >= IN_A_ROW

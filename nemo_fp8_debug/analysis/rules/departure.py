@@ -25,6 +25,11 @@ def left_at_the_start(bad: LossCurve, since: int | None) -> bool:
     return bool((bad.steps < since).sum() <= reach)
 
 
+def told_by(loss: LossCurve) -> bool:
+    """Whether there are losses enough to tell whether they leave."""
+    return len(loss.losses) > 2 * loss.half
+
+
 def departure(bad: LossCurve, since: int | None, twin_since: int | None) -> list[Finding]:
     """What the loss tells of the cause.
 
@@ -32,6 +37,8 @@ def departure(bad: LossCurve, since: int | None, twin_since: int | None) -> list
         since: step from which it stays above the good run's; None: it does not.
         twin_since: likewise of a twin in higher precision; None: it does not, or there is none.
     """
+    if not told_by(bad):
+        return [Finding("departure", "unknown", "high", f"{len(bad.losses)} losses are too few to tell harm by")]
     if since is None:
         return [Finding("departure", "none", "high", "the loss stays")]
     if left_at_the_start(bad, since):

@@ -22,20 +22,27 @@ class Known:
     holds: Callable[[Fingerprint], bool]
 
 
+def section(fingerprint: Fingerprint, name: str) -> Fingerprint:
+    """A section; empty where a record, as one made from others' logs, has none."""
+    found = fingerprint.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def _version(fingerprint: Fingerprint, package: str) -> Version | None:
     try:
-        return Version(fingerprint.get("versions", {})[package])
+        return Version(section(fingerprint, "versions")[package])
     except (KeyError, InvalidVersion, TypeError):
         return None
 
 
 def _option(fingerprint: Fingerprint, name: str) -> Any:
-    return fingerprint.get("host_options", {}).get(name) or fingerprint.get("risky_features_on", {}).get(name)
+    return section(fingerprint, "host_options").get(name) or section(fingerprint, "risky_features_on").get(name)
 
 
 def _te_1_7(fingerprint: Fingerprint) -> bool:
     version = _version(fingerprint, "transformer-engine")
-    return version is not None and version.release[:2] == (1, 7)
+    unused = str(section(fingerprint, "recipe").get("fp8_engine", "")).startswith(("none", "emulation"))
+    return version is not None and version.release[:2] == (1, 7) and not unused
 
 
 def _mxfp8(fingerprint: Fingerprint) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..settings import differences
 from .finding import Finding
-from .known import KNOWN
+from .known import KNOWN, section
 
 _SWITCH_OFF = {
     "cpu_offloading": "CPU offloading",
@@ -37,25 +37,27 @@ def settings(bad: Mapping[str, Any], good: Mapping[str, Any] | None, from_the_st
             yield Finding("known", "software", confidence, f"{known.what} ({known.source})", known.advice)
     if engine := _without_effect(bad):
         yield Finding("engine", "software", "high", engine, "Build the model with Transformer Engine's layers.")
-    on = {name: value for name, value in bad.get("risky_features_on", {}).items() if name in _SWITCH_OFF}
-    before = (good or {}).get("risky_features_on", {})
+    on = {name: value for name, value in section(bad, "risky_features_on").items() if value and name in _SWITCH_OFF}
+    before = section(good or {}, "risky_features_on")
     new = {_SWITCH_OFF[name] for name in on if not before.get(name)}
-    if new and (good is not None or from_the_start):
+    compared = good is not None and "risky_features_on" in good
+    if new and (compared or from_the_start):
         which = ", ".join(sorted(new))
-        where = "on here and off in the good run" if good is not None else "on"
-        confidence = "medium" if good is not None and from_the_start else "low"
+        where = "on here and off in the good run" if compared else "on"
+        confidence = "medium" if compared and from_the_start else "low"
         yield Finding("features", "software", confidence, f"{which}: {where}", "Switch it off and run again.")
     if good is not None:
         yield from _versions(bad, good)
 
 
 def _without_effect(fingerprint: Mapping[str, Any]) -> str | None:
-    engine = str(fingerprint.get("recipe", {}).get("fp8_engine", ""))
+    engine = str(section(fingerprint, "recipe").get("fp8_engine", ""))
     return engine if engine.startswith("none:") else None
 
 
 def _versions(bad: Mapping[str, Any], good: Mapping[str, Any]) -> Iterator[Finding]:
-    differing = [row for row in differences(good, bad).iter_rows(named=True) if row["setting"].startswith("versions.")]
+    both = differences(good, bad).drop_nulls()
+    differing = [row for row in both.iter_rows(named=True) if row["setting"].startswith("versions.")]
     if differing:
         told = ", ".join(f"{row['setting'].removeprefix('versions.')} {row['good']} -> {row['bad']}" for row in differing)
         yield Finding("versions", "software", "low", f"other versions than in the good run: {told}", "Run both on the same.")

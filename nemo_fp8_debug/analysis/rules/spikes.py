@@ -19,6 +19,8 @@ SIGMAS, PART = 6.0, 0.05
 _BACK = 3.0
 #: chance of as many spikes under the good run's rate, below which there are more
 _CHANCE = 0.01
+#: spikes of either run whose recovery can be compared
+_FEW = 3
 
 
 @dataclass(frozen=True)
@@ -32,57 +34,67 @@ class Spike:
 
 
 def spikes(curve: LossCurve) -> list[Spike]:
-    """Of a run, oldest first."""
+    """Of a run, oldest first. A loss that begins high and falls is none: a spike rises."""
     sigma = curve.scatter
-    height = curve.losses - curve.smooth
     with np.errstate(invalid="ignore"):
+        height = curve.losses - curve.smooth
         out = (height > np.maximum(SIGMAS * sigma, PART * np.abs(curve.smooth))) & np.isfinite(curve.smooth)
         back = np.flatnonzero(height <= _BACK * sigma)
     found: list[Spike] = []
+    until = back[0] if len(back) else len(out)  # what is before belongs to the spike before, or to the beginning
     for i in np.flatnonzero(out):
-        if found and (found[-1].recovery is None or curve.steps[i] < found[-1].step + found[-1].recovery):
-            continue  # of the one before
+        if i < until:
+            continue
         after = back[back > i]
-        recovery = int(curve.steps[after[0]] - curve.steps[i]) if len(after) else None
+        until = after[0] if len(after) else len(out)
+        recovery = int(curve.steps[until] - curve.steps[i]) if len(after) else None
         found.append(Spike(int(curve.steps[i]), float(curve.losses[i]), recovery))
     return found
 
 
-def compared(bad: LossCurve, good: LossCurve | None) -> Finding | None:
-    """More spikes than in the good run, or slower recovery; None where there is nothing to say."""
+def compared(bad: LossCurve, good: LossCurve | None, unit: str = "step") -> Finding | None:
+    """More spikes than in the good run, or slower recovery; None where there is nothing to say.
+
+    Args:
+        unit: what `steps` of both count.
+    """
     mine = spikes(bad)
     if not mine:
         return None
-    told = _told("this run", mine, bad)
+    told, since = _told("this run", mine, bad, unit), mine[0].step
     if good is None or not len(good.losses):
-        return Finding(
-            "spikes", "unknown", "low", f"{told}; without a good run that is neither many nor few", since=mine[0].step
-        )
+        return Finding("spikes", "unknown", "low", f"{told}; without a good run that is neither many nor few", since=since)
     theirs = spikes(good)
-    facts = f"{told}; {_told('the good one', theirs, good)}"
-    if _chance(len(mine), len(theirs), len(bad.losses), len(good.losses)) < _CHANCE:
-        return Finding("spikes", "unknown", "high", f"spikes are more frequent: {facts}", _ADVICE, since=mine[0].step)
-    if len(theirs) and len(mine) > 2 and _recovery(mine) > 2 * max(_recovery(theirs), 1):
-        return Finding("spikes", "unknown", "medium", f"recovery is slower: {facts}", _ADVICE, since=mine[0].step)
-    return Finding("spikes", "none", "high", f"no more than is usual: {facts}", since=mine[0].step)
+    facts = f"{told}; {_told('the good one', theirs, good, unit)}"
+    if chance(len(mine), len(theirs), len(bad.losses), len(good.losses)) < _CHANCE:
+        return Finding("spikes", "unknown", "high", f"spikes are more frequent: {facts}", _ADVICE, since=since)
+    if min(len(mine), len(theirs)) >= _FEW and _recovery(mine) > 2 * max(_recovery(theirs), 1):
+        return Finding("spikes", "unknown", "medium", f"recovery is slower: {facts}", _ADVICE, since=since)
+    return Finding("spikes", "none", "medium", f"no more than chance explains: {facts}", since=since)
 
 
 _ADVICE = "Sample the steps around a spike (`triggers=['loss_spike']`) and compare them with those before."
 
 
-def _told(whose: str, found: list[Spike], curve: LossCurve) -> str:
+def _told(whose: str, found: list[Spike], curve: LossCurve, unit: str) -> str:
     if not found:
-        return f"{whose} has no spike in {len(curve.losses)} steps"
-    return f"{whose} has {len(found)} spikes in {len(curve.losses)} steps, recovery in {_recovery(found):.0f} (median)"
+        return f"{whose} has no spike in {len(curve.losses)} losses"
+    median = _recovery(found)
+    recovery = f"recovery in {median:.0f} {unit}s (median)" if math.isfinite(median) else "without recovery"
+    return f"{whose} has {len(found)} spike{'s' * (len(found) > 1)} in {len(curve.losses)} losses, {recovery}"
 
 
 def _recovery(found: list[Spike]) -> float:
-    """Median over those that recovered; infinite where none did."""
-    known = [spike.recovery for spike in found if spike.recovery is not None]
-    return float(np.median(known)) if known else math.inf
+    """Median, of those that did not recover infinite."""
+    return float(np.median([math.inf if spike.recovery is None else spike.recovery for spike in found]))
 
 
-def _chance(mine: int, theirs: int, steps: int, their_steps: int) -> float:
-    """That so many of all spikes fall into this run if both spike at the same rate (conditional binomial test)."""
-    n, p = mine + theirs, steps / (steps + their_steps)
-    return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(mine, n + 1))
+def chance(mine: int, theirs: int, losses: int, their_losses: int) -> float:
+    """That so many of all spikes fall into this run if both spike at the same rate (conditional binomial test; Przyborowski
+    and Wilenski, Biometrika 31, 1940)."""
+    n, p = mine + theirs, losses / (losses + their_losses)
+    logs = [
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
+        for k in range(mine, n + 1)
+    ]
+    return min(1.0, math.fsum(map(math.exp, logs)))

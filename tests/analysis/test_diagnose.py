@@ -1,0 +1,286 @@
+"""What rules add up to, over records of runs: with a good run, with a twin, alone, and where there is little to go by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import FINGERPRINT, sample
+from typer.testing import CliRunner, Result
+
+from nemo_fp8_debug.analysis.diagnose import diagnose
+from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.errors import ConfigError, RecordError
+from nemo_fp8_debug.record.store import RunRecord
+
+N, EVERY, ONSET = 200, 8, 104
+STEPS = range(0, N, EVERY)
+LAYERS = [f"decoder.layers.{i}.mlp.linear_fc{j}" for i in (0, 1) for j in (1, 2)]
+CULPRIT = LAYERS[2]
+FIRST = LAYERS[0]
+
+Change = Callable[[int], Mapping[str, Any]]
+
+
+def nothing(step: int) -> Mapping[str, Any]:
+    return {}
+
+
+def corrupted(step: int) -> Mapping[str, Any]:
+    """The scale of one operand is 64 times too large at once, and it clips."""
+    wrong = {"scale": 6400.0, "scale_ratio_log2": 5.86, "overflow_pct": 10.0, "mse": 1e-2, "relative_error": 0.3}
+    return wrong if step >= ONSET else {}
+
+
+def trending(step: int) -> Mapping[str, Any]:
+    """Figures that creep, as they do in runs that go well."""
+    part = step / N
+    return {"underflow_pct": 8 * part, "outlier_log2": 3 + 3 * part, "mse": 1e-4 * 2 ** (4 * part), "amax": 4 * 2**part}
+
+
+def falling(seed: int = 0, left: int | None = None) -> dict[int, float]:
+    noise = 1 + np.random.default_rng(seed).normal(0, 0.005, N)
+    rise = [0.0 if left is None or i < left else 0.1 * min(i - left + 1, 20) for i in range(N)]
+    return {i: float((2 + 3 * np.exp(-i / 20)) * noise[i] + rise[i]) for i in range(N)}
+
+
+def write(
+    folder: Path,
+    change: Change = nothing,
+    losses: Mapping[int, float] | None = None,
+    source: str = "engine",
+    layers: list[str] = LAYERS,
+    culprit: str = CULPRIT,
+    **scalars: Mapping[int, float],
+) -> Path:
+    """A record with a layer's X changed; scalars by name and step."""
+    record = RunRecord(folder)
+    record.open(FINGERPRINT)
+    losses = falling() if losses is None else losses
+    for step in STEPS:
+        rows = [
+            {
+                "layer": layer,
+                "role": role,
+                "scale_source": source,
+                **(change(step) if (layer, role) == (culprit, "input") else {}),
+            }
+            for layer in layers
+            for role in ("input", "weight", "grad_output")
+        ]
+        record.record(sample(step, rows))
+    steps = sorted({*losses, *(s for by_step in scalars.values() for s in by_step)})
+    record.record_steps({s: {"loss": losses.get(s)} | {name: of.get(s) for name, of in scalars.items()} for s in steps})
+    record.close()
+    return folder
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return write(tmp_path / "good")
+
+
+class TestAPair:
+    def test_names_the_operand_the_cause_and_the_lead(self, tmp_path: Path, good: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120)), good)
+        assert found.culprit and (found.culprit.layer, found.culprit.role, found.culprit.since) == (CULPRIT, "input", ONSET)
+        assert (found.cause, found.confidence, found.harm) == ("corrupted_scale", "high", "harmful")
+        assert found.loss_left is not None and found.lead == found.loss_left - ONSET > 0
+        assert f"X of {CULPRIT} at step {ONSET}, {found.lead} steps before it" in found.verdict()
+
+    def test_without_a_rise_it_is_harmless_so_far(self, tmp_path: Path, good: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", corrupted), good)
+        assert (found.cause, found.harm, found.lead) == ("corrupted_scale", "harmless so far", None)
+        assert "audit" in found.verdict()
+
+    def test_a_run_like_the_good_one(self, tmp_path: Path, good: Path) -> None:
+        found = diagnose(write(tmp_path / "again"), good)
+        assert (found.cause, found.confidence, found.harm, found.culprit) == ("none", "high", "none", None)
+
+    def test_a_loss_that_leaves_and_operands_that_do_not(self, tmp_path: Path, good: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", losses=falling(left=120)), good)
+        assert (found.cause, found.culprit) == ("software", None)
+
+    def test_what_follows_the_loss_is_not_blamed(self, tmp_path: Path, good: Path) -> None:
+        assert diagnose(write(tmp_path / "bad", corrupted, falling(left=50)), good).culprit is None
+
+    def test_without_samples_before_the_loss_left_it_cannot_tell(self, tmp_path: Path, good: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", losses=falling(left=2)), good)
+        assert found.loss_left is not None and found.loss_left < 2 * EVERY
+        assert (found.cause, found.confidence) == ("unknown", "low") and "cannot tell why" in found.verdict()
+
+    def test_absent_figures_leave_nothing_to_tell_by(self, tmp_path: Path, good: Path) -> None:
+        absent = dict.fromkeys(
+            ("relative_error", "mse", "underflow_pct", "overflow_pct", "scale_ratio_log2", "outlier_log2")
+        )
+        bad = write(tmp_path / "bad", lambda step: absent, falling(left=120), layers=[CULPRIT], culprit=CULPRIT)
+        assert diagnose(bad, good).cause in ("software", "unknown")
+
+    def test_experts_are_one(self, tmp_path: Path) -> None:
+        experts = [f"decoder.layers.0.mlp.experts.local_experts.{i}.linear_fc1" for i in ("0", "1", "*")]
+        good, bad = (
+            write(tmp_path / name, change, layers=experts, culprit=experts[2])
+            for name, change in (("good", nothing), ("bad", corrupted))
+        )
+        for reference in (good, None):
+            culprit = diagnose(bad, reference).culprit
+            assert culprit and culprit.layer == experts[2]
+
+    def test_by_samples(self, tmp_path: Path) -> None:
+        consumed = {s: float(8 * s) for s in range(N)}
+        good, bad = (
+            write(tmp_path / name, change, consumed_samples=consumed) for name, change in (("g", nothing), ("b", corrupted))
+        )
+        found = diagnose(bad, good, by="samples")
+        assert found.culprit and found.culprit.since == 8 * ONSET and f"at sample {8 * ONSET}" in found.verdict()
+
+    def test_nothing_quantised_can_have_done_no_harm(self, tmp_path: Path) -> None:
+        """Figures of a BF16 run are what a recipe would make of it."""
+        good, bad = (
+            write(tmp_path / name, change, falling(left=left), "emulated")
+            for name, change, left in (("good", nothing, None), ("bad", corrupted, 120))
+        )
+        found = diagnose(bad, good)
+        assert (found.cause, found.culprit) == ("software", None)
+
+
+class TestNan:
+    @pytest.mark.parametrize(("at", "cause"), [(ONSET, "nonfinite"), (ONSET + 1, "unknown")])
+    def test_is_the_cause_only_where_the_loss_was_a_number_until_then(self, tmp_path: Path, at: int, cause: str) -> None:
+        losses = {i: loss if i < at else float("nan") for i, loss in falling().items()}
+        since = -(-at // EVERY) * EVERY
+        bad = write(tmp_path / "bad", lambda step: {"nan": 7, "nonfinite_order": 3} if step >= since else {}, losses)
+        found = diagnose(bad)
+        assert found.cause == cause and found.harm == "harmful"
+        json.dumps(found.to_json(), allow_nan=False)
+
+    def test_the_first_in_order_of_execution_is_named(self, tmp_path: Path, good: Path) -> None:
+        record = RunRecord(tmp_path / "bad")
+        record.open(FINGERPRINT)
+        order = {layer: i for i, layer in enumerate(reversed(LAYERS))}
+        for step in STEPS:
+            nan = [{"nan": 1, "nonfinite_order": order[layer]} if step >= ONSET else {} for layer in LAYERS]
+            record.record(
+                sample(step, [{"layer": x, "scale_source": "engine", **n} for x, n in zip(LAYERS, nan, strict=True)])
+            )
+        record.close()
+        culprit = diagnose(tmp_path / "bad", good).culprit
+        assert culprit and culprit.layer == LAYERS[-1]
+
+    def test_an_overflow_that_the_optimizer_skipped_is_none(self, tmp_path: Path, good: Path) -> None:
+        skipped = {s: float(s == ONSET) for s in range(N)}
+        found = diagnose(write(tmp_path / "bad", lambda s: {"inf": 7} if s == ONSET else {}, skipped=skipped), good)
+        assert found.cause == "none"
+        ever = {s: float(s >= ONSET) for s in range(N)}
+        found = diagnose(write(tmp_path / "ever", lambda s: {"inf": 7} if s >= ONSET else {}, skipped=ever), good)
+        assert found.cause == "nonfinite"
+
+
+class TestTwin:
+    def test_that_leaves_too_is_software(self, tmp_path: Path, good: Path) -> None:
+        bad, twin = (write(tmp_path / name, losses=falling(left=120)) for name in ("bad", "twin"))
+        for reference in (good, None):
+            found = diagnose(bad, reference, twin)
+            assert (found.cause, found.confidence, found.harm) == ("software", "high", "harmful")
+
+    def test_that_leaves_too_is_less_sure_beside_a_scale_that_went_wrong_before(self, tmp_path: Path, good: Path) -> None:
+        bad = write(tmp_path / "bad", corrupted, falling(left=120))
+        found = diagnose(bad, good, write(tmp_path / "twin", losses=falling(left=150)))
+        assert (found.cause, found.confidence) == ("software", "medium")
+
+    def test_that_stays_is_what_the_loss_is_compared_with(self, tmp_path: Path, good: Path) -> None:
+        slow = {i: loss + 0.1 for i, loss in falling().items()}
+        bad = write(tmp_path / "bad", losses=slow)
+        assert diagnose(bad).harm == "none" and diagnose(bad, None, good).harm == "harmful"
+
+    def test_without_losses_has_nothing_to_tell(self, tmp_path: Path) -> None:
+        bad, twin = write(tmp_path / "bad", losses=falling(left=120)), write(tmp_path / "twin", losses={})
+        assert diagnose(bad, None, twin).loss_left == diagnose(bad).loss_left is not None
+
+
+class TestAlone:
+    def test_names_a_scale_that_went_wrong(self, tmp_path: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120)))
+        assert found.culprit and found.culprit.layer == CULPRIT and found.harm == "harmful"
+
+    @pytest.mark.parametrize("left", [None, 150])
+    def test_figures_that_trend_are_not_accused(self, tmp_path: Path, left: int | None) -> None:
+        found = diagnose(write(tmp_path / "bad", trending, falling(left=left)))
+        assert found.culprit is None and found.cause == "unknown"
+        assert {f.confidence for f in found.findings if f.rule == "operand"} == {"low"}
+
+    def test_a_run_that_goes_well(self, good: Path) -> None:
+        found = diagnose(good)
+        assert (found.cause, found.confidence, found.harm) == ("none", "low", "none")
+
+    def test_without_losses(self, tmp_path: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", corrupted, {}))
+        assert found.harm == "unknown" and found.cause == "corrupted_scale"
+        assert "the loss stays" not in [f.evidence for f in found.findings]
+
+    def test_of_few_samples(self, tmp_path: Path) -> None:
+        record = RunRecord(tmp_path / "one")
+        record.open(FINGERPRINT)
+        record.record(sample(0, [{}]))
+        record.close()
+        found = diagnose(tmp_path / "one")
+        assert (found.cause, found.harm) == ("unknown", "unknown")
+
+    def test_of_no_sample(self, tmp_path: Path, good: Path) -> None:
+        record = RunRecord(tmp_path / "none")
+        record.open(FINGERPRINT)
+        record.close()
+        for reference in (good, None):
+            with pytest.raises(RecordError, match="has no sampled step"):
+                diagnose(tmp_path / "none", reference)
+
+    def test_a_multiplier_that_moves_comes_before_all_else(self, tmp_path: Path) -> None:
+        moved = {s: 1.0 if s < ONSET else 0.125 for s in STEPS}
+        found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120), grad_multiplier=moved))
+        assert (found.cause, found.culprit) == ("multiplier", None)
+
+
+def cli(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
+
+
+class TestCommandLine:
+    def test_prints_findings_advice_and_verdict(self, tmp_path: Path, good: Path) -> None:
+        bad = write(tmp_path / "bad", corrupted, falling(left=120))
+        result = cli(bad, "--good", good)
+        assert result.exit_code == 0 and CULPRIT in result.stdout
+        assert result.stdout.splitlines()[-1] == diagnose(bad, good).verdict()
+
+    def test_json(self, tmp_path: Path, good: Path) -> None:
+        bad = write(tmp_path / "bad", corrupted, falling(left=120))
+        found = json.loads(cli(bad, "--good", good, "--json").stdout, parse_constant=pytest.fail)
+        assert found == json.loads(json.dumps(diagnose(bad, good).to_json())) and found["culprit"]["layer"] == CULPRIT
+
+    @pytest.mark.parametrize("name", ["[bold]x[/bold].fc", "a[/]b.fc", "<script>alert(1)</script>.fc"])
+    def test_names_are_printed_as_they_are(self, tmp_path: Path, name: str) -> None:
+        bad = write(tmp_path / "bad", corrupted, layers=[name], culprit=name)
+        result = cli(bad)
+        assert result.exit_code == 0 and f"X of {name} at step" in result.stdout
+
+    def test_control_characters_do_not_reach_the_terminal(self, tmp_path: Path) -> None:
+        name = "a\x1b[2J\x1b]0;title\x07.fc"
+        bad = write(tmp_path / "bad", corrupted, layers=[name], culprit=name)
+        result = cli(bad)
+        assert result.exit_code == 0 and "\x1b" not in result.stdout and "\x07" not in result.stdout
+
+    def test_errors_are_one_line(self, tmp_path: Path, good: Path) -> None:
+        for arguments in (
+            (tmp_path / "[/a]",),
+            (good, "--good", tmp_path / "none"),
+            (good, "--by", "moon"),
+            (good, "--by", "samples"),
+        ):
+            result = cli(*arguments)
+            assert result.exit_code == 1 and result.stdout == ""
+            assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+        with pytest.raises(ConfigError):
+            diagnose(good, by="moon")
