@@ -13,9 +13,10 @@ import polars as pl
 from ..names import fold_key, is_fold
 from ..sample import MIXED
 from .drift import SHOWN, TAIL, drifts
+from .grid import Grid
 from .groups import groups
 from .naming import named_alike
-from .onset import IN_A_ROW, onsets
+from .onset import IN_A_ROW, onsets_of
 from .run import Run
 from .settings import differences, remarks
 from .verdict import number, verdict
@@ -136,7 +137,9 @@ def compare(
     assert first and second
     second, notes = named_alike(first, second, renames)
     ranked = drifts(first, second)
-    left = _with_lead(onsets(first.figures, quantised(second.figures)), second.loss.above(first.loss))
+    judged = quantised(second.figures)
+    left = onsets_of(first.grid, second.grid if judged is second.figures else Grid.of_table(judged))
+    left = _with_lead(left, second.loss.above(first.loss))
     since = left.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = experts_apart(ranked)

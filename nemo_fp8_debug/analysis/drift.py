@@ -7,7 +7,7 @@ import polars as pl
 
 from ..errors import RecordError
 from ..sample import SHOWN_AS
-from .grid import Floats, Grid, Paired, common_tensors, median
+from .grid import Floats, Grid, Paired, in_common, median
 from .run import Run
 
 #: per cent; ratios of underflow and overflow below this are noise
@@ -29,13 +29,12 @@ def drifts(good: Run, bad: Run) -> pl.DataFrame:
     Raises:
         RecordError: the runs have no tensor, or no step, in common.
     """
-    keys = common_tensors(good.figures, bad.figures)
-    pair = _Pair(Grid(good.figures, keys), Grid(bad.figures, keys))
+    pair = _Pair(*in_common(good.grid, bad.grid))
     if not len(pair.steps):
         raise RecordError(_nothing_in_common(good, bad))
     columns = _medians(pair) | _nonfinite_since(pair)
     drift = np.fmax(np.fmax(columns["underflow_log2"], columns["overflow_log2"]), columns["relative_error_log2"])
-    rows = keys.with_columns(
+    rows = pair.tensors.with_columns(
         tensor=pl.col("role").replace_strict(SHOWN_AS),
         drift_log2=np.fmin(drift, columns["mse_log2"]),
         mse_ratio=2 ** columns["mse_log2"],
@@ -62,19 +61,20 @@ class _Pair:
 
     def __init__(self, good: Grid, bad: Grid) -> None:
         self._grids = good, bad
+        #: layer, role
+        self.tensors = good.tensors
         self.steps = Paired.of(good.steps, bad.steps)
-        self._tail = self.steps.last(TAIL)
-        self._apart = ~(good.sampled[:, self._tail.good] & bad.sampled[:, self._tail.bad])
+        tail = self.steps.last(TAIL)
+        self._later = good.at(tail.good), bad.at(tail.bad)
+        self._apart = ~(self._later[0].sampled & self._later[1].sampled)
         #: bool [T]: whether both runs sampled the tensor at one of them
         self.sampled = ~self._apart.all(axis=1)
 
     def of(self, figure: str) -> tuple[Floats, Floats]:
         """Of the good run and of the bad one, over the later samples that have the tensor in both; [T, S] each."""
-        places = self._tail.good, self._tail.bad
-        values = [grid.of(figure)[:, at] for grid, at in zip(self._grids, places, strict=True)]
-        for one in values:
-            one[self._apart] = np.nan
-        return values[0], values[1]
+        good, bad = (grid.of(figure) for grid in self._later)
+        good[self._apart] = bad[self._apart] = np.nan
+        return good, bad
 
     def at_all(self, figure: str) -> tuple[Floats, Floats]:
         """Of the good run and of the bad one, at all samples that belong together; [T, P] each."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,44 +15,61 @@ Ints = npt.NDArray[np.int64]
 KEY = ["layer", "role"]
 
 
+@dataclass(frozen=True)
 class Grid:
     """Figures of a run by tensor and step."""
 
-    def __init__(self, figures: pl.DataFrame, keys: pl.DataFrame) -> None:
-        """
-        Args:
-            keys: T tensors, a row each: layer, role.
-        """
-        self._figures = figures
-        found = figures.select("step", *KEY).with_row_index("at").join(keys.with_row_index("row"), on=KEY)
-        steps = found["step"].unique().sort()
-        #: int64 [S]: sampled
-        self.steps: Ints = steps.to_numpy()
-        self._shape = len(keys), len(self.steps)
-        self._at = found["at"].to_numpy()
-        step = np.searchsorted(self.steps, found["step"].to_numpy())
-        self._place = found["row"].to_numpy().astype(np.int64) * len(self.steps) + step  # in the grid laid flat
+    #: T tensors, a row each: layer, role
+    tensors: pl.DataFrame
+    #: int64 [S]: sampled
+    steps: Ints
+    _figures: pl.DataFrame
+    #: int64 [T, S]: the row of `_figures` that each place has, or how many rows there are where it has none
+    _row: Ints
+
+    @classmethod
+    def of_table(cls, figures: pl.DataFrame) -> Grid:
+        """All tensors of a `figures` table, in their order."""
+        # Grouped as codes: the names of all rows are looked at once.
+        names = figures.select(pl.col(KEY).cast(pl.Categorical)).with_row_index("row")
+        rows = names.group_by(KEY, maintain_order=True).agg("row")
+        steps = figures["step"].unique().sort().to_numpy()
+        row = rows["row"].explode().to_numpy().astype(np.int64)
+        tensor = np.repeat(np.arange(len(rows)), rows["row"].list.len().to_numpy())
+        grid = np.full((len(rows), len(steps)), len(figures))
+        grid[tensor, np.searchsorted(steps, figures["step"].to_numpy())[row]] = row
+        return cls(rows.select(pl.col(KEY).cast(pl.String)), steps, figures, grid)
+
+    def among(self, tensors: pl.DataFrame) -> Grid:
+        """Some of its tensors, in the order of theirs, and the steps that have any of them."""
+        of_all = self.tensors.with_row_index("at")
+        row = self._row[tensors.join(of_all, on=KEY, how="left", maintain_order="left")["at"].to_numpy()]
+        sampled = (row < len(self._figures)).any(axis=0)
+        return replace(self, tensors=tensors, steps=self.steps[sampled], _row=row[:, sampled])
+
+    def at(self, samples: Ints) -> Grid:
+        """Some of its samples, by their places."""
+        return replace(self, steps=self.steps[samples], _row=self._row[:, samples])
 
     def of(self, figure: str) -> Floats:
         """[T, S], NaN where there is none; `nonfinite`: 1 where any value is NaN or infinite, else 0."""
         if figure == "nonfinite":
             bad = self.of("nan") + self.of("inf")
             return np.where(np.isnan(bad), np.nan, bad > 0)
-        values = np.full(self._shape, np.nan)
-        values.reshape(-1)[self._place] = self._figures[figure].cast(pl.Float64).to_numpy()[self._at]
+        values: Floats = np.append(self._figures[figure].cast(pl.Float64).to_numpy(), np.nan)[self._row]
         return values
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
         """[T, S]: whether there is a row."""
-        rows = np.zeros(self._shape, np.bool_)
-        rows.reshape(-1)[self._place] = True
-        return rows
+        found: npt.NDArray[np.bool_] = self._row < len(self._figures)
+        return found
 
 
-def common_tensors(good: pl.DataFrame, bad: pl.DataFrame) -> pl.DataFrame:
-    """layer, role of the tensors that both have, in the order of the first."""
-    return good.select(KEY).unique(maintain_order=True).join(bad.select(KEY).unique(), on=KEY, how="semi")
+def in_common(good: Grid, bad: Grid) -> tuple[Grid, Grid]:
+    """Both over the tensors that both have, in the order of the first."""
+    tensors = good.tensors.join(bad.tensors, on=KEY, how="semi", maintain_order="left")
+    return good.among(tensors), bad.among(tensors)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ def named_alike(good: Run, bad: Run, renames: Sequence[str] = ()) -> tuple[Run, 
 def sizes_of_weights(figures: pl.DataFrame) -> dict[str, int | None]:
     """How many values W has, by layer in order; None where that is not known."""
     n = pl.when(pl.col("role") == "weight").then(pl.col("n") + pl.col("nan") + pl.col("inf")).max()
-    return dict(figures.group_by("layer", maintain_order=True).agg(n.alias("n")).iter_rows())
+    layers = figures.with_columns(pl.col("layer", "role").cast(pl.Categorical)).group_by("layer", maintain_order=True)
+    return dict(layers.agg(n.alias("n")).iter_rows())
 
 
 def _by_hand(names: Sequence[str], renames: Sequence[str]) -> Names:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
 from ..sample import SHOWN_AS
-from .grid import Floats, Grid, common_tensors, lower_median
+from .grid import Floats, Grid, in_common, lower_median
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,13 @@ def onsets(good: pl.DataFrame, bad: pl.DataFrame) -> pl.DataFrame:
         excess (how many times the least rise that counts, a median over the samples that made the onset), value and expected
         (of the figure at the onset; a running median of the good run). Earliest first, then strongest.
     """
-    keys = common_tensors(good, bad)
-    pair = _Pair(Grid(good, keys), Grid(bad, keys))
-    found = [row for evidence in EVIDENCE for row in _out(evidence, keys, pair)]
+    return onsets_of(Grid.of_table(good), Grid.of_table(bad))
+
+
+def onsets_of(good: Grid, bad: Grid) -> pl.DataFrame:
+    """The same of runs that have been laid out."""
+    pair = _Pair(*in_common(good, bad))
+    found = [row for evidence in EVIDENCE for row in _out(evidence, pair)]
     return pl.DataFrame(found, schema=_SCHEMA, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
 
 
@@ -99,12 +104,14 @@ class _Pair:
     """Two runs over the same tensors, and the steps of the bad one that the good one covers."""
 
     def __init__(self, good: Grid, bad: Grid) -> None:
-        self._good, self._bad = good, bad
+        #: layer, role
+        self.tensors = good.tensors
+        self._good = good
         self._kept: dict[str, tuple[Floats, Floats]] = {}  # of one figure at a time: they are large
         covered = min(good.steps, default=0), max(good.steps, default=-1)
-        self._covered = (bad.steps >= covered[0]) & (bad.steps <= covered[1])
+        self._bad = bad.at(np.flatnonzero((bad.steps >= covered[0]) & (bad.steps <= covered[1])))
         #: int64 [S]
-        self.steps = bad.steps[self._covered]
+        self.steps = self._bad.steps
         expected, found = self.of("mse")
         with np.errstate(divide="ignore", invalid="ignore"):
             #: [T, S]: whether more is lost than in the good run; less is in a gradient that vanishes behind the culprit
@@ -113,7 +120,7 @@ class _Pair:
     def of(self, figure: str) -> tuple[Floats, Floats]:
         """The median of the good run at the bad one's steps, and the bad one's values; [T, S] each."""
         medians, steps = self._of_good(figure)[1], self._good.steps
-        found = self._bad.of(figure)[:, self._covered]
+        found = self._bad.of(figure)
         if np.array_equal(steps, self.steps) and not np.isnan(medians).any():
             return medians, found
         expected = np.full((len(medians), len(self.steps)), np.nan)
@@ -132,12 +139,12 @@ class _Pair:
     def highest(self, figure: str) -> Floats:
         """[T, S]: the largest value of the good run at the samples around each of the bad one's steps."""
         values, steps = self._of_good(figure)[0], self._good.steps
-        right = np.clip(np.searchsorted(steps, self.steps), 0, max(len(steps) - 1, 0))
-        around = [np.clip(right + by, 0, max(len(steps) - 1, 0)) for by in (-2, -1, 0, 1)]
-        largest = values[:, around[0]] if len(steps) else np.full((len(values), len(self.steps)), np.nan)
-        for at in around[1:] if len(steps) else ():
-            largest = np.fmax(largest, values[:, at])
-        return largest
+        if not len(steps):
+            return np.full((len(values), len(self.steps)), np.nan)
+        around = np.pad(values, ((0, 0), (2, 1)), mode="edge")
+        largest = reduce(np.fmax, [around[:, by : by + len(steps)] for by in range(4)])
+        at: Floats = largest[:, np.clip(np.searchsorted(steps, self.steps), 0, len(steps) - 1)]
+        return at
 
     def spread(self, evidence: Evidence) -> Floats:
         """[T]: what the good run's figure moves by around its median, as a standard deviation."""
@@ -150,9 +157,8 @@ def band(good: pl.DataFrame, bad: pl.DataFrame, layer: str, role: str, figure: s
     """What decides whether a tensor is out: step, found, expected (running median of the good run), limit (above which it is
     out), at the bad run's steps."""
     evidence = next(e for e in EVIDENCE if e.figure == figure)
-    rows = [run.filter(layer=layer, role=role) for run in (good, bad)]
-    keys = common_tensors(*rows)
-    pair = _Pair(*(Grid(run, keys) for run in rows))
+    rows = (Grid.of_table(run.filter(layer=layer, role=role)) for run in (good, bad))
+    pair = _Pair(*in_common(*rows))
     expected, found = pair.of(figure)
     limit = evidence.unscaled(_usual(evidence, expected, pair) + _least_rise(evidence, pair)[:, None])
     columns = {"found": found, "expected": expected, "limit": limit}
@@ -169,7 +175,7 @@ def _usual(evidence: Evidence, expected: Floats, pair: _Pair) -> Floats:
     return evidence.scaled(np.fmax(expected, pair.highest(evidence.figure)))
 
 
-def _out(evidence: Evidence, keys: pl.DataFrame, pair: _Pair) -> Iterator[tuple[str | int | float, ...]]:
+def _out(evidence: Evidence, pair: _Pair) -> Iterator[tuple[str | int | float, ...]]:
     """Rows of the tensors that are out by one figure."""
     expected, found = pair.of(evidence.figure)
     excess = evidence.scaled(found) - _usual(evidence, expected, pair)
@@ -179,7 +185,7 @@ def _out(evidence: Evidence, keys: pl.DataFrame, pair: _Pair) -> Iterator[tuple[
     for i in np.flatnonzero(out.sum(axis=1) >= needed):
         start = _first_of_several(out[i], needed)
         if start is not None:
-            layer, role = keys.row(int(i))
+            layer, role = pair.tensors.row(int(i))
             strength = float(np.median(excess[i, start : start + needed]))
             row = (layer, role, SHOWN_AS[role], evidence.figure, int(pair.steps[start]), strength)
             yield (*row, float(found[i, start]), float(expected[i, start]))

@@ -13,6 +13,7 @@ import polars as pl
 
 from ..errors import ConfigError, RecordError
 from ..record.reader import find_run, read_fingerprint, read_table
+from .grid import Grid
 from .loss import LossCurve
 
 #: what runs can be matched by, and how one of it is called
@@ -55,6 +56,11 @@ class Run:
         axis = _samples_consumed(str(found), steps, figures) if by == "samples" else None
         losses = LossCurve.of(_along(axis, steps))
         return cls(str(found), read_fingerprint(found), _along(axis, figures), losses, UNITS[by], axis)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The figures by tensor and step."""
+        return Grid.of_table(self.figures)
 
     @cached_property
     def steps(self) -> pl.DataFrame:

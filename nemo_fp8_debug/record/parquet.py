@@ -48,8 +48,8 @@ def read(file: Any, checksum: str, columns: Sequence[str] | None = None) -> pa.T
     return part.read(columns=None if columns is None else list(columns), use_threads=False)
 
 
-def _blocks(data: bytes) -> list[bytes]:
-    return [data[i : i + BLOCK] for i in range(0, len(data), BLOCK)]
+def _blocks(data: bytes) -> list[memoryview]:
+    return [memoryview(data)[i : i + BLOCK] for i in range(0, len(data), BLOCK)]
 
 
 class _Checked(io.RawIOBase):
@@ -89,19 +89,23 @@ class _Checked(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
-        content = self._range(self._at, min(self._size, self._at + len(buffer)))
-        buffer[: len(content)] = content
+    def read_buffer(self, size: int) -> memoryview:
+        """What pyarrow reads by, without a copy."""
+        content = self._range(self._at, min(self._size, self._at + size))
         self._at += len(content)
-        return len(content)
+        return content
 
-    def _range(self, begin: int, end: int) -> bytes:
+    def read(self, size: int = -1) -> bytes:
+        return bytes(self.read_buffer(self._size - self._at if size < 0 else size))
+
+    def _range(self, begin: int, end: int) -> memoryview:
         if begin >= self._start:
-            return self._footer[begin - self._start : end - self._start]
+            return memoryview(self._footer)[begin - self._start : end - self._start]
         first, last = begin // BLOCK, (min(end, self._start) - 1) // BLOCK
         self._file.seek(first * BLOCK)
         data: bytes = self._file.read(min((last + 1) * BLOCK, self._start) - first * BLOCK)
         for i, block in enumerate(_blocks(data)):
             if self._sums[first + i : first + i + 1] != [zlib.crc32(block)]:
                 raise ValueError(f"it is damaged: its bytes from {(first + i) * BLOCK} are not those that were written")
-        return (data + self._footer)[begin - first * BLOCK : end - first * BLOCK]
+        whole = data + self._footer if end > self._start else data
+        return memoryview(whole)[begin - first * BLOCK : end - first * BLOCK]
