@@ -15,7 +15,9 @@ import pytest
 import torch
 
 _here = Path(__file__).parent
-sys.path[:0] = [str(p) for p in (_here, _here / "hosts", _here / "interventions", _here.parent / "recipes")]
+_root = _here.parent
+_helpers = _here, _here / "hosts", _here / "interventions", _root / "recipes", _root / "scripts/truth"
+sys.path[:0] = [str(p) for p in _helpers]
 
 
 @pytest.fixture(scope="session")

@@ -144,10 +144,11 @@ def flagged_by(found: Diagnosis) -> dict[Key, str]:
     """The operands that left the good run's band before the loss left, earliest first, and by which figure; all of them
     where it stays, and none where they are not to blame."""
     flagged: dict[Key, str] = {}
-    if found.culprit is None or found.comparison is None:
+    if found.cause in ("software", "multiplier") or found.comparison is None:
         return flagged
+    begun = (found.culprit.since or 0) if found.culprit else 0
     for row in found.comparison.left.iter_rows(named=True):
-        if found.loss_left is not None and row["onset"] > max(found.loss_left, found.culprit.since or 0):
+        if found.loss_left is not None and row["onset"] > max(found.loss_left, begun):
             continue
         what = f"{row['figure']} {number(row['expected'])} -> {number(row['value'])} from step {row['onset']}"
         flagged.setdefault((row["layer"], row["role"]), what)

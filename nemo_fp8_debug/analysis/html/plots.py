@@ -35,9 +35,11 @@ _UNITS = {
 
 def of(found: Comparison) -> dict[str, str]:
     """By name: losses, drift, onset, timelines; those that there is something to draw for."""
+    drift = found.tensors["drift_log2"].drop_nulls().to_list()
+    top = max([1.0, *drift])  # as far down: a gradient that vanishes behind the culprit would take all colours
     figures = {
         "losses": _losses(found),
-        "drift": _heat_map(found, "drift_log2", "drift (log2)", {"colorscale": "RdBu_r", "zmid": 0}),
+        "drift": _heat_map(found, "drift_log2", "drift (log2)", {"colorscale": "RdBu_r", "zmin": -top, "zmax": top}),
         "onset": _heat_map(
             found, "onset", f"leaves from ({found.bad.unit})", {"colorscale": "Plasma", "colorbar_tickformat": "d"}
         ),
