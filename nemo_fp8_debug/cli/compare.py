@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +33,9 @@ def command(
         from ..analysis.html import check_page
 
         check_page(html)
-    first, other = _read(good, by), None if twin is None else _read(twin, by)
-    comparisons = [compare(first, _read(path, by), other, by, rename or ()) for path in bad]
+    first, *others = _read([good, *bad, *([twin] if twin else [])], by)
+    other = others.pop() if twin else None
+    comparisons = [compare(first, run, other, by, rename or ()) for run in others]
     if as_json:
         plain = [found.to_json() for found in comparisons]
         print(json.dumps(plain[0] if len(plain) == 1 else {"comparisons": plain}, indent=2))
@@ -46,8 +48,10 @@ def command(
         write_page(html, comparisons)
 
 
-def _read(path: Path, by: str) -> Run:
-    return Run.read(path, by, COLUMNS)
+def _read(paths: list[Path], by: str) -> list[Run]:
+    """All at once: most of it is work outside of Python."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda path: Run.read(path, by, COLUMNS), paths))
 
 
 def _print(found: Comparison, top: int) -> None:
