@@ -143,12 +143,22 @@ def compare(
     since = left.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = experts_apart(ranked)
-    notes = [*notes, *_coverage(first, second), *remarks(first.figures, second.figures)]
+    notes = [*_mistaken(first, second), *notes, *_coverage(first, second), *remarks(first.figures, second.figures)]
     return Comparison(first, second, other, tensors, experts, experts_apart(left)[0], tuple(notes))
 
 
 def _with_lead(left: pl.DataFrame, loss_left: int | None) -> pl.DataFrame:
     return left.with_columns(lead=pl.lit(loss_left, pl.Int64) - pl.col("onset"))
+
+
+def _mistaken(good: Run, bad: Run) -> list[str]:
+    """What looks as if the runs were not those that were meant."""
+    if good.path == bad.path:
+        return ["Both runs are the same record."]
+    above = good.loss.above(bad.loss)
+    if above is None or bad.loss.above(good.loss) is not None:
+        return []
+    return [f"The first (good) run's loss stays above the second's from {good.unit} {above}: were the two swapped?"]
 
 
 def _coverage(good: Run, bad: Run) -> list[str]:

@@ -69,6 +69,11 @@ class Diagnosis:
         return "none" if self.cause in ("none", "unknown") else "harmless so far"
 
     @property
+    def notes(self) -> Sequence[str]:
+        """What to bear in mind about the comparison with the good run."""
+        return () if self.comparison is None else self.comparison.notes
+
+    @property
     def lead(self) -> int | None:
         """Steps from the culprit's onset to the loss's; None where either is missing."""
         if self.culprit is None or self.culprit.since is None or self.loss_left is None:
@@ -111,6 +116,7 @@ class Diagnosis:
         """Plain values."""
         return {
             "verdict": self.verdict(),
+            "notes": list(self.notes),
             "cause": self.cause,
             "confidence": self.confidence,
             "harm": self.harm,

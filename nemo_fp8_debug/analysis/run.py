@@ -51,11 +51,12 @@ class Run:
         if by not in UNITS:
             raise ConfigError(f"runs cannot be matched by {by!r}; choose from {', '.join(UNITS)}")
         found = find_run(path)
+        fingerprint = read_fingerprint(found)  # first: it refuses a record of another schema
         steps = read_table(found, "steps", ["step", "loss", "consumed_samples"])
         figures = read_table(found, "figures", columns)
         axis = _samples_consumed(str(found), steps, figures) if by == "samples" else None
         losses = LossCurve.of(_along(axis, steps))
-        return cls(str(found), read_fingerprint(found), _along(axis, figures), losses, UNITS[by], axis)
+        return cls(str(found), fingerprint, _along(axis, figures), losses, UNITS[by], axis)
 
     @cached_property
     def grid(self) -> Grid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import typer
@@ -33,6 +34,7 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
+        warnings.filterwarnings("ignore", "The pynvml package", FutureWarning)  # torch's; some commands import it late
         module = importlib.import_module(f".{COMMANDS[cmd_name]}", __name__)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         alone.command(cmd_name)(explained(module.command))

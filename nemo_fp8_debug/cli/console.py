@@ -10,13 +10,22 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from ..errors import ConfigError, FP8DebugWarning, RecordError
 
 
+class _Console(Console):
+    """Names come from records and plans of others: what would steer a terminal is shown instead, and no emoji is made."""
+
+    def render_str(self, text: str, **named: Any) -> Text:
+        shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+        return super().render_str(shown, **named | {"emoji": False})
+
+
 def console() -> Console:
     """Standard output; wide enough for every column where it is no terminal."""
-    result = Console()
+    result = _Console()
     if not result.is_terminal:
         result.width = max(result.width, 200)
     return result
@@ -47,4 +56,4 @@ def _show_warning(others: Callable[..., None], message: Warning | str, *rest: An
 
 
 def _complain(kind: str, message: str) -> None:
-    Console(stderr=True).print(f"{kind} {escape(message)}", highlight=False, soft_wrap=True)
+    _Console(stderr=True).print(f"{kind} {escape(message)}", highlight=False, soft_wrap=True)

@@ -36,14 +36,10 @@ def _print(found: Diagnosis) -> None:
         table.add_column(heading)
     for finding in found.findings:
         since = "-" if finding.since is None else str(finding.since)
-        about, evidence = (escape(_printable(text)) for text in (finding.operand or "the run", finding.evidence))
+        about, evidence = (escape(text) for text in (finding.operand or "the run", finding.evidence))
         table.add_row(finding.rule, since, about, finding.cause, finding.confidence, evidence)
     out.print(table)
     for advice in dict.fromkeys(finding.advice for finding in found.findings if finding.advice):
         out.print(f"- {advice}", markup=False, highlight=False)
-    out.print(_printable(found.verdict()), soft_wrap=True, highlight=False, markup=False)
-
-
-def _printable(text: str) -> str:
-    """Names come from records of others: what would steer a terminal is shown instead."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    for sentence in (*found.notes, found.verdict()):
+        out.print(sentence, soft_wrap=True, highlight=False, markup=False)

@@ -56,6 +56,7 @@ def command(
         if not why and not operand and not as_json:
             console().print(diagnosis.verdict(), soft_wrap=True, highlight=False, markup=False)
     found = recommend(run, [_key(text) for text in operand] if operand else list(flagged), budget, why)
+    output = output if found.plan.changes else None
     snippets = write(found, output) if output else snippets_of(found)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
@@ -73,7 +74,7 @@ def _key(text: str) -> Key:
 
 def _print(out: Console, found: Recommendation, snippets: list[Snippet], folder: Path | None) -> None:
     if not found.findings:
-        out.print("No operand is to blame: there is nothing to change.")
+        out.print("No operand is to blame: there is nothing to change, and nothing was written.")
         return
     out.print(_table(found))
     if found.before is not None and found.after is not None:
@@ -89,7 +90,9 @@ def _print(out: Console, found: Recommendation, snippets: list[Snippet], folder:
         out.print(f"{snippet.about}: {name}", soft_wrap=True, markup=False, highlight=False)
         for sentence in snippet.coarser:
             out.print(f"  {sentence}", soft_wrap=True, markup=False, highlight=False)
-    if folder is None:
+    if not found.plan.changes:
+        out.print("There is nothing to change, and nothing was written.", markup=False, highlight=False)
+    elif folder is None:
         out.print("Nothing was written; --output FOLDER writes the plan and these files.", markup=False, highlight=False)
     else:
         out.print(f"the plan: {folder / PLAN}", soft_wrap=True, markup=False, highlight=False)

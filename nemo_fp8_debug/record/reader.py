@@ -115,6 +115,7 @@ def _read(run: Place, table: str, schema: pa.Schema, step: int | None) -> Iterat
     read: set[tuple[int, int]] = set()
     parts = deque(_parts(run, table))
     listed = set(parts)
+    unreadable: dict[str, str] = {}
     while parts:
         part = parts.popleft()
         if step is not None and table != "steps" and not part.first <= step <= part.last:
@@ -129,13 +130,26 @@ def _read(run: Place, table: str, schema: pa.Schema, step: int | None) -> Iterat
             listed.update(parts)
             continue
         if isinstance(rows, str):
-            warn(f"{run.path(f'{table}/{part.name}')} is left out, it cannot be read as a part of {table}: {rows}")
+            unreadable[part.name] = rows
             continue
         samples = _samples(part, rows)
         if table != "replayed":  # where parts of different recipes hold a step
             rows = _without(rows, [step for _, step in samples & read])
             read |= samples
         yield part, rows
+    if unreadable:
+        _complain_of(run, table, unreadable)
+
+
+def _complain_of(run: Place, table: str, unreadable: Mapping[str, str]) -> None:
+    """One line, however many parts there are: a disk that went bad spoils all.
+
+    Args:
+        unreadable: what is wrong with each part, by name.
+    """
+    (name, reason), *others = unreadable.items()
+    more = f"; and so are {len(others)} other parts" if others else ""
+    warn(f"{run.path(f'{table}/{name}')} is left out, it cannot be read as a part of {table}: {reason}{more}")
 
 
 def _without(rows: pa.Table, steps: list[int]) -> pa.Table:

@@ -437,3 +437,30 @@ class TestCommandLine:
         assert result.stderr.startswith(f"warning: {part} is left out, it cannot be read")
         assert result.stderr.count("\n") == 1
         assert "Farthest apart is" in result.stdout
+
+
+class TestMistakes:
+    def test_runs_that_were_swapped_are_asked_about(self, good: Path, bad: Path) -> None:
+        assert compare(bad, good).notes[0].endswith("were the two swapped?")
+        assert not any("swapped" in note for note in compare(good, bad).notes)
+
+    def test_the_same_run_twice_is_said(self, good: Path) -> None:
+        assert compare(good, good).notes[0] == "Both runs are the same record."
+
+    def test_what_would_steer_a_terminal_is_shown_and_no_name_becomes_an_emoji(self, tmp_path: Path) -> None:
+        def odd(step: int) -> list[dict[str, Any]]:
+            return [row(("a\x1b]0;pwned\x07[bold]:dog:", "input"))]
+
+        paths = [write(tmp_path / name, odd, falling()) for name in ("a", "b")]
+        result = run_cli(*paths)
+        assert "\x1b" not in result.output and "\x07" not in result.output
+        assert r"a\x1b]0;pwned\x07[bold]:dog:" in result.output
+
+    def test_a_record_of_another_schema_is_refused_in_one_line(self, good: Path, bad: Path) -> None:
+        for part in (bad / "figures").iterdir():
+            pl.DataFrame({"a": [1]}).write_parquet(part)
+        fingerprint = json.loads((bad / "attempt-0.json").read_text())
+        (bad / "attempt-0.json").write_text(json.dumps(fingerprint | {"schema_version": 99}))
+        result = run_cli(good, bad)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+        assert "schema version 99" in result.stderr

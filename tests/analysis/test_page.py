@@ -137,5 +137,5 @@ def test_a_file_is_not_overwritten(tmp_path: Path, runs: list[Path]) -> None:
 
 def test_a_folder_that_is_not_there_is_an_error_in_one_line(tmp_path: Path, runs: list[Path]) -> None:
     result = run_cli(*runs, "--html", tmp_path / "none" / "page.html")
-    assert result.exit_code == 1
+    assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"error: {tmp_path / 'none' / 'page.html'} cannot be written: No such file or directory\n"

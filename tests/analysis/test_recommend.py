@@ -276,6 +276,12 @@ class TestCommandLine:
         assert result.exit_code == 0 and "it keeps the limits" in result.stdout
         assert "nothing to change" in cli(run.path).stdout
 
+    @pytest.mark.parametrize("operands", [[], ["--operand", f"{fc2(0)}:dY"]])
+    def test_a_plan_without_changes_is_not_written(self, tmp_path: Path, operands: list[str]) -> None:
+        result = cli(planted(tmp_path / "run", {}).path, *operands, "--output", tmp_path / "fix")
+        assert result.exit_code == 0 and "nothing was written" in result.stdout
+        assert not (tmp_path / "fix").exists()
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

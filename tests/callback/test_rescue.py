@@ -102,6 +102,11 @@ class TestCommand:
         assert done.returncode == 0
         assert "no process on this host took the plan up" in done.stderr
 
+    def test_a_name_of_a_plan_cannot_steer_the_terminal(self, tmp_path: Path) -> None:
+        plan = saved(tmp_path, Plan((Change("\x1b]0;pwned\x07[bold]", "bf16"),)))
+        result = CliRunner().invoke(app, ["rescue", plan, "--", "true"])
+        assert result.stdout == "\\x1b]0;pwned\\x07[bold]: X, W, dY in bf16\n"
+
     def test_what_cannot_be_run_is_refused(self, tmp_path: Path) -> None:
         path, empty = saved(tmp_path, FIRST), saved(tmp_path, Plan(), "empty.json")
         for arguments, message in (

@@ -231,6 +231,14 @@ class TestDamaged:
         assert left.equals(whole.filter(~pl.col("step").is_in(lost.implode())))
         assert not left.is_empty()
 
+    def test_many_damaged_parts_are_one_warning_with_their_number(self, run: Path) -> None:
+        parts = list((run / "figures").iterdir())
+        for part in parts:
+            part.write_bytes(b"nothing")
+        with pytest.warns(FP8DebugWarning) as told:
+            assert read_table(run, "figures").is_empty()
+        assert [f"{len(parts) - 1} other parts" in str(warning.message) for warning in told] == [True]
+
     @pytest.mark.parametrize("where", ["pages", "footer"])
     def test_a_flipped_byte_is_seen(self, run: Path, where: str) -> None:
         part = a_part(run)

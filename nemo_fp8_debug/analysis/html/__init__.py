@@ -19,10 +19,12 @@ def check_page(path: str | os.PathLike[str]) -> None:
     """Whether a page can be written, before the work is done.
 
     Raises:
-        ConfigError: the file exists, or a library is missing.
+        ConfigError: the file exists, its folder does not, or a library is missing.
     """
     if Path(path).exists():
         raise ConfigError(f"{path} exists and is not overwritten; name another file")
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: No such file or directory")
     try:
         import jinja2  # noqa: F401
         import plotly  # noqa: F401
