@@ -78,7 +78,7 @@ def replay(
     recorded = _rows_of(read_table(run, "figures"), only)
     multipliers = dict(read_table(run, "steps", ["step", "grad_multiplier"]).iter_rows())
     jobs = [
-        _Job(str(run), source, wanted, int(step[0]), about, scales, multipliers.get(step[0]))
+        _Job(str(run), source, wanted, int(step[0]), about, scales, multipliers.get(step[0]), only)
         for (step, about), scales in zip(
             recorded.group_by("step", maintain_order=True), _scales(recorded, wanted), strict=True
         )
@@ -127,6 +127,12 @@ class _Job:
     scales: Mapping[Key, torch.Tensor | CurrentScaling | BlockRule]
     #: of dY in that step
     multiplier: float | None
+    #: operands to recompute; None: all
+    only: Collection[Key] | None
+
+    def wants(self, key: Key) -> bool:
+        """Whether an operand is to be recomputed."""
+        return self.only is None or key in self.only or fold_key(*key) in self.only
 
 
 @dataclass(frozen=True)
@@ -253,14 +259,14 @@ def _dumped(run: Place, job: _Job) -> list[_Part]:
             warn(f"{run.path(name)} is left out, it cannot be read: {error}")
             continue
         key, x, scale = (about.layer, about.role), tensors["value"], float(tensors["scale"])
-        if key not in recorded:
-            continue  # not asked for
+        if not job.wants(key):
+            continue
         if recipe := in_blocks.get(key):
             part = _Part(key, x, recipe.name, recipe.format_of(about.role), math.nan)
         else:
             part = _Part(key, sketch(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
         if about.scale_source != "engine" and isinstance(part.values, Sketch):
-            part = replace(part, scale=recorded[key])
+            part = replace(part, scale=recorded.get(key, scale))
         # Calls under one scale are one sketch, as in the record.
         apart = about.scale_source == "engine" and about.recipe.startswith("current")
         group = key, about.call if apart or isinstance(part.values, torch.Tensor) else -1

@@ -180,7 +180,7 @@ class TestNames:
         good = write(tmp_path / "good")
         bad = write(tmp_path / "bad", since=100, named=lambda depth, kind: prefix + megatron(depth, kind))
         for one, other in ((good, bad), (bad, good)):
-            assert compare(one, other).notes[0].startswith("Names were matched with ")
+            assert any(note.startswith("Names were matched with ") for note in compare(one, other).notes)
         assert first_out(good, bad) == (*CULPRIT, 100)
 
     def test_layers_are_matched_one_to_one(self, tmp_path: Path) -> None:

@@ -151,19 +151,20 @@ def test_delayed_scales_in_use_and_the_first_micro_batch(monkeypatch: pytest.Mon
     """Real Megatron layers under emulation whose scales lag behind: three steps, two micro-batches each."""
     model = gpt()
     emulation = attached(model, {"name": "delayed", "amax_history_len": 2}, ["layers.*"])
+    (state,) = emulation.states.values()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     monitor, samples = watching(model, layers=["layers.*"])
     for step in range(3):
         if step == 2:
             taken = kept_by(monkeypatch)
-        scales = emulation.state.scale.clone()
+        scales = state.scale.clone()
         with monitor.step(step):
             optimizer.zero_grad()
             for seed in (2 * step, 2 * step + 1):
                 loss_of(model, seed).backward()
         optimizer.step()
         emulation.end_step()
-    found, index = rows(samples.samples[2]), emulation.state.index
+    found, index = rows(samples.samples[2]), state.index
     layers = {layer for layer, _ in taken}
     assert len(layers) == 8 and len(found) == 3 * len(layers)
     for layer in layers:
