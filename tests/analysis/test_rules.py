@@ -92,7 +92,9 @@ class TestOperand:
     @pytest.mark.parametrize("fault", [*FAULTS.values(), {}])
     @pytest.mark.parametrize("paired", [True, False])
     def test_the_ends_of_a_run_are_no_error(self, since: int, fault: dict[str, Values], paired: bool) -> None:
-        said(why(course(**fault), since, course() if paired else None))
+        found = why(course(**fault), since, course() if paired else None)
+        assert found.cause in CAUSES and found.confidence in CONFIDENCE and found.since == since
+        assert "nan" not in found.evidence.lower() or found.cause == "nonfinite"
 
     @pytest.mark.parametrize("since", [STEPS[0], ONSET, STEPS[-1]])
     def test_absent_figures_are_no_evidence(self, since: int) -> None:
