@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,11 @@ from nemo_fp8_debug.record.reader import read_table
 
 CURRENT = Float8CurrentScaling()
 FEATURE = Path(inspection.__file__).parent / "feature"
+pytestmark = pytest.mark.usefixtures("fresh_session")
+
 RECIPES = pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
 GEMMS = {"mlp.fc1": ("mlp", 0), "mlp.fc2": ("mlp", 1)}
 HIDDEN = {("mlp.fc2", "input"), ("mlp.fc1", "grad_output")}
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    """No module has been built so far, and nobody inspects after the test."""
-    TEDebugState._reset()
-    yield
-    nvdlfw.end_debug()
-    TEDebugState._reset()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from recommendations import recommendation
 from test_megatron import DENSE, casts_by_name, gpt, train
 from transformer_engine.debug.features import api as transformer_engine_features
-from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.compare import Run
@@ -20,20 +19,12 @@ from nemo_fp8_debug.analysis.flops import OPERANDS
 from nemo_fp8_debug.analysis.recommend import Recommendation
 from nemo_fp8_debug.analysis.snippets.te_debug import features
 
-pytestmark = pytest.mark.usefixtures("megatron")
+pytestmark = pytest.mark.usefixtures("megatron", "fresh_session")
 
 FC2 = "decoder.layers.1.mlp.linear_fc2"
 LAYERS = [f"decoder.layers.{i}.{name}" for i in range(2) for name in DENSE]
 SHOWN = {"input": "X", "weight": "W", "grad_output": "dY"}
 TENSORS = {"input": "activation", "weight": "weight", "grad_output": "gradient"}
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    TEDebugState._reset()
-    yield
-    nvdlfw.end_debug()
-    TEDebugState._reset()
 
 
 @pytest.fixture(scope="module")
