@@ -19,6 +19,18 @@ _root = _here.parent
 _helpers = _here, _here / "hosts", _here / "interventions", _root / "recipes", _root / "scripts/truth"
 sys.path[:0] = [str(p) for p in _helpers]
 
+#: files that take longest come first, so that no worker is left with one in the end
+_longest = (
+    *("test_demo", "distributed/test_megatron_layouts", "te/test_te", "distributed/test_fsdp", "distributed/test_deepspeed"),
+    *("distributed/test_faults", "callback/test_nemo", "te/test_bridge", "te/test_recommended_recipes", "callback/test_ddp"),
+    *("monitor/test_experts", "monitor/test_ranks", "adapters/test_transformers", "adapters/test_loops"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {_here / f"{name}.py": place for place, name in enumerate(_longest)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
 
 @pytest.fixture(scope="session")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

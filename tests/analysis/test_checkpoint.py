@@ -7,67 +7,26 @@ import json
 import math
 import os
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from audited import assert_audited, assert_cast
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from nemo_fp8_debug.analysis.checkpoint.audit import Audit, audit
+from nemo_fp8_debug.analysis.checkpoint.audit import audit
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError, FP8DebugWarning, RecordError
 from nemo_fp8_debug.names import compile_patterns
 
 #: real Transformer Engine modules after three FP8 steps: see make_te_state.py
 TE_STATE = Path(__file__).with_name("te_state.pt")
-LIMIT = {"e4m3": 448.0, "e5m2": 57344.0}
-TARGET = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16}
-
-
-def oracle(weight: torch.Tensor, scale: float | None, fmt: str) -> dict[str, float]:
-    """Figures of a weight (whose values are float32 values too) cast to a format; under its own amax's scale if None."""
-    x32 = weight.detach().float().numpy().reshape(-1)
-    own = np.float32(LIMIT[fmt]) / np.abs(x32).max() if fmt in LIMIT else np.float32(1)
-    used = own if scale is None else np.float32(scale)
-    limit = np.float32(LIMIT.get(fmt, 3e38))
-    x = x32.astype(np.float64)
-    q = np.clip(x32 * used, -limit, limit).astype(TARGET[fmt]).astype(np.float64) / np.float64(used)
-    return {
-        "relative_error": math.sqrt(((x - q) ** 2).sum() / (x**2).sum()),
-        "mse": ((x - q) ** 2).sum() / x.size,
-        "cosine": (x * q).sum() / math.sqrt((x**2).sum() * (q**2).sum()),
-        "underflow_pct": 100 * ((x != 0) & (q == 0)).sum() / x.size,
-        "overflow_pct": 100 * (np.abs(x32 * used) > limit * np.float32(1 + 2**-22)).sum() / x.size,
-        "scale": float(used),
-        "scale_ratio_log2": math.log2(float(used) / float(own)),
-    }
-
-
-def assert_cast(found: dict[str, Any], weight: torch.Tensor, scale: float | None = None, fmt: str = "e4m3") -> None:
-    want = oracle(weight, scale, fmt)
-    for name in sorted(set(want) & set(found)):
-        assert found[name] == pytest.approx(want[name], rel=1e-11, abs=1e-14), name
-
-
-def assert_audited(found: Audit, weights: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """Every weight is there once, with the oracle's figures in FP8 under current scaling and in BF16."""
-    rows = {row["layer"]: row for row in found.rows}
-    assert sorted(row["layer"] for row in found.rows) == sorted(weights)
-    for name, weight in weights.items():
-        assert rows[name]["shape"] == list(weight.shape)
-        assert rows[name]["n"] == weight.numel()
-        assert_cast(rows[name]["fp8_current"], weight)
-        assert_cast(rows[name]["bf16"], weight, fmt="bf16")
-    return rows
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -165,23 +124,6 @@ def test_pieces_of_tensor_parallel_ranks_and_experts(megatron: None, tmp_path: P
     weights = {f"decoder.layers.{i}.mlp.experts.{e}.linear_fc1": experts[i, e] for i in range(2) for e in range(3)}
     weights |= {f"decoder.layers.{i}.self_attention.linear_proj": proj[i] for i in range(2)}
     assert_audited(audit(save_megatron(state, tmp_path / "saved")), weights)
-
-
-def test_nemo_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "nemo"
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": str(here.parents[1] / "recipes"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(here / "nemo_checkpoint.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (folder / "context" / "model.yaml").is_file()
-    found = audit(folder)
-    saved = torch.load(folder.with_suffix(".pt"), weights_only=True)
-    kinds = ("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight", "output_layer.weight")
-    want = {n.removeprefix("module.").removesuffix(".weight"): w for n, w in saved.items() if n.endswith(kinds)}
-    assert_audited(found, want)
-    assert len(want) == 2 * 4 + 1 and "decoder.layers.1.mlp.linear_fc2" in want
-    assert found.left_out["of the optimizer"] > 0
 
 
 def test_plain_dcp_checkpoint(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A Lightning run on two CPU processes: `ddp_run.py FOLDER [watch]`; Lightning starts the second process itself."""
+"""Lightning runs on two CPU processes, of which Lightning starts the second: `ddp_run.py FOLDER`, with a folder for each."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-if __name__ == "__main__":
-    folder, how = Path(sys.argv[1]), sys.argv[2]
+def train(folder: Path, how: str) -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     callbacks = [FP8DebugCallback(interval=10, table_rows=0, **WATCHED[how])] if how != "none" else []
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -66,3 +64,9 @@ if __name__ == "__main__":
     weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
     result |= {"losses": module.losses, "weights": hashlib.sha256(weights).hexdigest()}
     (folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for how in WATCHED:
+        train(Path(sys.argv[1]) / how, how)

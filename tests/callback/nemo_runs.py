@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import nemo.lightning as nl
+import nemo_checkpoint
 import nemo_run
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -127,4 +128,5 @@ def main() -> None:
                 callbacks.append(FP8EmulationCallback(DELAYED))
                 results.setdefault(case, {})[name] = train(output / f"{case}-{name}", callbacks, **options)
         results["rescued"] = rescued(output / "rescued")
+        nemo_checkpoint.save(output / "saved")
     (output / "results.json").write_text(json.dumps(results))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from audited import assert_audited
+from processes import run_script
 from recommendations import CURRENT, recommendation, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from nemo_fp8_debug.analysis.checkpoint.audit import audit
 from nemo_fp8_debug.analysis.recommend import Ends
 from nemo_fp8_debug.analysis.replay import replay
 from nemo_fp8_debug.analysis.snippets.options import run_wide
@@ -26,13 +27,8 @@ FIX = recommendation(run(), {("decoder.layers.4.mlp.linear_fc2", "input"): CURRE
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nemo")
     (folder / "nemo_precision.py").write_text(SNIPPET.text)
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parents[1] / "recipes"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     # Not as a script: the process that Megatron starts to save a checkpoint would import all of it again.
-    command = [sys.executable, "-W", "ignore", "-c", "import nemo_runs; nemo_runs.main()", str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script("-c", "import nemo_runs; nemo_runs.main()", folder, timeout=600)
     return folder
 
 
@@ -137,3 +133,15 @@ def test_a_recommended_snippet_is_what_nemo_takes(results: dict[str, Any]) -> No
         "num_layers_at_end_in_bf16": 0,
     }
     assert expected.items() <= results["precision"].items()
+
+
+def test_audit_of_a_checkpoint_that_nemo_saved(output: Path) -> None:
+    folder = output / "saved"
+    assert (folder / "context" / "model.yaml").is_file()
+    found = audit(folder)
+    saved = torch.load(folder.with_suffix(".pt"), weights_only=True)
+    kinds = ("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight", "output_layer.weight")
+    want = {n.removeprefix("module.").removesuffix(".weight"): w for n, w in saved.items() if n.endswith(kinds)}
+    assert_audited(found, want)
+    assert len(want) == 2 * 4 + 1 and "decoder.layers.1.mlp.linear_fc2" in want
+    assert found.left_out["of the optimizer"] > 0

@@ -1,9 +1,8 @@
-"""A model of which one rank has compiled a part: `compiled.py RANK PORT FOLDER`, two processes."""
+"""A model of which one of two ranks has compiled a part: `compiled.py FOLDER`."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import in_ranks
 from torch import nn
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
@@ -44,11 +44,9 @@ def train(rank: int, folder: Path | None) -> dict[str, Any]:
     return {"losses": losses, "weights": [p.tolist() for p in model.parameters()]}
 
 
-if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), Path(sys.argv[3])
+def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     plain = train(rank, None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -56,3 +54,7 @@ if __name__ == "__main__":
     said = [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)]
     (folder / f"rank-{rank}.json").write_text(json.dumps({"plain": plain, "watched": watched, "said": said}))
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    in_ranks(2, main, Path(sys.argv[1]))

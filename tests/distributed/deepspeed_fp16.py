@@ -1,14 +1,10 @@
-"""DeepSpeed in float16, whose loss scale is too large at first: `deepspeed_fp16.py FOLDER`, ranks by the environment."""
+"""DeepSpeed in float16, whose loss scale is too large at first."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
-
-os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 import torch
@@ -63,8 +59,7 @@ def train(rank: int, stage: int, folder: Path | None) -> dict[str, Any]:
     return {"losses": losses, "weights": [p.tolist() for p in model.parameters()]}
 
 
-if __name__ == "__main__":
-    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not built
     type(get_accelerator()).is_fp16_supported = lambda self: True  # it is, but slow

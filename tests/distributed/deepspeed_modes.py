@@ -1,4 +1,4 @@
-"""The modes of DeepSpeed, in turn, in one of two CPU processes as torchrun starts them: `deepspeed_modes.py FOLDER`."""
+"""The modes of DeepSpeed, in turn, in two CPU processes, and float16 in two others: `deepspeed_modes.py FOLDER FOLDER`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import deepspeed_fp16
 import lightning.pytorch as pl
 import torch
 from deepspeed.pipe import PipelineModule
@@ -23,6 +24,7 @@ from helpers import Samples
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from plain_loop import Layer
+from processes import in_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.data import DataLoader
@@ -30,8 +32,6 @@ from torch.utils.data import DataLoader
 from nemo_fp8_debug import FP8DebugCallback, Monitor
 from nemo_fp8_debug.record.reader import find_run, read_table
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-FOLDER = Path(sys.argv[1])
 STEPS, INTERVAL = 3, 2
 ROWS, SEQUENCE, WIDTH, WORDS, RATE = 2, 16, 32, 64, 0.5
 #: what hides ZeRO-3 on small models: nothing persists, is fetched ahead, or is kept for its next use. DeepSpeed's own linear
@@ -173,7 +173,7 @@ def built(mode: Mode) -> nn.Sequential:
         with deepspeed.zero.Init(config_dict_or_path=mode.config, dtype=mode.dtype):
             split = nn.Sequential(*layers())
         with deepspeed.zero.GatheredParameters(list(split.parameters()), modifier_rank=0):
-            if RANK == 0:
+            if rank() == 0:
                 split.load_state_dict(made.state_dict())
         made = split
     if mode.recompute is not None:
@@ -196,7 +196,7 @@ def zero(mode: Mode, watched: bool) -> dict[str, Any]:
         monitor.begin_step(step)
         with calls:
             for micro in range(2):
-                tokens, labels = batch(step, 2 * RANK + micro)
+                tokens, labels = batch(step, 2 * rank() + micro)
                 sizes.add(dict.__getitem__(model[3]._parameters, "weight").numel())
                 loss = loss_of(engine(tokens), labels)
                 losses.append(loss.item())
@@ -260,13 +260,17 @@ class OnCPU(DeepSpeedStrategy):
         return torch.device("cpu", self.local_rank)
 
 
-def lightning(watched: bool) -> dict[str, Any]:
-    folder = FOLDER / f"lightning-{watched}"
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def lightning(within: Path, watched: bool) -> dict[str, Any]:
+    folder = within / f"lightning-{watched}"
     options = {"interval": INTERVAL, "table_rows": 0, "on_error": "raise", "output": str(folder)}
     config = {key: value for key, value in Mode(3).config.items() if key not in ("gradient_accumulation_steps", "bf16")}
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=WORLD,
+        devices=2,
         strategy=OnCPU(config=config),
         plugins=[LightningEnvironment()],
         precision="bf16-true",
@@ -280,9 +284,9 @@ def lightning(watched: bool) -> dict[str, Any]:
         default_root_dir=folder,
     )
     module = Module()
-    trainer.fit(module, DataLoader([batch(step, RANK) for step in range(STEPS)], batch_size=None))
+    trainer.fit(module, DataLoader([batch(step, rank()) for step in range(STEPS)], batch_size=None))
     found = {}
-    if watched and RANK == 0:
+    if watched and rank() == 0:
         figures, kept = (read_table(find_run(folder), table) for table in ("figures", "sketches"))
         for step in figures["step"].unique().to_list():
             rows = {f"{row['layer']}/{row['role']}": row for row in figures.filter(step=step).to_dicts()}
@@ -359,7 +363,7 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def main() -> None:
+def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
     # Its collectives in shared memory would be compiled first; gloo has them all.
@@ -369,15 +373,16 @@ def main() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     for name in (*MODES, "pipeline", "lightning"):
         mode = MODES.get(name)
-        run = partial(zero, mode) if mode else {"pipeline": pipeline, "lightning": lightning}[name]
+        run = partial(zero, mode) if mode else {"pipeline": pipeline, "lightning": partial(lightning, folder)}[name]
         bare = found[mode.same_as]["bare"] if mode and mode.same_as else run(watched=False)
         found[name] = {"bare": bare, "watched": run(watched=True)}
     for monitor in MONITORS:
         monitor.close()
     torch.distributed.destroy_process_group()
     found |= {"plain own linear": plain(2, 2), "plain pipeline": plain(1, 4), "plain lightning": plain(2, 1)}
-    (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(found))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    for run, folder in zip((main, deepspeed_fp16.main), sys.argv[1:], strict=True):
+        in_ranks(2, run, Path(folder))

@@ -1,6 +1,6 @@
-"""A rank of a DDP run in which something of the monitor or the run goes wrong: `faulty.py RANK WORLD FOLDER SCENARIO...`.
+"""DDP runs in which something of the monitor or the run goes wrong: `faulty.py FOLDER`, in which each of `RUNS` gets one.
 
-Every scenario trains the same model twice in the same processes, without a monitor and with one.
+Every scenario but the ends trains the same model twice in the same processes, without a monitor and with one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import in_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,8 +30,19 @@ from nemo_fp8_debug.record import recording
 from nemo_fp8_debug.record.store import RunRecord
 
 STEPS, INTERVAL = 9, 2
+FAULTS = (
+    *("breaks_off", "attach_fails", "a_hook_fails", "hooks_are_lost", "no_gemm_on_0", "no_gemm_on_1", "two_monitors"),
+    *("uneven_groups", "differing", "is_blocked", "numbers_of_0_differ", "numbers_of_1_differ", "hanging", "no_group"),
+    "never_started",
+)
 #: ways for a process to end
 ENDS = ("interrupted", "closed_late", "closed_by_one")
+#: ranks, and what they go through in turn
+RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "faults": (3, FAULTS),
+    **{how: (2, (how,)) for how in ENDS},
+    "alone": (1, ("two_monitors",)),
+}
 #: what a scenario does to a run, by step
 Act = Callable[["Run", int], None]
 
@@ -223,8 +235,7 @@ def end(how: str, rank: int, folder: Path) -> dict[str, Any]:
     return {"losses": run.losses}
 
 
-def main() -> None:
-    rank, world, folder, scenarios = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]
+def main(rank: int, world: int, folder: Path, scenarios: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     found = {}
@@ -240,4 +251,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for name, (world, scenarios) in RUNS.items():
+        folder = Path(sys.argv[1]) / name
+        folder.mkdir()
+        in_ranks(world, main, folder, scenarios)

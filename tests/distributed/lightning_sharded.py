@@ -1,8 +1,9 @@
-"""A Lightning run, sharded over two CPU processes or plainly in one: `lightning_sharded.py FOLDER fsdp2|fsdp1|plain`."""
+"""A Lightning run, plain in a CPU process and sharded over two, as Lightning starts them: `lightning_sharded.py FOLDER`."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from sharded import fully_shard, loss_of, model
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
-
-sys.path.append(str(Path(__file__).parent))
-from sharded import fully_shard, loss_of, model
 
 from nemo_fp8_debug import FP8DebugCallback
 from nemo_fp8_debug.record.reader import find_run, read_table
@@ -80,12 +79,19 @@ def train(folder: Path, how: str, watched: bool) -> tuple[list[float], int]:
     return module.losses, trainer.global_rank
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder, how = Path(sys.argv[1]), sys.argv[2]
+def compare(folder: Path, how: str) -> None:
     losses, rank = train(folder, how, True)
     unwatched, _ = train(folder, how, False)
     if rank == 0:
         table = read_table(find_run(folder / how), "figures").filter(step=0).sort("layer", "role")
         figures = {f"{row['layer']} {row['role']}": [row[k] for k in ("n", "amax", "amin")] for row in table.to_dicts()}
         (folder / f"{how}.json").write_text(json.dumps({"figures": figures, "losses": losses, "unwatched": unwatched}))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    if "LOCAL_RANK" not in os.environ:  # which is that of a process that Lightning starts
+        compare(folder, "plain")
+    for how in ("fsdp2", "fsdp1"):
+        compare(folder, how)

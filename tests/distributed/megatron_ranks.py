@@ -1,4 +1,4 @@
-"""One rank of Megatron in every layout of so many processes: `megatron_ranks.py RANK WORLD PORT FOLDER`.
+"""Megatron in every layout, each over as many processes as it takes: `megatron_ranks.py FOLDER`.
 
 Each layout trains unwatched, while hooks of our own keep the operands, and then once for each way to watch it.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import json
-import os
 import re
 import sys
 from collections import defaultdict
@@ -47,6 +46,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron_on_cpu import megatron_on_cpu
+from processes import in_ranks
 
 from nemo_fp8_debug import Monitor
 
@@ -298,12 +298,10 @@ def ranks() -> dict[str, int]:
     }
 
 
-def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[4])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[3]}
+def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(200, exit=True)  # where a layout that hangs does
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     with megatron_on_cpu():
         for layout in (found for found in LAYOUTS if found.world == world):
@@ -319,4 +317,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for world in sorted({layout.world for layout in LAYOUTS}):
+        in_ranks(world, main, Path(sys.argv[1]))

@@ -1,17 +1,18 @@
-"""One rank of the same training under each of torch's sharding engines: `sharded.py RANK WORLD PORT FOLDER MODE...`."""
+"""The same training under each of torch's sharding engines: `sharded.py FOLDER WORLD:MODE,MODE...`, for some worlds."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers import Samples
+from processes import in_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
@@ -19,9 +20,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.append(str(Path(__file__).parents[1]))
-from helpers import Samples
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.layers import global_name
@@ -270,14 +268,12 @@ def digest(net: nn.Module) -> str:
     return held.hexdigest()
 
 
-def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[4])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[3]}
+def main(rank: int, world: int, folder: Path, modes: Sequence[str]) -> None:
     torch.set_num_threads(1)
     if world > 1:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+        dist.init_process_group("gloo")
     result, groups = {}, []
-    for mode in sys.argv[5:]:
+    for mode in modes:
         if world > 1:
             # torch names a group after how many there are: a monitor's would meet the addresses of one that is closed.
             groups.append(dist.new_group(backend="gloo"))
@@ -293,4 +289,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for world, modes in (of.split(":") for of in sys.argv[2:]):
+        in_ranks(int(world), main, Path(sys.argv[1]), modes.split(","))

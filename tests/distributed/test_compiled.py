@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
+
+from processes import run_script
 
 from nemo_fp8_debug.record.reader import find_run, read_table
 
 
 def test_a_layer_that_one_rank_has_compiled_lacks_its_part(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
-    worker = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("compiled.py"))]
-    ranks = [
-        subprocess.Popen([*worker, str(rank), port, str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors[-3000:]
+    run_script(Path(__file__).with_name("compiled.py"), tmp_path, TORCHDYNAMO_DISABLE=None)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert first["watched"] == first["plain"] and second["watched"] == second["plain"]
     rows = read_table(find_run(tmp_path / "run"), "figures").select("layer", "role", "shards", "shards_missing").unique()

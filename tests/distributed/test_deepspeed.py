@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
+from processes import run_script
 
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -29,28 +26,21 @@ Run = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Run]]:
-    """What each rank has seen in each mode."""
-    return run_on_two("deepspeed_modes.py", tmp_path_factory.mktemp("deepspeed"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Of all modes, and of float16."""
+    modes, float16 = (tmp_path_factory.mktemp(name) for name in ("modes", "float16"))
+    run_script(HERE / "deepspeed_modes.py", modes, float16, timeout=500, DS_ACCELERATOR="cpu")
+    return modes, float16
 
 
-def run_on_two(script: str, folder: Path) -> list[dict[str, Any]]:
-    """What each of two ranks found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
-    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-W", "ignore", str(HERE / script), str(folder)]
-    logs = [folder / f"log-{rank}" for rank in range(2)]
-    processes = []
-    for rank, log in enumerate(logs):
-        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with log.open("w") as out:
-            processes.append(subprocess.Popen(command, env=os.environ | shared | mine, stdout=out, stderr=out))
-    for process, log in zip(processes, logs, strict=True):
-        assert process.wait(timeout=400) == 0, log.read_text()[-3000:]
+def found_by_ranks(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def ranks(folders: tuple[Path, Path]) -> list[dict[str, Run]]:
+    """What each rank has seen in each mode."""
+    return found_by_ranks(folders[0])
 
 
 def of_step(run: Run, step: str, what: str) -> dict[str, Any]:
@@ -136,17 +126,11 @@ def test_later_steps_differ_by_the_rounding_of_gradients_only(ranks: list[dict[s
 
 def test_recipe(tmp_path: Path) -> None:
     recipe = HERE.parents[1] / "recipes" / "deepspeed_zero.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(recipe)]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path), "--steps", "4", "--interval", "2"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", recipe)
+    options = ("--output", tmp_path, "--steps", "4", "--interval", "2")
+    told = run_script(*launch, *options, DS_ACCELERATOR="cpu", PYTHONWARNINGS="ignore")
     run = find_run(tmp_path)
-    assert f"The record is in {run};" in done.stdout
+    assert f"The record is in {run};" in told
     figures = read_table(run, "figures")
     assert figures["step"].unique().to_list() == [0, 2] and set(figures["role"]) == {"input", "weight", "grad_output"}
     assert set(figures["layer"]) == {
@@ -159,16 +143,16 @@ def test_recipe(tmp_path: Path) -> None:
     assert steps["skipped"].to_list() == [0] * 4 and steps["loss_scale"].to_list() == [1] * 4
 
 
-def test_float16_whose_loss_scale_is_too_large_at_first(tmp_path: Path) -> None:
+def test_float16_whose_loss_scale_is_too_large_at_first(folders: tuple[Path, Path]) -> None:
     """What dY is multiplied by is measured: without ZeRO DeepSpeed reports a loss scale that it does not apply."""
-    for rank in run_on_two("deepspeed_fp16.py", tmp_path):
+    for rank in found_by_ranks(folders[1]):
         for found in rank.values():
             assert found["watched"] == found["plain"]
-    scaled, not_scaled = (read_table(find_run(tmp_path / stage), "steps") for stage in ("1", "0"))
+    scaled, not_scaled = (read_table(find_run(folders[1] / stage), "steps") for stage in ("1", "0"))
     assert scaled["grad_multiplier"].to_list() == [scale / 2 for scale in scaled["loss_scale"]]
     assert scaled["skipped"].to_list() == [1, 1, 1, 1, 1, 0] and scaled["loss_scale"][0] == 2.0**24
     assert not_scaled["grad_multiplier"].to_list() == [0.5] * 6 and not_scaled["loss_scale"].min() == 2.0**24
-    one, other = (read_table(find_run(tmp_path / stage), "figures", where={"role": "grad_output"}) for stage in ("1", "0"))
+    one, other = (read_table(find_run(folders[1] / stage), "figures", where={"role": "grad_output"}) for stage in ("1", "0"))
     assert 0 in one.filter(pl.col("inf") > 0)["step"] and 5 not in one.filter(pl.col("inf") > 0)["step"]
     # The first steps have hardly moved the weights, and the factors are 2^19 apart.
     last = one.filter(step=5), other.filter(step=5)

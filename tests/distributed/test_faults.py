@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty import FAULTS, RUNS
+from processes import run_script
 
 from nemo_fp8_debug.record.reader import find_run, read_table
 
 WORKER = Path(__file__).with_name("faulty.py")
-SCENARIOS = (
-    *("breaks_off", "attach_fails", "a_hook_fails", "hooks_are_lost", "no_gemm_on_0", "no_gemm_on_1", "two_monitors"),
-    *("uneven_groups", "differing", "is_blocked", "numbers_of_0_differ", "numbers_of_1_differ", "hanging", "no_group"),
-    "never_started",
-)
 Found = list[dict[str, Any]]
 
 
-def run(folder: Path, world: int, *scenarios: str) -> list[dict[str, Any]]:
-    """What each rank found, by scenario; all end by themselves, and well."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(WORKER)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(world), str(folder), *scenarios], stderr=subprocess.PIPE, env=environment)
-        for rank in range(world)
-    ]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=150)
-            assert process.returncode == 0, errors.decode()[-3000:]
-    finally:
-        for process in ranks:
-            process.kill()
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All ranks of all runs ended by themselves, and well."""
+    folder = tmp_path_factory.mktemp("faults")
+    run_script(WORKER, folder)
+    return folder
+
+
+def found_by_ranks(folder: Path, run: str) -> Found:
+    """What each rank found, by scenario."""
+    return [json.loads((folder / run / f"rank-{rank}.json").read_text()) for rank in range(RUNS[run][0])]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("faults")
-    return folder, run(folder, 3, *SCENARIOS)
+def runs(ended: Path) -> tuple[Path, Found]:
+    return ended / "faults", found_by_ranks(ended, "faults")
 
 
 def rows(folder: Path, scenario: str) -> dict[tuple[int, str, str], tuple[int, int]]:
@@ -58,7 +46,7 @@ def said(found: Found, scenario: str) -> list[tuple[int, str]]:
     return [(rank, message) for rank, results in enumerate(found) for message in results[scenario]["warnings"]]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", FAULTS)
 def test_losses_and_weights_are_bit_identical(runs: tuple[Path, Found], scenario: str) -> None:
     for rank in runs[1]:
         assert rank[scenario]["same"]
@@ -136,16 +124,16 @@ def test_a_record_that_hangs_costs_samples(runs: tuple[Path, Found]) -> None:
 
 
 @pytest.mark.parametrize(("how", "steps"), [("closed_late", 9), ("closed_by_one", 9), ("interrupted", 4)])
-def test_processes_end_well_however_the_run_does(tmp_path: Path, how: str, steps: int) -> None:
+def test_processes_end_well_however_the_run_does(ended: Path, how: str, steps: int) -> None:
     """With a sample in flight as a rule: every step is one."""
-    for rank in run(tmp_path, 2, how):
+    for rank in found_by_ranks(ended, how):
         assert len(rank[how]["losses"]) == steps
-    found = rows(tmp_path, how)
+    found = rows(ended / how, how)
     assert {step for step, *_ in found} >= set(range(steps - 1))
     assert {missing for _, missing in found.values()} <= {0}
 
 
-def test_a_group_of_one_rank_is_nobody_to_wait_for(tmp_path: Path) -> None:
-    [alone] = run(tmp_path, 1, "two_monitors")
+def test_a_group_of_one_rank_is_nobody_to_wait_for(ended: Path) -> None:
+    [alone] = found_by_ranks(ended, "alone")
     assert alone["two_monitors"]["same"]
-    assert set(rows(tmp_path, "two_monitors").values()) == {(1, 0)}
+    assert set(rows(ended / "alone", "two_monitors").values()) == {(1, 0)}

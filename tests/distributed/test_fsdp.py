@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import run_script
 
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -30,32 +26,15 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 Results = dict[int, list[dict[str, dict[str, Any]]]]
 
 
-def start(folder: Path, world: int, modes: Sequence[str]) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", str(WORKER)]
-    return [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(port), str(folder), *modes],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By number of ranks: what each of them found in each mode."""
-    folder, found = tmp_path_factory.mktemp("sharded"), {}
-    for world, modes in ((1, ["plain", "plain-exact"]), (2, [*OF_TWO, "fsdp2-unsharded", "partial-exact"]), (4, OF_FOUR)):
-        for process in start(folder, world, modes):
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors[-5000:]
-        found[world] = [torch.load(folder / f"rank-{r}-of-{world}.pt", weights_only=False) for r in range(world)]
-    return found
+    folder = tmp_path_factory.mktemp("sharded")
+    modes = {1: ["plain", "plain-exact"], 2: [*OF_TWO, "fsdp2-unsharded", "partial-exact"], 4: OF_FOUR}
+    run_script(WORKER, folder, *(f"{world}:{','.join(names)}" for world, names in modes.items()))
+    return {
+        world: [torch.load(folder / f"rank-{r}-of-{world}.pt", weights_only=False) for r in range(world)] for world in modes
+    }
 
 
 def rows(result: dict[str, Any], step: int) -> Rows:
@@ -140,18 +119,10 @@ def test_a_sum_that_no_rank_knows_is_left_out_and_said(results: Results) -> None
 
 
 def test_the_recipe_runs_on_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--output", str(tmp_path), "--steps", "4", "--interval", "2"]
-    done = subprocess.run(
-        [*command, str(RECIPE), *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    told = run_script(*launch, RECIPE, "--output", tmp_path, "--steps", "4", "--interval", "2")
     run = find_run(tmp_path)
-    assert done.stdout.count(f"The record is in {run};") == 1
+    assert told.count(f"The record is in {run};") == 1
     figures = read_table(run, "figures")
     assert figures["step"].unique().to_list() == [0, 2]
     assert (figures.filter(role="weight")["shards"] == 1).all()
@@ -162,13 +133,9 @@ def test_the_recipe_runs_on_two_processes(tmp_path: Path) -> None:
 
 
 def test_lightnings_strategies(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("lightning_sharded.py")), str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    told = {}
-    for how in ("plain", "fsdp2", "fsdp1"):
-        done = subprocess.run([*command, how], env=environment, capture_output=True, text=True, timeout=180)
-        assert done.returncode == 0, done.stderr[-3000:]
-        told[how] = json.loads((tmp_path / f"{how}.json").read_text())
-        assert told[how]["losses"] == told[how]["unwatched"]
+    run_script(Path(__file__).with_name("lightning_sharded.py"), tmp_path, MASTER_ADDR="127.0.0.1")
+    told = {how: json.loads((tmp_path / f"{how}.json").read_text()) for how in ("plain", "fsdp2", "fsdp1")}
+    for found in told.values():
+        assert found["losses"] == found["unwatched"]
     assert len(told["plain"]["figures"]) == 15
     assert told["fsdp2"]["figures"] == told["fsdp1"]["figures"] == told["plain"]["figures"]

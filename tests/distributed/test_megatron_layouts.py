@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +15,7 @@ import polars as pl
 import pytest
 import torch
 from layouts import BY_NAME, LAYOUTS, SPREAD, STEPS, WATCHED, Layout, sequences
+from processes import run_script
 from products import errors, figures, quantised
 
 from nemo_fp8_debug.record.reader import find_run, read_table
@@ -37,23 +34,8 @@ of_watched = pytest.mark.parametrize("watched", WATCHED)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All layouts, each unwatched and watched."""
-    folder, here = tmp_path_factory.mktemp("layouts"), Path(__file__).parent
-    paths = os.pathsep.join(map(str, (here.parents[1], here.parents[1] / "recipes")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    for world in sorted({layout.world for layout in LAYOUTS}):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, "-W", "ignore", str(here / "megatron_ranks.py")]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(world), str(port), str(folder)], env=environment, stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(world)
-        ]
-        for process in ranks:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors[-5000:]
+    folder = tmp_path_factory.mktemp("layouts")
+    run_script(Path(__file__).with_name("megatron_ranks.py"), folder, timeout=600)
     return folder
 
 

@@ -1,12 +1,12 @@
-"""A rank with two of four experts, as a process of its own: `expert_ranks.py RANK PORT FOLDER`; the last gets no token."""
+"""Two ranks, each a process with two of four experts: `expert_ranks.py FOLDER`; the last gets no token."""
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
 import torch.distributed as dist
+from processes import in_ranks
 from torch import nn
 
 from nemo_fp8_debug import Monitor
@@ -14,11 +14,9 @@ from nemo_fp8_debug import Monitor
 EXPERTS = 2
 
 
-def main() -> None:
-    rank, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def main(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     torch.manual_seed(rank)
     names = [str(EXPERTS * rank + i) for i in range(EXPERTS)]
     model = nn.ModuleDict(
@@ -42,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_ranks(2, main, sys.argv[1])

@@ -1,9 +1,8 @@
-"""One rank of a run of several, as a process of its own: `ranks.py RANK WORLD PORT FOLDER SCENARIO`."""
+"""Runs of several ranks, each a process: `ranks.py FOLDER`, in which each of `RUNS` gets one."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import warnings
@@ -11,18 +10,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from processes import in_ranks
 from torch import nn
 
 from nemo_fp8_debug import ConfigError, Monitor
 
 STEPS = 40
+#: ranks, and what they go through
+RUNS = {
+    **{scenario: (2, scenario) for scenario in ("control", "triggers", "refused", "units")},
+    "control of 3": (3, "control"),
+}
 
 
-def main() -> None:
-    rank, world, folder, scenario = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[4]), sys.argv[5]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[3]}
+def main(rank: int, world: int, folder: Path, scenario: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo")
     # Each rank a pipeline stage: its layers are its own.
     torch.manual_seed(rank)
     model = nn.ModuleDict({f"stage{rank}": nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))}).bfloat16()
@@ -73,6 +76,8 @@ def train(model: nn.Module, folder: Path, rank: int, scenario: str, options: dic
         losses.append(loss.item())
         # As pipeline stages do: the last one has the loss.
         reported = None if rank == 0 else torch.tensor(2.0 + 0.001 * step + 50.0 * (scenario == "triggers" and step == 23))
+        if scenario == "triggers" and step > 30:
+            time.sleep(0.05)  # a step of a real run takes longer than measuring
         dist.barrier()
         monitor.end_step(loss=reported)
     monitor.close()
@@ -80,4 +85,7 @@ def train(model: nn.Module, folder: Path, rank: int, scenario: str, options: dic
 
 
 if __name__ == "__main__":
-    main()
+    for name, (world, scenario) in RUNS.items():
+        folder = Path(sys.argv[1]) / name
+        folder.mkdir()
+        in_ranks(world, main, folder, scenario)

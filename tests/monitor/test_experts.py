@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import polars as pl
 import pytest
 import torch
 from polars.testing import assert_frame_equal
+from processes import run_script
 from test_megatron import SEQUENCE, gpt, loss_of
 from torch import nn
 
@@ -221,18 +219,7 @@ def test_experts_whose_first_tokens_come_later(tmp_path: Path) -> None:
 
 
 def test_experts_of_several_ranks(tmp_path: Path) -> None:
-    worker = Path(__file__).with_name("expert_ranks.py")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", str(worker)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(port), str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    run_script(Path(__file__).with_name("expert_ranks.py"), tmp_path)
     run = find_run(tmp_path)
     for table, of in (("figures", None), ("what_if", "current-e4m3")):
         rows = read_table(run, table)

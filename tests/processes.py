@@ -1,0 +1,76 @@
+"""Processes that tests start: a script to its end, and the ranks of a run, which share one import of what they need."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def run_script(*command: str | Path, timeout: float = 240, **environment: str | None) -> str:
+    """Run a script, or `-m` and a module, which has to end well; what it printed. None takes a variable away."""
+    inherited = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    values = {name: value for name, value in (inherited | environment).items() if value is not None}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", *map(str, command)],
+        env=values,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        told, errors = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # what it started too
+        raise
+    assert process.returncode == 0, f"{told[-1000:]}\n{errors[-5000:]}"
+    return told
+
+
+def in_ranks(world: int, train: Callable[..., object], *arguments: object) -> None:
+    """`train(rank, world, *arguments)` in so many processes, from a script that has imported all but trained nothing itself.
+
+    Ranks are forked, since their imports take longer than most of what they do, and find each other as under torchrun.
+    They end as any interpreter does. When one fails the others are ended, and so is the script.
+    """
+    _load()
+    gc.freeze()  # or each rank would go through all of the modules' objects once more when it ends
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    ranks = []
+    for rank in range(world):
+        if not (process := os.fork()):
+            os.environ |= shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            train(rank, world, *arguments)
+            sys.exit()
+        ranks.append(process)
+    _wait_for(ranks)
+
+
+def _load() -> None:
+    """What the first sample would load in every rank: the compiled kernel, and what pyarrow looks for to write a table."""
+    import pandas  # noqa: F401
+    import torch
+
+    from nemo_fp8_debug.kernels import sketch
+
+    sketch(torch.zeros(1, dtype=torch.bfloat16))
+
+
+def _wait_for(processes: list[int]) -> None:
+    left = set(processes)
+    while left:
+        ended, status = os.wait()
+        left.discard(ended)
+        if status:
+            for process in left:
+                os.kill(process, signal.SIGKILL)
+            sys.exit(f"rank {processes.index(ended)} ended with {os.waitstatus_to_exitcode(status)}")
