@@ -1,7 +1,12 @@
 """How this package speaks up."""
 
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+_heard: ContextVar[list[str] | None] = ContextVar("heard", default=None)
 
 
 class ConfigError(ValueError):
@@ -21,7 +26,22 @@ class FP8DebugWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Warn; where warnings are turned into errors, log instead: a warning of ours never stops a run."""
+    heard = _heard.get()
+    if heard is not None:
+        heard.append(message)
+        return
     try:
         warnings.warn(f"nemo_fp8_debug: {message}", FP8DebugWarning, stacklevel=4)
     except FP8DebugWarning:
         logging.getLogger("nemo_fp8_debug").warning(message)
+
+
+@contextlib.contextmanager
+def hearing() -> Iterator[list[str]]:
+    """What is warned of inside, in this thread, as a list and not as warnings: for those who show it themselves."""
+    heard: list[str] = []
+    token = _heard.set(heard)
+    try:
+        yield heard
+    finally:
+        _heard.reset(token)

@@ -67,17 +67,20 @@ class Plan:
         change = self.change_of(layer, role)
         return parse_recipe(change.recipe) if change else otherwise
 
+    def text(self) -> str:
+        """The plan as its file has it: JSON."""
+        content = {"version": VERSION, "changes": [asdict(change) for change in self.changes]}
+        return json.dumps(content, indent=2) + "\n"
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON.
 
         Raises:
             ConfigError: the file exists, or cannot be written.
         """
-        content = {"version": VERSION, "changes": [asdict(change) for change in self.changes]}
         try:
             with Path(path).open("x") as file:
-                json.dump(content, file, indent=2)
-                file.write("\n")
+                file.write(self.text())
         except FileExistsError:
             raise ConfigError(f"{path} exists and is not overwritten; name another file") from None
         except OSError as error:

@@ -54,10 +54,18 @@ def main() -> int:
     good, bad, twin = (output / name for name in ("good", "bad", "twin"))
     status = subprocess.run([command, "compare", good, bad, "--twin", twin]).returncode
     status = status or subprocess.run([command, "diagnose", bad, "--good", good, "--twin", twin]).returncode
-    print(
-        f"\nTo look closer:  {Path(sys.executable).with_name('tensorboard')} --logdir {output}  and open http://localhost:6006"
-    )
+    print(f"\nTo see it:  {Path(sys.executable).with_name('tensorboard')} --logdir {output}")
+    print(f"and open    {the_worst(good, bad)}")
     return status
+
+
+def the_worst(good: Path, bad: Path) -> str:
+    """Where the tab shows the tensor that drifted farthest."""
+    from nemo_fp8_debug.analysis.compare import compare
+    from nemo_fp8_debug.tensorboard_plugin.links import link
+
+    layer, role = compare(good, bad).tensors.select("layer", "role").row(0)
+    return link(run="bad", good="good", twin="twin", view="map", figure="underflow_pct", layer=layer, role=role)
 
 
 if __name__ == "__main__":

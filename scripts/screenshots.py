@@ -1,6 +1,6 @@
 """Takes the screenshots of the docs: TensorBoard over a demo's folder, and the page of its comparison, in headless Chromium.
 
-`apt-get install chromium; .venv/bin/pip install playwright==1.65.2; .venv/bin/python scripts/screenshots.py runs/demo`
+`.venv/bin/python scripts/screenshots.py runs/demo`
 """
 
 from __future__ import annotations
@@ -8,69 +8,69 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
-PORT = 6123
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import browser
+from demo import the_worst
+
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"]
-
-
-def wait_for_server() -> None:
-    for _ in range(60):
-        try:
-            urllib.request.urlopen(f"http://localhost:{PORT}/data/runs", timeout=2)
-            return
-        except OSError:
-            time.sleep(1)
-    raise SystemExit("TensorBoard did not start")
-
-
-def scalars(page: Page) -> None:
-    page.goto(f"http://localhost:{PORT}/?tagFilter=reduced_train_loss%7Cfp8%2F(underflow_pct%7Cmse)%2Finput#timeseries")
-    page.wait_for_timeout(8000)
-    page.screenshot(path=IMAGES / "scalars.png")
-
-
-def custom_scalars(page: Page) -> None:
-    page.goto(f"http://localhost:{PORT}/#custom_scalars")
-    page.wait_for_timeout(8000)
-    page.screenshot(path=IMAGES / "custom_scalars.png")
-
-
-def fingerprint(page: Page) -> None:
-    page.goto(f"http://localhost:{PORT}/#text")
-    page.wait_for_timeout(6000)
-    page.screenshot(path=IMAGES / "fingerprint.png")
-
-
-def comparison(page: Page) -> None:
-    runs = [Path(sys.argv[1]) / name for name in ("good", "bad")]
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.html"
-        command = Path(sys.executable).with_name("nemo-fp8-debug")
-        subprocess.run([command, "compare", *runs, "--html", report], check=True, stdout=subprocess.DEVNULL)
-        page.goto(report.as_uri())
-        page.wait_for_timeout(3000)
-        page.screenshot(path=IMAGES / "compare.png")
+SIZE = {"width": 1500, "height": 1000}
+#: views of the tab, and what each waits for
+VIEWS = {
+    "map": "[data-panel=difference] [data-drawn]",
+    "timeline": "[data-drawn]",
+    "distribution": "[data-drawn]",
+    "what_if": "table",
+    "verdict": "table",
+    "fingerprints": "table",
+}
 
 
 def main() -> None:
+    runs = Path(sys.argv[1])
     IMAGES.mkdir(exist_ok=True)
-    tensorboard = Path(sys.executable).with_name("tensorboard")
-    server = subprocess.Popen([tensorboard, "--logdir", sys.argv[1], "--port", str(PORT)], stderr=subprocess.DEVNULL)
-    try:
-        wait_for_server()
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
-            for take in (scalars, custom_scalars, fingerprint, comparison):
-                take(browser.new_page(viewport={"width": 1500, "height": 1000}))
-            browser.close()
-    finally:
-        server.terminate()
+    with browser.tensorboard("--logdir", runs) as address, browser.chromium() as chromium:
+
+        def take(name: str, show: Callable[[Page], None]) -> None:
+            page = chromium.new_page(viewport=SIZE)
+            show(page)
+            page.wait_for_timeout(1500)
+            page.screenshot(path=IMAGES / f"{name}.png")
+            page.close()
+
+        culprit = the_worst(runs / "good", runs / "bad").partition("/#")[2]
+        for view, ready in VIEWS.items():
+            take(f"tab_{view}", lambda page, v=view, r=ready: tab(page, f"{address}/#{culprit}&p.fp8.step=300", v, r))
+        dark = f"{address}/?darkMode=true#{culprit}&p.fp8.step=300"
+        take("tab_dark", lambda page: tab(page, dark, "distribution", VIEWS["distribution"]))
+        tags = "tagFilter=reduced_train_loss%7Cfp8%2F(underflow_pct%7Cmse)%2Finput#timeseries"
+        take("scalars", lambda page: others(page, f"{address}/?{tags}"))
+        take("custom_scalars", lambda page: others(page, f"{address}/#custom_scalars"))
+        take("compare", lambda page: comparison(page, runs))
+
+
+def tab(page: Page, address: str, view: str, ready: str) -> None:
+    page.goto(f"{address.replace('p.fp8.view=map', f'p.fp8.view={view}')}")
+    page.frame_locator("iframe").locator(f"main[data-view] {ready}").first.wait_for(timeout=120_000)
+
+
+def others(page: Page, address: str) -> None:
+    page.goto(address)
+    page.wait_for_timeout(8000)
+
+
+def comparison(page: Page, runs: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.html"
+        command = Path(sys.executable).with_name("nemo-fp8-debug")
+        arguments = ["compare", runs / "good", runs / "bad", "--html", report]
+        subprocess.run([command, *arguments], check=True, stdout=subprocess.DEVNULL)
+        page.goto(report.as_uri())
+        page.wait_for_timeout(3000)
 
 
 if __name__ == "__main__":

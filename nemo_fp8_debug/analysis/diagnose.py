@@ -128,14 +128,15 @@ class Diagnosis:
 
 
 def diagnose(
-    bad: str | os.PathLike[str],
-    good: str | os.PathLike[str] | None = None,
-    twin: str | os.PathLike[str] | None = None,
+    bad: str | os.PathLike[str] | Run,
+    good: str | os.PathLike[str] | Run | None = None,
+    twin: str | os.PathLike[str] | Run | None = None,
     by: str = "step",
 ) -> Diagnosis:
     """Say what is wrong with a run.
 
     Args:
+        bad: a record; or a run that has been read, with the same `by` and all columns. Likewise the others.
         good: a run that went well; without it the run is compared with its own beginning.
         twin: a run that differs from `bad` in precision alone.
         by: see `compare`.
@@ -144,16 +145,16 @@ def diagnose(
         RecordError: a record is missing or unreadable, or has nothing to go by.
         ConfigError: see `compare`.
     """
-    other = None if twin is None else Run.read(twin, by)
+    other = twin if twin is None or isinstance(twin, Run) else Run.read(twin, by)
     if good is None:
         return _alone(_read(bad, by), other)
     return _paired(compare(_read(good, by), _read(bad, by), other, by))
 
 
-def _read(path: str | os.PathLike[str], by: str) -> Run:
+def _read(path: str | os.PathLike[str] | Run, by: str) -> Run:
     """A run without the samples of steps that the optimizer skipped, as long as it stepped later: gradients that overflow
     while a loss scale is sought have changed nothing."""
-    run = Run.read(path, by)
+    run = path if isinstance(path, Run) else Run.read(path, by)
     steps = run.steps.with_columns(skipped=pl.col("skipped").fill_null(0) != 0)
     last = pl.col("step").filter(~pl.col("skipped")).max()
     made_good = steps.filter(pl.col("skipped") & (pl.col("step") < last))["step"]

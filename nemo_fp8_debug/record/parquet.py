@@ -48,6 +48,40 @@ def read(file: Any, checksum: str, columns: Sequence[str] | None = None) -> pa.T
     return part.read(columns=None if columns is None else list(columns), use_threads=False)
 
 
+def rows(file: Any, checksum: str) -> int:
+    """How many rows a part has.
+
+    Raises:
+        ValueError: it is damaged or foreign.
+    """
+    return int(_Checked(file, checksum).metadata.num_rows)
+
+
+def pick(file: Any, checksum: str, columns: Sequence[str], places: Sequence[int], at_once: int) -> pa.Table:
+    """A few rows of a part, of which no more than some are decoded at a time.
+
+    Args:
+        file, checksum: as for `read`.
+        columns: to read; those that the part lacks are passed over.
+        places: of the rows, ascending.
+        at_once: rows to decode at a time.
+
+    Raises:
+        ValueError: it is damaged or foreign.
+    """
+    checked = _Checked(file, checksum)
+    part = pq.ParquetFile(checked, metadata=checked.metadata)
+    there = [name for name in columns if name in part.schema_arrow.names]
+    wanted, found, begin = list(places), [], 0
+    batches = part.iter_batches(at_once, columns=there, use_threads=False)
+    while wanted:
+        batch = next(batches)
+        here = [row for row in wanted if row < begin + len(batch)]
+        found.append(batch.take(pa.array([row - begin for row in here], pa.int64())))
+        wanted, begin = wanted[len(here) :], begin + len(batch)
+    return pa.Table.from_batches(found)
+
+
 def _blocks(data: bytes) -> list[memoryview]:
     return [memoryview(data)[i : i + BLOCK] for i in range(0, len(data), BLOCK)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -63,6 +64,34 @@ class Place:
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(p.rstrip("/").rpartition("/")[2] for p in found)
+
+    def entries(self, folder: str = "") -> Iterator[tuple[str, str]]:
+        """Names in a folder and what each is: `folder`, `link` or `file`; without a look at each, where that is possible.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        path = self.path(folder)
+        if self.is_local:
+            with os.scandir(path or "/") as found:
+                for entry in found:
+                    kind = "link" if entry.is_symlink() else "folder" if entry.is_dir() else "file"
+                    yield entry.name, kind
+            return
+        self._fs.invalidate_cache(path)
+        for about in self._fs.ls(path, detail=True):
+            kind = "folder" if about["type"] == "directory" else "file"
+            if name := about["name"].rstrip("/").removeprefix(path.rstrip("/")).strip("/"):
+                yield name, kind
+
+    def modified(self, name: str) -> float | None:
+        """When a file was written, in seconds since 1970; None where its file system does not tell."""
+        try:
+            return (
+                os.stat(self.path(name)).st_mtime if self.is_local else float(self._fs.modified(self.path(name)).timestamp())
+            )
+        except (NotImplementedError, KeyError, AttributeError):
+            return None
 
     def size(self, folder: str, prefix: str = "") -> int:
         """Bytes of all files in a folder and below whose names begin with `prefix`; 0 where there is no such folder."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import polars as pl
@@ -66,7 +67,11 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
 
 
 def read_table(
-    run: Address, table: str, columns: Sequence[str] | None = None, where: Mapping[str, Any] | None = None
+    run: Address,
+    table: str,
+    columns: Sequence[str] | None = None,
+    where: Mapping[str, Any] | None = None,
+    steps: Collection[int] | None = None,
 ) -> pl.DataFrame:
     """Rows of a table, in order of steps; where attempts overlap, the latest one's rows of a step.
 
@@ -74,14 +79,17 @@ def read_table(
         table: `figures`, `what_if`, `replayed`, `outputs`, `sketches` or `steps`.
         columns: to read; all by default.
         where: values that columns must have, as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.
+        steps: to read; all by default. Of the others no more than one part's rows are held at a time.
     """
     wanted, where = list(columns or SCHEMAS[table]), dict(where or {})
     schema = arrow_schema(table, {*wanted, *where, "attempt", "step"})
+    only = None if steps is None else pa.array(sorted(steps), pa.int64())
     parts, newest = list[tuple[set[tuple[int, int]], pa.Table]](), dict[int, int]()
     for part, rows in _read(Place(run), table, schema, where.get("step")):
         samples = _samples(part, rows)
         for attempt, step in samples:
             newest[step] = max(attempt, newest.get(step, 0))
+        rows = rows if only is None else rows.filter(pc.is_in(rows["step"], only))
         parts.append((samples, _matching(rows, where)))
     earlier = [[step for attempt, step in samples if attempt < newest[step]] for samples, _ in parts]
     latest = [_without(rows, steps) for (_, rows), steps in zip(parts, earlier, strict=True)]
@@ -113,7 +121,7 @@ def _samples(part: Part, rows: pa.Table) -> set[tuple[int, int]]:
 def _read(run: Place, table: str, schema: pa.Schema, step: int | None) -> Iterator[tuple[Part, pa.Table]]:
     """The parts of a table that may hold `step`, each step of an attempt once."""
     read: set[tuple[int, int]] = set()
-    parts = deque(_parts(run, table))
+    parts = deque(parts_of(run, table))
     listed = set(parts)
     unreadable: dict[str, str] = {}
     while parts:
@@ -124,9 +132,9 @@ def _read(run: Place, table: str, schema: pa.Schema, step: int | None) -> Iterat
         if not part.merged and (part.attempt, part.first) in read:
             continue
         try:
-            rows = _read_part(run, table, schema, part)
+            rows = read_part(run, table, schema, part)
         except FileNotFoundError:  # a run that goes on has merged it since
-            parts.extend(p for p in _parts(run, table) if p not in listed)
+            parts.extend(p for p in parts_of(run, table) if p not in listed)
             listed.update(parts)
             continue
         if isinstance(rows, str):
@@ -139,6 +147,15 @@ def _read(run: Place, table: str, schema: pa.Schema, step: int | None) -> Iterat
         yield part, rows
     if unreadable:
         _complain_of(run, table, unreadable)
+
+
+def rows_of(run: Address, table: str) -> int:
+    """How many rows the parts of a table say they have; of them only the ends are read."""
+    run, rows = Place(run), 0
+    for part in parts_of(run, table):
+        with contextlib.suppress(Exception), run.open(f"{table}/{part.name}") as file:
+            rows += parquet.rows(file, part.checksum)
+    return rows
 
 
 def _complain_of(run: Place, table: str, unreadable: Mapping[str, str]) -> None:
@@ -156,7 +173,7 @@ def _without(rows: pa.Table, steps: list[int]) -> pa.Table:
     return rows.filter(pc.invert(pc.is_in(rows["step"], pa.array(steps, pa.int64())))) if steps else rows
 
 
-def _read_part(run: Place, table: str, schema: pa.Schema, part: Part) -> pa.Table | str:
+def read_part(run: Place, table: str, schema: pa.Schema, part: Part) -> pa.Table | str:
     """The rows of a part, or what is wrong with it.
 
     Raises:
@@ -180,8 +197,8 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def _parts(run: Place, table: str) -> list[Part]:
-    """Merged parts first."""
+def parts_of(run: Place, table: str) -> list[Part]:
+    """The parts of a table, in order, those that are merged first."""
     parts = []
     for name in run.names(table):
         if part := Part.named(name):

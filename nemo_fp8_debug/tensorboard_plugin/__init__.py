@@ -1,0 +1,5 @@
+"""The FP8 tab of TensorBoard: reads run records below the logdir and shows them, while they grow."""
+
+from .plugin import FP8Plugin
+
+__all__ = ["FP8Plugin"]

@@ -1,0 +1,100 @@
+// The page: which runs, which view, and the view.
+import {useEffect} from 'preact/hooks';
+import {at, go} from './address.js';
+import {Notice, Problem} from './components/notice.jsx';
+import {Runs} from './components/pickers.jsx';
+import {about, chosen, details, keepLooking, known, unreachable} from './records.js';
+import {Distribution} from './views/distribution.jsx';
+import {Fingerprints} from './views/fingerprints.jsx';
+import {MapView} from './views/map.jsx';
+import {Timeline} from './views/timeline.jsx';
+import {Verdict} from './views/verdict.jsx';
+import {WhatIf} from './views/what_if.jsx';
+
+const VIEWS = {
+  map: {label: 'Map', show: MapView},
+  timeline: {label: 'Timeline', show: Timeline},
+  distribution: {label: 'Distribution', show: Distribution},
+  what_if: {label: 'What if', show: WhatIf},
+  verdict: {label: 'Verdict', show: Verdict},
+  fingerprints: {label: 'Fingerprints', show: Fingerprints},
+};
+
+export function App() {
+  useEffect(keepLooking, []);
+  if (!known.value) return unreachable.value ? <Problem error={unreachable.value} /> : <p class="soft" role="status">Looking for records …</p>;
+  if (!known.value.runs.length) return <NoRecord />;
+  const view = VIEWS[at('view')] ? at('view') : 'map';
+  return (
+    <>
+      {unreachable.value && <Problem error={unreachable.value} />}
+      <header>
+        <Views view={view} />
+        <Runs />
+      </header>
+      <main id="view" role="tabpanel" aria-labelledby={`tab-${view}`} data-view={VIEWS[view].label}>
+        <Notes />
+        <Shown view={view} />
+      </main>
+    </>
+  );
+}
+
+function Views({view}) {
+  const names = Object.keys(VIEWS);
+  const keys = (event) => {
+    const by = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+    if (!by) return;
+    const next = names[(names.indexOf(view) + by + names.length) % names.length];
+    go({view: next}, true);
+    document.getElementById(`tab-${next}`).focus();
+  };
+  return (
+    <div role="tablist" aria-label="Views" class="tabs" onKeyDown={keys}>
+      {names.map((name) => (
+        <button
+          key={name} type="button" role="tab" id={`tab-${name}`} aria-selected={name === view} aria-controls="view"
+          tabIndex={name === view ? 0 : -1} onClick={() => go({view: name}, true)}
+        >
+          {VIEWS[name].label}
+        </button>
+      ))}
+    </div>
+  );
+}
+
+function Shown({view}) {
+  const run = about(chosen.value.run);
+  if (!run) return <Notice title="No such run"><p>The address names a run that is not under the logdir; choose another above.</p></Notice>;
+  if (run.state === 'unreadable') return <Problem error={`${run.name} cannot be read: ${run.why}`} />;
+  if (run.state === 'empty' && view !== 'fingerprints') {
+    return (
+      <Notice title={`${run.name} has nothing recorded yet`}>
+        <p>Its first sampled step appears here by itself. Steps are sampled at the interval of the callback.</p>
+      </Notice>
+    );
+  }
+  const View = VIEWS[view].show;
+  return <View />;
+}
+
+function Notes() {
+  const notes = Object.entries(details.value).flatMap(([part, {data, error}]) =>
+    [...(data?.notes ?? []), ...(error ? [error] : [])].map((note) => `${chosen.value[part]}: ${note}`),
+  );
+  const refused = (known.value.refused ?? []).map(({name, why}) => `${name}: ${why}`);
+  const all = [...refused, ...notes];
+  if (!all.length) return null;
+  return <ul class="notes" role="status">{all.map((note) => <li key={note}>{note}</li>)}</ul>;
+}
+
+function NoRecord() {
+  return (
+    <Notice title="No record of FP8 here">
+      <p>There is no run record under {known.value.logdirs.map((path) => <code key={path}>{path} </code>)}. Add the callback to a run:</p>
+      <pre>{'from nemo_fp8_debug import FP8DebugCallback\n\ntrainer = nl.Trainer(..., callbacks=[FP8DebugCallback(interval=100)])'}</pre>
+      <p>Its record lies beside the events of TensorBoard, and appears here with its first sampled step; this page looks for it every 10 seconds.</p>
+      <Notes />
+    </Notice>
+  );
+}

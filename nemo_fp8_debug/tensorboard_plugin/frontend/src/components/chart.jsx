@@ -1,0 +1,106 @@
+// A chart of ECharts that follows the theme and its size, with its picture and its numbers to take away.
+import {CustomChart, LineChart, ScatterChart} from 'echarts/charts';
+import {AriaComponent, AxisPointerComponent, DataZoomComponent, GridComponent, MarkLineComponent, TitleComponent, TooltipComponent} from 'echarts/components';
+import * as echarts from 'echarts/core';
+import {CanvasRenderer} from 'echarts/renderers';
+import {useEffect, useRef} from 'preact/hooks';
+import {saveCsv, savePng} from '../download.js';
+import {dark, inks} from '../theme.js';
+
+echarts.use([
+  CustomChart, LineChart, ScatterChart, CanvasRenderer,
+  AriaComponent, AxisPointerComponent, DataZoomComponent, GridComponent, MarkLineComponent, TitleComponent, TooltipComponent,
+]);
+
+/**
+ * @param {string} name of the files that are taken away
+ * @param {string} label what is shown, in a sentence, for those who do not see it
+ * @param {object} option of ECharts; texts from records belong into data, never into formatters that return HTML
+ * @param {() => Array<Array>} rows the numbers, headings first
+ * @param {Object<string, function>} on ECharts' events
+ * @param {function} ready called with ECharts' instance once it is there
+ * @param {function} resized called after the chart has another size
+ * @param {string|number} mark of what is drawn: the box's data-drawn once it is
+ */
+export function Chart({name, label, option, rows, on = {}, height = 320, ready, resized, mark = ''}) {
+  const box = useRef();
+  const chart = useRef();
+  const marked = useRef(mark);
+  marked.current = mark;
+  const after = useRef(resized);
+  after.current = resized;
+  const isDark = dark.value;
+
+  useEffect(() => {
+    const element = box.current;
+    const made = echarts.init(element, null, {renderer: 'canvas'});
+    chart.current = made;
+    made.on('rendered', () => (element.dataset.drawn = marked.current));
+    ready?.(made);
+    const observer = new ResizeObserver(() => {
+      made.resize();
+      after.current?.();
+    });
+    observer.observe(element);
+    return () => {
+      observer.disconnect();
+      made.dispose();
+    };
+  }, []);
+
+  useEffect(() => {
+    const ink = inks();
+    chart.current.setOption(
+      {
+        animation: false,
+        backgroundColor: 'transparent',
+        textStyle: {color: ink.text, fontFamily: 'Roboto, system-ui, sans-serif'},
+        aria: {enabled: true, label: {description: label}},
+        ...option,
+      },
+      {notMerge: true},
+    );
+  }, [option, isDark]);
+
+  useEffect(() => {
+    for (const [event, handler] of Object.entries(on)) chart.current.on(event, handler);
+    return () => {
+      for (const [event, handler] of Object.entries(on)) if (!chart.current.isDisposed()) chart.current.off(event, handler);
+    };
+  });
+
+  return (
+    <figure class="chart">
+      <div class="chart-tools">
+        <button type="button" onClick={() => savePng(name, chart.current.getDataURL({pixelRatio: 2, backgroundColor: inks().ground}))}>PNG</button>
+        {rows && <button type="button" onClick={() => saveCsv(name, rows())}>CSV</button>}
+      </div>
+      <div ref={box} class="chart-box" style={{height: `${height}px`}} role="img" aria-label={label} />
+    </figure>
+  );
+}
+
+/** Axes, tooltips and legends in the inks of the theme. */
+export function axis(more = {}) {
+  const ink = inks();
+  return {
+    axisLine: {lineStyle: {color: ink.line}},
+    axisTick: {lineStyle: {color: ink.line}},
+    axisLabel: {color: ink.soft, ...more.axisLabel},
+    nameTextStyle: {color: ink.soft},
+    splitLine: {lineStyle: {color: ink.line, opacity: 0.6}},
+    ...Object.fromEntries(Object.entries(more).filter(([key]) => key !== 'axisLabel')),
+  };
+}
+
+/** Text of a tooltip: plain lines, escaped; ECharts takes strings for HTML. */
+export function tip(...lines) {
+  const box = document.createElement('div');
+  for (const line of lines) box.append(Object.assign(document.createElement('div'), {textContent: line}));
+  return box;
+}
+
+export function tooltip(more = {}) {
+  const ink = inks();
+  return {backgroundColor: ink.ground, borderColor: ink.line, textStyle: {color: ink.text, fontSize: 12}, confine: true, ...more};
+}

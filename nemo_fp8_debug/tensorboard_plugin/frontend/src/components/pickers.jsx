@@ -1,0 +1,65 @@
+// Choices: which runs, which figure, which tensor.
+import {at, go, tensor} from '../address.js';
+import {about, choose, chosen, details, known, PARTS} from '../records.js';
+import {shown, titleOf} from '../units.js';
+
+const STATES = {growing: 'growing', empty: 'nothing recorded yet', unreadable: 'unreadable', still: ''};
+
+export function Runs() {
+  return (
+    <div class="pickers">
+      {Object.entries(PARTS).map(([part, {label, hint}]) => (
+        <label key={part} title={hint}>
+          <span class={`swatch ${part}`} aria-hidden="true" /> {label}
+          <select value={chosen.value[part] ?? ''} onChange={(event) => choose(part, event.target.value)} data-part={part}>
+            {part !== 'run' && <option value="">none</option>}
+            {known.value.runs.map((run) => (
+              <option key={run.name} value={run.name}>{[run.name, STATES[run.state]].filter(Boolean).join(' · ')}</option>
+            ))}
+          </select>
+        </label>
+      ))}
+      <Growing />
+    </div>
+  );
+}
+
+function Growing() {
+  const run = about(chosen.value.run);
+  if (run?.state !== 'growing') return null;
+  return <span class="soft" role="status">growing, at step {run.last ?? '-'}</span>;
+}
+
+export const DEFAULT_FIGURE = 'underflow_pct';
+
+export const currentFigure = () => (known.value.figures.some((figure) => figure.name === at('figure')) ? at('figure') : DEFAULT_FIGURE);
+
+export function Figure() {
+  return (
+    <label>
+      Figure
+      <select value={currentFigure()} onChange={(event) => go({figure: event.target.value})} data-picker="figure">
+        {known.value.figures.map((figure) => (
+          <option key={figure.name} value={figure.name}>{figure.unit ? `${figure.label} (${figure.unit})` : figure.label}</option>
+        ))}
+      </select>
+    </label>
+  );
+}
+
+/** The tensors of the run that is looked at, to type a part of a name. */
+export function Tensor() {
+  const tensors = details.value.run?.data?.tensors;
+  const names = tensors ? tensors.layer.map((layer, i) => titleOf({layer, role: tensors.role[i]})) : [];
+  const pick = (event) => {
+    const place = names.indexOf(event.target.value);
+    if (place >= 0) go({layer: tensors.layer[place], role: tensors.role[place]});
+  };
+  return (
+    <label class="wide-label">
+      Tensor
+      <input list="tensors" value={tensor.value ? titleOf(tensor.value) : ''} placeholder={`${shown('input')} of …`} onChange={pick} data-picker="tensor" />
+      <datalist id="tensors">{names.map((name) => <option key={name} value={name} />)}</datalist>
+    </label>
+  );
+}

@@ -1,0 +1,96 @@
+// A table to sort by its headings and to take away as CSV.
+import {useState} from 'preact/hooks';
+import {saveCsv} from '../download.js';
+import {number} from '../units.js';
+import {Breakable} from './breakable.jsx';
+
+/**
+ * @typedef {object} Column
+ * @property {string} label with the unit, if there is one
+ * @property {string} [under] a second line below it
+ * @property {function} of the value of a row: what is sorted by and taken away
+ * @property {function} [from] the value before, of columns that say `from -> of`
+ * @property {function} [show] what is shown of a row instead
+ * @property {function} [cell] attributes of a row's cell
+ * @property {boolean} [text] no number: on the left, and wrapped
+ */
+
+/**
+ * @param {string} name of the file that is taken away
+ * @param {Array<Column>} columns
+ * @param {Array<object>} rows in the order in which they are shown at first
+ * @param {?Array} summary cells of a row above the others
+ * @param {number} first how many rows are shown until more are asked for, and how many more then
+ */
+export function Table({name, caption, columns, rows, summary, first = Infinity, rowClass}) {
+  const [order, sort] = useState(null);
+  const [count, show] = useState(first);
+  const sorted = order && columns[order.at] ? arranged(rows, columns[order.at].of, order.up) : rows;
+  const turn = (at) => sort(order?.at !== at ? {at, up: Boolean(columns[at].text)} : order.up === Boolean(columns[at].text) ? {at, up: !order.up} : null);
+  const left = rows.length - count;
+  return (
+    <div class="table">
+      <div class="wide">
+        <table>
+          <caption>
+            {caption}
+            <button type="button" class="small" onClick={() => saveCsv(name, csvOf(columns, sorted))} aria-label={`${name} as CSV`}>CSV</button>
+          </caption>
+          <thead>
+            <tr>{columns.map((column, at) => <Heading key={at} column={column} order={order?.at === at ? order : null} turn={() => turn(at)} />)}</tr>
+            {summary && <tr class="summary">{summary.map((cell, at) => (at ? <td key={at} class="n">{cell}</td> : <th key={at} scope="row">{cell}</th>))}</tr>}
+          </thead>
+          <tbody>
+            {sorted.slice(0, count).map((row, i) => (
+              <tr key={i} class={rowClass?.(row)}>
+                {columns.map((column, at) => <td key={at} class={column.text ? 'text' : 'n'} {...column.cell?.(row)}>{shownIn(column, row)}</td>)}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {left > 0 && <button type="button" onClick={() => show(count + Math.max(first, 30))}>{Math.min(left, Math.max(first, 30))} more of {left}</button>}
+    </div>
+  );
+}
+
+function Heading({column, order, turn}) {
+  return (
+    <th scope="col" class={column.text ? '' : 'n'} aria-sort={order ? (order.up ? 'ascending' : 'descending') : 'none'}>
+      <button type="button" class="plain" onClick={turn}>
+        {column.label}
+        <span aria-hidden="true">{order ? (order.up ? ' ▴' : ' ▾') : ''}</span>
+        {column.under && <small>{column.under}</small>}
+      </button>
+    </th>
+  );
+}
+
+const WHOLE = 1e7;
+
+function plain(column, value) {
+  if (column.text || typeof value === 'string') return value ?? '-';
+  return Number.isInteger(value) && Math.abs(value) < WHOLE ? String(value) : number(value);
+}
+
+function shownIn(column, row) {
+  if (column.show) return column.show(row);
+  const value = plain(column, column.of(row));
+  if (column.text) return <Breakable text={value} />;
+  return column.from ? `${plain(column, column.from(row))} → ${value}` : value;
+}
+
+/** Rows by a value; those that have none come last, however they are sorted. */
+function arranged(rows, of, up) {
+  const compare = (a, b) => (typeof a === 'string' && typeof b === 'string' ? a.localeCompare(b, 'en', {numeric: true}) : a - b);
+  return [...rows].sort((a, b) => {
+    const [x, y] = [of(a), of(b)];
+    if (x == null || y == null) return (x == null) - (y == null);
+    return up ? compare(x, y) : compare(y, x);
+  });
+}
+
+const csvOf = (columns, rows) => [
+  columns.flatMap(({label, under, from}) => (from ? [`${label}, before`, `${label}, after`] : [under ? `${label} ${under}` : label])),
+  ...rows.map((row) => columns.flatMap(({of, from}) => (from ? [from(row), of(row)] : [of(row)]))),
+];

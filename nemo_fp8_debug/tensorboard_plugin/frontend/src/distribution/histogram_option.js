@@ -1,0 +1,148 @@
+// What ECharts draws of a distribution.
+import {windowOf} from '../cast.js';
+import {axis, tip, tooltip} from '../components/chart.jsx';
+import {COLOURS, inks} from '../theme.js';
+import {number, powerOfTwo, precise} from '../units.js';
+
+const HALF = 0.5;
+const BESIDE = 2;
+/** Powers of two beside the windows that are shown. */
+const FAR = 22;
+const NOT_DRAWN = {tooltip: {show: false}, silent: true, clip: false};
+
+const log2WindowOf = ({format, scale}) => {
+  const {zero, normal, max} = windowOf(format, scale);
+  return {zero: Math.log2(zero), normal: Math.log2(normal), max: Math.log2(max)};
+};
+
+/** [low, high] of the axis of magnitudes, powers of two: all windows and bars, but bars far from the windows only if `whole`. */
+export function rangeOf(bars, cuts, whole) {
+  const windows = cuts.filter(({scale}) => scale !== null).map(log2WindowOf);
+  const low = Math.min(...windows.map(({zero}) => zero));
+  const high = Math.max(...windows.map(({max}) => max));
+  const near = whole || !windows.length ? bars : bars.filter(({from}) => from > low - FAR && from < high + FAR);
+  const ends = [low, high, ...near.flatMap(({from}) => [from, from + HALF])].filter(Number.isFinite);
+  return ends.length ? [Math.floor(Math.min(...ends)) - BESIDE, Math.ceil(Math.max(...ends)) + BESIDE] : [-BESIDE, BESIDE];
+}
+
+export function optionOf({own, others, inUse, tried, linear, range}) {
+  const [low, high] = range;
+  const seen = ({from}) => from >= low && from < high;
+  const ink = inks();
+  // Below the share of a single value, so that its bar is seen.
+  const floor = linear ? 0 : 10 ** (Math.ceil(Math.log10(100 / Math.max(own.n, others?.n ?? 0, 1))) - 1);
+  return {
+    grid: {left: 70, right: 25, top: 84, bottom: 44},
+    tooltip: tooltip({trigger: 'item'}),
+    xAxis: axis({
+      type: 'value', min: low, max: high, minInterval: 1, name: 'magnitude of a value', nameLocation: 'middle', nameGap: 28,
+      axisLabel: {formatter: powerOfTwo, showMinLabel: false, showMaxLabel: false}, splitLine: {show: false},
+    }),
+    yAxis: axis({
+      type: linear ? 'value' : 'log', min: floor, max: linear ? undefined : 100, name: 'share of values (%)',
+      nameLocation: 'middle', nameGap: 52, axisLabel: {formatter: (value) => String(Number(value.toPrecision(6)))},
+    }),
+    series: [
+      ...(tried.scale === null ? [] : [zones(tried)]),
+      bars(own.bars.filter((bar) => bar.count && seen(bar)), floor),
+      ...(others ? [outline(others.bars.filter(seen), floor)] : []),
+      ...(inUse.scale === null || inUse === tried ? [] : [bracket(inUse, 'in use', 44, ink.soft, ink)]),
+      ...(tried.scale === null ? [] : [bracket(tried, inUse === tried ? 'in use' : 'tried', 12, COLOURS.run, ink)]),
+    ],
+  };
+}
+
+function bars(all, floor) {
+  return {
+    type: 'custom', z: 3, data: all.map(({from, share}) => [from, share]), encode: {x: 0, y: 1},
+    itemStyle: {color: COLOURS.run},
+    renderItem: (params, api) => {
+      const [x, y] = api.coord([api.value(0), api.value(1)]);
+      const [right, bottom] = api.coord([api.value(0) + HALF, floor]);
+      return {type: 'rect', shape: {x: x + 0.5, y, width: right - x - 1, height: bottom - y}, style: {fill: COLOURS.run, opacity: 0.85}};
+    },
+    tooltip: {
+      formatter: ({dataIndex}) => {
+        const {from, count, share} = all[dataIndex];
+        return tip(`${powerOfTwo(from)} to ${powerOfTwo(from + HALF)}`, `${count.toLocaleString('en')} values, ${number(share)}%`);
+      },
+    },
+  };
+}
+
+function outline(all, floor) {
+  const points = [...all.map(({from, share}) => [from, Math.max(share, floor)]), ...all.slice(-1).map(({from}) => [from + HALF, floor])];
+  const start = all.slice(0, 1).map(({from}) => [from, floor]);
+  return {
+    type: 'line', step: 'end', z: 4, silent: true, symbol: 'none', data: [...start, ...points],
+    lineStyle: {color: COLOURS.good, type: 'dashed', width: 1.5},
+  };
+}
+
+/** What falls out of the window, hatched and told by the number; and what is subnormal in it, shaded. */
+function zones(cut) {
+  const {zero, normal, max} = log2WindowOf(cut);
+  const ink = inks();
+  const {n, underflows, overflows, underflow_pct: lost, overflow_pct: clipped} = cut.figures;
+  const of = (many, pct) => `${precise(pct)}%, ${many.toLocaleString('en')} of ${n.toLocaleString('en')} values`;
+  return {
+    type: 'custom', z: 1, data: [[0]], ...NOT_DRAWN,
+    renderItem: ({coordSys}, api) => {
+      const {x, y, width, height} = coordSys;
+      const at = (value) => Math.max(x, Math.min(x + width, api.coord([value, 1])[0]));
+      const zone = (from, to, fill, opacity) => ({type: 'rect', shape: {x: from, y, width: to - from, height}, style: {fill, opacity}});
+      const edge = (place) => ({type: 'line', shape: {x1: place, y1: y, x2: place, y2: y + height}, style: {stroke: ink.text, lineWidth: 1}});
+      const text = (said, place, align) => ({
+        type: 'text', z2: 10,
+        style: {text: said, x: place, y: y + 6, align, fill: ink.text, font: '600 12px Roboto, system-ui, sans-serif', backgroundColor: ink.ground, padding: [2, 5], borderRadius: 3},
+      });
+      return {
+        type: 'group',
+        children: [
+          zone(x, at(zero), hatch(COLOURS.twin, 1), 0.6),
+          zone(at(zero), at(normal), ink.empty, 0.9),
+          zone(at(max), x + width, hatch(COLOURS.mark, -1), 0.8),
+          edge(at(zero)), edge(at(max)),
+          text(`become zero: ${of(underflows, lost)}`, x + 6, 'left'),
+          text(`clipped: ${of(overflows, clipped)}`, x + width - 6, 'right'),
+        ],
+      };
+    },
+  };
+}
+
+/** Slanted lines, rising or falling, so that zones are told apart without colour. */
+function hatch(colour, slope) {
+  const size = 8;
+  const image = Object.assign(document.createElement('canvas'), {width: size, height: size});
+  const pen = image.getContext('2d');
+  pen.strokeStyle = colour;
+  for (const shift of [-size, 0, size]) {
+    pen.moveTo(shift, slope > 0 ? size : 0);
+    pen.lineTo(shift + size, slope > 0 ? 0 : size);
+  }
+  pen.stroke();
+  return {image, repeat: 'repeat'};
+}
+
+/** A window above the plot: thin where values are subnormal, thick where they are normal. */
+function bracket(cut, label, above, colour, ink) {
+  const {zero, normal, max} = log2WindowOf(cut);
+  const said = `${label}: ${cut.name.toUpperCase()}, scale ${precise(cut.scale)}`;
+  return {
+    type: 'custom', z: 5, data: [[0]], ...NOT_DRAWN,
+    renderItem: ({coordSys}, api) => {
+      const {x, y, width} = coordSys;
+      const at = (value) => Math.max(x, Math.min(x + width, api.coord([value, 1])[0]));
+      const bar = (from, to, thick) => ({type: 'rect', shape: {x: at(from), y: y - above - thick / 2, width: at(to) - at(from), height: thick}, style: {fill: colour}});
+      const left = at(zero) < x + width / 2;
+      return {
+        type: 'group',
+        children: [
+          bar(zero, normal, 2), bar(normal, max, 8),
+          {type: 'text', style: {text: said, x: left ? at(zero) : at(max), align: left ? 'left' : 'right', y: y - above - 18, fill: ink.text, font: '12px Roboto, system-ui, sans-serif'}},
+        ],
+      };
+    },
+  };
+}

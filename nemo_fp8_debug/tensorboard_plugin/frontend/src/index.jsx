@@ -1,0 +1,10 @@
+// What TensorBoard loads into the frame of the tab.
+import {render as mount} from 'preact';
+import {App} from './app.jsx';
+import styles from './styles.css';
+
+export function render() {
+  document.documentElement.lang = 'en';
+  document.head.append(Object.assign(document.createElement('style'), {textContent: styles}));
+  mount(<App />, document.body);
+}

@@ -1,0 +1,109 @@
+// One figure of all tensors at the step that is looked at, of each run; read in chunks of steps, the next one ahead.
+import {useEffect, useRef} from 'preact/hooks';
+import {currentStep} from '../components/steps.jsx';
+import {chosen, details, versionOf} from '../records.js';
+import {ask, known, useAnswers} from '../server.js';
+import {placeOf} from '../units.js';
+
+const CHUNK = 64;
+// What is drawn comes first, and somebody who jumps about wants nothing of what lies between.
+const PAUSE_MS = 150;
+const places = new WeakMap();
+
+export const keyOf = (layer, role) => `${role} ${layer}`;
+
+/** Where each tensor is among those of a chunk. */
+function placesIn(chunk) {
+  if (!places.has(chunk)) places.set(chunk, new Map(chunk.layer.map((layer, i) => [keyOf(layer, chunk.role[i]), i])));
+  return places.get(chunk);
+}
+
+const question = (part, figure, from, to) => {
+  const run = chosen.value[part];
+  return ['frames', {run, figure, from, to}, versionOf(run)];
+};
+
+/** The question for a chunk of a run's steps; null where there is none. */
+function chunkOf(part, figure, chunk) {
+  const steps = details.value[part]?.data?.steps ?? [];
+  const [from, to] = [steps[chunk * CHUNK], steps[Math.min((chunk + 1) * CHUNK, steps.length) - 1]];
+  return from === undefined ? null : question(part, figure, from, to);
+}
+
+const samplesOf = new WeakMap();
+
+/** A sample: its step, and the value of each tensor (NaN: none); the same object each time. */
+function sampleOf(run, figure, chunk, step) {
+  if (!samplesOf.has(chunk)) samplesOf.set(chunk, new Map());
+  const made = samplesOf.get(chunk);
+  if (!made.has(step)) made.set(step, sampled(run, figure, chunk, step));
+  return made.get(step);
+}
+
+function sampled(run, figure, chunk, step) {
+  const row = chunk.steps.indexOf(step);
+  if (row < 0) return null;
+  const width = chunk.layer.length;
+  const at = placesIn(chunk);
+  const of = (layer, role) => {
+    const column = at.get(keyOf(layer, role));
+    return column === undefined ? NaN : chunk.values[row * width + column];
+  };
+  return {step, of, extent: extentOf(run, figure, chunk)};
+}
+
+const seen = new WeakSet();
+const extents = new Map();
+
+/** Least and largest value seen of a run's figure, so that colours stay; and the least above zero. */
+function extentOf(run, figure, chunk) {
+  const key = `${figure} ${run}`;
+  if (!extents.has(key)) extents.set(key, {low: Infinity, high: -Infinity, positive: Infinity});
+  const extent = extents.get(key);
+  if (seen.has(chunk)) return extent;
+  seen.add(chunk);
+  for (const value of chunk.values) {
+    if (value < extent.low) extent.low = value;
+    if (value > extent.high) extent.high = value;
+    if (value > 0 && value < extent.positive) extent.positive = value;
+  }
+  return extent;
+}
+
+/** {samples: by part, error}: the samples at the step, or the last that were there while they are read. */
+export function useSamples(figure, parts) {
+  const step = currentStep();
+  const steps = parts.map((part) => details.value[part]?.data?.steps ?? []);
+  const at = steps.map((all) => placeOf(all, step));
+  const chunks = at.map((place) => Math.floor(place / CHUNK));
+  // A step by itself is there at once, and the chunk around it for the steps that follow.
+  const questions = parts.map((part, i) => {
+    const whole = chunkOf(part, figure, chunks[i]);
+    const alone = steps[i][at[i]];
+    return !whole || known(...whole) ? whole : question(part, figure, alone, alone);
+  });
+  const {data, error} = useAnswers(questions);
+  const shown = useRef({});
+
+  useEffect(() => {
+    if (!data) return undefined;
+    const timer = setTimeout(() => {
+      for (const by of [0, 1, -1]) for (const [i, part] of parts.entries()) ahead(chunkOf(part, figure, chunks[i] + by));
+    }, PAUSE_MS);
+    return () => clearTimeout(timer);
+  }, [data]);
+
+  const samples = {};
+  for (const [i, part] of parts.entries()) {
+    const chunk = data?.[i];
+    const sample = chunk && sampleOf(chosen.value[part], figure, chunk, steps[i][at[i]]);
+    const before = shown.current[part];
+    samples[part] = sample ?? (before?.run === chosen.value[part] && before?.figure === figure ? before.sample : null);
+    if (sample) shown.current[part] = {run: chosen.value[part], figure, sample};
+  }
+  return {samples, error};
+}
+
+function ahead(asked) {
+  if (asked) ask(...asked).catch(() => {});
+}

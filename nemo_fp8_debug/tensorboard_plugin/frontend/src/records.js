@@ -1,0 +1,82 @@
+// The runs under the logdir, asked for again while the tab is looked at, and which of them are looked at.
+import {computed, effect, signal} from '@preact/signals';
+import {at, go} from './address.js';
+import {ask, askAgain} from './server.js';
+
+const AGAIN_MS = 10_000;
+
+/** Answer of `runs`; null before there is one. */
+export const known = signal(null);
+/** Why there is none; null otherwise. */
+export const unreachable = signal(null);
+
+export async function look() {
+  try {
+    const answer = await askAgain('runs');
+    if (JSON.stringify(answer) !== JSON.stringify(known.value)) known.value = answer;
+    unreachable.value = null;
+  } catch (error) {
+    unreachable.value = error.message;
+  }
+}
+
+export function keepLooking() {
+  look();
+  const timer = setInterval(() => document.visibilityState === 'visible' && look(), AGAIN_MS);
+  return () => clearInterval(timer);
+}
+
+/** The parts that runs play, in the order of the page. */
+export const PARTS = {
+  run: {label: 'Run', hint: 'the run to look at'},
+  good: {label: 'Good run', hint: 'what it is held against'},
+  twin: {label: 'Twin', hint: 'the same in BF16, say'},
+};
+
+const readable = computed(() => (known.value?.runs ?? []).filter((run) => run.state !== 'unreadable'));
+
+function named(pattern) {
+  return readable.value.find((run) => pattern.test(run.name))?.name;
+}
+
+/** Names of the runs by part: as the address has them, or as their names suggest. */
+export const chosen = computed(() => {
+  const names = new Set((known.value?.runs ?? []).map((run) => run.name));
+  const pick = (part, guess) => (at(part) === undefined ? guess : names.has(at(part)) ? at(part) : undefined);
+  const good = pick('good', named(/(^|[\W_])(good|baseline|reference)([\W_]|$)/i));
+  const twin = pick('twin', named(/(^|[\W_])(twin|bf16)([\W_]|$)/i));
+  const others = readable.value.filter((run) => run.name !== good && run.name !== twin);
+  const run = pick('run', named(/(^|[\W_])bad([\W_]|$)/i) ?? others[0]?.name ?? readable.value[0]?.name);
+  return {run, good: good === run ? undefined : good, twin: twin === run || twin === good ? undefined : twin};
+});
+
+export const choose = (part, name) => go({[part]: name ?? ''}, true);
+
+/** What `runs` says of a run. */
+export const about = (name) => (known.value?.runs ?? []).find((run) => run.name === name);
+
+export const versionOf = (...names) => names.map((name) => about(name)?.version ?? '').join('/');
+
+/** By part: answers of `run`, of the runs that are looked at; each {data} or {error}. */
+export const details = signal({});
+
+effect(() => {
+  const wanted = Object.entries(chosen.value).filter(([, name]) => name);
+  const versions = wanted.map(([, name]) => versionOf(name));
+  let current = true;
+  Promise.all(
+    wanted.map(([, name], i) => ask('run', {run: name}, versions[i]).then((data) => ({data}), (error) => ({error: error.message}))),
+  ).then((found) => {
+    if (current) details.value = Object.fromEntries(wanted.map(([part], i) => [part, found[i]]));
+  });
+  return () => (current = false);
+});
+
+/** Sampled steps of all runs that are looked at, ascending. */
+export const steps = computed(() => {
+  const all = Object.values(details.value).flatMap(({data}) => data?.steps ?? []);
+  return [...new Set(all)].sort((a, b) => a - b);
+});
+
+/** What there is to know of a figure: {name, label, unit, worse, scale}. */
+export const figureNamed = (name) => (known.value?.figures ?? []).find((figure) => figure.name === name);

@@ -1,0 +1,120 @@
+// Questions to the Python side. Addresses are relative to this module, wherever TensorBoard is mounted.
+import {useEffect, useRef, useState} from 'preact/hooks';
+
+const KEPT = 400;
+const answers = new Map();
+
+function addressOf(route, parameters) {
+  const url = new URL(route, import.meta.url);
+  for (const [name, value] of Object.entries(parameters)) if (value != null) url.searchParams.set(name, value);
+  return url;
+}
+
+async function fetched(url, parse) {
+  let response;
+  try {
+    response = await fetch(url);
+  } catch {
+    throw new Error('TensorBoard does not answer: is it still running?');
+  }
+  if (response.ok) return parse(response);
+  const said = await response.json().catch(() => ({}));
+  throw new Error(said.error ?? `TensorBoard answered ${response.status} ${response.statusText}`);
+}
+
+const asJson = (response) => response.json();
+
+/** Steps, tensors and values of one figure: float32 [steps, tensors], NaN where there is none. */
+async function asFrames(response) {
+  const bytes = await response.arrayBuffer();
+  const length = new DataView(bytes).getUint32(0, true);
+  const about = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, length)));
+  return {...about, values: new Float32Array(bytes, 4 + length)};
+}
+
+/**
+ * The answer to a question, kept as long as the record it is about stays the same.
+ * @param {string} route
+ * @param {object} parameters
+ * @param {string} version of the records asked about
+ */
+export function ask(route, parameters = {}, version = '') {
+  const url = addressOf(route, parameters);
+  const key = `${version} ${url}`;
+  if (!answers.has(key)) {
+    const answer = fetched(url, route === 'frames' ? asFrames : asJson);
+    answer.then((data) => (answer.data = data), () => answers.delete(key));
+    answers.set(key, answer);
+    if (answers.size > KEPT) answers.delete(answers.keys().next().value);
+  }
+  return answers.get(key);
+}
+
+/** An answer that is there already; undefined: it was not asked for, or is awaited. */
+export const known = (route, parameters, version) => answers.get(`${version} ${addressOf(route, parameters)}`)?.data;
+
+/** What is asked anew each time. */
+export const askAgain = (route, parameters = {}) => fetched(addressOf(route, parameters), asJson);
+
+const WAITING = {loading: true};
+
+/**
+ * {data, error, loading} of several questions at once; the data of earlier ones stays until the new is there.
+ * @param {Array<?[string, object, string]>} questions arguments of `ask`; null where there is nothing to ask
+ */
+export function useAnswers(questions) {
+  const key = JSON.stringify(questions);
+  const [found, keep] = useState({});
+  const answered = useRef({});
+  const there = questions.map((question) => (question ? known(...question) : null));
+  const all = there.every((data) => data !== undefined);
+  useEffect(() => {
+    if (all) return undefined;
+    let wanted = true;
+    Promise.all(questions.map((question) => question && ask(...question))).then(
+      (data) => wanted && keep({data, key}),
+      (error) => wanted && keep({error: error.message, key}),
+    );
+    return () => (wanted = false);
+  }, [key]);
+  if (found.key === key && answered.current.key !== key) answered.current = found;
+  if (all && answered.current.key !== key) answered.current = {data: there, key};
+  return answered.current.key === key ? answered.current : {data: answered.current.data, loading: true};
+}
+
+/** {data, error, loading} of one question, or of none. */
+export function useAnswer(route, parameters, version) {
+  const {data, ...rest} = useAnswers([route ? [route, parameters, version] : null]);
+  return {data: data?.[0], ...rest};
+}
+
+const AGAIN_MS = 1000;
+
+/** {data, error, seconds} of a job: what the server works on for a while. */
+export function useJob(route, parameters, version) {
+  const key = route && JSON.stringify([route, parameters, version]);
+  const [found, keep] = useState(WAITING);
+  useEffect(() => {
+    if (!key) return undefined;
+    let timer;
+    let wanted = true;
+    keep(WAITING);
+    const look = () =>
+      askAgain(route, parameters).then(
+        (job) => {
+          if (!wanted) return;
+          if (job.state === 'working') {
+            keep({loading: true, seconds: job.seconds});
+            timer = setTimeout(look, AGAIN_MS);
+          } else keep(job.state === 'done' ? {data: job.result} : {error: job.error});
+        },
+        (error) => wanted && keep({error: error.message}),
+      );
+    look();
+    return () => {
+      wanted = false;
+      clearTimeout(timer);
+    };
+  }, [key]);
+  return found;
+}

@@ -1,0 +1,37 @@
+// Colours: light or dark as TensorBoard is, and scales that colour-blind people can read.
+import {signal} from '@preact/signals';
+
+/** Whether TensorBoard, or else the system, is dark. */
+export const dark = signal(false);
+
+const media = window.matchMedia('(prefers-color-scheme: dark)');
+const host = window.parent.document.body;
+
+function look() {
+  dark.value = window.parent === window ? media.matches : host.classList.contains('dark-mode');
+  document.documentElement.dataset.theme = dark.value ? 'dark' : 'light';
+}
+
+look();
+media.addEventListener('change', look);
+new MutationObserver(look).observe(host, {attributes: true, attributeFilter: ['class']});
+
+/** Okabe and Ito's, apart for every common kind of colour blindness. */
+export const COLOURS = {run: '#d55e00', good: '#009e73', twin: '#0072b2', mark: '#cc79a7'};
+/** Also told apart by their strokes. */
+export const STROKES = {run: 'solid', good: 'dashed', twin: 'dotted'};
+
+/** Cividis (Nunez, Anderton, Renslow 2018), nine of its colours. */
+export const SEQUENTIAL = ['#00224e', '#123570', '#3b496c', '#575d6d', '#707173', '#8a8678', '#a59c74', '#c3b369', '#fee838'];
+// ColorBrewer's PuOr, turned round: orange is worse; and the same on dark ground, where it is brighter the farther from 0.
+const ON_LIGHT = ['#542788', '#8073ac', '#b2abd2', '#d8daeb', '#f7f7f7', '#fee0b6', '#fdb863', '#e08214', '#b35806'];
+const ON_DARK = ['#d8daeb', '#b2abd2', '#8073ac', '#5b4c8a', '#3d3d42', '#7f4d14', '#b35806', '#e08214', '#fee0b6'];
+
+/** From better over no difference to worse. */
+export const diverging = () => (dark.value ? ON_DARK : ON_LIGHT);
+
+/** What charts are drawn with. */
+export const inks = () =>
+  dark.value
+    ? {text: '#e3e7ea', soft: '#a3adb5', line: '#465059', ground: '#303030', empty: '#3a3f44'}
+    : {text: '#1d2329', soft: '#5c6670', line: '#d5dade', ground: '#ffffff', empty: '#eceff1'};

@@ -1,0 +1,45 @@
+// Numbers and names as people read them.
+
+/** Three significant digits; - where there is none. */
+export function number(value) {
+  if (value == null || Number.isNaN(value)) return '-';
+  if (value === 0) return '0';
+  const size = Math.abs(value);
+  if (size >= 1e5 || size < 1e-3) return value.toExponential(2);
+  return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
+}
+
+/** Five significant digits, where numbers next to each other are almost the same. */
+export function precise(value) {
+  if (value == null || Number.isNaN(value)) return '-';
+  const size = Math.abs(value);
+  return size >= 1e6 || (size > 0 && size < 1e-4) ? value.toExponential(4) : String(Number(value.toPrecision(5)));
+}
+
+const RAISED = {'-': '⁻', 0: '⁰', 1: '¹', 2: '²', 3: '³', 4: '⁴', 5: '⁵', 6: '⁶', 7: '⁷', 8: '⁸', 9: '⁹', '.': '·'};
+
+/** A power of two. */
+export const powerOfTwo = (exponent) => `2${[...String(Number(exponent.toFixed(2)))].map((sign) => RAISED[sign] ?? sign).join('')}`;
+
+/** A number and its unit. */
+export const withUnit = (value, unit, digits = number) => (value == null || Number.isNaN(value) ? '-' : `${digits(value)}${unit === '%' ? '' : ' '}${unit ?? ''}`.trim());
+
+const SHOWN_AS = {input: 'X', weight: 'W', grad_output: 'dY'};
+
+/** An operand's role as people write it. */
+export const shown = (role) => SHOWN_AS[role] ?? role;
+
+/** A tensor in words. */
+export const titleOf = ({layer, role}) => `${shown(role)} of ${layer}`;
+
+/** The place of the last of ascending values that is not above `value`; 0 where all are. */
+export function placeOf(values, value) {
+  let low = 0;
+  let high = values.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (values[middle] <= value) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}

@@ -1,0 +1,79 @@
+// What diagnose says: the verdict, the facts of it, and what the rules found.
+import {Link, TensorLink} from '../components/link.jsx';
+import {Sentence} from '../components/notice.jsx';
+import {Table} from '../components/table.jsx';
+import {titleOf} from '../units.js';
+
+/** Causes that are not in how operands are represented: what helps against FP8 does not help against these. */
+const NOT_FP8 = ['software', 'multiplier'];
+export const isFp8 = (cause) => !NOT_FP8.includes(cause);
+
+export function Diagnosed({found, unit, run}) {
+  const told = found.findings.filter((finding) => isFp8(found.cause) || finding.cause === found.cause);
+  const others = found.findings.filter((finding) => !told.includes(finding));
+  return (
+    <section aria-label="Diagnosis">
+      <p class="verdict"><Sentence text={found.verdict} /></p>
+      <Facts found={found} unit={unit} />
+      {isFp8(found.cause) ? <ToDo findings={told} culprit={found.culprit} /> : <LookElsewhere findings={told} />}
+      {found.notes.map((note) => <p key={note} class="soft"><Sentence text={note} /></p>)}
+      {told.length > 0 && <Findings name={`findings of ${run}`} caption="What the rules found" findings={told} unit={unit} />}
+      {others.length > 0 && (
+        <details>
+          <summary>What else the rules found, {others.length} in all: evidence, and no advice, since FP8 is not the cause</summary>
+          <Findings name={`other findings of ${run}`} caption="What follows from the cause, or stands beside it" findings={others} unit={unit} />
+        </details>
+      )}
+    </section>
+  );
+}
+
+function Facts({found, unit}) {
+  const {culprit} = found;
+  const facts = [
+    ['Cause', found.cause.replaceAll('_', ' ')],
+    ['Confidence', found.confidence],
+    ['Harm', found.harm],
+    ['Loss leaves', found.loss_left == null ? 'no' : <Link to={{view: 'timeline', step: found.loss_left}}>{unit} {found.loss_left}</Link>],
+    culprit && ['Begins in', <TensorLink {...culprit} step={culprit.since} />],
+    culprit?.since != null && ['Since', <Link to={{view: 'map', layer: culprit.layer, role: culprit.role, step: culprit.since}}>{unit} {culprit.since}, on the map</Link>],
+  ];
+  return (
+    <dl class="facts">
+      {facts.filter(Boolean).map(([term, fact]) => <div key={term}><dt>{term}</dt><dd>{fact}</dd></div>)}
+    </dl>
+  );
+}
+
+/** Advice in the order of the rules, that about the culprit first. */
+function ToDo({findings, culprit}) {
+  const advice = [...new Set([culprit?.advice, ...findings.map((finding) => finding.advice)].filter(Boolean))];
+  if (!advice.length) return null;
+  return <Advice advice={advice} />;
+}
+
+function LookElsewhere({findings}) {
+  const advice = [...new Set(findings.map((finding) => finding.advice).filter(Boolean))];
+  return <Advice advice={advice.length ? advice : ['Look at data, learning rate and software; the representation of operands is not to blame.']} />;
+}
+
+const Advice = ({advice}) => (
+  <>
+    <h3>What to do</h3>
+    <ul class="advice">{advice.map((sentence) => <li key={sentence}><Sentence text={sentence} /></li>)}</ul>
+  </>
+);
+
+const titled = (finding) => (finding.layer && finding.role ? titleOf(finding) : 'the run');
+
+function Findings({name, caption, findings, unit}) {
+  const columns = [
+    {label: 'rule', of: (row) => row.rule, text: true},
+    {label: `since (${unit})`, of: (row) => row.since},
+    {label: 'about', of: titled, text: true, show: (row) => (row.layer && row.role ? <TensorLink {...row} step={row.since} /> : titled(row))},
+    {label: 'means', of: (row) => row.cause.replaceAll('_', ' '), text: true},
+    {label: 'confidence', of: (row) => row.confidence, text: true},
+    {label: 'evidence', of: (row) => row.evidence, text: true},
+  ];
+  return <Table name={name} caption={caption} columns={columns} rows={findings} />;
+}

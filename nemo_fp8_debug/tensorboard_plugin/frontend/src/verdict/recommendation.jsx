@@ -1,0 +1,62 @@
+// What recommend says: a change per operand, what it makes of its errors, what it costs, and the files that do it.
+import {TensorLink} from '../components/link.jsx';
+import {Sentence} from '../components/notice.jsx';
+import {Snippet} from '../components/snippet.jsx';
+import {Table} from '../components/table.jsx';
+import {number, titleOf} from '../units.js';
+import {isFp8} from './diagnosis.jsx';
+
+const percent = (share) => `${number(100 * share)}%`;
+
+export function Recommended({found, snippets, cause, run}) {
+  return (
+    <section aria-label="Recommendation">
+      <h2>What to change in how FP8 is used</h2>
+      {found?.findings.length ? <Changes found={found} snippets={snippets} run={run} /> : <p>{nothing(cause)}</p>}
+    </section>
+  );
+}
+
+const nothing = (cause) =>
+  isFp8(cause) ? 'No operand is to blame: there is nothing to change.' : 'Nothing: the loss left for a reason that is not in how operands are represented.';
+
+function Changes({found, snippets, run}) {
+  const {before, after} = found.fp8_coverage;
+  return (
+    <>
+      <Findings found={found} run={run} />
+      {before != null && after != null && <p>FP8 coverage, share of the GEMMs' FLOPs: {percent(before)} → {percent(after)}.</p>}
+      {found.ends && <p>{atTheEnds(found.ends)}</p>}
+      {found.notes.map((note) => <p key={note} class="soft"><Sentence text={note} /></p>)}
+      {found.plan.length ? <h3>Ready to use</h3> : <p>There is nothing to change.</p>}
+      {snippets.map((snippet) => <Snippet key={snippet.name} {...snippet} />)}
+    </>
+  );
+}
+
+function atTheEnds({start, end, coverage}) {
+  const kept = coverage == null ? '' : `; coverage would be ${percent(coverage)}`;
+  return `What leaves FP8 lies at the ends of the model: the first ${start} and last ${end} blocks in BF16 would do as well${kept}.`;
+}
+
+function Findings({found, run}) {
+  const {relative_error: error, underflow_pct: underflow, overflow_pct: overflow} = found.budget;
+  const stays = (row) => row.chosen.kind === 'stay';
+  const errors = (label, figure) => ({
+    label,
+    from: (row) => row.options[0].errors?.[figure],
+    of: (row) => row.chosen.errors?.[figure],
+  });
+  const columns = [
+    {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} />},
+    {label: 'why', of: (row) => row.why, text: true},
+    {label: 'in use', of: (row) => row.options[0].recipe, text: true},
+    {label: 'change', of: (row) => (stays(row) ? 'none: it keeps the limits' : row.chosen.recipe), text: true},
+    errors('relative error', 'relative_error'),
+    errors('underflow (%)', 'underflow_pct'),
+    errors('overflow (%)', 'overflow_pct'),
+    {label: 'coverage cost (% of FLOPs)', of: (row) => (row.cost == null ? null : 100 * row.cost)},
+  ];
+  const caption = `The cheapest changes that keep to relative error ${error}, underflow ${underflow}%, overflow ${overflow}%; worst samples of the later half`;
+  return <Table name={`changes for ${run}`} caption={caption} columns={columns} rows={found.findings} first={15} />;
+}

@@ -1,0 +1,105 @@
+// The magnitudes of a tensor at a step, the window that a format has on them, and what another scale or format would do.
+import {useMemo} from 'preact/hooks';
+import '@preact/signals';
+import {at, go, tensor} from '../address.js';
+import {amaxOf, together, unpacked} from '../cast.js';
+import {Answered, Notice} from '../components/notice.jsx';
+import {Tensor} from '../components/pickers.jsx';
+import {currentStep, Steps} from '../components/steps.jsx';
+import {chosen, versionOf} from '../records.js';
+import {useAnswer} from '../server.js';
+import {number, titleOf} from '../units.js';
+import {Figures} from '../distribution/figures.jsx';
+import {Histogram} from '../distribution/histogram.jsx';
+import {cuts, useFreshTrial} from '../distribution/cuts.js';
+import {Trial} from '../distribution/trial.jsx';
+
+export function Distribution() {
+  const {run, good} = chosen.value;
+  const step = currentStep();
+  const about = tensor.value && step !== null ? {...tensor.value, step} : null;
+  const answer = useAnswer(about && 'sketch', {run, ...about}, versionOf(run));
+  const other = useAnswer(about && good && 'sketch', {run: good, ...about}, versionOf(good));
+  useFreshTrial();
+  return (
+    <>
+      <div class="controls"><Tensor /><Steps /></div>
+      {about ? <Answered answer={answer}>{(sketch) => <Sketch sketch={sketch} good={good && other} />}</Answered> : <NoTensor />}
+    </>
+  );
+}
+
+export const NoTensor = () => (
+  <Notice title="No tensor chosen"><p>Type a part of a layer's name above and choose a tensor, or click a cell of the map.</p></Notice>
+);
+
+function Sketch({sketch, good}) {
+  const all = useMemo(() => sketch.rows.map(unpacked), [sketch]);
+  const goodParts = useMemo(() => good?.data?.rows.map(unpacked), [good?.data]);
+  const call = callOf(sketch.rows);
+  const rows = call === null ? sketch.rows : [sketch.rows[call]];
+  const parts = call === null ? all : [all[call]];
+  const {inUse, tried, base} = cuts(rows, parts);
+  const title = `${titleOf(tensor.value)}, ${chosen.value.run}, step ${sketch.step}`;
+  return (
+    <>
+      <p data-words="values"><b>{titleOf(tensor.value)}</b> at step {sketch.step}: {inWords(parts)} {castHow(sketch.recorded)}</p>
+      {sketch.rows.some((row) => row.rounded) && (
+        <p class="soft" data-words="rounded">
+          Its values are float32 and were rounded to bfloat16 to be counted: what is computed here is approximate, what is
+          recorded is exact.
+        </p>
+      )}
+      {sketch.rows.length > 1 && <Calls rows={sketch.rows} call={call} />}
+      <Histogram title={title} parts={parts} good={goodParts} goodName={chosen.value.good} inUse={inUse} tried={tried}>
+        {good && <OfGood good={good} step={sketch.step} />}
+      </Histogram>
+      <Trial base={base} tried={tried} amax={amaxOf(parts)} />
+      <Figures title={title} inUse={inUse} tried={tried} recorded={call === null ? sketch.recorded : null} />
+    </>
+  );
+}
+
+const count = (value) => value.toLocaleString('en');
+const some = (many, what) => (many ? `${count(many)} ${what}` : `no ${what}`);
+
+function inWords(parts) {
+  const {n, zeros, nan, inf} = together(parts);
+  const share = n && zeros ? ` (${number((100 * zeros) / n)}%)` : '';
+  return `${count(n)} finite values, ${some(zeros, 'zeros')}${share}, ${some(nan, 'NaN')}, ${some(inf, 'infinities')}; largest magnitude ${number(amaxOf(parts))}.`;
+}
+
+const SOURCES = {engine: 'read from what cast it', emulated: 'from a history of the sampled steps', current: 'that of its own largest magnitude'};
+
+function castHow({recipe, scale_source: source}) {
+  if (!recipe) return '';
+  return `Measured under ${recipe}${source ? `, with a scale ${SOURCES[source] ?? source}` : ''}.`;
+}
+
+function OfGood({good, step}) {
+  if (good.error) return <span class="soft">{chosen.value.good}: {good.error}</span>;
+  if (!good.data) return null;
+  const when = good.data.step === step ? '' : ` at step ${good.data.step}, its sampled step nearest to this one`;
+  return <span class="soft"><span class="swatch good" aria-hidden="true" /> the same tensor in {chosen.value.good}{when}</span>;
+}
+
+function callOf(rows) {
+  const call = Number.parseInt(at('call') ?? '', 10);
+  return rows.length > 1 && rows[call] ? call : null;
+}
+
+function Calls({rows, call}) {
+  return (
+    <div class="controls">
+      <label>
+        Calls of the step
+        <select value={call ?? ''} onChange={(event) => go({call: event.target.value || null})} data-picker="call">
+          <option value="">all {rows.length}, each under its own scale</option>
+          {rows.map((row, i) => (
+            <option key={i} value={i}>{i + 1}: {row.scale == null ? 'no scale known' : `scale ${number(row.scale)}`}</option>
+          ))}
+        </select>
+      </label>
+    </div>
+  );
+}

@@ -1,0 +1,77 @@
+// What two runs are, setting by setting, differences first.
+import {at, go} from '../address.js';
+import {Answered, Notice} from '../components/notice.jsx';
+import {SettingsTable} from '../components/settings.jsx';
+import {chosen, PARTS, versionOf} from '../records.js';
+import {useAnswer} from '../server.js';
+import {flat} from '../settings.js';
+
+export function Fingerprints() {
+  const {run, good, twin} = chosen.value;
+  const against = {good, twin};
+  const part = against[at('against')] ? at('against') : good ? 'good' : twin ? 'twin' : undefined;
+  const [a, b] = part ? [against[part], run] : [run, undefined];
+  const answer = useAnswer('fingerprints', {a, b}, versionOf(...[a, b].filter(Boolean)));
+  return (
+    <>
+      <div class="controls">
+        {good && twin && (
+          <label>
+            Beside
+            <select value={part} onChange={(event) => go({against: event.target.value})} data-picker="against">
+              {Object.keys(against).map((name) => <option key={name} value={name}>{PARTS[name].label}: {against[name]}</option>)}
+            </select>
+          </label>
+        )}
+        <label>
+          Search
+          <input type="search" value={at('setting') ?? ''} onInput={(event) => go({setting: event.target.value || null})} data-picker="setting" />
+        </label>
+        {b && (
+          <label>
+            <input type="checkbox" checked={at('differs') === '1'} onChange={(event) => go({differs: event.target.checked ? 1 : null})} data-picker="differs" />
+            Differences only
+          </label>
+        )}
+      </div>
+      <Answered answer={answer}>{(data) => <Settings {...data} names={[a, b].filter(Boolean)} />}</Answered>
+      {!b && (
+        <Notice>
+          <p>This is the fingerprint of {run} alone. Choose a good run or a twin above to see in what the two differ.</p>
+        </Notice>
+      )}
+    </>
+  );
+}
+
+function Settings({a, b, differences, names}) {
+  const found = (at('setting') ?? '').toLowerCase();
+  const all = b ? beside(a, b, differences) : flat(a).map(([setting, good]) => ({setting, good}));
+  const rows = all
+    .filter((row) => !b || at('differs') !== '1' || row.differs)
+    .filter((row) => [row.setting, row.good, row.bad].some((text) => text?.toLowerCase().includes(found)));
+  const telling = differences.filter((row) => row.telling).length;
+  return (
+    <>
+      {b && <p class="told">{told(differences.length, telling)}</p>}
+      {rows.length ? (
+        <SettingsTable name={`fingerprint of ${names.join(' and ')}`} caption={`${rows.length} of ${all.length} settings`} rows={rows} names={names} />
+      ) : (
+        <p>{found ? `No setting matches “${at('setting')}”.` : 'There is nothing in which they differ.'}</p>
+      )}
+    </>
+  );
+}
+
+/** Differences first, those that bear on precision before the others, and then what is the same. */
+function beside(a, b, differences) {
+  const apart = new Set(differences.map((row) => row.setting));
+  const same = flat(b).filter(([setting]) => !apart.has(setting)).map(([setting, value]) => ({setting, good: value, bad: value, differs: false}));
+  return [...differences.map((row) => ({...row, differs: true})), ...same];
+}
+
+function told(n, telling) {
+  if (!n) return 'The two fingerprints are the same, setting by setting.';
+  const bears = telling === 0 ? 'none of which bears on precision' : `${telling} of which ${telling === 1 ? 'bears' : 'bear'} on precision`;
+  return n === 1 ? `They differ in 1 setting${telling ? ', which bears on precision' : ', which does not bear on precision'}.` : `They differ in ${n} settings, ${bears}.`;
+}

@@ -1,0 +1,58 @@
+// What is wrong with a run, what to change, and what sets it apart from a good one.
+import {useRef, useState} from 'preact/hooks';
+import {Notice, Problem} from '../components/notice.jsx';
+import {chosen, versionOf} from '../records.js';
+import {useJob} from '../server.js';
+import {Compared} from '../verdict/comparison.jsx';
+import {Diagnosed} from '../verdict/diagnosis.jsx';
+import {Recommended} from '../verdict/recommendation.jsx';
+
+export function Verdict() {
+  const {run, good, twin} = chosen.value;
+  return <VerdictOf key={JSON.stringify([run, good, twin])} run={run} good={good} twin={twin} />;
+}
+
+const known = (version) => version.split('/').every(Boolean);
+
+/** Of the records as they were when it was asked for: what is read does not change under the reader's eyes. */
+function VerdictOf({run, good, twin}) {
+  const newest = versionOf(...[run, good, twin].filter(Boolean));
+  const judged = useRef(newest);
+  if (!known(judged.current)) judged.current = newest;
+  const [times, again] = useState(0);
+  const job = useJob('verdict', {bad: run, good, twin}, String(times));
+  const anew = () => {
+    judged.current = newest;
+    again(times + 1);
+  };
+  if (job.error) return <><Problem error={job.error} /><button type="button" onClick={anew}>Try again</button></>;
+  if (!job.data) return <Working seconds={job.seconds} run={run} good={good} twin={twin} />;
+  return (
+    <>
+      {judged.current !== newest && (
+        <p class="soft" role="status">
+          The records have grown since. <button type="button" onClick={anew}>Judge them anew</button>
+        </p>
+      )}
+      <Diagnosed found={job.data.diagnosis} unit={job.data.comparison?.unit ?? 'step'} run={run} />
+      {!good && <Alone run={run} />}
+      <Recommended found={job.data.recommendation} snippets={job.data.snippets} cause={job.data.diagnosis.cause} run={run} />
+      {job.data.comparison && <Compared found={job.data.comparison} names={{good, bad: run, twin}} />}
+    </>
+  );
+}
+
+function Working({seconds, run, good, twin}) {
+  const against = good ? `${run} is compared with ${good}${twin ? ` and its twin ${twin}` : ''}, and diagnosed` : `${run} is diagnosed`;
+  return <p class="soft" role="status">{against}; changes are weighed. {seconds ? `For ${Math.round(seconds)} s so far …` : '…'}</p>;
+}
+
+const Alone = ({run}) => (
+  <Notice title="Judged alone">
+    <p>
+      {run} was compared with its own beginning only. With a good run, chosen above, there is more: since when each tensor is out of
+      the good run's band, in which order they left, how far they drifted, and in what the settings differ. With a twin that
+      differs in precision alone, whether FP8 is the cause at all.
+    </p>
+  </Notice>
+);

@@ -1,0 +1,149 @@
+// Recipes x layers at a step: what would be lost under recipes that were not in use.
+import {at, go} from '../address.js';
+import {TensorLink} from '../components/link.jsx';
+import {Answered, Notice} from '../components/notice.jsx';
+import {currentStep, Steps} from '../components/steps.jsx';
+import {Table} from '../components/table.jsx';
+import {Legend} from '../map/legend.jsx';
+import {scaleOf} from '../map/scales.js';
+import {chosen, details, figureNamed, versionOf} from '../records.js';
+import {useAnswer} from '../server.js';
+import {number, placeOf, shown, titleOf} from '../units.js';
+import {exceeds, keeps, LIMITS} from '../what_if/budget.js';
+import {byTensor, FIGURES, IN_USE, leastOf, valueOf, worstFirst} from '../what_if/rows.js';
+import {extentOf, styleOf} from '../what_if/shades.js';
+import {asked, Picker, rowsOf, Weighing} from '../what_if/weigh.jsx';
+
+const PAGE = 30;
+const figureOf = () => (FIGURES.includes(at('figure')) ? at('figure') : FIGURES[0]);
+
+/** The run's own sampled step that is nearest below the one that is looked at. */
+function stepOf() {
+  const sampled = details.value.run?.data?.steps ?? [];
+  return sampled.length ? sampled[placeOf(sampled, currentStep())] : null;
+}
+
+export function WhatIf() {
+  const {run} = chosen.value;
+  const step = stepOf();
+  const answer = useAnswer(step === null ? null : 'others', {run, step}, versionOf(run));
+  return (
+    <>
+      <div class="controls">
+        <Figure />
+        <Role />
+        <label>
+          Search
+          <input type="search" value={at('find') ?? ''} onInput={(event) => go({find: event.target.value || null})} placeholder="part of a layer's name" data-picker="find" />
+        </label>
+        <Steps />
+      </div>
+      <Answered answer={answer}>{(data) => <Weighed run={run} step={data.step} rows={data.rows} />}</Answered>
+    </>
+  );
+}
+
+function labelOf(figure) {
+  const {label, unit} = figureNamed(figure);
+  return unit ? `${label} (${unit})` : label;
+}
+
+const Figure = () => (
+  <label>
+    Figure
+    <select value={figureOf()} onChange={(event) => go({figure: event.target.value})} data-picker="figure">
+      {FIGURES.map((figure) => <option key={figure} value={figure}>{labelOf(figure)}</option>)}
+    </select>
+  </label>
+);
+
+const Role = () => (
+  <label>
+    Operand
+    <select value={at('only') ?? ''} onChange={(event) => go({only: event.target.value || null})} data-picker="only">
+      <option value="">all</option>
+      {['input', 'weight', 'grad_output'].map((role) => <option key={role} value={role}>{shown(role)}</option>)}
+    </select>
+  </label>
+);
+
+function Weighed({run, step, rows}) {
+  const recorded = byTensor([rows]);
+  const questions = asked().filter((recipe) => !recorded.recipes.includes(recipe)).map((recipe) => ({run, step, recipe}));
+  const all = byTensor([rows, ...questions.map(rowsOf).filter(Boolean)]);
+  return (
+    <>
+      <Picker inUse={recorded.inUse} />
+      <Weighing questions={questions} />
+      <Recipes run={run} step={step} {...all} />
+      {!all.recipes.length && <NoOther run={run} />}
+    </>
+  );
+}
+
+const NoOther = ({run}) => (
+  <Notice title="No other recipe was weighed at this step">
+    <p>
+      Weigh one above: it is replayed from the record's sketches, exactly. A run weighs recipes as it goes with{' '}
+      <code>{'FP8DebugCallback(weigh=["current", "blockwise", "mxfp8"])'}</code>, block recipes among them, of which sketches know
+      nothing. <code>nemo-fp8-debug replay {run} --recipe current</code> adds a recipe to the record at every step.
+    </p>
+  </Notice>
+);
+
+function Recipes({run, step, tensors, recipes, inUse}) {
+  const figure = figureOf();
+  const find = (at('find') ?? '').toLowerCase();
+  const wanted = (tensor) => (!at('only') || tensor.role === at('only')) && titleOf(tensor).toLowerCase().includes(find);
+  const listed = worstFirst(tensors.filter(wanted), figure);
+  const names = [IN_USE, ...recipes];
+  const values = tensors.flatMap((tensor) => names.map((name) => valueOf(tensor, name, figure))).filter((value) => value !== null);
+  const {label, unit} = figureNamed(figure);
+  const scale = scaleOf(figureNamed(figure), [extentOf(values)]);
+  if (!listed.length) return <Notice><p>No tensor matches; take the search or the operand away.</p></Notice>;
+  const columns = [
+    {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} step={step} view="distribution" />},
+    ...names.map((name) => columnOf(name, inUse, figure, scale)),
+  ];
+  const summary = ['within the limits', ...names.map((name) => share(listed, name))];
+  const caption = `${labelOf(figure)} of ${listed.length} tensors of ${run} at step ${step}, worst in use first`;
+  return (
+    <>
+      <Legend scale={scale} unit={unit} label={label} />
+      <Key figure={figure} />
+      <Table key={`${figure} ${find} ${at('only')}`} name={`recipes of ${run} at step ${step}`} caption={caption} columns={columns} rows={listed} summary={summary} first={PAGE} />
+    </>
+  );
+}
+
+function columnOf(name, inUse, figure, scale) {
+  const used = inUse.length === 1 ? inUse[0] : `${inUse.length} recipes`;
+  return {
+    label: name,
+    under: name === IN_USE ? used : undefined,
+    of: (row) => valueOf(row, name, figure),
+    cell: (row) => ({style: styleOf(scale, valueOf(row, name, figure)), 'data-recipe': name}),
+    show: (row) => <Cell value={valueOf(row, name, figure)} figure={figure} least={leastOf(row, figure)} />,
+  };
+}
+
+function Cell({value, figure, least}) {
+  if (value !== null && value === least) return <><Mark exceeded={exceeds(figure, value)} /><strong>{number(value)}</strong><span role="img" aria-label="least of the row"> ★</span></>;
+  return <><Mark exceeded={exceeds(figure, value)} />{number(value)}</>;
+}
+
+const Mark = ({exceeded}) => exceeded && <span role="img" aria-label="above the limit">▲ </span>;
+
+/** How many tensors keep all limits under a recipe, of those that are known. */
+function share(tensors, name) {
+  const known = tensors.map((tensor) => keeps(tensor.by.get(name))).filter((kept) => kept !== null);
+  const kept = known.filter(Boolean).length;
+  return known.length ? `${Math.round((100 * kept) / known.length)}% (${kept} of ${known.length})` : '-';
+}
+
+const Key = ({figure}) => (
+  <p class="soft">
+    {LIMITS[figure] !== undefined && `▲ above the limit of ${LIMITS[figure]}; `}★ least of the row. Limits: relative error{' '}
+    {LIMITS.relative_error}, underflow {LIMITS.underflow_pct}%, overflow {LIMITS.overflow_pct}%.
+  </p>
+);

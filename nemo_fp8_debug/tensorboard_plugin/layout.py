@@ -1,0 +1,88 @@
+"""Where the rows of a part are: a matrix, steps x tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of a part are."""
+
+    #: int64 [S], ascending
+    steps: Array
+    #: (layer, role) of T tensors, in the order of the part
+    tensors: tuple[tuple[str, str], ...]
+    #: int32 [S, T]: the row of each, -1 where there is none; None: rows lie step by step, complete
+    rows: Array | None
+
+    @cached_property
+    def places(self) -> dict[tuple[str, str], int]:
+        """The column of each tensor."""
+        return {key: i for i, key in enumerate(self.tensors)}
+
+    def row(self, step: int, key: tuple[str, str]) -> int | None:
+        """The row of a tensor at a step; None where it has none."""
+        at, tensor = int(np.searchsorted(self.steps, step)), self.places.get(key)
+        if tensor is None or at == len(self.steps) or self.steps[at] != step:
+            return None
+        row = at * len(self.tensors) + tensor if self.rows is None else int(self.rows[at, tensor])
+        return None if row < 0 else row
+
+    def spread(self, values: Array, absent: float) -> Array:
+        """[rows] -> [S, T]."""
+        if self.rows is None:
+            return values.reshape(len(self.steps), len(self.tensors))
+        return np.append(values, values.dtype.type(absent))[self.rows]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A column of text: uint16 codes [S, T] into `known`, 0 where there is none."""
+
+    codes: Array
+    known: list[str | None]
+
+
+def coded(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
+    """Codes int64, -1 for null, and what they stand for."""
+    whole = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if isinstance(whole, pa.ChunkedArray):
+        whole = whole.unify_dictionaries().combine_chunks() if whole.num_chunks else pa.array([], pa.string())
+    coded = whole if pa.types.is_dictionary(whole.type) else whole.dictionary_encode()
+    codes = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return codes, coded.dictionary.to_pylist()
+
+
+def laid_out(rows: pa.Table) -> tuple[Array, tuple[tuple[str, str], ...], Array | None]:
+    """Steps, tensors and rows of a `Layout`, from the columns step, layer and role of a part."""
+    step = rows["step"].to_numpy()
+    (layer, layers), (role, roles) = coded(rows["layer"]), coded(rows["role"])
+    key = layer * len(roles) + role
+    width = int(np.argmax(step != step[0])) or len(step) if len(step) else 0
+    whole = _step_by_step(step, key, width)
+    at, steps = (None, step[::width]) if whole else (np.searchsorted(found := np.unique(step), step), found)
+    met, first, tensor = np.unique(key[:width] if whole else key, return_index=True, return_inverse=True)
+    order = np.argsort(first)  # as they are first met
+    tensors = tuple((layers[code // len(roles)], roles[code % len(roles)]) for code in met[order].tolist())
+    if at is None:
+        return steps, tensors, None
+    table = np.full((len(steps), len(tensors)), -1, np.int32)
+    table[at, np.argsort(order)[tensor]] = np.arange(len(step))
+    return steps, tensors, table
+
+
+def _step_by_step(step: Array, key: Array, width: int) -> bool:
+    """Whether rows are `width` different tensors a step, the same at each, and steps ascend: what runs write."""
+    if not width or len(step) % width or len(np.unique(key[:width])) < width:
+        return False
+    steps, keys = step.reshape(-1, width), key.reshape(-1, width)
+    return bool((steps == steps[:, :1]).all() and (np.diff(steps[:, 0]) > 0).all() and (keys == keys[0]).all())

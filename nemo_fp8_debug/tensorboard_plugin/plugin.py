@@ -1,0 +1,219 @@
+"""The routes of the FP8 tab: parameters are parsed and checked, answers encoded; nothing else."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend import http_util
+from tensorboard.plugins import base_plugin
+from werkzeug import Request, Response
+
+from ..analysis.run import UNITS
+from ..analysis.settings import differences
+from ..errors import RecordError, hearing
+from ..record.reader import read_fingerprint
+from . import catalogue, losses, runs, tables
+from .cache import Cache
+from .errors import Refused
+from .jobs import Jobs
+from .logdir import Logdir, roots_of
+from .origin import check_origin
+from .parameters import Parameter, one_of, parsed, some_of, step, text
+from .parts import Parts
+from .plain import encoded, plain
+
+NAME = "fp8"
+_BUNDLE = Path(__file__).with_name("static") / "index.js"
+#: seconds that the list of tabs waits for the first record
+_ACTIVE = 0.3
+
+#: runs whose losses are kept, a few thousand points each
+_LOSSES = 16
+
+_RUN = Parameter(text)
+_LAYER = Parameter(text)
+_ROLE = Parameter(one_of(catalogue.ROLES))
+_STEP = Parameter(step)
+_FIGURE = Parameter(one_of(catalogue.NUMBERS))
+_OTHER = Parameter(text, optional=True)
+
+
+@dataclass(frozen=True)
+class Route:
+    """An address, what it takes, and what answers."""
+
+    answer: Callable[..., Any]
+    parameters: Mapping[str, Parameter]
+
+
+class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
+    """The FP8 tab."""
+
+    plugin_name = NAME
+
+    def __init__(self, context: Any) -> None:
+        """
+        Args:
+            context: TensorBoard's TBContext.
+        """
+        self._parts = Parts()
+        self._logdir = Logdir(roots_of(context.flags), self._parts.warm)
+        self._jobs = Jobs()
+        self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
+        self._bundle = _Bundle(_BUNDLE)
+
+    def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
+        """A WSGI application for each address below data/plugin/fp8."""
+        routes = {
+            "runs": Route(self._runs, {}),
+            "run": Route(self._run, {"run": _RUN}),
+            "frames": Route(self._frames, {"run": _RUN, "figure": _FIGURE, "from": _STEP, "to": _STEP}),
+            "timeline": Route(
+                self._timeline,
+                {"run": _RUN, "layer": _LAYER, "role": _ROLE, "figures": Parameter(some_of(catalogue.NUMBERS))},
+            ),
+            "loss": Route(self._loss, {"run": _RUN}),
+            "sketch": Route(self._sketch, {"run": _RUN, "layer": _LAYER, "role": _ROLE, "step": _STEP}),
+            "others": Route(self._others, {"run": _RUN, "step": _STEP}),
+            "weigh": Route(self._weigh, {"run": _RUN, "step": _STEP, "recipe": Parameter(text)}),
+            "verdict": Route(
+                self._verdict, {"bad": _RUN, "good": _OTHER, "twin": _OTHER, "by": Parameter(one_of(UNITS), optional=True)}
+            ),
+            "fingerprints": Route(self._fingerprints, {"a": _RUN, "b": _OTHER}),
+        }
+        return {
+            "/index.js": _application(self._bundle),
+            **{f"/{name}": _application(_checked(r)) for name, r in routes.items()},
+        }
+
+    def is_active(self) -> bool:
+        """Whether a record was found by now."""
+        return self._logdir.any(_ACTIVE)
+
+    def frontend_metadata(self) -> Any:
+        """The name of the tab and where its page is."""
+        return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="FP8")
+
+    def data_plugin_names(self) -> tuple[str, ...]:
+        """None: it reads records, not summaries."""
+        return ()
+
+    def _runs(self) -> Any:
+        found = self._logdir.found()
+        return {
+            "runs": plain(runs.listed(self._parts, self._logdir)),
+            "logdirs": [root.address for root in self._logdir.roots],
+            "refused": [{"name": name, "why": why} for name, why in sorted(found.refused.items())],
+            "figures": catalogue.figures(),
+            "formats": catalogue.FORMATS,
+            "roles": catalogue.ROLES,
+        }
+
+    def _run(self, run: str) -> Any:
+        return {"run": run, **tables.about_run(self._parts, self._logdir.record(run))}
+
+    def _frames(self, run: str, figure: str, **bounds: int) -> bytes:
+        return tables.frames(self._parts, self._logdir.record(run), figure, bounds["from"], bounds["to"])
+
+    def _timeline(self, run: str, layer: str, role: str, figures: list[str]) -> Any:
+        return tables.timeline(self._parts, self._logdir.record(run), layer, role, figures)
+
+    def _loss(self, run: str) -> Any:
+        record = self._logdir.record(run)
+        return self._losses.get((str(record), self._parts.index(record).version), lambda: losses.loss(record))
+
+    def _sketch(self, run: str, layer: str, role: str, step: int) -> Any:
+        return tables.sketch(self._parts, self._logdir.record(run), layer, role, step)
+
+    def _others(self, run: str, step: int) -> Any:
+        return tables.others(self._parts, self._logdir.record(run), step)
+
+    def _weigh(self, run: str, step: int, recipe: str) -> Any:
+        record = self._logdir.record(run)
+        index = self._parts.index(record)
+        at = tables.nearest(record, index, step)
+        return self._jobs.ask({"kind": "weigh", "run": str(record), "step": at, "recipe": recipe}, index.version)
+
+    def _verdict(self, bad: str, good: str | None, twin: str | None, by: str | None) -> Any:
+        records = {role: name and self._logdir.record(name) for role, name in (("bad", bad), ("good", good), ("twin", twin))}
+        version = " ".join(self._parts.index(record).version for record in records.values() if record)
+        places = {role: record and str(record) for role, record in records.items()}
+        return self._jobs.ask({"kind": "verdict", **places, "by": by or "step"}, version)
+
+    def _fingerprints(self, a: str, b: str | None) -> Any:
+        with hearing():
+            of_a = read_fingerprint(self._logdir.record(a))
+            of_b = None if b is None else read_fingerprint(self._logdir.record(b))
+        rows = [] if of_b is None else differences(of_a, of_b).to_dicts()
+        return {"a": plain(of_a), "b": plain(of_b), "differences": rows}
+
+
+class _Bundle:
+    """The page's script, kept by browsers as long as it stays the same."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._held: tuple[int, bytes, str] = (0, b"", "")
+
+    def __call__(self, request: Request) -> Response:
+        written = self._path.stat().st_mtime_ns
+        if self._held[0] != written:
+            content = self._path.read_bytes()
+            self._held = written, gzip.compress(content, mtime=0), hashlib.sha256(content).hexdigest()[:32]
+        _, packed, digest = self._held
+        response = http_util.Respond(request, packed, "text/javascript", content_encoding="gzip")
+        response.set_etag(digest)
+        response.headers["Cache-Control"] = "no-cache"
+        del response.headers["Expires"]
+        return response.make_conditional(request)  # type: ignore[no-any-return]
+
+
+def _application(answer: Callable[[Request], Response]) -> Callable[..., Any]:
+    """WSGI around an answer to a request; a request that is refused gets a sentence."""
+
+    def application(environ: Any, start_response: Any) -> Any:
+        request = Request(environ)
+        try:
+            if request.method not in ("GET", "HEAD"):
+                response = _error(request, 405, "Only GET is answered here.")
+            else:
+                check_origin(request.headers)
+                response = answer(request)
+        except Refused as error:
+            response = _error(request, error.status, str(error))
+        except (RecordError, OSError, RecursionError) as error:
+            response = _error(request, 409, f"The record cannot be read: {error}")
+        except Exception as error:
+            logging.getLogger("nemo_fp8_debug").exception("the FP8 tab could not answer %s", request.path)
+            response = _error(
+                request, 500, f"The FP8 tab has a fault ({type(error).__name__}); TensorBoard's log tells more."
+            )
+        return response(environ, start_response)
+
+    return application
+
+
+def _checked(route: Route) -> Callable[[Request], Response]:
+    def answer(request: Request) -> Response:
+        found = route.answer(**parsed(request.args.items(multi=True), route.parameters))
+        if isinstance(found, bytes):
+            return _response(request, found, "application/octet-stream", 200)
+        return _response(request, encoded(found), "application/json", 200)
+
+    return answer
+
+
+def _error(request: Request, status: int, sentence: str) -> Response:
+    return _response(request, encoded({"error": sentence}), "application/json", status)
+
+
+def _response(request: Request, content: str | bytes, kind: str, status: int) -> Response:
+    response = http_util.Respond(request, content, kind, code=status)
+    response.headers["Cache-Control"] = "no-store"
+    return response  # type: ignore[no-any-return]

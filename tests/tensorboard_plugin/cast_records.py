@@ -1,0 +1,74 @@
+"""Small runs that learn by heart in emulated FP8, two micro-batches a step: with and without a spike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nemo_fp8_debug import Monitor
+from nemo_fp8_debug.capture.layers import find_gemms
+from nemo_fp8_debug.interventions.emulate import Emulation
+from nemo_fp8_debug.numerics.scaling import parse_recipe
+
+STEPS, EVERY, SPIKE, SKIPPED = 40, 2, 31, 35
+WIDTH = 16
+#: a name that would do something if it were taken for HTML
+HOSTILE = "<img src=x onerror=hack()>"
+#: cast with one scale for the whole step, with one for each micro-batch, and kept in float32
+DELAYED, CURRENT, FLOAT32 = "delayed", "current", "float32"
+
+
+class Layers(nn.Module):
+    """GEMMs one after the other; what the first one sees has a wide range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.add_module(HOSTILE, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(x))))
+        last: torch.Tensor = getattr(self, HOSTILE)(hidden)
+        return last
+
+
+def record_casts(logdir: Path) -> None:
+    """Runs named after how they cast; `quiet`, delayed without its spike; `other`, of which one layer was looked at."""
+    record(logdir / DELAYED, "delayed(amax_history_len=4)", spikes=True)
+    record(logdir / "quiet", "delayed(amax_history_len=4)", spikes=False)
+    record(logdir / CURRENT, "current", spikes=False, steps=4)
+    record(logdir / FLOAT32, None, spikes=False, steps=4)
+    record(logdir / "other", "current", spikes=False, steps=4, layers=["second"])
+
+
+def record(folder: Path, recipe: str | None, spikes: bool, steps: int = STEPS, layers: list[str] | None = None) -> None:
+    """Train and record; float32 throughout where no recipe is named."""
+    torch.manual_seed(0)
+    model = Layers() if recipe is None else Layers().bfloat16()
+    emulation = Emulation(find_gemms([model]), parse_recipe(recipe or "current"))
+    if recipe:
+        emulation.attach()
+    watched = {"interval": EVERY, "layers": layers, "triggers": ["loss_spike"], "trigger_steps": 1}
+    monitor = Monitor(model, str(folder), table_rows=0, on_error="raise", **watched)
+    spread = torch.exp2(torch.linspace(-30, 3, WIDTH))
+    x, y = torch.randn(2, 32, WIDTH) * spread, torch.randn(2, 32, WIDTH)
+    for step in range(steps):
+        with monitor.step(step) as report:
+            micro = [(1 + i) * x[i].to(model.first.weight.dtype) for i in range(2)]
+            target = 40 * y if spikes and step == SPIKE else y
+            loss = torch.stack([(model(micro[i]).float() - target[i]).square().mean() for i in range(2)]).sum()
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if (spikes and step == SPIKE) or parameter.grad is None:
+                        continue
+                    parameter -= 0.1 * parameter.grad
+            report(loss=float(loss), grad_norm=float(step), skipped=float(spikes and step == SKIPPED))
+        if recipe:
+            emulation.end_step()
+    monitor.close()
+    if recipe:
+        emulation.detach()

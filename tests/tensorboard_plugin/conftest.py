@@ -1,0 +1,78 @@
+"""A logdir of small runs and a real TensorBoard on it, once a session, and a real Chromium."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from browser import chromium, tensorboard
+from cast_records import record_casts
+from playwright.sync_api import Browser, Page
+from verdict_records import record_all
+
+from nemo_fp8_debug.tensorboard_plugin.links import link
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="session")
+def casts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("casts")
+    record_casts(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def board_of_casts(casts: Path) -> Iterator[str]:
+    with tensorboard("--logdir", casts) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logdir")
+    record_all(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def board(logdir: Path) -> Iterator[str]:
+    with tensorboard("--logdir", logdir) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Not for the whole session: a process drives one browser at a time, and other tests have theirs."""
+    with chromium() as found:
+        yield found
+
+
+@contextlib.contextmanager
+def _opener(browser: Browser, address: str) -> Iterator[Open]:
+    """Opens what TensorBoard has in the tab's frame, by itself, on a state."""
+    context = browser.new_context(viewport={"width": 1500, "height": 1000})
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+
+    def open_on(script: str = "window.hack = () => { window.hacked = true; }", **state: object) -> Page:
+        page = context.new_page()
+        page.add_init_script(script)
+        page.goto(link(address, **state).replace("/#fp8&", "/data/plugin_entry.html?name=fp8#"))
+        return page
+
+    yield open_on
+    context.close()
+
+
+@pytest.fixture
+def casts_shown(browser: Browser, board_of_casts: str) -> Iterator[Open]:
+    with _opener(browser, board_of_casts) as open_on:
+        yield open_on
+
+
+@pytest.fixture
+def frame(browser: Browser, board: str) -> Iterator[Open]:
+    with _opener(browser, board) as open_on:
+        yield open_on

@@ -1,0 +1,189 @@
+"""Verdicts and recipes weighed in a child process: right, alone, and gone when nobody wants them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from samples import sample
+from tab import FC1, FC2, Tab, start, write_sketched_run
+
+from nemo_fp8_debug.analysis.diagnose import diagnose
+from nemo_fp8_debug.analysis.replay import replay
+from nemo_fp8_debug.tensorboard_plugin import child, jobs
+
+
+def write_run(folder: Path, harmed: bool) -> Path:
+    """A run of 40 samples; harmed, one operand leaves in the middle and the loss after it."""
+    record = start(folder)
+    for i in range(40):
+        lost = harmed and i > 20
+        bad = (
+            {"underflow_pct": 60.0, "mse": 1.0, "relative_error": 0.5, "amax": 4000.0, "outlier_log2": 16.0} if lost else {}
+        )
+        rows = [{"layer": FC1, "scale_source": "engine"} | bad, {"layer": FC2, "scale_source": "engine"}]
+        record.record(sample(10 * i, rows))
+        record.record_steps({10 * i + j: {"loss": 2.0 + 0.001 * j + (3.0 if harmed and i > 25 else 0)} for j in range(10)})
+    record.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logdir")
+    write_run(folder / "good", harmed=False)
+    write_run(folder / "bad", harmed=True)
+    write_sketched_run(folder / "sketched")
+    return folder
+
+
+@pytest.fixture
+def tab(logdir: Path) -> Tab:
+    return Tab(logdir)
+
+
+def waited(tab: Tab, route: str, **parameters: Any) -> Any:
+    until = time.monotonic() + 90
+    while (answer := tab.json(route, **parameters))["state"] == "working":
+        assert time.monotonic() < until and answer["seconds"] >= 0
+        time.sleep(0.1)
+    return answer
+
+
+def plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
+    answer = waited(tab, "verdict", bad="bad", good="good")
+    found = diagnose(logdir / "bad", logdir / "good")
+    assert answer["state"] == "done", answer
+    assert answer["result"]["diagnosis"] == plain(found.to_json())
+    assert found.comparison and answer["result"]["comparison"] == plain(found.comparison.to_json())
+    assert answer["result"]["diagnosis"]["culprit"]["layer"] == FC1
+    plan = json.loads(answer["result"]["snippets"][0]["text"])
+    assert [change["layer"] for change in plan["changes"]] == [FC1]
+    began = time.monotonic()
+    assert tab.json("verdict", bad="bad", good="good") == answer and time.monotonic() - began < 1
+
+
+def test_a_recipe_is_weighed_as_by_replay(tab: Tab, logdir: Path) -> None:
+    answer = waited(tab, "weigh", run="sketched", step=12, recipe="current-e5m2")
+    expected = replay(logdir / "sketched", "current-e5m2", steps=[10])
+    assert answer["state"] == "done" and answer["result"]["step"] == 10
+    rows = answer["result"]["rows"]
+    assert set(rows["recipe"]) == {"current-e5m2"} and set(rows["in_use"]) == {False}
+    names = ["layer", "role", "relative_error", "underflow_pct", "overflow_pct", "mse"]
+    assert pl.DataFrame(rows).select(names).rows() == expected.select(names).rows()
+
+
+def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: what the child would say."""
+
+    def answered(**request: Any) -> str:
+        answer = child.answered(dict(request))
+        assert answer["state"] == "failed"
+        return str(answer["error"])
+
+    run = str(logdir / "good")
+    assert "unknown recipe" in answered(kind="weigh", run=run, step=0, recipe="nonsense")
+    assert "no exact sketches" in answered(kind="weigh", run=run, step=0, recipe="current")
+    assert "know nothing of blocks" in answered(kind="weigh", run=run, step=0, recipe="mxfp8")
+    assert "samples" in answered(kind="verdict", bad=run, good=None, twin=None, by="samples")
+    monkeypatch.setattr(child, "_MOST_REPLAYED", 79)
+    assert "has 80 rows" in answered(kind="weigh", run=run, step=0, recipe="current")
+
+
+def test_of_large_records_some_samples_are_left_out_and_that_is_said(logdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "MOST_ROWS", 40)
+    bad, good = str(logdir / "bad"), str(logdir / "good")
+    answer = child.answered({"kind": "verdict", "bad": bad, "good": good, "twin": None, "by": "step"})
+    result = answer["result"]
+    assert "one of each 2 samples" in result["diagnosis"]["notes"][-1]
+    assert result["recommendation"] is None and result["snippets"] == []
+    assert result["diagnosis"]["culprit"]["layer"] == FC1 and result["diagnosis"]["culprit"]["since"] == 220
+    assert result["comparison"]["runs"]["bad"]["path"] == bad
+
+
+@pytest.fixture
+def asked(logdir: Path) -> Iterator[tuple[jobs.Jobs, Callable[[], dict[str, Any]]]]:
+    mine = jobs.Jobs()
+    what = {"kind": "weigh", "run": str(logdir / "sketched"), "step": 0, "recipe": "current"}
+    yield mine, lambda: mine.ask(what, "1")
+    mine.stop()
+
+
+def the_child(mine: jobs.Jobs) -> subprocess.Popen[bytes]:
+    until = time.monotonic() + 10
+    while mine._child is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return mine._child
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_child_that_is_killed_is_an_error(asked: Any) -> None:
+    mine, ask = asked
+    assert ask()["state"] == "working"
+    os.kill(the_child(mine).pid, signal.SIGKILL)
+    wait_until(lambda: ask()["state"] != "working")
+    assert ask()["state"] == "failed" and "out of memory" in ask()["error"]
+
+
+def test_a_job_that_nobody_asks_about_is_stopped(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, ask = asked
+    monkeypatch.setattr(jobs, "_ABANDONED", 0.5)
+    assert ask()["state"] == "working"
+    pid = the_child(mine).pid
+    wait_until(lambda: gone(pid))
+    wait_until(lambda: mine._worker is None)
+
+
+def test_one_child_at_a_time(asked: Any, logdir: Path) -> None:
+    mine, ask = asked
+    ask()
+    first = the_child(mine)
+    assert mine.ask({"kind": "weigh", "run": "other"}, "1")["state"] == "working"
+    time.sleep(0.3)
+    assert mine._child is first
+    answers = [mine.ask({"kind": "weigh", "run": str(i)}, "1") for i in range(30)]
+    assert answers[0]["state"] == "working" and "try again" in answers[-1]["error"]
+
+
+def test_a_child_ends_with_tensorboard(logdir: Path) -> None:
+    code = (
+        "import sys, time; from nemo_fp8_debug.tensorboard_plugin.jobs import Jobs\n"
+        "jobs = Jobs(); jobs.ask({'kind': 'verdict', 'bad': sys.argv[1], 'good': None, 'twin': None, 'by': 'step'}, '')\n"
+        "while jobs._child is None: time.sleep(0.01)\n"
+        "print(jobs._child.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, str(logdir / "bad")], stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout
+        pid = int(parent.stdout.readline())
+        time.sleep(1)
+        parent.kill()
+        wait_until(lambda: gone(pid))

@@ -1,0 +1,204 @@
+"""The page in TensorBoard, in a real browser: the map, runs that grow, odd names, and where TensorBoard is put."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import tensorboard
+from playwright.sync_api import Browser, FrameLocator, Page, expect
+from samples import FINGERPRINT, sample
+
+from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.tensorboard_plugin.links import link
+
+HOSTILE = "decoder.layers.0.<img src=x onerror='top.hacked=1'>"
+LAYERS = [f"decoder.layers.{i}.mlp.linear_fc{j}" for i in range(3) for j in (1, 2)]
+CULPRIT = LAYERS[3]
+STEPS = range(0, 800, 10)
+
+
+def write(folder: Path, steps: range = STEPS, harmed: bool = False, more: tuple[str, ...] = ()) -> RunRecord:
+    record = RunRecord(folder)
+    record.open(FINGERPRINT)
+    for step in steps:
+        rows = [
+            {"layer": layer, "role": role, "underflow_pct": 0.1 + 0.01 * i + 0.0001 * step}
+            for i, layer in enumerate((*LAYERS, *more))
+            for role in ("input", "weight", "grad_output")
+        ]
+        rows[9]["underflow_pct"] = 40.0 if harmed and step >= 400 else 0.05
+        record.record(sample(step, rows))
+        record.record_steps({step: {"loss": 2.0}})
+    return record
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write(folder / "good" / "fp8_debug").close()
+    write(folder / "bad" / "fp8_debug", harmed=True).close()
+    write(folder / "<b onclick=top.hacked=1>odd", range(0, 30, 10), more=(HOSTILE,)).close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def board(logdir: Path) -> Iterator[str]:
+    with tensorboard("--logdir", logdir) as address:
+        yield address
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": 1500, "height": 1000})
+    page.set_default_timeout(60_000)
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    yield page
+    assert page.evaluate("window.hacked") is None
+    assert not faults
+    page.close()
+
+
+def opened(page: Page, address: str, **state: object) -> FrameLocator:
+    page.goto(link(address, **state))
+    return page.frame_locator("iframe")
+
+
+def values_of(tab: FrameLocator, panel: str) -> tuple[str, str, float]:
+    shown = tab.locator(f"[data-panel={panel}]")
+    layer, role, value = (shown.get_attribute(f"data-{name}") for name in ("layer", "role", "value"))
+    assert layer and role and value
+    return layer, role, float(value)
+
+
+def at_step(tab: FrameLocator, step: int, panel: str = "run") -> None:
+    expect(tab.locator(f"[data-panel={panel}] [data-drawn='{step}']")).to_be_visible(timeout=30_000)
+
+
+def test_the_worst_cell_is_the_worst_of_the_record(page: Page, board: str, logdir: Path) -> None:
+    tab = opened(page, board, run="bad", good="good", step=555)
+    at_step(tab, 550)
+    rows = read_table(logdir / "bad" / "fp8_debug", "figures", where={"step": 550})
+    worst = rows.sort("underflow_pct").tail(1)
+    assert values_of(tab, "run") == (*worst.select("layer", "role").row(0), pytest.approx(40.0))
+    assert values_of(tab, "difference") == (CULPRIT, "input", pytest.approx(39.95))
+    assert values_of(tab, "good")[0] != CULPRIT
+
+
+def test_steps_and_figures_move_the_map_and_the_address(page: Page, board: str) -> None:
+    tab = opened(page, board, run="bad", good="good", step=390)
+    at_step(tab, 390)
+    assert values_of(tab, "run")[0] != CULPRIT
+    tab.get_by_role("button", name="Next sampled step").click()
+    at_step(tab, 400)
+    assert values_of(tab, "run")[0] == CULPRIT
+    assert "p.fp8.step=400" in page.url
+    tab.get_by_label("Figure").select_option("mse")
+    expect(tab.locator(".legend").first).to_contain_text("mean squared error")
+    assert "p.fp8.figure=mse" in page.url
+
+
+def test_playing_goes_to_the_end_by_itself(page: Page, board: str) -> None:
+    tab = opened(page, board, run="bad", step=770)
+    at_step(tab, 770)
+    tab.get_by_role("button", name="Play through the steps").click()
+    at_step(tab, 790)
+    expect(tab.get_by_role("button", name="Play through the steps")).to_be_visible()
+
+
+def test_the_keyboard_reaches_a_tensor_and_its_timeline_and_back(page: Page, board: str) -> None:
+    tab = opened(page, board, run="bad", view="map")
+    at_step(tab, 790)
+    tab.locator("[data-panel=run] .keyed").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert "p.fp8.layer=decoder.layers.1.mlp.linear_fc1" in page.url
+    page.keyboard.press("Enter")
+    expect(tab.get_by_role("tab", name="Timeline")).to_have_attribute("aria-selected", "true")
+    page.go_back()
+    expect(tab.get_by_role("tab", name="Map")).to_have_attribute("aria-selected", "true")
+
+
+def test_a_click_chooses_the_tensor_under_it(page: Page, board: str) -> None:
+    tab = opened(page, board, run="bad", view="map", step=500)
+    at_step(tab, 500)
+    box = tab.locator("[data-panel=run] .chart-box").bounding_box()
+    assert box
+    # Row 1 of 3; column 3 of 6 (fc1 X, W, dY, fc2 X, ...): the culprit.
+    left, right, top, bottom = 56, 12, 26, 96
+    x = box["x"] + left + (box["width"] - left - right) * 3.5 / 6
+    y = box["y"] + top + (box["height"] - top - bottom) * 1.5 / 3
+    page.mouse.click(x, y)
+    assert f"p.fp8.layer={CULPRIT}" in page.url
+    assert "p.fp8.role=input" in page.url
+    expect(tab.locator(".under")).to_contain_text(f"X of {CULPRIT}")
+
+
+def test_the_csv_of_a_map_is_the_record(page: Page, board: str, logdir: Path, tmp_path: Path) -> None:
+    tab = opened(page, board, run="bad", step=500)
+    at_step(tab, 500)
+    with page.expect_download() as download:
+        tab.locator("[data-panel=run]").get_by_role("button", name="CSV").click()
+    download.value.save_as(tmp_path / "map.csv")
+    with (tmp_path / "map.csv").open() as file:
+        head, *rows = csv.reader(file)
+    recorded = read_table(logdir / "bad" / "fp8_debug", "figures", ["layer", "role", "underflow_pct"], {"step": 500})
+    assert head[:2] == ["layer", "role"]
+    assert {(layer, role): float(value) for layer, role, value in rows} == {
+        (layer, role): pytest.approx(value, rel=1e-6) for layer, role, value in recorded.iter_rows()
+    }
+
+
+def test_names_that_are_html_are_text(page: Page, board: str) -> None:
+    tab = opened(page, board, run="<b onclick=top.hacked=1>odd", layer=HOSTILE, role="grad_output")
+    at_step(tab, 20)
+    expect(tab.locator("[data-panel=run] h3")).to_contain_text("<b onclick=top.hacked=1>odd")
+    expect(tab.locator("[data-panel=run] b").first).to_have_text(f"X of {HOSTILE}")
+    for view in ("Timeline", "Distribution", "What if", "Verdict", "Fingerprints"):
+        tab.get_by_role("tab", name=view).click()
+        tab.locator(f"main[data-view='{view}'] > *").first.wait_for()
+    assert tab.locator("img").count() == 0
+
+
+def test_a_run_that_grows_is_followed(page: Page, board: str, logdir: Path) -> None:
+    record = write(logdir / "growing", range(0, 30, 10))
+    tab = opened(page, board, run="growing")
+    at_step(tab, 20)
+    record.record(sample(30, [{"layer": CULPRIT, "underflow_pct": 77.0}]))
+    record.close()
+    at_step(tab, 30)
+    assert values_of(tab, "run") == (CULPRIT, "input", pytest.approx(77.0))
+    expect(tab.locator("header")).to_contain_text("growing, at step 30")
+
+
+def test_without_a_record_it_says_how_to_get_one(page: Page, tmp_path: Path) -> None:
+    with tensorboard("--logdir", tmp_path) as address:
+        page.goto(f"{address}/data/plugin_entry.html?name=fp8")
+        expect(page.locator(".notice")).to_contain_text("No record of FP8 here")
+        expect(page.locator(".notice")).to_contain_text(str(tmp_path))
+        expect(page.locator("pre")).to_contain_text("FP8DebugCallback")
+
+
+def test_a_run_without_a_sample_says_what_is_awaited(page: Page, tmp_path: Path) -> None:
+    record = RunRecord(tmp_path / "begun")
+    record.open(FINGERPRINT)
+    with tensorboard("--logdir", tmp_path) as address:
+        tab = opened(page, address)
+        expect(tab.locator(".notice")).to_contain_text("begun has nothing recorded yet")
+
+
+def test_under_a_path_prefix_and_with_several_logdirs(page: Page, logdir: Path) -> None:
+    spec = f"here:{logdir / 'good'},there:{logdir / 'bad'}"
+    with tensorboard("--logdir_spec", spec, "--path_prefix", "/a/b") as address:
+        tab = opened(page, address, run="there", good="here", step=600)
+        at_step(tab, 600)
+        assert values_of(tab, "difference")[:2] == (CULPRIT, "input")
+
+
+def test_an_unknown_run_in_the_address_is_said(page: Page, board: str) -> None:
+    tab = opened(page, board, run="../../etc")
+    expect(tab.locator(".notice")).to_contain_text("No such run")

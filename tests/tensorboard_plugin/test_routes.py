@@ -1,0 +1,400 @@
+"""What the tab answers, against the record as `read_table` has it; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from samples import sample
+from tab import FC1, FC2, Tab, start, write_odd_run, write_sketched_run
+
+from nemo_fp8_debug.analysis.groups import placed
+from nemo_fp8_debug.numerics.catalogue import FIGURES
+from nemo_fp8_debug.numerics.formats import FORMATS
+from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.schema import SCHEMAS
+from nemo_fp8_debug.tensorboard_plugin.catalogue import NUMBERS
+from nemo_fp8_debug.tensorboard_plugin.losses import thinned
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logdir")
+    write_odd_run(folder / "odd" / "fp8_debug")
+    write_sketched_run(folder / "sketched" / "fp8_debug")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tab(logdir: Path) -> Tab:
+    return Tab(logdir)
+
+
+def expected_frames(run: Path, figure: str, first: int, last: int) -> dict[tuple[int, str, str], np.float32]:
+    rows = read_table(run, "figures").filter(pl.col("step").is_between(first, last))
+    column = pl.col("nan") + pl.col("inf") if figure == "nonfinite" else pl.col(figure)
+    with np.errstate(over="ignore"):
+        return {
+            tuple(key): np.float32(np.nan if value is None else value)  # type: ignore[misc]
+            for *key, value in rows.select("step", "layer", "role", column.cast(pl.Float64)).iter_rows()
+        }
+
+
+@pytest.mark.parametrize(
+    "figure", ["mse", "underflow_pct", "cosine", "kurtosis", "amax", "nan", "nonfinite", "scale", "experts"]
+)
+@pytest.mark.parametrize(("first", "last"), [(0, 10**18 - 1), (600, 700), (45, 55), (630, 640), (701, 800)])
+def test_frames_are_the_record(logdir: Path, tab: Tab, figure: str, first: int, last: int) -> None:
+    expected = expected_frames(logdir / "odd/fp8_debug", figure, first, last)
+    header, values = tab.frames(run="odd", figure=figure, from_=first, to=last)
+    assert header["steps"] == sorted({step for step, _, _ in expected})
+    tensors = list(zip(header["layer"], header["role"], strict=True))
+    assert len(set(tensors)) == len(tensors) and set(tensors) >= {key[1:] for key in expected}
+    for i, step in enumerate(header["steps"]):
+        for j, key in enumerate(tensors):
+            want = expected.get((step, *key), np.float32(np.nan))
+            assert values[i, j].tobytes() == want.tobytes() or (np.isnan(values[i, j]) and np.isnan(want))
+
+
+def test_a_run_is_described(logdir: Path, tab: Tab) -> None:
+    about = tab.json("run", run="sketched")
+    rows = read_table(logdir / "sketched/fp8_debug", "figures")
+    tensors = placed(rows.filter(pl.col("step") == 20).select("layer", "role"))
+    assert about["run"] == "sketched" and about["steps"] == [0, 10, 20] and about["notes"] == []
+    assert about["tensors"] == {name: tensors[name].to_list() for name in ("layer", "role", "kind", "depth")}
+    assert "started 2 times" in tab.json("run", run="odd")["notes"][0]
+
+
+def test_a_timeline_is_the_record(logdir: Path, tab: Tab) -> None:
+    figures = ["mse", "underflow_pct", "amax", "nonfinite"]
+    found = tab.json("timeline", run="odd", layer=FC1, role="input", figures=",".join(figures))
+    rows = read_table(logdir / "odd/fp8_debug", "figures").filter(layer=FC1, role="input").sort("step")
+    rows = rows.with_columns(nonfinite=pl.col("nan") + pl.col("inf"))
+    assert found["step"] == rows["step"].to_list() and len(found["step"]) == 58
+    assert found["figures"] == {name: rows[name].to_list() for name in figures}
+    assert all(found[name] == rows[name].to_list() for name in ("recipe", "format", "scale_source"))
+    assert tab.json("timeline", run="odd", layer=FC2, role="input", figures="kurtosis")["figures"]["kurtosis"][0] is None
+    status, why = tab.error("timeline", run="odd", layer="none", role="input", figures="mse")
+    assert status == 404 and "'none'" in why
+
+
+@pytest.mark.parametrize(("asked", "nearest"), [(0, 0), (4, 0), (6, 10), (5, 0), (10**17, 20)])
+def test_a_sketch_is_the_record(logdir: Path, tab: Tab, asked: int, nearest: int) -> None:
+    run = logdir / "sketched/fp8_debug"
+    found = tab.json("sketch", run="sketched", layer=FC1, role="input", step=asked)
+    where = {"step": nearest, "layer": FC1, "role": "input"}
+    names = ["recipe", "format", "dtype", "rounded", "scale", "bins", "counts"]
+    assert found["step"] == nearest
+    assert found["rows"] == read_table(run, "sketches", where=where).select(names).to_dicts()
+    assert found["recorded"] == read_table(run, "figures", where=where).to_dicts()[0]
+    assert list(found["recorded"]) == list(SCHEMAS["figures"])
+
+
+def test_a_missing_sketch_is_explained(tab: Tab) -> None:
+    status, why = tab.error("sketch", run="odd", layer=FC1, role="input", step=10)
+    assert status == 404 and "record the run with sketches" in why
+    status, why = tab.error("sketch", run="sketched", layer=FC1, role="grad_output", step=10)
+    assert status == 404 and FC1 in why
+
+
+def test_other_recipes_are_the_record(tmp_path: Path) -> None:
+    record = start(tmp_path / "run")
+    for step in (0, 10):
+        used = sample(step, [{"mse": 1.0 + step}, {"layer": FC2, "mse": None}])
+        weighed = sample(step, [{"recipe": "mxfp8-e4m3", "mse": 0.5 + step}]).columns
+        record.record(used.__class__(step, used.columns, {}, what_if=weighed))
+    record.close()
+    found = Tab(tmp_path).json("others", run="run", step=11)
+    assert found["step"] == 10
+    rows = pl.DataFrame(found["rows"])
+    assert rows.select("recipe", "in_use", "mse").rows() == [
+        ("delayed-hybrid", True, 11.0),
+        ("delayed-hybrid", True, None),
+        ("mxfp8-e4m3", False, 10.5),
+    ]
+
+
+def test_losses_triggers_and_skipped_steps(tab: Tab) -> None:
+    found = tab.json("loss", run="odd")
+    assert found["step"][:3] == [0, 1, 2] and found["loss"][:2] == [2.0, 2.01] and found["lr"][0] == 1e-3
+    assert found["grad_norm"][0] is None
+    at = found["step"].index(600)
+    assert found["loss"][at] is None
+    assert found["triggers"] == [[600, "spike"], [690, "spike"], [700, "spike"]] and found["skipped"] == [600, 690, 700]
+    assert set(found["spikes"]) >= {600, 690, 700}
+
+
+def test_a_spike_of_the_loss_is_found_and_stays_in_the_thinned_curve(tmp_path: Path) -> None:
+    record = start(tmp_path)
+    losses = 2 + np.random.default_rng(0).normal(0, 0.01, 20_000)
+    losses[12_345] = 9.0
+    record.record_steps({i: {"loss": float(loss)} for i, loss in enumerate(losses)})
+    record.close()
+    found = Tab(tmp_path).json("loss", run=".")
+    assert len(found["step"]) <= 4000 and 12_345 in found["spikes"] and len(found["spikes"]) < 20
+    assert dict(zip(found["step"], found["loss"], strict=True))[12_345] == 9.0
+
+
+@given(st.lists(st.floats(), max_size=400), st.integers(20, 100))
+def test_thinning_keeps_extremes(values: list[float], points: int) -> None:
+    series = np.array(values, np.float64)
+    kept = thinned([series], points)
+    assert len(kept) <= points or len(values) <= points
+    assert (np.diff(kept) > 0).all()
+    if finite := [v for v in values if math.isfinite(v)]:
+        assert {min(finite), max(finite)} <= set(series[kept].tolist())
+
+
+def test_fingerprints_and_their_differences(tmp_path: Path) -> None:
+    start(tmp_path / "a", lr=float("nan")).close()
+    start(tmp_path / "b", lr=2).close()
+    tab = Tab(tmp_path)
+    found = tab.json("fingerprints", a="a", b="b")
+    assert found["a"]["versions"] == {"torch": "2.8.0"} and found["a"]["lr"] is None
+    assert found["differences"] == [{"setting": "lr", "good": "nan", "bad": "2", "telling": False}]
+    assert tab.json("fingerprints", a="a") == {"a": found["a"], "b": None, "differences": []}
+
+
+def test_the_browser_is_told_the_formats_and_figures(tab: Tab) -> None:
+    about = tab.json("runs")
+    numbers = {
+        name: {"max": f.max, "min_normal": f.min_normal, "min_subnormal": f.min_subnormal, "bits": f.bits}
+        for name, f in FORMATS.items()
+    }
+    assert about["formats"] == numbers and about["roles"] == {"input": "X", "weight": "W", "grad_output": "dY"}
+    assert {figure["name"] for figure in about["figures"]} <= set(NUMBERS)
+
+
+def test_the_script_is_kept_by_its_content(tab: Tab) -> None:
+    first = tab.get("index.js")
+    assert first.status_code == 200 and first.mimetype == "text/javascript" and b"render" in first.data
+    assert tab.get("index.js", {"If-None-Match": first.headers["ETag"]}).status_code == 304
+    assert tab.get("index.js", {"If-None-Match": '"other"'}).status_code == 200
+
+
+def test_answers_are_neither_kept_nor_sniffed(tab: Tab) -> None:
+    for response in (tab.get("runs"), tab.get("frames", run="odd", figure="mse", from_=0, to=0), tab.get("run", run="?")):
+        assert response.headers["Cache-Control"] == "no-store" and response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site", "Origin": "http://localhost:9999"}, 403),
+        ({"Origin": "http://localhost"}, 200),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://[bad"}, 403),
+        ({"Origin": "http://localhost:6006", "Host": "localhost:6006"}, 200),
+        ({"Origin": "http://localhost:6007", "Host": "localhost:6006"}, 403),
+        ({"Origin": "https://hub.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "hub.example, inner"}, 200),
+        ({"Origin": "https://hub.example", "Host": "10.0.0.7:6006", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Origin": "https://evil.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "hub.example"}, 403),
+    ],
+)
+def test_other_sites_are_refused(tab: Tab, headers: dict[str, str], status: int) -> None:
+    for route in ("runs", "index.js"):
+        assert tab.get(route, headers).status_code == status
+
+
+@pytest.mark.parametrize("method", ["post", "put", "delete", "patch"])
+def test_only_get_is_answered(tab: Tab, method: str) -> None:
+    assert getattr(tab.client, method)("/data/plugin/fp8/runs").status_code == 405
+
+
+def test_works_below_a_prefix(logdir: Path) -> None:
+    tab = Tab(logdir, prefix="/proxy/6006")
+    assert [run["name"] for run in tab.json("runs")["runs"]] == ["odd", "sketched"]
+
+
+ROUTES = ("runs", "run", "frames", "timeline", "loss", "sketch", "others", "fingerprints")
+NAMES = ("run", "layer", "role", "step", "figure", "figures", "from", "to", "a", "b", "recipe", "x")
+WORDS = (
+    *("odd", "sketched", FC1, "input", "mse", "mse,amax", "nonfinite", "mse,mse", "0", "10", "700"),
+    *("-1", "NaN", "1e400", "9" * 40, "1_0", "\u0663", "+1", "", "\x00", "\ud800", "a" * 5000),
+    *("../../etc/passwd", "/etc/passwd", "odd/../odd", "<script>alert(1)</script>"),
+)
+HOSTILE = st.one_of(st.sampled_from(WORDS), st.text(max_size=20))
+USUAL = {"run": "odd", "layer": FC1, "role": "input", "step": "10", "figure": "mse", "figures": "mse"} | {
+    "from": "0",
+    "to": "90",
+}
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    route=st.sampled_from(ROUTES),
+    given_=st.lists(st.tuples(st.sampled_from(NAMES), HOSTILE), max_size=5),
+    right=st.booleans(),
+)
+def test_no_parameter_makes_it_fail(tab: Tab, route: str, given_: list[tuple[str, str]], right: bool) -> None:
+    takes = {
+        "runs": (),
+        "run": ("run",),
+        "frames": ("run", "figure", "from", "to"),
+        "timeline": ("run", "layer", "role", "figures"),
+        "loss": ("run",),
+        "sketch": ("run", "layer", "role", "step"),
+        "others": ("run", "step"),
+        "fingerprints": ("a",),
+    }[route]
+    query: list[tuple[str, str]] = given_
+    if right:  # one odd value among usual ones
+        query = list(({name: USUAL.get(name, "odd") for name in takes} | dict(given_[:1])).items())
+    pairs = [(name, value.encode("utf-8", "surrogatepass")) for name, value in query]
+    response = tab.client.get(f"/data/plugin/fp8/{route}?{urlencode(pairs)}")
+    assert response.status_code in (200, 400, 403, 404, 409), response.text
+    if response.status_code != 200:
+        ((name, sentence),) = json.loads(response.text).items()
+        assert name == "error" and 10 < len(sentence) < 600 and "Traceback" not in sentence
+    elif route not in ("frames",):
+        json.loads(response.text, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_too_many_steps_at_once(tmp_path: Path) -> None:
+    record = start(tmp_path)
+    for step in range(130):
+        record.record(sample(step, [{}]))
+    record.close()
+    tab = Tab(tmp_path)
+    status, why = tab.error("frames", run=".", figure="mse", from_=0, to=200)
+    assert status == 400 and "130 sampled steps" in why and "128" in why
+    assert len(tab.frames(run=".", figure="mse", from_=2, to=200)[0]["steps"]) == 128
+
+
+def damage(part: Path, at: float) -> None:
+    content = bytearray(part.read_bytes())
+    content[int(at * len(content))] ^= 1
+    part.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A record of a merged part of many blocks, which are checked one by one, and a small one."""
+    random = np.random.default_rng(2)
+    record = start(tmp_path_factory.mktemp("large") / "run")
+    layers = [f"decoder.layers.{i}.mlp.{random.bytes(40).hex()}" for i in range(100)]
+    for step in range(65):
+        rows = [{"layer": layer} | {name: float(random.normal()) for name in FIGURES} for layer in layers]
+        record.record(sample(step, rows))
+    record.close()
+    return Path(record.place.path(""))
+
+
+@pytest.mark.parametrize("at", [0.0, 0.15, 0.4, 0.6, 0.9, 0.999])
+def test_what_is_damaged_is_left_out_and_told_of(tmp_path: Path, large: Path, at: float) -> None:
+    run = shutil.copytree(large, tmp_path / "run")
+    damage(max((run / "figures").iterdir(), key=lambda part: part.stat().st_size), at)
+    tab = Tab(tmp_path)
+    lost = False
+    for figure in FIGURES[::3]:
+        header, values = tab.frames(run="run", figure=figure, from_=0, to=64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole = expected_frames(large, figure, 0, 64)
+            there = read_table(run, "figures", ["step", "layer", "role", figure])
+        keys = list(zip(header["layer"], header["role"], strict=True))
+        found = {(s, *k): values[i, j] for i, s in enumerate(header["steps"]) for j, k in enumerate(keys)}
+        found = {key: value for key, value in found.items() if not np.isnan(value)}
+        assert found == {key: whole[key] for key in there.select("step", "layer", "role").rows()}
+        lost = lost or len(found) < len(whole)
+    told = any("left out" in note and "damaged" in note for note in tab.json("run", run="run")["notes"])
+    assert told == lost
+    layer = tab.json("run", run="run")["tensors"]["layer"][0]
+    assert tab.get("timeline", run="run", layer=layer, role="input", figures="mse,amax").status_code == 200
+    assert tab.get("others", run="run", step=30).status_code == 200
+    assert tab.get("sketch", run="run", layer=FC1, role="input", step=30).status_code in (404, 409)
+
+
+def test_a_record_whose_parts_are_all_damaged_is_unreadable(tmp_path: Path, logdir: Path) -> None:
+    run = shutil.copytree(logdir / "odd/fp8_debug", tmp_path / "run")
+    for part in (run / "figures").iterdir():
+        part.write_bytes(part.read_bytes()[:100])
+    tab = Tab(tmp_path)
+    (about,) = tab.json("runs")["runs"]
+    assert about["state"] == "unreadable" and "damaged" in about["why"]
+    assert any("left out" in note for note in tab.json("run", run="run")["notes"])
+
+
+def test_a_part_that_was_not_finished_is_no_part(tmp_path: Path, logdir: Path) -> None:
+    run = shutil.copytree(logdir / "sketched/fp8_debug", tmp_path / "run")
+    part = next((run / "figures").iterdir())
+    part.rename(part.with_name(part.name + ".0123456789abcdef.part"))
+    tab = Tab(tmp_path)
+    assert tab.json("runs")["runs"][0]["samples"] == 2
+    assert len(tab.json("run", run="run")["steps"]) == 2
+
+
+def test_a_record_of_another_schema_says_so(tmp_path: Path) -> None:
+    start(tmp_path / "run").close()
+    (tmp_path / "run/attempt-0.json").write_text('{"schema_version": 99}')
+    tab = Tab(tmp_path)
+    (about,) = tab.json("runs")["runs"]
+    assert about["state"] == "unreadable" and "schema version 99" in about["why"]
+    status, why = tab.error("run", run="run")
+    assert status == 409 and "schema version 99" in why
+
+
+def test_a_record_without_samples_is_empty(tmp_path: Path) -> None:
+    start(tmp_path / "run").close()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/attempt-0.json").write_text("[]")  # no fingerprint, no tables
+    tab = Tab(tmp_path)
+    assert [(run["name"], run["state"], run["first"]) for run in tab.json("runs")["runs"]] == [
+        ("odd", "empty", None),
+        ("run", "empty", None),
+    ]
+    assert tab.json("run", run="run")["notes"] == ["Nothing was sampled yet: the record has no figures."]
+    assert any("not a fingerprint" in note for note in tab.json("run", run="odd")["notes"])
+    assert tab.json("loss", run="run")["step"] == []
+    assert tab.error("others", run="run", step=0)[0] == 404
+    assert tab.frames(run="run", figure="mse", from_=0, to=9)[0]["steps"] == []
+
+
+def test_a_record_that_grows_is_read_whole_at_each_look(tmp_path: Path) -> None:
+    record = start(tmp_path / "run")
+    record.record(sample(0, [{"mse": 0.0}]))
+    tab = Tab(tmp_path)
+    assert tab.json("runs")["runs"][0]["state"] == "growing"
+    stop, seen = threading.Event(), list[int]()
+
+    def look() -> None:
+        while not stop.is_set():
+            header, values = tab.frames(run="run", figure="mse", from_=0, to=90)
+            assert header["steps"] == list(range(len(header["steps"]))) and values[:, 0].tolist() == header["steps"]
+            seen.append(len(header["steps"]))
+
+    faults: list[Any] = []
+
+    def guarded() -> None:
+        try:
+            look()
+        except AssertionError as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=guarded) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in range(1, 70):
+        record.record(sample(step, [{"mse": float(step)}]))
+    record.close()
+    stop.wait(1.2)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not faults and max(seen) == 70

@@ -1,0 +1,149 @@
+"""Figures of a tensor over the steps, above the loss: what is shown is what was recorded."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from cast_records import DELAYED, EVERY, HOSTILE, SKIPPED, SPIKE, STEPS
+from playwright.sync_api import Page, expect
+
+from nemo_fp8_debug.record.reader import find_run, read_table
+
+Shown = Callable[..., Page]
+
+
+@pytest.fixture
+def shown(casts_shown: Shown) -> Shown:
+    def open_on(**state: object) -> Page:
+        state = {"view": "timeline", "run": DELAYED, "good": "quiet", "layer": "first", "role": "input", "step": 20} | state
+        page = casts_shown(**state)
+        page.locator("canvas").wait_for()
+        page.get_by_text("Reading the record").wait_for(state="detached")
+        return page
+
+    return open_on
+
+
+def taken_away(page: Page) -> list[dict[str, Any]]:
+    """The rows of the charts' CSV, numbers as such."""
+    with page.expect_download() as download:
+        page.locator("figure button", has_text="CSV").click()
+    found = csv.DictReader(io.StringIO(Path(download.value.path()).read_text(), newline=""))
+    return [{k: v if k == "run" else None if v == "" else float(v) for k, v in row.items()} for row in found]
+
+
+def address_has(page: Page, **state: object) -> None:
+    """Wait until the address has these values; None: none."""
+    wanted = {f"p.fp8.{name}": None if value is None else str(value) for name, value in state.items()}
+    page.wait_for_function(
+        """wanted => {
+          const at = new URLSearchParams(location.hash.slice(1));
+          return Object.entries(wanted).every(([name, value]) => at.get(name) === value);
+        }""",
+        arg=wanted,
+    )
+
+
+def test_all_values_are_those_of_the_records(shown: Shown, casts: Path) -> None:
+    figures = ["underflow_pct", "relative_error", "scale_ratio_log2", "amax"]
+    rows = taken_away(shown())
+    assert list(rows[0]) == ["run", "step", *figures, "loss"]
+    for name in (DELAYED, "quiet"):
+        run, mine = find_run(casts / name), [row for row in rows if row["run"] == name]
+        losses = read_table(run, "steps", ["step", "loss"])
+        assert [(row["step"], row["loss"]) for row in mine] == losses.rows()
+        sampled = read_table(run, "figures", ["step", *figures], {"layer": "first", "role": "input"})
+        assert len(sampled) >= STEPS // EVERY
+        at = {row["step"]: tuple(row[figure] for figure in figures) for row in mine if row["amax"] is not None}
+        assert at == {row[0]: row[1:] for row in sampled.rows()}
+
+
+def test_figures_are_chosen_and_a_link_keeps_them(shown: Shown, casts: Path) -> None:
+    page = shown(figures="sqnr_db,nonsense")
+    page.locator("details.choices summary").click()
+    page.locator("[data-figure-choice=kurtosis]").check()
+    page.locator("[data-figure-choice=grad_norm]").check()
+    page.locator("[data-figure-choice=sqnr_db]").uncheck()
+    address_has(page, figures="kurtosis,grad_norm")
+    page.reload()
+    page.locator("canvas").wait_for()
+    page.get_by_text("Reading the record").wait_for(state="detached")
+    rows = [row for row in taken_away(page) if row["run"] == DELAYED]
+    assert list(rows[0]) == ["run", "step", "kurtosis", "grad_norm", "loss"]
+    assert [row["grad_norm"] for row in rows] == [float(step) for step in range(STEPS)]
+    recorded = read_table(find_run(casts / DELAYED), "figures", ["step", "kurtosis"], {"layer": "first", "role": "input"})
+    assert [(row["step"], row["kurtosis"]) for row in rows if row["kurtosis"] is not None] == recorded.rows()
+
+
+def test_spikes_triggers_and_skipped_steps_are_told(shown: Shown, casts: Path) -> None:
+    page = shown()
+    steps = read_table(find_run(casts / DELAYED), "steps", ["step", "trigger"])
+    ((step, why),) = steps.filter(pl.col("trigger").is_not_null()).rows()
+    marks = page.locator("[data-table=events] tbody tr", has_text=DELAYED)
+    told = {kind: marks.and_(page.locator(f"[data-event={kind}]")) for kind in ("spike", "trigger", "skipped")}
+    assert str(SPIKE) in told["spike"].locator("button").all_inner_texts()
+    assert [text.strip() for text in told["trigger"].locator("td").all_inner_texts()] == [
+        str(step),
+        DELAYED,
+        "triggered sample",
+        why,
+    ]
+    assert told["skipped"].locator("button").all_inner_texts() == [str(SKIPPED)]
+    told["trigger"].locator("button").click()
+    address_has(page, step=step)
+    expect(page.locator(".steps output")).to_have_text(f"step {step}")
+
+
+def test_a_click_into_any_chart_goes_to_the_sampled_step_there(shown: Shown) -> None:
+    page = shown(step=4)
+    box = page.locator("canvas").bounding_box()
+    assert box
+    plot = box["x"] + 70, box["x"] + box["width"] - 24
+    for y in (box["y"] + 60, box["y"] + box["height"] - 130):
+        for share, step in ((0.35, 14), (0.9, 36)):
+            page.mouse.click(plot[0] + share * (plot[1] - plot[0]), y)
+            address_has(page, step=step)
+
+
+def test_the_zoom_is_kept_in_the_address(shown: Shown) -> None:
+    page = shown()
+    page.locator("[data-zoom=from]").fill("12")
+    page.locator("[data-zoom=from]").press("Enter")
+    address_has(page, **{"from": 12, "to": None})
+    page.locator("[data-zoom=to]").fill("33")
+    page.locator("[data-zoom=to]").press("Enter")
+    address_has(page, **{"from": 12, "to": 33})
+    page.reload()
+    expect(page.locator("[data-zoom=to]")).to_have_value("33")
+    page.get_by_role("button", name="All steps").click()
+    address_has(page, **{"from": None, "to": None})
+
+
+def test_a_run_without_the_tensor_leaves_the_others_be(shown: Shown, casts: Path) -> None:
+    page = shown(good="other")
+    expect(page.locator("main .notes")).to_contain_text("other: ")
+    assert {row["run"] for row in taken_away(page) if row["amax"] is not None} == {DELAYED}
+    assert {row["run"] for row in taken_away(page)} == {DELAYED, "other"}
+
+
+def test_without_a_tensor_there_is_the_loss(casts_shown: Shown) -> None:
+    page = casts_shown(view="timeline", run=DELAYED)
+    expect(page.locator(".notice")).to_contain_text("No tensor chosen")
+    page.locator("canvas").wait_for()
+    assert list(taken_away(page)[0]) == ["run", "step", "loss"]
+
+
+def test_a_hostile_name_is_shown_as_text(shown: Shown) -> None:
+    page = shown(layer=HOSTILE)
+    expect(page.locator("[data-picker=tensor]")).to_have_value(f"X of {HOSTILE}")
+    box = page.locator("canvas").bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
+    expect(page.get_by_text("largest magnitude, delayed:")).to_be_visible()
+    assert page.locator("img").count() == 0 and page.evaluate("window.hacked") is None

@@ -1,0 +1,184 @@
+"""The Verdict view in a real Chromium, against what the command line says of the same records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from browser import open_tab
+from playwright.sync_api import Browser, Page, expect
+from shown import cells, number, said, table, taken_away, title
+from typer.testing import CliRunner
+from verdict_records import CULPRIT, HOSTILE, ONSET
+
+from nemo_fp8_debug.cli import app
+
+Open = Callable[..., Page]
+THREE = {"view": "verdict", "run": "bad", "good": "good", "twin": "twin"}
+#: milliseconds that a job may take, on a busy machine
+SOON = 30_000
+
+
+def verdict(page: Page) -> str:
+    page.locator("p.verdict").first.wait_for(timeout=SOON)
+    return page.locator("p.verdict").first.inner_text()
+
+
+class TestThreeRuns:
+    @pytest.fixture(scope="class")
+    def diagnosis(self, logdir: Path) -> Any:
+        return said("diagnose", logdir / "bad", "--good", logdir / "good", "--twin", logdir / "twin")
+
+    @pytest.fixture(scope="class")
+    def comparison(self, logdir: Path) -> Any:
+        return said("compare", logdir / "good", logdir / "bad", "--twin", logdir / "twin")
+
+    def test_the_sentences_and_the_findings_are_those_of_diagnose(self, frame: Open, diagnosis: Any) -> None:
+        page = frame(**THREE)
+        assert verdict(page) == diagnosis["verdict"]
+        facts = dict(zip(page.locator("dt").all_inner_texts(), page.locator("dd").all_inner_texts(), strict=True))
+        assert facts["Begins in"] == f"X of {CULPRIT}" == title(diagnosis["culprit"])
+        assert (facts["Cause"], facts["Confidence"], facts["Harm"]) == (
+            diagnosis["cause"],
+            diagnosis["confidence"],
+            diagnosis["harm"],
+        )
+        assert facts["Since"] == f"step {ONSET}, on the map"
+        shown = [[row[0], row[1], row[3], row[4], row[5]] for row in cells(table(page, "What the rules found"))]
+        assert shown == [
+            [f["rule"], "-" if f["since"] is None else str(f["since"]), f["cause"], f["confidence"], f["evidence"]]
+            for f in diagnosis["findings"]
+        ]
+        advice = {f["advice"].replace("`", "") for f in diagnosis["findings"] if f["advice"]}
+        assert set(page.locator("ul.advice li").all_inner_texts()) == advice
+        assert page.locator("ul.advice li").first.inner_text() == diagnosis["culprit"]["advice"]
+
+    def test_the_comparison_is_that_of_compare(self, frame: Open, comparison: Any) -> None:
+        page = frame(**THREE)
+        expect(page.locator("p.verdict").nth(1)).to_have_text(comparison["verdict"], timeout=SOON)
+        ranking = table(page, "medians over the later half. Drift")
+        assert [row[0] for row in cells(ranking)] == [title(row) for row in comparison["tensors"]][:15]
+        names, *rows = taken_away(page, ranking)
+        for row, of in zip(rows, comparison["tensors"], strict=True):
+            found = dict(zip(names, row, strict=True))
+            assert found["tensor"] == title(of)
+            for column, figure in (
+                ("drift (log2)", "drift_log2"),
+                ("MSE ratio", "mse_ratio"),
+                ("leaves from step", "onset"),
+            ):
+                assert number(found[column]) == of[figure]
+            for run, column in (("good", "before"), ("bad", "after")):
+                assert number(found[f"underflow (%), {column}"]) == of[f"underflow_pct_{run}"]
+        order = cells(table(page, "Each tensor and figure at the first step"))
+        assert [row[:4] for row in order] == [
+            [str(of["onset"]), "-" if of["lead"] is None else str(of["lead"]), title(of), of["figure"]]
+            for of in comparison["left"]
+        ]
+        losses = {row[0]: row[5:] for row in cells(table(page, "Medians over a sixth"))}
+        assert losses == {
+            part: ["-" if run[key] is None else str(run[key]) for key in ("diverged_at", "above_good_since")]
+            for part, run in comparison["runs"].items()
+        }
+        differences = cells(table(page, "what bears on precision"))
+        assert [row[:3] for row in differences] == [[d["setting"], d["good"], d["bad"]] for d in comparison["differences"]]
+
+    def test_files_to_copy_and_to_save_are_those_that_recommend_writes(
+        self, frame: Open, logdir: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "fix"
+        command = ["recommend", str(logdir / "bad"), "--good", str(logdir / "good"), "--output", str(folder)]
+        assert CliRunner().invoke(app, command).exit_code == 0
+        written = {path.name: path.read_text() for path in folder.iterdir()}
+        page = frame(**THREE)
+        verdict(page)
+        shown = {s.get_attribute("aria-label"): s.locator("pre").text_content() for s in page.locator(".snippet").all()}
+        assert shown == written
+        for name, text in written.items():
+            snippet = page.locator(f".snippet[aria-label='{name}']")
+            snippet.get_by_role("button", name="Copy").click()
+            expect(snippet.get_by_role("status")).to_have_text("Copied.")
+            assert page.evaluate("navigator.clipboard.readText()") == text
+            with page.expect_download() as download:
+                snippet.get_by_role("button", name="Save").click()
+            assert (download.value.suggested_filename, Path(download.value.path()).read_text()) == (name, text)
+
+    def test_without_a_clipboard_the_text_is_marked(self, frame: Open) -> None:
+        page = frame("delete Navigator.prototype.clipboard", **THREE)
+        verdict(page)
+        snippet = page.locator(".snippet").first
+        snippet.get_by_role("button", name="Copy").click()
+        expect(snippet.get_by_role("status")).to_contain_text("Ctrl+C")
+        assert page.evaluate("String(getSelection())").strip() == (snippet.locator("pre").text_content() or "").strip()
+
+    def test_the_change_its_errors_and_the_coverage(self, frame: Open, logdir: Path) -> None:
+        found = said("recommend", logdir / "bad", "--good", logdir / "good")
+        page = frame(**THREE)
+        verdict(page)
+        names, *rows = taken_away(page, table(page, "The cheapest changes"))
+        for row, of in zip(rows, found["findings"], strict=True):
+            shown = dict(zip(names, row, strict=True))
+            assert (shown["tensor"], shown["change"]) == (title(of), of["chosen"]["recipe"])
+            for label, figure in (("relative error", "relative_error"), ("underflow (%)", "underflow_pct")):
+                pair = of["options"][0]["errors"][figure], of["chosen"]["errors"][figure]
+                assert tuple(number(shown[f"{label}, {when}"]) for when in ("before", "after")) == pair
+        before, after = (f"{100 * found['fp8_coverage'][when]:.3g}%" for when in ("before", "after"))
+        expect(page.get_by_text("FP8 coverage")).to_contain_text(f"{before} → {after}")
+
+    def test_in_tensorboard_the_culprit_leads_to_its_timeline(self, browser: Browser, board: str) -> None:
+        page = open_tab(browser, board, **THREE)
+        culprit = page.frame_locator("iframe").locator(".facts").get_by_role("link", name=f"X of {CULPRIT}")
+        culprit.click(timeout=SOON)
+        expect(page.frame_locator("iframe").locator("#tab-timeline")).to_have_attribute("aria-selected", "true")
+        state = unquote(page.url)
+        assert page.url.startswith(f"{board}/#fp8&")
+        for part in ("view=timeline", f"layer={CULPRIT}", "role=input", f"step={ONSET}", "run=bad", "good=good"):
+            assert f"p.fp8.{part}" in state
+        page.go_back()
+        expect(page.frame_locator("iframe").locator("p.verdict").first).to_be_visible(timeout=SOON)
+        page.close()
+
+
+def test_advice_against_fp8_is_none_where_software_is_to_blame(frame: Open, logdir: Path) -> None:
+    """The twin, here the same run again, leaves too."""
+    found = said("diagnose", logdir / "bad", "--good", logdir / "good", "--twin", logdir / "again")
+    assert found["cause"] == "software" and any(f["rule"] == "operand" for f in found["findings"])
+    page = frame(**THREE | {"twin": "again"})
+    assert verdict(page) == found["verdict"]
+    assert page.locator("ul.advice li").all_inner_texts() == [f["advice"] for f in found["findings"] if f["rule"] == "twin"]
+    assert [row[0] for row in cells(table(page, "What the rules found"))] == ["twin"]
+    evidence = page.locator("details")
+    assert evidence.locator("td").first.is_hidden()
+    evidence.locator("summary").click()
+    others = [f["rule"] for f in found["findings"] if f["rule"] != "twin"]
+    assert [row[0] for row in cells(evidence.locator(".table"))] == others
+    assert page.locator(".snippet").count() == 0
+
+
+def test_without_a_good_run_it_is_judged_alone(frame: Open, logdir: Path) -> None:
+    page = frame(view="verdict", run="bad", good="", twin="")
+    assert verdict(page) == said("diagnose", logdir / "bad")["verdict"]
+    expect(page.get_by_text("Judged alone")).to_be_visible()
+    recommended = said("recommend", logdir / "bad")["findings"]
+    assert [row[0] for row in cells(table(page, "The cheapest changes"))] == [title(of) for of in recommended]
+    assert page.get_by_text("What sets it apart").count() == 0
+
+
+def test_hostile_names_are_text(frame: Open) -> None:
+    page = frame(**THREE)
+    verdict(page)
+    expect(page.get_by_role("link", name=f"X of {HOSTILE}").first).to_be_visible()
+    assert page.locator("#view img").count() == 0 and not page.evaluate("window.hacked")
+
+
+def test_a_verdict_that_there_is_none_of_is_a_sentence(frame: Open, logdir: Path) -> None:
+    result = CliRunner().invoke(app, ["diagnose", str(logdir / HOSTILE), "--good", str(logdir / "good")])
+    assert result.exit_code != 0
+    page = frame(**THREE | {"run": HOSTILE, "twin": ""})
+    problem = page.get_by_role("alert")
+    problem.wait_for(timeout=SOON)
+    assert " ".join(problem.inner_text().split()) in " ".join(result.output.split())
+    assert page.locator("#view img, #view b").count() == 0 and not page.evaluate("window.hacked")
