@@ -23,7 +23,7 @@ _FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-backgrou
 @contextlib.contextmanager
 def tensorboard(*arguments: object) -> Iterator[str]:
     """The address of a TensorBoard started with `arguments`."""
-    command = [sys.executable, "-W", "ignore", "-m", "tensorboard.main", "--port", "0", *map(str, arguments)]
+    command = [Path(sys.executable).with_name("tensorboard"), "--port", "0", *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
         assert server.stdout

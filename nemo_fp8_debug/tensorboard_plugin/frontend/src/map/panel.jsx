@@ -77,6 +77,7 @@ function Axes({paint, ready, ...more}) {
   }), [cells.value, dark.value]);
 
   const repaint = () => {
+    if (!made.current) return;
     const [width, height] = [made.current.chart.getWidth() - GRID.left - GRID.right, made.current.chart.getHeight() - GRID.top - GRID.bottom];
     if (width > 0 && height > 0) made.current.picture.attr({style: {image: latest.current(width, height), x: GRID.left, y: GRID.top, width, height}});
   };
@@ -84,6 +85,7 @@ function Axes({paint, ready, ...more}) {
     made.current = {chart, picture: new Image({silent: true, z: -1, style: {}})};
     chart.getZr().add(made.current.picture);
     ready(chart);
+    repaint();
   };
   useEffect(repaint);
   return <Chart option={option} ready={start} resized={repaint} {...more} />;
