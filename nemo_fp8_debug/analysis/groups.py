@@ -10,7 +10,8 @@ from ..names import fold_of, is_fold
 
 #: models of more layers are looked at in thirds
 _EACH = 8
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+# No more digits than the column holds.
+_NUMBER = re.compile(r"(?:^|\.)(\d{1,18})(?=\.|$)")
 
 
 def kind_of(layer: str) -> str:

@@ -33,7 +33,12 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", str(value)
+            yield _encodable(f"{prefix}{name}"), _encodable(str(value))
+
+
+def _encodable(text: str) -> str:
+    """With escapes for what UTF-8 does not have, as half of a pair of surrogates, which a JSON file may hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def remarks(good: pl.DataFrame, bad: pl.DataFrame) -> list[str]:

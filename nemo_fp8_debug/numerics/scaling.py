@@ -22,6 +22,8 @@ from .formats import BF16, E4M3, E5M2, FORMATS, FloatFormat, saturating_cast
 #: operand roles of a GEMM: X of the forward pass, W, and the gradient of the output, dY
 ROLES = ("input", "weight", "grad_output")
 
+#: steps; a float of each tensor is held for each
+_LONGEST_HISTORY = 1_000_000
 _PER_TENSOR_FORMATS = ("hybrid", "e4m3", "e5m2")
 
 
@@ -60,6 +62,8 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         if self.amax_history_len < 1:
             raise ConfigError(f"amax_history_len is {self.amax_history_len}; it must be at least 1")
+        if self.amax_history_len > _LONGEST_HISTORY:
+            raise ConfigError(f"amax_history_len is {self.amax_history_len}; it must be at most {_LONGEST_HISTORY}")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ConfigError(f"amax_compute_algo is {self.amax_compute_algo!r}; use 'max' or 'most_recent'")
 

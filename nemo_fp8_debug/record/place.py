@@ -68,6 +68,8 @@ class Place:
     def entries(self, folder: str = "") -> Iterator[tuple[str, str]]:
         """Names in a folder and what each is: `folder`, `link` or `file`; without a look at each, where that is possible.
 
+        Pipes, sockets and devices are passed over.
+
         Raises:
             OSError: it cannot be read.
         """
@@ -76,7 +78,8 @@ class Place:
             with os.scandir(path or "/") as found:
                 for entry in found:
                     kind = "link" if entry.is_symlink() else "folder" if entry.is_dir() else "file"
-                    yield entry.name, kind
+                    if kind == "folder" or entry.is_file(follow_symlinks=False) or (kind == "link" and not _is_odd(entry)):
+                        yield entry.name, kind
             return
         self._fs.invalidate_cache(path)
         for about in self._fs.ls(path, detail=True):
@@ -103,6 +106,10 @@ class Place:
         """Whether a local folder with an anchor is what it was; others always are."""
         return not (self.is_local and self.anchor) or os.path.exists(self.path(self.anchor))
 
+    def has(self, pattern: str) -> bool:
+        """Whether this folder itself holds a file named like the glob `pattern`."""
+        return any(fnmatch.filter(files, pattern) for _, _, files in self._fs.walk(self._root, maxdepth=1))
+
     def folders_with(self, pattern: str) -> list[Place]:
         """Every folder at or below this one that holds a file named like the glob `pattern`."""
         # Not the file system's own glob: the folder's name may have a [, * or ? in it.
@@ -111,13 +118,28 @@ class Place:
         return [self.below(root.removeprefix(self._root).strip("/")) for root in roots]
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
+        """The content of a file.
+
+        Raises:
+            OSError: it is a pipe, a socket or a device.
+        """
+        self._check(name)
         content: bytes = self._fs.cat_file(self.path(name))
         return content
 
     def open(self, name: str) -> Any:
-        """A file to read, as a binary file object."""
+        """A file to read, as a binary file object.
+
+        Raises:
+            OSError: it is a pipe, a socket or a device.
+        """
+        self._check(name)
         return open(self.path(name), "rb") if self.is_local else self._fs.open(self.path(name), "rb")
+
+    def _check(self, name: str) -> None:
+        """Refuse what may never end: to open a pipe waits for somebody who writes to it."""
+        if self.is_local and _is_odd(self.path(name)):
+            raise OSError(f"{self.path(name)} is not a file")
 
     def make(self, folder: str) -> None:
         """Make a folder, where file systems have such a thing."""
@@ -161,6 +183,11 @@ class Place:
     def remove(self, name: str) -> None:
         """Delete a file."""
         self._fs.rm_file(self.path(name))
+
+
+def _is_odd(path: str | os.PathLike[str]) -> bool:
+    """Whether something is there that is neither a file nor a folder."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def _local(path: str) -> tuple[LocalFileSystem, str]:

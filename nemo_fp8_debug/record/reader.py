@@ -20,16 +20,19 @@ from .schema import READABLE, SCHEMAS, Part, arrow_schema, attempt_of_fingerprin
 
 Address = str | os.PathLike[str]
 
+_FINGERPRINTS = "attempt-*.json"
+
 
 def find_run(address: Address) -> Place:
-    """The record at or below `address`, a path or any fsspec address.
+    """The record at `address`, a path or any fsspec address, or else the one below it.
 
     Raises:
         RecordError: there is none, or several.
     """
     try:
         root = Place(address)
-        found = [p for p in root.folders_with("attempt-*.json") if _attempts(p)]
+        folders = [root] if root.has(_FINGERPRINTS) and _attempts(root) else root.folders_with(_FINGERPRINTS)
+        found = [p for p in folders if _attempts(p)]
     except ConfigError as error:
         raise RecordError(str(error)) from None
     except Exception as error:  # every driver of a remote file system has errors of its own

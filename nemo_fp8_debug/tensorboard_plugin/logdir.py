@@ -92,12 +92,14 @@ class Logdir:
         """The record of a run.
 
         Raises:
-            NotThere: no run of that name was found.
+            NotThere: no run of that name was found, or a link took its place since.
         """
         records = self.found().records
         if name not in records:
             some = ", ".join(shortened(known) for known in list(records)[:3]) or "none yet"
             raise NotThere(f"There is no run {shortened(name)} below the logdir; found are: {some}. Choose one of them.")
+        if _was_swapped(records[name]):
+            raise NotThere(f"Run {shortened(name)} was replaced by a link since it was found; put the folder back.")
         return records[name]
 
     def _look_again(self) -> None:
@@ -202,6 +204,12 @@ def _linked(place: Place, folder: str, out: set[str]) -> str | None:
         if any(_leads_out(place, link) for link in links):
             return f"a part of {table}"
     return None
+
+
+def _was_swapped(place: Place) -> bool:
+    """Whether a folder that was found, below a root without links, is reached by a link now."""
+    path = place.path("") or "/"
+    return place.is_local and os.path.realpath(path) != path
 
 
 def _leads_out(place: Place, name: str) -> bool:

@@ -18,9 +18,10 @@ def check_origin(headers: Headers) -> None:
         Foreign: another site made it.
     """
     site = headers.get("Sec-Fetch-Site", "").strip().lower()
-    if site == "cross-site":
-        raise Foreign("The request comes from a page of another site; open TensorBoard's own address instead.")
     origin = headers.get("Origin")
+    # A script or image of a page on another port comes without an Origin.
+    if site == "cross-site" or (site == "same-site" and origin is None):
+        raise Foreign("The request comes from a page of another site; open TensorBoard's own address instead.")
     # What a browser itself says is of the same origin is, whatever proxies made of the host on the way.
     if origin is None or site in ("same-origin", "none"):
         return

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -57,10 +58,23 @@ class Index:
     #: what is out of the ordinary about the names of its files
     heard: list[str] = field(default_factory=list)
 
+    @cached_property
+    def newest_first(self) -> list[Part]:
+        """The parts that have steps: those of the latest attempt before others, however far these came."""
+        return sorted(self.held, key=lambda part: (part.attempt, part.last), reverse=True)
+
     @property
     def newest(self) -> Part | None:
-        """The part with the last step."""
-        return self.owner[int(self.steps[-1])] if len(self.steps) else None
+        """The last part of the latest attempt."""
+        return self.newest_first[0] if self.newest_first else None
+
+    @cached_property
+    def held(self) -> dict[Part, list[int]]:
+        """The steps that each part has, ascending."""
+        parts: dict[Part, list[int]] = {}
+        for step in self.steps.tolist():
+            parts.setdefault(self.owner[step], []).append(step)
+        return parts
 
     def nearest(self, step: int) -> int:
         """The sampled step next to one; of two the earlier."""
@@ -86,6 +100,7 @@ class Parts:
         self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
         self._tensors: Cache[tuple[tuple[str, str], ...]] = Cache(_RECORDS, lambda _: 1)
         self._figures: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
+        self._extents: Cache[tuple[float, float, float]] = Cache(_PARTS, lambda _: 1)
         self._harmed: dict[tuple[str, str, str], str] = {}
         self._texts: Cache[Texts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
 
@@ -171,14 +186,26 @@ class Parts:
 
     def figure(self, run: Place, part: Part, name: str) -> Array:
         """float64 [S, T], as the layout of the part has them; NaN where there is none."""
-        columns = ("nan", "inf") if name == NONFINITE else (name,)
 
         def make() -> Array:
-            rows, layout = _read(run, "figures", part, *columns), self.layout(run, part)
-            values = [np.asarray(rows[column].to_numpy(), np.float64) for column in columns]
-            return layout.spread(np.sum(values, axis=0) if len(values) > 1 else values[0], np.nan)
+            values, _ = _values(run, part, name)
+            return self.layout(run, part).spread(values, np.nan)
 
         return self._figures.get((str(run), part.name, name), make)
+
+    def extent(self, run: Place, part: Part, name: str, steps: Sequence[int]) -> tuple[float, float, float]:
+        """Of a figure at some steps of a part the least and the largest finite value and the least above 0; infinite where
+        there is none."""
+
+        def make() -> tuple[float, float, float]:
+            whole = len(steps) == len(self._steps_of(run, part))
+            values, step = _values(run, part, name, *(() if whole else ("step",)))
+            found = values if step is None else values[np.isin(step, steps)]
+            found = found[np.isfinite(found)]
+            least, most = found.min(initial=np.inf), found.max(initial=-np.inf)
+            return float(least), float(most), float(found[found > 0].min(initial=np.inf))
+
+        return self._extents.get((str(run), part.name, name, tuple(steps)), make)
 
     def unless_damaged(self, run: Place, part: Part, what: str, read: Callable[[], T]) -> T | None:
         """What `read` finds in a part; None where that is damaged, which `harmed` tells from then on.
@@ -227,6 +254,14 @@ def _listed(run: Place) -> tuple[dict[str, list[Part]], str]:
     attempts = [name for name in run.names() if attempt_of_fingerprint(name) is not None]
     names = [*attempts, *(f"{table}/{part.name}" for table, parts in listed.items() for part in parts)]
     return listed, hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()
+
+
+def _values(run: Place, part: Part, name: str, *more: str) -> tuple[Array, Array | None]:
+    """float64 [rows] of a figure, NaN where there is none; and another column, if one is asked for."""
+    columns = ("nan", "inf") if name == NONFINITE else (name,)
+    rows = _read(run, "figures", part, *columns, *more)
+    values = [np.asarray(rows[column].to_numpy(), np.float64) for column in columns]
+    return np.sum(values, axis=0) if len(values) > 1 else values[0], rows[more[0]].to_numpy() if more else None
 
 
 def _read(run: Place, table: str, part: Part, *columns: str) -> pa.Table:

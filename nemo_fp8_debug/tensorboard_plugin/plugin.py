@@ -74,6 +74,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "runs": Route(self._runs, {}),
             "run": Route(self._run, {"run": _RUN}),
             "frames": Route(self._frames, {"run": _RUN, "figure": _FIGURE, "from": _STEP, "to": _STEP}),
+            "extent": Route(self._extent, {"run": _RUN, "figure": _FIGURE}),
             "timeline": Route(
                 self._timeline,
                 {"run": _RUN, "layer": _LAYER, "role": _ROLE, "figures": Parameter(some_of(catalogue.NUMBERS))},
@@ -120,6 +121,9 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _frames(self, run: str, figure: str, **bounds: int) -> bytes:
         return tables.frames(self._parts, self._logdir.record(run), figure, bounds["from"], bounds["to"])
+
+    def _extent(self, run: str, figure: str) -> Any:
+        return tables.extent(self._parts, self._logdir.record(run), figure)
 
     def _timeline(self, run: str, layer: str, role: str, figures: list[str]) -> Any:
         return tables.timeline(self._parts, self._logdir.record(run), layer, role, figures)

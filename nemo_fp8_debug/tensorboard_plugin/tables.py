@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ..analysis.groups import placed
+from ..analysis.groups import depth_of, kind_of
 from ..errors import hearing
 from ..record import parquet
 from ..record.place import Place
@@ -30,27 +30,35 @@ TEXTS = ("recipe", "format", "scale_source")
 WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 #: rows that are decoded at a time to find one
 _FIGURES_AT_ONCE, _SKETCHES_AT_ONCE = 1 << 13, 32
+#: sets of tensors of which it is kept where they are
+_PLACED = 32
 
 
 def about_run(parts: Parts, run: Place) -> dict[str, Any]:
     """The sampled steps of a record, the tensors of its newest part, and what is to be said about it."""
 
     def read(index: Index) -> dict[str, Any]:
-        newest = _tensors_of_newest(parts, run, index)
-        tensors = placed(pl.DataFrame(newest, {"layer": pl.String, "role": pl.String}, orient="row"))
         return {
             "version": index.version,
             "steps": index.steps.tolist(),
-            "tensors": {name: tensors[name].to_list() for name in ("layer", "role", "kind", "depth")},
+            "tensors": _placed(_tensors_of_newest(parts, run, index)),
             "notes": notes(parts, run, index),
         }
 
     return parts.settled(run, read)
 
 
-def _tensors_of_newest(parts: Parts, run: Place, index: Index) -> Sequence[tuple[str, str]]:
+@lru_cache(_PLACED)
+def _placed(tensors: tuple[tuple[str, str], ...]) -> dict[str, list[Any]]:
+    """Layer, role, kind and depth of tensors."""
+    layers = [layer for layer, _ in tensors]
+    roles = [role for _, role in tensors]
+    return {"layer": layers, "role": roles, "kind": list(map(kind_of, layers)), "depth": list(map(depth_of, layers))}
+
+
+def _tensors_of_newest(parts: Parts, run: Place, index: Index) -> tuple[tuple[str, str], ...]:
     """The tensors of the newest part whose names can be read."""
-    for part in dict.fromkeys(index.owner[step] for step in reversed(index.steps.tolist())):
+    for part in index.newest_first:
         if layout := _layout(parts, run, part):
             return layout.tensors
     return ()
@@ -88,7 +96,8 @@ def notes(parts: Parts, run: Place, index: Index) -> list[str]:
 
 
 def frames(parts: Parts, run: Place, figure: str, first: int, last: int) -> bytes:
-    """A figure of all tensors at the sampled steps in [first, last]: a header, and float32 [steps, tensors].
+    """A figure of all tensors at the sampled steps in [first, last]: a header (steps, layer, role, kind, depth), and float32
+    [steps, tensors].
 
     Raises:
         BadParameter: there are more than `MOST_STEPS` of them.
@@ -115,7 +124,7 @@ def frames(parts: Parts, run: Place, figure: str, first: int, last: int) -> byte
                 values[mine] = found
             else:
                 values[np.ix_(mine, [column[key] for key in layout.tensors])] = found
-        return _packed({"steps": steps, "layer": [k[0] for k in tensors], "role": [k[1] for k in tensors]}, values)
+        return _packed({"steps": steps, **_placed(tuple(tensors))}, values)
 
     return parts.settled(run, read)
 
@@ -124,6 +133,21 @@ def _packed(header: dict[str, Any], values: Any) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
     return len(text).to_bytes(4, "little") + text + bytes(values.tobytes())
+
+
+def extent(parts: Parts, run: Place, figure: str) -> dict[str, float | None]:
+    """Of a figure the least and the largest finite value, and the least above 0, over all sampled steps that can be read."""
+
+    def read(index: Index) -> dict[str, float | None]:
+        found = [
+            ends
+            for part, steps in index.held.items()
+            if (ends := parts.unless_damaged(run, part, figure, partial(parts.extent, run, part, figure, steps)))
+        ]
+        low, high, positive = zip(*found, strict=True) if found else ((np.inf,), (-np.inf,), (np.inf,))
+        return plain({"low": min(low), "high": max(high), "positive": min(positive)})  # type: ignore[no-any-return]
+
+    return parts.settled(run, read)
 
 
 def timeline(parts: Parts, run: Place, layer: str, role: str, figures: list[str]) -> dict[str, Any]:
@@ -136,9 +160,10 @@ def timeline(parts: Parts, run: Place, layer: str, role: str, figures: list[str]
     def read(index: Index) -> dict[str, Any]:
         step: list[int] = []
         columns: dict[str, list[Any]] = {name: [] for name in (*figures, *TEXTS)}
-        for part, mine in _by_part(index).items():
+        for part, steps in index.held.items():
             if (layout := _layout(parts, run, part)) is None:
                 continue
+            mine = set(steps)
             rows = [
                 (at, s)
                 for at, s in enumerate(layout.steps.tolist())
@@ -164,13 +189,6 @@ def timeline(parts: Parts, run: Place, layer: str, role: str, figures: list[str]
         }
 
     return parts.settled(run, read)
-
-
-def _by_part(index: Index) -> dict[Part, set[int]]:
-    parts: dict[Part, set[int]] = {}
-    for step, part in index.owner.items():
-        parts.setdefault(part, set()).add(step)
-    return parts
 
 
 def _no_such_tensor(run: Place, layer: str, role: str) -> NotThere:
@@ -259,8 +277,9 @@ def others(parts: Parts, run: Place, step: int) -> dict[str, Any]:
     def read(index: Index) -> dict[str, Any]:
         at = nearest(run, index, step)
         names = ["layer", "role", "recipe", *WEIGHED]
+        where = {"step": at, "attempt": index.owner[at].attempt}  # of each table, or it would take its own latest
         with hearing():  # what is damaged is told of by `notes`
-            tables = {table: read_table(run, table, names, {"step": at}) for table in ("figures", "what_if", "replayed")}
+            tables = {table: read_table(run, table, names, where) for table in ("figures", "what_if", "replayed")}
         rows = pl.concat([rows.with_columns(in_use=pl.lit(table == "figures")) for table, rows in tables.items()])
         rows = rows.unique(["layer", "role", "recipe"], keep="first", maintain_order=True)
         return {"step": at, "rows": in_columns(rows)}

@@ -265,6 +265,7 @@ class TestParseRecipe:
             ("mxfp8(power_of_two=False)", ["'power_of_two'", "fp8_format"]),
             ({"name": "delayed", "amax_compute_algo": "mean"}, ["'mean'", "'max'", "'most_recent'"]),
             ({"name": "delayed", "amax_history_len": 0}, ["amax_history_len", "0", "at least 1"]),
+            ({"name": "delayed", "amax_history_len": 99999999999}, ["amax_history_len", "99999999999", "at most 1000000"]),
         ],
         ids=str,
     )

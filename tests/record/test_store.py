@@ -178,6 +178,14 @@ class TestFolder:
             assert str(find_run(above)) == str(tmp_path / name)
         assert len(read_table(find_run(tmp_path), "figures")) == 3
 
+    def test_find_run_takes_a_record_that_has_another_below(self, run: Path) -> None:
+        start(run / "again")
+        assert str(find_run(run)) == str(run) and str(find_run(run / "again")) == str(run / "again")
+        with pytest.raises(RecordError, match="2 run records"):
+            find_run(run.parent)
+        with pytest.raises(RecordError, match="holds no run record"):
+            find_run(run / "attempt-0.json")
+
     def test_find_run_refuses_what_holds_none(self, tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "missing"):
             with pytest.raises(RecordError, match=re.escape(f"{path} holds no run record")):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from samples import sample
+from tab import start
 from torch import nn
 
 from nemo_fp8_debug import Monitor
@@ -18,6 +20,8 @@ WIDTH = 16
 HOSTILE = "<img src=x onerror=hack()>"
 #: cast with one scale for the whole step, with one for each micro-batch, and kept in float32
 DELAYED, CURRENT, FLOAT32 = "delayed", "current", "float32"
+#: one whose recipe is another from a step on
+RECAST, RECAST_AT = "recast", 20
 
 
 class Layers(nn.Module):
@@ -41,6 +45,17 @@ def record_casts(logdir: Path) -> None:
     record(logdir / CURRENT, "current", spikes=False, steps=4)
     record(logdir / FLOAT32, None, spikes=False, steps=4)
     record(logdir / "other", "current", spikes=False, steps=4, layers=["second"])
+    record_recast(logdir / RECAST)
+
+
+def record_recast(folder: Path) -> None:
+    """Rows of one tensor, under two recipes one after the other."""
+    run = start(folder)
+    for step in range(0, 2 * RECAST_AT, 10):
+        recipe = "delayed-hybrid" if step < RECAST_AT else "current-hybrid"
+        run.record(sample(step, [{"layer": "first", "role": "input", "recipe": recipe}]))
+        run.record_steps({step: {"loss": 2.0}})
+    run.close()
 
 
 def record(folder: Path, recipe: str | None, spikes: bool, steps: int = STEPS, layers: list[str] | None = None) -> None:

@@ -141,6 +141,37 @@ def test_a_link_restores_what_was_tried(shown: Shown, casts: Path) -> None:
     assert float(page.locator("output[data-try=effective]").get_attribute("data-value") or 0) == 2.0**-4
 
 
+def test_what_was_tried_stays_with_its_tensor(shown: Shown, casts: Path) -> None:
+    tried = {"scale": 2.0**-3, "format": "e5m2", "margin": 1}
+    page = shown()
+    page.evaluate("hash => location.hash = hash", shown(layer="second", **tried).url.partition("#")[2])
+    expect(page.locator("[data-words=values]")).to_contain_text("X of second")
+    check_tried(page, recorded(casts / DELAYED, "sketches", layer="second"))
+    page.go_back()
+    expect(page.locator("[data-words=values]")).to_contain_text("X of first")
+    assert figures_shown(page, "tried") == figures_shown(page, "in use")
+    page.go_forward()
+    expect(page.locator("[data-try=format]")).to_have_value("e5m2")
+    check_tried(page, recorded(casts / DELAYED, "sketches", layer="second"))
+    page.locator("[data-picker=tensor]").fill("W of second")
+    page.locator("[data-picker=tensor]").press("Enter")
+    expect(page.locator("[data-words=values]")).to_contain_text("W of second")
+    assert figures_shown(page, "tried") == figures_shown(page, "in use")
+    page.wait_for_function("!/p.fp8.(scale|format|margin)=/.test(location.hash)")
+
+
+def test_what_failed_is_asked_again(shown: Shown) -> None:
+    page = shown()
+    page.clock.install()
+    page.route("**/sketch?*", lambda route: route.abort())
+    page.get_by_role("button", name="Next sampled step").click()
+    expect(page.get_by_role("alert")).to_contain_text("does not answer")
+    page.unroute("**/sketch?*")
+    page.clock.fast_forward(5_000)
+    expect(page.locator("[data-words=values]")).to_contain_text(f"at step {STEP + 2}")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
 def test_a_scale_that_is_none_is_passed_over(shown: Shown, casts: Path) -> None:
     page = shown(margin="1.5", format="e9m9", call="99")
     (row,) = recorded(casts / DELAYED, "figures")

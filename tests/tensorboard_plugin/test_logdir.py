@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import time
 import uuid
 from pathlib import Path
@@ -114,6 +115,51 @@ def test_a_record_with_a_link_out_of_the_logdir_is_not_read(tmp_path: Path, what
     tab = Tab(logdir)
     assert names(tab) == [] and "link out of the logdir" in refused(tab)["run"]
     assert tab.error("frames", run="run", figure="mse", from_=0, to=9)[0] == 404
+
+
+def test_a_record_that_is_swapped_for_a_link_is_not_read(tmp_path: Path) -> None:
+    logdir, secret = tmp_path / "logdir", write_run(tmp_path / "secret", loss=1.0)
+    run = write_run(logdir / "a/run")
+    tab = Tab(logdir)
+    assert tab.json("loss", run="a/run")["loss"] == [2.0]
+    shutil.rmtree(run)
+    run.symlink_to(secret)
+    status, why = tab.error("fingerprints", a="a/run")
+    assert status == 404 and "replaced by a link" in why
+    assert [about["state"] for about in tab.json("runs")["runs"]] in (["unreadable"], [])
+
+
+@pytest.mark.parametrize("what", ["attempt-0.json", "attempt-1.json", "a part", "a link"])
+def test_pipes_and_sockets_are_passed_over(tmp_path: Path, what: str) -> None:
+    """Who opens a pipe waits for ever."""
+    write_run(tmp_path / "good")
+    part = "attempt-0-step-00000009-00000000.parquet"
+    in_a_record = what in ("attempt-1.json", "a part")
+    os.mkfifo(tmp_path / "pipe")
+    for name, make in (("pipe", os.mkfifo), ("socket", _bind)):
+        run = tmp_path / f"{name} here"
+        if in_a_record:
+            write_run(run)
+        (run / "figures").mkdir(parents=True, exist_ok=True)
+        odd = {"a part": run / "figures" / part, "a link": run / "attempt-0.json"}.get(what, run / what)
+        if what == "a link":
+            odd.symlink_to(tmp_path / "pipe")
+        else:
+            make(odd)
+    tab = Tab(tmp_path)
+    records = ["good", "pipe here", "socket here"] if in_a_record else ["good"]
+    assert names(tab) == records
+    for name in records:
+        assert tab.json("run", run=name)["steps"] == [0]
+        assert tab.json("extent", run=name, figure="mse")["low"] == pytest.approx(1e-4)
+
+
+def _bind(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # an address of a socket is no longer than 107 bytes
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(path.name)
+    os.chdir(here)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ def test_the_keyboard_reaches_a_tensor_and_its_timeline_and_back(page: Page, boa
     in_address(page, "p.fp8.layer=decoder.layers.1.mlp.linear_fc1")
     page.keyboard.press("Enter")
     expect(tab.get_by_role("tab", name="Timeline")).to_have_attribute("aria-selected", "true")
+    expect(tab.get_by_role("tab", name="Timeline")).to_be_focused()
     page.go_back()
     expect(tab.get_by_role("tab", name="Map")).to_have_attribute("aria-selected", "true")
 
@@ -136,7 +137,7 @@ def test_a_click_chooses_the_tensor_under_it(page: Page, board: str) -> None:
     box = tab.locator("[data-panel=run] .chart-box").bounding_box()
     assert box
     # Row 1 of 3; column 3 of 6 (fc1 X, W, dY, fc2 X, ...): the culprit.
-    left, right, top, bottom = 56, 12, 26, 96
+    left, right, top, bottom = 64, 12, 26, 96
     x = box["x"] + left + (box["width"] - left - right) * 3.5 / 6
     y = box["y"] + top + (box["height"] - top - bottom) * 1.5 / 3
     page.mouse.click(x, y)
@@ -206,3 +207,9 @@ def test_under_a_path_prefix_and_with_several_logdirs(page: Page, logdir: Path) 
 def test_an_unknown_run_in_the_address_is_said(page: Page, board: str) -> None:
     tab = opened(page, board, run="../../etc")
     expect(tab.locator(".notice")).to_contain_text("No such run")
+
+
+def test_runs_beside_it_that_are_not_there_are_said(page: Page, board: str) -> None:
+    tab = opened(page, board, run="bad", good="gone", twin="")
+    expect(tab.locator(".notes")).to_have_text("Good run gone is not under the logdir: the page goes on without it.")
+    at_step(tab, 790)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import threading
 import warnings
@@ -67,6 +68,42 @@ def test_frames_are_the_record(logdir: Path, tab: Tab, figure: str, first: int, 
             assert values[i, j].tobytes() == want.tobytes() or (np.isnan(values[i, j]) and np.isnan(want))
 
 
+def test_frames_say_where_each_tensor_is(tab: Tab) -> None:
+    """Of tensors that the newest part lacks as well."""
+    header, _ = tab.frames(run="odd", figure="mse", from_=0, to=700)
+    expected = placed(pl.DataFrame({name: header[name] for name in ("layer", "role")}))
+    assert {name: header[name] for name in ("layer", "role", "kind", "depth")} == {
+        name: expected[name].to_list() for name in ("layer", "role", "kind", "depth")
+    }
+    found = dict(zip(header["layer"], zip(header["kind"], header["depth"], strict=True), strict=True))
+    assert found == {FC1: ("linear_fc1", 0), FC2: ("linear_fc2", 1), "output_layer": ("output_layer", None)}
+
+
+@pytest.mark.parametrize("run", ["odd", "sketched"])
+@pytest.mark.parametrize("figure", ["mse", "underflow_pct", "cosine", "kurtosis", "amax", "nonfinite", "scale", "experts"])
+def test_an_extent_is_that_of_all_steps(logdir: Path, tab: Tab, run: str, figure: str) -> None:
+    rows = read_table(logdir / run / "fp8_debug", "figures")
+    column = rows["nan"] + rows["inf"] if figure == "nonfinite" else rows[figure]
+    values = [float(value) for value in column if value is not None and math.isfinite(value)]
+    above = [value for value in values if value > 0]
+    assert tab.json("extent", run=run, figure=figure) == {
+        "low": min(values, default=None),
+        "high": max(values, default=None),
+        "positive": min(above, default=None),
+    }
+
+
+def test_an_extent_is_not_that_of_steps_that_were_trained_again(tmp_path: Path) -> None:
+    """Of a merged part some steps, of a small one its only one."""
+    for first, last, mse in ((0, 64, 0.0), (63, 66, -50.0), (65, 66, -30.0)):
+        record = start(tmp_path / "run")
+        for step in range(first, last):
+            record.record(sample(step, [{"mse": mse + step}]))
+        record.close()
+    assert any("steps" in part.name for part in (tmp_path / "run/figures").iterdir())
+    assert Tab(tmp_path).json("extent", run="run", figure="mse") == {"low": 0.0, "high": 62.0, "positive": 1.0}
+
+
 def test_a_run_is_described(logdir: Path, tab: Tab) -> None:
     about = tab.json("run", run="sketched")
     rows = read_table(logdir / "sketched/fp8_debug", "figures")
@@ -74,6 +111,16 @@ def test_a_run_is_described(logdir: Path, tab: Tab) -> None:
     assert about["run"] == "sketched" and about["steps"] == [0, 10, 20] and about["notes"] == []
     assert about["tensors"] == {name: tensors[name].to_list() for name in ("layer", "role", "kind", "depth")}
     assert "started 2 times" in tab.json("run", run="odd")["notes"][0]
+
+
+def test_a_layer_of_a_number_beyond_all_layers_has_no_depth(tmp_path: Path) -> None:
+    record = start(tmp_path)
+    layer = "layers.99999999999999999999.fc1"
+    record.record(sample(0, [{"layer": layer}]))
+    record.close()
+    tensors = Tab(tmp_path).json("run", run=".")["tensors"]
+    assert (tensors["layer"], tensors["kind"], tensors["depth"]) == ([layer], ["fc1"], [None])
+    assert placed(pl.DataFrame({"layer": [layer]}))["depth"].to_list() == [None]
 
 
 def test_a_timeline_is_the_record(logdir: Path, tab: Tab) -> None:
@@ -125,6 +172,16 @@ def test_other_recipes_are_the_record(tmp_path: Path) -> None:
     ]
 
 
+def test_other_recipes_are_those_of_the_attempt_that_is_shown(tmp_path: Path) -> None:
+    for mse, weighs in ((1.0, True), (2.0, False)):
+        record = start(tmp_path / "run")
+        used, weighed = sample(0, [{"mse": mse}]), sample(0, [{"recipe": "mxfp8-e4m3", "mse": 0.5}])
+        record.record(used.__class__(0, used.columns, {}, what_if=weighed.columns if weighs else None))
+        record.close()
+    rows = Tab(tmp_path).json("others", run="run", step=0)["rows"]
+    assert (rows["recipe"], rows["mse"]) == (["delayed-hybrid"], [2.0])
+
+
 def test_losses_triggers_and_skipped_steps(tab: Tab) -> None:
     found = tab.json("loss", run="odd")
     assert found["step"][:3] == [0, 1, 2] and found["loss"][:2] == [2.0, 2.01] and found["lr"][0] == 1e-3
@@ -166,6 +223,13 @@ def test_fingerprints_and_their_differences(tmp_path: Path) -> None:
     assert tab.json("fingerprints", a="a") == {"a": found["a"], "b": None, "differences": []}
 
 
+def test_a_fingerprint_that_utf_8_cannot_say_is_escaped(tmp_path: Path) -> None:
+    start(tmp_path / "a", lr="x").close()
+    start(tmp_path / "b", lr="\ud800").close()
+    (row,) = Tab(tmp_path).json("fingerprints", a="a", b="b")["differences"]
+    assert (row["good"], row["bad"]) == ("x", "\\ud800")
+
+
 def test_the_browser_is_told_the_formats_and_figures(tab: Tab) -> None:
     about = tab.json("runs")
     numbers = {
@@ -196,6 +260,7 @@ def test_answers_are_neither_kept_nor_sniffed(tab: Tab) -> None:
         ({"Sec-Fetch-Site": "none"}, 200),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Sec-Fetch-Site": "same-site", "Origin": "http://localhost:9999"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
         ({"Origin": "http://localhost"}, 200),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
@@ -222,7 +287,7 @@ def test_works_below_a_prefix(logdir: Path) -> None:
     assert [run["name"] for run in tab.json("runs")["runs"]] == ["odd", "sketched"]
 
 
-ROUTES = ("runs", "run", "frames", "timeline", "loss", "sketch", "others", "fingerprints")
+ROUTES = ("runs", "run", "frames", "extent", "timeline", "loss", "sketch", "others", "fingerprints")
 NAMES = ("run", "layer", "role", "step", "figure", "figures", "from", "to", "a", "b", "recipe", "x")
 WORDS = (
     *("odd", "sketched", FC1, "input", "mse", "mse,amax", "nonfinite", "mse,mse", "0", "10", "700"),
@@ -247,6 +312,7 @@ def test_no_parameter_makes_it_fail(tab: Tab, route: str, given_: list[tuple[str
         "runs": (),
         "run": ("run",),
         "frames": ("run", "figure", "from", "to"),
+        "extent": ("run", "figure"),
         "timeline": ("run", "layer", "role", "figures"),
         "loss": ("run",),
         "sketch": ("run", "layer", "role", "step"),
@@ -312,6 +378,8 @@ def test_what_is_damaged_is_left_out_and_told_of(tmp_path: Path, large: Path, at
         found = {(s, *k): values[i, j] for i, s in enumerate(header["steps"]) for j, k in enumerate(keys)}
         found = {key: value for key, value in found.items() if not np.isnan(value)}
         assert found == {key: whole[key] for key in there.select("step", "layer", "role").rows()}
+        extent = tab.json("extent", run="run", figure=figure)
+        assert (extent["low"], extent["high"]) == (there[figure].min(), there[figure].max())
         lost = lost or len(found) < len(whole)
     told = any("left out" in note and "damaged" in note for note in tab.json("run", run="run")["notes"])
     assert told == lost
@@ -338,6 +406,31 @@ def test_a_part_that_was_not_finished_is_no_part(tmp_path: Path, logdir: Path) -
     tab = Tab(tmp_path)
     assert tab.json("runs")["runs"][0]["samples"] == 2
     assert len(tab.json("run", run="run")["steps"]) == 2
+
+
+def test_a_fingerprint_that_was_deleted_fails_no_list(tmp_path: Path, logdir: Path) -> None:
+    shutil.copytree(logdir / "sketched", tmp_path / "whole")
+    run = shutil.copytree(logdir / "odd/fp8_debug", tmp_path / "run")
+    (run / "attempt-1.json").unlink()
+    found = {about["name"]: about for about in Tab(tmp_path).json("runs")["runs"]}
+    assert {name: about["samples"] for name, about in found.items()} == {"run": 71, "whole": 3}
+    assert found["run"]["state"] == "growing" and found["run"]["why"] is None
+
+
+def test_the_state_and_tensors_are_those_of_the_latest_attempt(tmp_path: Path) -> None:
+    """Which began anew at an earlier step than the one before had come to."""
+    for steps, layer in (((0, 10, 20), FC1), ((0,), FC2)):
+        record = start(tmp_path / "run")
+        for step in steps:
+            record.record(sample(step, [{"layer": layer}]))
+        record.close()
+    for old in (tmp_path / "run").rglob("attempt-0*"):
+        os.utime(old, (1e9, 1e9))
+    tab = Tab(tmp_path)
+    (about,) = tab.json("runs")["runs"]
+    newest = next((tmp_path / "run/figures").glob("attempt-1-*"))
+    assert (about["state"], about["last"], about["updated"]) == ("growing", 20, newest.stat().st_mtime)
+    assert tab.json("run", run="run")["tensors"]["layer"] == [FC2]
 
 
 def test_a_record_of_another_schema_says_so(tmp_path: Path) -> None:

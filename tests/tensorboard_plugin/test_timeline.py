@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from cast_records import DELAYED, EVERY, HOSTILE, SKIPPED, SPIKE, STEPS
+from cast_records import DELAYED, EVERY, HOSTILE, RECAST, RECAST_AT, SKIPPED, SPIKE, STEPS
 from playwright.sync_api import Page, expect
 
 from nemo_fp8_debug.record.reader import find_run, read_table
@@ -130,6 +130,15 @@ def test_a_run_without_the_tensor_leaves_the_others_be(shown: Shown, casts: Path
     expect(page.locator("main .notes")).to_contain_text("other: ")
     assert {row["run"] for row in taken_away(page) if row["amax"] is not None} == {DELAYED}
     assert {row["run"] for row in taken_away(page)} == {DELAYED, "other"}
+
+
+def test_how_a_tensor_was_cast_is_told_without_a_loss(casts_shown: Shown) -> None:
+    page = casts_shown(view="distribution", run=RECAST, layer="first", role="input")
+    page.route("**/loss?*", lambda route: route.abort())
+    page.get_by_role("tab", name="Timeline").click()
+    expect(page.locator("main .notes")).to_contain_text("does not answer")
+    expect(page.locator("[data-event=change] button")).to_have_text([str(RECAST_AT)])
+    expect(page.locator("[data-event=change]")).to_contain_text("under current-hybrid")
 
 
 def test_without_a_tensor_there_is_the_loss(casts_shown: Shown) -> None:

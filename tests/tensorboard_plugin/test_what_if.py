@@ -99,7 +99,12 @@ def test_another_recipe_is_weighed_from_the_sketches(frame: Open, logdir: Path) 
     page.locator("[data-picker=format]").select_option("e5m2")
     page.locator("[data-picker=margin]").fill("2")
     assert page.locator("[data-picker=history]").input_value() == "4"
-    page.get_by_role("button", name="Weigh", exact=True).click()
+    weigh = page.get_by_role("button", name="Weigh", exact=True)
+    page.route("**/weigh?*", lambda route: route.abort())
+    weigh.click()
+    expect(page.get_by_role("alert")).to_contain_text("could not be weighed")
+    page.unroute("**/weigh?*")
+    weigh.click()
     wanted = parse_recipe("delayed-e5m2(margin=2,amax_history_len=4)").name
     page.locator(f"td[data-recipe='{wanted}']").first.wait_for(timeout=SOON)
     expected = {title(row): row["underflow_pct"] for row in replay(logdir / "bad", wanted, steps=[STEP]).to_dicts()}

@@ -51,6 +51,19 @@ export const step = computed(() => {
 /** The tensor that is looked at, {layer, role}; null: none. */
 export const tensor = computed(() => (at('layer') && at('role') ? {layer: at('layer'), role: at('role')} : null));
 
+/** What is tried on a tensor: of the calls, which one; and how it is cast. */
+const NO_TRIAL = {scale: null, margin: null, format: null, call: null};
+
+/**
+ * Changes, as for `go`, that look at a tensor: what was tried on another one is not tried on it.
+ * @param {{layer: string, role: string}} picked
+ * @param {Object<string, string|number|null>} more changes
+ */
+export function toTensor({layer, role}, more = {}) {
+  const same = layer === at('layer') && role === at('role');
+  return {...(same ? {} : NO_TRIAL), layer, role, ...more};
+}
+
 function write(how) {
   clearTimeout(waiting);
   waiting = undefined;

@@ -1,9 +1,9 @@
 // The page: which runs, which view, and the view.
-import {useEffect} from 'preact/hooks';
+import {useEffect, useRef} from 'preact/hooks';
 import {at, go} from './address.js';
 import {Notice, Problem} from './components/notice.jsx';
 import {Runs} from './components/pickers.jsx';
-import {about, chosen, details, keepLooking, known, unreachable} from './records.js';
+import {about, chosen, details, keepLooking, known, PARTS, unreachable} from './records.js';
 import {Distribution} from './views/distribution.jsx';
 import {Fingerprints} from './views/fingerprints.jsx';
 import {MapView} from './views/map.jsx';
@@ -40,7 +40,18 @@ export function App() {
   );
 }
 
+/** What had the focus went with its view, by Enter on the map, say: the keyboard goes on from the tab of the new one. */
+function useFocusOnTab(view) {
+  const before = useRef(view);
+  useEffect(() => {
+    const changed = before.current !== view;
+    before.current = view;
+    if (changed && document.hasFocus() && document.activeElement === document.body) document.getElementById(`tab-${view}`).focus({preventScroll: true});
+  }, [view]);
+}
+
 function Views({view}) {
+  useFocusOnTab(view);
   const names = Object.keys(VIEWS);
   const keys = (event) => {
     const by = {ArrowRight: 1, ArrowLeft: -1}[event.key];
@@ -83,10 +94,14 @@ function Notes() {
     [...(data?.notes ?? []), ...(error ? [error] : [])].map((note) => `${chosen.value[part]}: ${note}`),
   );
   const refused = (known.value.refused ?? []).map(({name, why}) => `${name}: ${why}`);
-  const all = [...refused, ...notes];
+  const all = [...refused, ...missing(), ...notes];
   if (!all.length) return null;
   return <ul class="notes" role="status">{all.map((note) => <li key={note}>{note}</li>)}</ul>;
 }
+
+/** Runs beside the one that is looked at which the address names and nobody finds; an empty name asks for none. */
+const missing = () =>
+  ['good', 'twin'].filter((part) => at(part) && !about(at(part))).map((part) => `${PARTS[part].label} ${at(part)} is not under the logdir: the page goes on without it.`);
 
 function NoRecord() {
   return (

@@ -50,6 +50,14 @@ export const chosen = computed(() => {
   return {run, good: good === run ? undefined : good, twin: twin === run || twin === good ? undefined : twin};
 });
 
+// A guess stays what it was, and is in the link, whatever runs appear later.
+effect(() => {
+  if (chosen.value.run && Object.keys(PARTS).some((part) => at(part) === undefined)) {
+    const guessed = Object.keys(PARTS).filter((part) => at(part) === undefined);
+    go(Object.fromEntries(guessed.map((part) => [part, chosen.value[part] ?? ''])));
+  }
+});
+
 export const choose = (part, name) => go({[part]: name ?? ''}, true);
 
 /** What `runs` says of a run. */

@@ -57,9 +57,11 @@ export const known = (route, parameters, version) => answers.get(`${version} ${a
 export const askAgain = (route, parameters = {}) => fetched(addressOf(route, parameters), asJson);
 
 const WAITING = {loading: true};
+const RETRY_MS = 5000;
 
 /**
- * {data, error, loading} of several questions at once; the data of earlier ones stays until the new is there.
+ * {data, error, loading} of several questions at once; the data of earlier ones stays until the new is there. What failed is
+ * asked again while it is looked at.
  * @param {Array<?[string, object, string]>} questions arguments of `ask`; null where there is nothing to ask
  */
 export function useAnswers(questions) {
@@ -70,15 +72,27 @@ export function useAnswers(questions) {
   const all = there.every((data) => data !== undefined);
   useEffect(() => {
     if (all) return undefined;
+    let timer;
     let wanted = true;
-    Promise.all(questions.map((question) => question && ask(...question))).then(
-      (data) => wanted && keep({data, key}),
-      (error) => wanted && keep({error: error.message, key}),
-    );
-    return () => (wanted = false);
+    const later = () => (timer = setTimeout(() => (document.visibilityState === 'visible' ? look() : later()), RETRY_MS));
+    const look = () =>
+      Promise.all(questions.map((question) => question && ask(...question))).then(
+        (data) => wanted && keep({data, key}),
+        (error) => {
+          if (!wanted) return;
+          keep({error: error.message, key});
+          later();
+        },
+      );
+    look();
+    return () => {
+      wanted = false;
+      clearTimeout(timer);
+    };
   }, [key]);
-  if (found.key === key && answered.current.key !== key) answered.current = found;
-  if (all && answered.current.key !== key) answered.current = {data: there, key};
+  const old = answered.current.key !== key || answered.current.error;
+  if (all && old) answered.current = {data: there, key};
+  else if (found.key === key && old) answered.current = found;
   return answered.current.key === key ? answered.current : {data: answered.current.data, loading: true};
 }
 

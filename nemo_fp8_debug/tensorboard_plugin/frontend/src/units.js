@@ -4,6 +4,7 @@
 export function number(value) {
   if (value == null || Number.isNaN(value)) return '-';
   if (value === 0) return '0';
+  if (!Number.isFinite(value)) return value > 0 ? '∞' : '-∞';
   const size = Math.abs(value);
   if (size >= 1e5 || size < 1e-3) return value.toExponential(2);
   return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
@@ -32,14 +33,9 @@ export const shown = (role) => SHOWN_AS[role] ?? role;
 /** A tensor in words. */
 export const titleOf = ({layer, role}) => `${shown(role)} of ${layer}`;
 
-/** The place of the last of ascending values that is not above `value`; 0 where all are. */
+/** The place of the nearest of ascending values, of two the earlier; 0 where there is none. */
 export function placeOf(values, value) {
-  let low = 0;
-  let high = values.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (values[middle] <= value) low = middle;
-    else high = middle - 1;
-  }
-  return low;
+  const after = values.findIndex((one) => one >= value);
+  if (after < 0) return Math.max(0, values.length - 1);
+  return after > 0 && value - values[after - 1] <= values[after] - value ? after - 1 : after;
 }

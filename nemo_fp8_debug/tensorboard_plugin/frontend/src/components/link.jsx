@@ -1,5 +1,5 @@
 // Links to other states of the page: followed in place, or opened in a tab of their own as links are.
-import {go, linkTo} from '../address.js';
+import {go, linkTo, toTensor} from '../address.js';
 import {titleOf} from '../units.js';
 import {Breakable} from './breakable.jsx';
 
@@ -15,5 +15,5 @@ export function Link({to, children}) {
 
 /** A tensor's name, which opens a view of it. @param {?number} step null: the step that is looked at stays */
 export const TensorLink = ({layer, role, step, view = 'timeline', children}) => (
-  <Link to={{view, layer, role, ...(step == null ? {} : {step})}}>{children ?? <Breakable text={titleOf({layer, role})} />}</Link>
+  <Link to={toTensor({layer, role}, {view, ...(step == null ? {} : {step})})}>{children ?? <Breakable text={titleOf({layer, role})} />}</Link>
 );

@@ -1,5 +1,5 @@
 // Choices: which runs, which figure, which tensor.
-import {at, go, tensor} from '../address.js';
+import {at, go, tensor, toTensor} from '../address.js';
 import {about, choose, chosen, details, known, PARTS} from '../records.js';
 import {shown, titleOf} from '../units.js';
 
@@ -53,7 +53,7 @@ export function Tensor() {
   const names = tensors ? tensors.layer.map((layer, i) => titleOf({layer, role: tensors.role[i]})) : [];
   const pick = (event) => {
     const place = names.indexOf(event.target.value);
-    if (place >= 0) go({layer: tensors.layer[place], role: tensors.role[place]});
+    if (place >= 0) go(toTensor({layer: tensors.layer[place], role: tensors.role[place]}));
   };
   return (
     <label class="wide-label">

@@ -1,6 +1,5 @@
 // Two ways to cast a tensor: as it was, and as it is tried.
-import {useEffect} from 'preact/hooks';
-import {at, go, tensor} from '../address.js';
+import {at} from '../address.js';
 import {amaxOf, asScale, currentScale, figuresOf} from '../cast.js';
 import {known} from '../records.js';
 
@@ -35,15 +34,4 @@ export function cuts(rows, parts) {
   const scales = parts.map((_, i) => asScale((chosen ?? inUse.scales[i] ?? base) / 2 ** margin()) ?? base);
   const same = inUse.figures && name === inUse.name && scales.every((scale, i) => scale === inUse.scales[i]);
   return {inUse, tried: same ? inUse : cut(parts, scales, name), base};
-}
-
-let before;
-
-/** What was tried on one tensor is not tried on the next one. */
-export function useFreshTrial() {
-  const key = JSON.stringify(tensor.value);
-  useEffect(() => {
-    if (before !== undefined && before !== key) go({scale: null, margin: null, format: null, call: null});
-    before = key;
-  }, [key]);
 }

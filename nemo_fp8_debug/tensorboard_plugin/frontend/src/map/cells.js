@@ -1,13 +1,41 @@
 // Where each tensor stands on the map: layers of the model down, what is in them across.
 import {computed} from '@preact/signals';
-import {details} from '../records.js';
+import {chosen, details} from '../records.js';
 import {shown} from '../units.js';
-import {keyOf} from './frames.js';
+import {keyOf, met} from './met.js';
 
 const ROLES = ['input', 'weight', 'grad_output'];
 
-/** {rows, columns, cells, tensors}: names of both, [column, row, tensors] of each cell that has any, and all; of all runs. */
+/** {named, rows, columns, cells, tensors}: whether rows are names of layers, names of both, [column, row, tensors] of each cell that has any, and all; of all runs. */
 export const cells = computed(() => {
+  const all = [...tensorsOfAll().values()];
+  // Layers that have no number stand one under the other by their names.
+  const named = all.every(({depth}) => depth === null);
+  const placed = all.map((tensor) => (named ? {tensor, row: tensor.layer, group: ''} : {tensor, row: tensor.depth, group: tensor.kind}));
+  const rows = [...new Set(placed.map(({row}) => row))];
+  if (!named) rows.sort((a, b) => (a ?? Infinity) - (b ?? Infinity));
+  const groups = [...new Set(placed.map(({group}) => group))];
+  const there = new Set(placed.map(({tensor, group}) => keyOf(group, tensor.role)));
+  const columns = groups.flatMap((group) => ROLES.map((role) => ({group, role})).filter(({role}) => there.has(keyOf(group, role))));
+  const columnOf = new Map(columns.map(({group, role}, i) => [keyOf(group, role), i]));
+  const rowOf = new Map(rows.map((row, i) => [row, i]));
+  const found = new Map();
+  for (const {tensor, row, group} of placed) {
+    const [x, y] = [columnOf.get(keyOf(group, tensor.role)), rowOf.get(row)];
+    const place = y * columns.length + x;
+    if (!found.has(place)) found.set(place, [x, y, []]);
+    found.get(place)[2].push(tensor);
+  }
+  return {
+    named,
+    rows: rows.map((row) => (row === null ? 'outside' : String(row))),
+    columns: columns.map(({group, role}) => `${group} ${shown(role)}`.trim()),
+    cells: [...found.values()],
+    tensors: all,
+  };
+});
+
+function tensorsOfAll() {
   const tensors = new Map();
   for (const {data} of Object.values(details.value)) {
     for (const [i, layer] of (data?.tensors.layer ?? []).entries()) {
@@ -15,23 +43,6 @@ export const cells = computed(() => {
       tensors.set(keyOf(layer, role[i]), {layer, role: role[i], kind: kind[i], depth: depth[i]});
     }
   }
-  const all = [...tensors.values()];
-  const kinds = [...new Set(all.map((tensor) => tensor.kind))];
-  const depths = [...new Set(all.map((tensor) => tensor.depth))].sort((a, b) => (a ?? Infinity) - (b ?? Infinity));
-  const columns = kinds.flatMap((kind) => ROLES.map((role) => ({kind, role})).filter(({role}) => all.some((t) => t.kind === kind && t.role === role)));
-  const columnOf = new Map(columns.map(({kind, role}, i) => [`${role} ${kind}`, i]));
-  const rowOf = new Map(depths.map((depth, i) => [depth, i]));
-  const found = new Map();
-  for (const tensor of all) {
-    const [column, row] = [columnOf.get(`${tensor.role} ${tensor.kind}`), rowOf.get(tensor.depth)];
-    const place = row * columns.length + column;
-    if (!found.has(place)) found.set(place, [column, row, []]);
-    found.get(place)[2].push(tensor);
-  }
-  return {
-    rows: depths.map((depth) => (depth === null ? 'outside' : String(depth))),
-    columns: columns.map(({kind, role}) => `${kind} ${shown(role)}`),
-    cells: [...found.values()],
-    tensors: all,
-  };
-});
+  for (const run of Object.values(chosen.value)) for (const [key, tensor] of met.value.get(run) ?? []) if (!tensors.has(key)) tensors.set(key, tensor);
+  return tensors;
+}

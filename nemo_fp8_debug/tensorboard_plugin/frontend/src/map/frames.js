@@ -2,6 +2,7 @@
 import {useEffect, useRef} from 'preact/hooks';
 import {currentStep} from '../components/steps.jsx';
 import {chosen, details, versionOf} from '../records.js';
+import {keyOf, meet} from './met.js';
 import {ask, known, useAnswers} from '../server.js';
 import {placeOf} from '../units.js';
 
@@ -9,8 +10,6 @@ const CHUNK = 64;
 // What is drawn comes first, and somebody who jumps about wants nothing of what lies between.
 const PAUSE_MS = 150;
 const places = new WeakMap();
-
-export const keyOf = (layer, role) => `${role} ${layer}`;
 
 /** Where each tensor is among those of a chunk. */
 function placesIn(chunk) {
@@ -33,14 +32,14 @@ function chunkOf(part, figure, chunk) {
 const samplesOf = new WeakMap();
 
 /** A sample: its step, and the value of each tensor (NaN: none); the same object each time. */
-function sampleOf(run, figure, chunk, step) {
+function sampleOf(chunk, step) {
   if (!samplesOf.has(chunk)) samplesOf.set(chunk, new Map());
   const made = samplesOf.get(chunk);
-  if (!made.has(step)) made.set(step, sampled(run, figure, chunk, step));
+  if (!made.has(step)) made.set(step, sampled(chunk, step));
   return made.get(step);
 }
 
-function sampled(run, figure, chunk, step) {
+function sampled(chunk, step) {
   const row = chunk.steps.indexOf(step);
   if (row < 0) return null;
   const width = chunk.layer.length;
@@ -49,20 +48,14 @@ function sampled(run, figure, chunk, step) {
     const column = at.get(keyOf(layer, role));
     return column === undefined ? NaN : chunk.values[row * width + column];
   };
-  return {step, of, extent: extentOf(run, figure, chunk)};
+  return {step, of, chunk};
 }
 
-const seen = new WeakSet();
-const extents = new Map();
-
-/** Least and largest value seen of a run's figure, so that colours stay; and the least above zero. */
-function extentOf(run, figure, chunk) {
-  const key = `${figure} ${run}`;
-  if (!extents.has(key)) extents.set(key, {low: Infinity, high: -Infinity, positive: Infinity});
-  const extent = extents.get(key);
-  if (seen.has(chunk)) return extent;
-  seen.add(chunk);
+/** Least and largest finite value of a chunk, and the least above zero. */
+function extentOf(chunk) {
+  const extent = {low: Infinity, high: -Infinity, positive: Infinity};
   for (const value of chunk.values) {
+    if (!Number.isFinite(value)) continue;
     if (value < extent.low) extent.low = value;
     if (value > extent.high) extent.high = value;
     if (value > 0 && value < extent.positive) extent.positive = value;
@@ -70,7 +63,7 @@ function extentOf(run, figure, chunk) {
   return extent;
 }
 
-/** {samples: by part, error}: the samples at the step, or the last that were there while they are read. */
+/** {samples: by part, extents: by part, error}: the samples at the step, or the last that were there while they are read. */
 export function useSamples(figure, parts) {
   const step = currentStep();
   const steps = parts.map((part) => details.value[part]?.data?.steps ?? []);
@@ -93,15 +86,28 @@ export function useSamples(figure, parts) {
     return () => clearTimeout(timer);
   }, [data]);
 
+  useEffect(() => parts.forEach((part, i) => meet(chosen.value[part], data?.[i])), [data]);
+
   const samples = {};
   for (const [i, part] of parts.entries()) {
     const chunk = data?.[i];
-    const sample = chunk && sampleOf(chosen.value[part], figure, chunk, steps[i][at[i]]);
+    const sample = chunk && sampleOf(chunk, steps[i][at[i]]);
     const before = shown.current[part];
     samples[part] = sample ?? (before?.run === chosen.value[part] && before?.figure === figure ? before.sample : null);
     if (sample) shown.current[part] = {run: chosen.value[part], figure, sample};
   }
-  return {samples, error};
+  return {samples, error, extents: useExtents(figure, parts, samples)};
+}
+
+/** By part: of all its samples, so that colours stay the same; until that is known of the sample that is there. */
+function useExtents(figure, parts, samples) {
+  const all = parts.every((part) => samples[part]);  // what is drawn comes first
+  const asked = parts.map((part) => (all ? ['extent', {run: chosen.value[part], figure}, versionOf(chosen.value[part])] : null));
+  const {data} = useAnswers(asked);
+  return Object.fromEntries(parts.map((part, i) => {
+    const whole = data?.[i];
+    return [part, whole && whole.low !== null ? {...whole, positive: whole.positive ?? Infinity} : samples[part] && extentOf(samples[part].chunk)];
+  }));
 }
 
 function ahead(asked) {

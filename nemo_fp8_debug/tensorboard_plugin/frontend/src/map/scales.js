@@ -25,16 +25,22 @@ export function scaleOf(figure, extents) {
 
 const centred = (way, most) => ({...way, low: -way.to(most || 1), high: way.to(most || 1), colours: diverging()});
 
+/** How bad a value of a figure is, more for worse; figures around 0 by their distance from it. */
+export const badnessOf = (figure) => (figure.scale === 'diverging' ? Math.abs : (value) => figure.worse * value);
+
 /** What is made of two values: how many times as much for figures on a log scale, else by how much more; in which unit. */
 export function differenceOf(figure) {
-  return figure.scale === 'log'
-    ? {of: (run, good) => (run > 0 && good > 0 ? Math.log2(run / good) : NaN), unit: 'log2 of the ratio'}
-    : {of: (run, good) => run - good, unit: figure.unit === '%' ? 'percentage points' : figure.unit};
+  if (figure.scale === 'log') return {of: (run, good) => (run === 0 && good === 0 ? 0 : Math.log2(run / good)), unit: 'log2 of the ratio'};
+  if (figure.scale === 'diverging') return {of: (run, good) => Math.abs(run) - Math.abs(good), unit: `${figure.unit}, distance from 0`};
+  return {of: (run, good) => run - good, unit: figure.unit === '%' ? 'percentage points' : figure.unit};
 }
+
+/** How bad a difference is: a distance from 0 that grew is worse. */
+export const badnessOfDifference = (figure) => (figure.scale === 'diverging' ? (value) => value : (value) => figure.worse * value);
 
 /** A scale around 0 for differences. */
 export function scaleOfDifferences(figure, values) {
   const finite = values.filter(Number.isFinite).map(Math.abs);
   const scale = centred(figure.scale === 'log' ? LINEAR : wayOf(figure), Math.max(0, ...finite));
-  return figure.worse < 0 ? {...scale, colours: [...diverging()].reverse()} : scale;
+  return figure.worse < 0 && figure.scale !== 'diverging' ? {...scale, colours: [...diverging()].reverse()} : scale;
 }

@@ -1,5 +1,5 @@
 // The tensors with the worst values, in numbers, with the ways from there.
-import {go} from '../address.js';
+import {go, toTensor} from '../address.js';
 import {chosen} from '../records.js';
 import {titleOf, withUnit} from '../units.js';
 
@@ -7,7 +7,7 @@ const LISTED = 10;
 
 /** @param {Array} ordered of the worst first: {tensor, by: values by part, difference} */
 export function Worst({ordered, parts, unit, difference}) {
-  const open = (view, {layer, role}) => go({view, layer, role}, true);
+  const open = (view, tensor) => go(toTensor(tensor, {view}), true);
   return (
     <div class="wide">
       <table>
@@ -16,7 +16,7 @@ export function Worst({ordered, parts, unit, difference}) {
           <tr>
             <th scope="col">tensor</th>
             {parts.map((part) => <th key={part} scope="col" class="n">{chosen.value[part]}</th>)}
-            {difference && <th scope="col" class="n">difference ({difference})</th>}
+            {difference !== undefined && <th scope="col" class="n">{difference ? `difference (${difference})` : 'difference'}</th>}
             <th scope="col">see</th>
           </tr>
         </thead>
@@ -25,7 +25,7 @@ export function Worst({ordered, parts, unit, difference}) {
             <tr key={titleOf(tensor)}>
               <th scope="row">{titleOf(tensor)}</th>
               {parts.map((part) => <td key={part} class="n">{withUnit(by[part], unit)}</td>)}
-              {difference && <td class="n">{withUnit(apart, '')}</td>}
+              {difference !== undefined && <td class="n">{withUnit(apart, '')}</td>}
               <td>
                 <button type="button" onClick={() => open('timeline', tensor)}>Timeline</button>{' '}
                 <button type="button" onClick={() => open('distribution', tensor)}>Distribution</button>

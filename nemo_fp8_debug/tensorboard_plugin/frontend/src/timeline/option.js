@@ -68,7 +68,7 @@ function told(found, panels, events, names) {
   const values = lines.map(({seriesId, value: [at, value]}) => {
     const panel = panels.find(({name}) => seriesId.startsWith(`${name} `));
     const when = at === step ? '' : `, at step ${at}`;
-    return `${panel.label}, ${names[seriesId.slice(panel.name.length + 1)]}: ${withUnit(value, panel.unit)}${when}`;
+    return `${panel.label}, ${names[seriesId.slice(panel.name.length + 1)]}: ${value == null ? 'no value' : withUnit(value, panel.unit)}${when}`;
   });
   const seen = events.filter((event) => found.some(({value}) => value[0] === event.step));
   return tip(`step ${step}`, ...values, ...seen.map(({kind, part, step: at, why}) => `${KINDS[kind].label} in ${names[part]}, step ${at}: ${why}`));

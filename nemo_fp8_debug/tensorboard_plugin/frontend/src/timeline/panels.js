@@ -52,16 +52,15 @@ function changesOf(sample) {
   return how.flatMap((now, i) => (i > 0 && now !== how[i - 1] ? [[sample.step[i], now]] : []));
 }
 
-/** What happened, ascending by step: [{part, step, kind, why, loss}]. */
+/** What happened, ascending by step: [{part, step, kind, why, loss}]; the loss null where none is known. */
 export function eventsOf(samples, losses) {
   const events = Object.entries(losses).flatMap(([part, data]) => {
-    if (!data) return [];
-    const of = (kind, step, why = KINDS[kind].why) => ({part, step, kind, why, loss: valueAt(data.step, data.loss, step)});
+    const of = (kind, step, why = KINDS[kind].why) => ({part, step, kind, why, loss: data ? valueAt(data.step, data.loss, step) : null});
     return [
       ...changesOf(samples[part]).map(([step, why]) => of('change', step, why)),
-      ...data.spikes.map((step) => of('spike', step)),
-      ...data.skipped.map((step) => of('skipped', step)),
-      ...data.triggers.map(([step, why]) => of('trigger', step, why)),
+      ...(data?.spikes ?? []).map((step) => of('spike', step)),
+      ...(data?.skipped ?? []).map((step) => of('skipped', step)),
+      ...(data?.triggers ?? []).map(([step, why]) => of('trigger', step, why)),
     ];
   });
   return events.sort((a, b) => a.step - b.step);

@@ -1,4 +1,5 @@
 // What diagnose says: the verdict, the facts of it, and what the rules found.
+import {toTensor} from '../address.js';
 import {Link, TensorLink} from '../components/link.jsx';
 import {Sentence} from '../components/notice.jsx';
 import {Table} from '../components/table.jsx';
@@ -36,7 +37,7 @@ function Facts({found, unit}) {
     ['Harm', found.harm],
     ['Loss leaves', found.loss_left == null ? 'no' : <Link to={{view: 'timeline', step: found.loss_left}}>{unit} {found.loss_left}</Link>],
     culprit && ['Begins in', <TensorLink {...culprit} step={culprit.since} />],
-    culprit?.since != null && ['Since', <Link to={{view: 'map', layer: culprit.layer, role: culprit.role, step: culprit.since}}>{unit} {culprit.since}, on the map</Link>],
+    culprit?.since != null && ['Since', <Link to={toTensor(culprit, {view: 'map', step: culprit.since})}>{unit} {culprit.since}, on the map</Link>],
   ];
   return (
     <dl class="facts">

@@ -11,22 +11,27 @@ import {useAnswer} from '../server.js';
 import {number, titleOf} from '../units.js';
 import {Figures} from '../distribution/figures.jsx';
 import {Histogram} from '../distribution/histogram.jsx';
-import {cuts, useFreshTrial} from '../distribution/cuts.js';
+import {cuts} from '../distribution/cuts.js';
 import {Trial} from '../distribution/trial.jsx';
 
 export function Distribution() {
   const {run, good} = chosen.value;
   const step = currentStep();
-  const about = tensor.value && step !== null ? {...tensor.value, step} : null;
-  const answer = useAnswer(about && 'sketch', {run, ...about}, versionOf(run));
-  const other = useAnswer(about && good && 'sketch', {run: good, ...about}, versionOf(good));
-  useFreshTrial();
+  const {layer, role} = tensor.value ?? {};
+  // Of another tensor or run nothing stays while its own is read: it would be shown under the wrong name.
+  const shown = tensor.value && step !== null && <Asked key={JSON.stringify([run, good, layer, role])} run={run} good={good} about={{layer, role, step}} />;
   return (
     <>
       <div class="controls"><Tensor /><Steps /></div>
-      {about ? <Answered answer={answer}>{(sketch) => <Sketch sketch={sketch} good={good && other} />}</Answered> : <NoTensor />}
+      {shown || <NoTensor />}
     </>
   );
+}
+
+function Asked({run, good, about}) {
+  const answer = useAnswer('sketch', {run, ...about}, versionOf(run));
+  const other = useAnswer(good && 'sketch', {run: good, ...about}, versionOf(good));
+  return <Answered answer={answer}>{(sketch) => <Sketch sketch={sketch} good={good && other} />}</Answered>;
 }
 
 export const NoTensor = () => (

@@ -58,7 +58,7 @@ function Shown({figures, samples, losses}) {
   return (
     <>
       <Charts key={panels.length} panels={panels} events={events} names={names} step={currentStep()} isDark={dark.value} />
-      {Object.values(losses).some(Boolean) && <Events events={events} names={names} />}
+      {(events.length > 0 || Object.values(losses).some(Boolean)) && <Events events={events} names={names} />}
     </>
   );
 }

@@ -74,7 +74,7 @@ function Weighed({run, step, rows}) {
   return (
     <>
       <Picker inUse={recorded.inUse} />
-      <Weighing questions={questions} />
+      <Weighing questions={questions} version={versionOf(run)} />
       <Recipes run={run} step={step} {...all} />
       {!all.recipes.length && <NoOther run={run} />}
     </>

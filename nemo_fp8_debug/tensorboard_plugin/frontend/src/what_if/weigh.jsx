@@ -12,13 +12,18 @@ export const asked = () => [...new Set((at('weigh') ?? '').split(BETWEEN).filter
 const ask = (recipes) => go({weigh: recipes.length ? recipes.join(BETWEEN) : null});
 
 const KEPT = 60;
-/** Rows, or {error}, by question: what a step's sketches come to stays the same while the record grows. */
+/** {version, rows} or {version, error} by question; the version is the record's when it was asked. */
 const weighed = signal(new Map());
 const keyOf = (question) => JSON.stringify(question);
+/** The rows of a question, those of an earlier version until the new ones are there. */
 export const rowsOf = (question) => weighed.value.get(keyOf(question))?.rows;
 
 function keep(question, answer) {
   weighed.value = new Map([...weighed.value, [keyOf(question), answer]].slice(-KEPT));
+}
+
+function forgetFailures() {
+  weighed.value = new Map([...weighed.value].filter(([, answer]) => !answer.error));
 }
 
 /** The recipe's name, as numerics/scaling.py has it: options at their default are left out. */
@@ -38,6 +43,7 @@ export function Picker({inUse}) {
   const delayed = wanted.scaling === 'delayed';
   const weigh = (event) => {
     event.preventDefault();
+    forgetFailures();
     ask([...asked(), nameOf(wanted)]);
   };
   return (
@@ -83,14 +89,15 @@ function Asked() {
   ));
 }
 
-/** Works on the questions one after the other. */
-export function Weighing({questions}) {
+/** Works on the questions one after the other, anew where the record has another version. */
+export function Weighing({questions, version}) {
   const failed = questions.map((question) => [question, weighed.value.get(keyOf(question))?.error]).filter(([, error]) => error);
-  const next = questions.find((question) => !weighed.value.has(keyOf(question)));
+  const next = questions.find((question) => weighed.value.get(keyOf(question))?.version !== version);
   return (
     <>
       {failed.map(([question, error]) => <Problem key={question.recipe} error={`${question.recipe} could not be weighed: ${error}`} />)}
-      {next && <Settled key={keyOf(next)} question={next} />}
+      {failed.length > 0 && <button type="button" onClick={forgetFailures}>Try again</button>}
+      {next && <Settled key={`${version} ${keyOf(next)}`} question={next} version={version} />}
     </>
   );
 }
@@ -98,16 +105,16 @@ export function Weighing({questions}) {
 const SETTLED_MS = 400;
 
 /** Asks once nobody has moved on for a moment, as a slider does that is drawn along. */
-function Settled({question}) {
+function Settled({question, version}) {
   const [settled, settle] = useState(false);
   useEffect(() => {
     const timer = setTimeout(() => settle(true), SETTLED_MS);
     return () => clearTimeout(timer);
   }, []);
-  const job = useJob(settled ? 'weigh' : null, question, '');
+  const job = useJob(settled ? 'weigh' : null, question, version);
   useEffect(() => {
-    if (job.data) keep(question, {rows: job.data.rows});
-    else if (job.error) keep(question, {error: job.error});
+    if (job.data) keep(question, {version, rows: job.data.rows});
+    else if (job.error) keep(question, {version, error: job.error});
   }, [job.data, job.error]);
   return <p class="soft" role="status">{question.recipe} is weighed from the sketches of step {question.step}{job.seconds ? `, for ${Math.round(job.seconds)} s so far` : ''} …</p>;
 }

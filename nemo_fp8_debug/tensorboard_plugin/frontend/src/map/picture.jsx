@@ -1,0 +1,82 @@
+// The cells of a map as one picture between axes that are laid out once: an element a cell would make thousands a step.
+import {useEffect, useMemo, useRef} from 'preact/hooks';
+import Image from 'zrender/lib/graphic/Image.js';
+import {lerp} from 'zrender/lib/tool/color.js';
+import {axis, Chart} from '../components/chart.jsx';
+import {COLOURS, dark, inks} from '../theme.js';
+import {cells} from './cells.js';
+import {isChosen} from './values.js';
+
+// Names of layers take more room than numbers.
+const leftOf = (named) => (named ? 190 : 64);
+const [RIGHT, TOP, BOTTOM] = [12, 26, 96];
+/** Columns whose names all fit beside each other. */
+const ALL_NAMED = 60;
+
+/**
+ * @param {Array} values as of `valuesOf`
+ * @param {object} scale as of `scaleOf`
+ * @param {function} ready called with ECharts' instance
+ */
+export function Picture({values, scale, ready, ...more}) {
+  const {named, rows, columns} = cells.value;
+  const left = leftOf(named);
+  const made = useRef();
+  const paint = (width, height) => painted(values, scale, columns.length, rows.length, width, height);
+  const latest = useRef(paint);
+  latest.current = paint;
+  const option = useMemo(() => ({
+    // As given, whatever labels would like: the picture has to fit.
+    grid: {left, right: RIGHT, top: TOP, bottom: BOTTOM, outerBoundsMode: 'none'},
+    xAxis: axis({type: 'category', data: columns, axisLabel: {rotate: 40, interval: columns.length > ALL_NAMED ? 'auto' : 0, fontSize: 10, overflow: 'truncate', width: 110}, splitLine: {show: false}}),
+    yAxis: axis({type: 'category', data: rows, inverse: true, name: 'layer', nameLocation: 'start', axisLabel: {overflow: 'truncate', width: left - 10}, splitLine: {show: false}}),
+    series: [],
+  }), [cells.value, dark.value]);
+
+  const repaint = () => {
+    if (!made.current) return;
+    const [width, height] = [made.current.chart.getWidth() - left - RIGHT, made.current.chart.getHeight() - TOP - BOTTOM];
+    if (width > 0 && height > 0) made.current.picture.attr({style: {image: latest.current(width, height), x: left, y: TOP, width, height}});
+  };
+  const start = (chart) => {
+    made.current = {chart, picture: new Image({silent: true, z: -1, style: {}})};
+    chart.getZr().add(made.current.picture);
+    ready(chart);
+    repaint();
+  };
+  useEffect(repaint);
+  return <Chart option={option} ready={start} resized={repaint} {...more} />;
+}
+
+/** The cells as a canvas of a size in pixels of the page. */
+function painted(values, scale, columns, rows, width, height) {
+  const ink = inks();
+  const fine = window.devicePixelRatio;
+  const canvas = Object.assign(document.createElement('canvas'), {width: width * fine, height: height * fine});
+  const pen = canvas.getContext('2d');
+  pen.scale(fine, fine);
+  const [wide, high] = [width / columns, height / rows];
+  const gap = high > 8 ? 1 : 0;
+  const colours = shadesOf(scale.colours);
+  for (const {column, row, value} of values) {
+    const at = scale.to(value);
+    const share = ((Number.isNaN(at) ? scale.low : at) - scale.low) / (scale.high - scale.low); // 0 on a logarithmic scale: its least
+    pen.fillStyle = Number.isNaN(value) ? ink.empty : colours[Math.round(Math.min(1, Math.max(0, share)) * (SHADES - 1))];
+    pen.fillRect(column * wide, row * high, wide - gap, high - gap);
+  }
+  const now = values.find(isChosen);
+  if (now) {
+    Object.assign(pen, {strokeStyle: COLOURS.mark, lineWidth: 2.5});
+    pen.strokeRect(now.column * wide, now.row * high, wide - gap, high - gap);
+  }
+  return canvas;
+}
+
+const SHADES = 256;
+const shades = new Map();
+
+function shadesOf(colours) {
+  const key = colours.join();
+  if (!shades.has(key)) shades.set(key, Array.from({length: SHADES}, (_, i) => lerp(i / (SHADES - 1), colours)));
+  return shades.get(key);
+}
