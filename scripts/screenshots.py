@@ -47,8 +47,6 @@ def main() -> None:
             take(f"tab_{view}", lambda page, v=view, r=ready: tab(page, f"{address}/#{culprit}&p.fp8.step=300", v, r))
         dark = f"{address}/?darkMode=true#{culprit}&p.fp8.step=300"
         take("tab_dark", lambda page: tab(page, dark, "distribution", VIEWS["distribution"]))
-        tags = "tagFilter=reduced_train_loss%7Cfp8%2F(underflow_pct%7Cmse)%2Finput#timeseries"
-        take("scalars", lambda page: others(page, f"{address}/?{tags}"))
         take("custom_scalars", lambda page: others(page, f"{address}/#custom_scalars"))
         take("compare", lambda page: comparison(page, runs))
 
