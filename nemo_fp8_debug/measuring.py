@@ -11,6 +11,7 @@ from typing import Any
 
 from .background import Worker
 from .capture.collect import collect
+from .capture.homecoming import Homecoming
 from .capture.operands import Operand
 from .capture.products import Products
 from .capture.scales import Scales
@@ -43,9 +44,12 @@ class Sampled:
     chosen: Callable[[str], bool]
     #: numbers of the steps since the sample before and of this one, as far as they are known here
     steps: Callable[[], Steps]
+    #: of what was collected
+    homecoming: Homecoming
 
     def collected(self) -> Collected:
         """What this rank found."""
+        self.homecoming.wait()
         return Collected(collect(self.operands), {key: sums for p in self.products for key, sums in p.sums().items()})
 
 
@@ -139,7 +143,8 @@ class Measuring:
         if silent := layers - {layer for layer, _ in (shard.key for shard in shards)}:
             self._faults.warn(
                 f"{len(silent)} of {len(layers)} layers gave no sample, first {min(silent)}: "
-                "unused in this step, or compiled before the monitor was attached (torch.compile drops later hooks)"
+                "unused in this step, in a CUDA graph (whose replays run no hooks), "
+                "or compiled before the monitor was attached (torch.compile drops later hooks)"
             )
         if partial := [shard for shard in shards if shard.missing]:
             (layer, role), lost, all_of_them = partial[0].key, partial[0].missing, partial[0].missing + partial[0].shards

@@ -17,6 +17,7 @@ from torch import nn
 
 from . import inspection
 from .capture.dtensors import is_counted, is_dtensor
+from .capture.homecoming import Homecoming
 from .capture.hooks import Capture, Taker
 from .capture.hosts.base import raw_weight
 from .capture.layers import Gemm, find_gemms, matching, select, unknown_gemms
@@ -370,7 +371,8 @@ class Monitor:
         operands = list(self._operands.values())
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
         products = list(self._products.values())
-        return Sampled(step, operands, products, expected, weighed, lambda name: sampled(name) or dumped(name), steps)
+        home = Homecoming([*operands, *products], {device for operand in operands if (device := operand.device)})
+        return Sampled(step, operands, products, expected, weighed, lambda name: sampled(name) or dumped(name), steps, home)
 
     def _sample(self, step: int, outcome: Callable[[], Outcome | None], steps: dict[int, dict[str, Any]]) -> Sample | None:
         found = outcome()

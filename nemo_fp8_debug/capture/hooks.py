@@ -186,6 +186,8 @@ class Capture:
 
     def _counted(self, gemms: Sequence[Gemm], module: nn.Module, kwargs: Kwargs) -> _Pass | None:
         """A forward that counts, a recompute as its first pass was; None: not counted."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return None  # counting would be recorded with it, and be done again in every replay, in memory of others by then
         if torch._C._current_graph_task_id() != -1:  # inside backward: a recompute
             first_passes = self._without_grad[module]
             return first_passes.popleft() if first_passes and module not in self._with_grad else None

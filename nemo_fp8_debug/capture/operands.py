@@ -131,6 +131,21 @@ class Operand:
                 sums = quantization_sums(x, rule, self.role, recipe.format_of(self.role))
                 self.weighed.setdefault(recipe.name, []).append(sums)
 
+    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace each tensor that was collected by what `to` gives for it."""
+        for counted in (*self.sketches, *filter(None, [self.rest])):
+            counted.counts = to(counted.counts)
+        self.casts, self.rest_casts = [_moved(u, to) for u in self.casts], [_moved(u, to) for u in self.rest_casts]
+        self.moments = [m.moved(to) for m in self.moments]
+        self.sums, self.rest_sums = [s.moved(to) for s in self.sums], [s.moved(to) for s in self.rest_sums]
+        self.weighed = {name: [s.moved(to) for s in sums] for name, sums in self.weighed.items()}
+        self._nonfinite = [(order, to(count)) for order, count in self._nonfinite]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where it was counted."""
+        return self.sketches[0].counts.device if self.sketches else None
+
     @property
     def deferred(self) -> bool:
         """Whether all calls are measured under one scale, which the amax of the whole operand will tell after the step."""
@@ -141,6 +156,10 @@ class Operand:
         """The sketch of all calls together."""
         first, *others = [*self.sketches, *([self.rest] if self.rest else [])]
         return sum(others, first)
+
+
+def _moved(use: ScaleInUse, to: Callable[[torch.Tensor], torch.Tensor]) -> ScaleInUse:
+    return replace(use, scale=to(use.scale)) if isinstance(use.scale, torch.Tensor) else use
 
 
 def _follows_the_whole(use: ScaleInUse) -> bool:

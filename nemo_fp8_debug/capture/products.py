@@ -80,6 +80,10 @@ class Products:
             if a.values.shape[1] == b.values.shape[1]:
                 self._sums[product] = product_sums(a, b)
 
+    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace each sum by what `to` gives for it."""
+        self._sums = {product: to(sums) for product, sums in self._sums.items()}
+
     def sums(self) -> dict[tuple[str, str], torch.Tensor]:
         """As `OutputSums`, in host memory, of this rank; empty where its X and dY are copies of another rank's."""
         if not self._counted:

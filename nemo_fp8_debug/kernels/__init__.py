@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
+from ..errors import warn
 from ..numerics.blocks import BlockRule, quantization_sums_in_blocks
 from ..numerics.figures import QuantizationSums, quantization_sums_of_float32
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import CurrentScaling, Unscaled, amax_of
-from ..numerics.sketch import BINS, DTYPES, Sketch
+from ..numerics.sketch import BINS, DTYPES, Sketch, infinity_bin
 from . import anywhere, cpu, cpu_blocks
 from .memory import bits_of
 
@@ -36,7 +40,28 @@ def count_into(sketch: Sketch, x: torch.Tensor) -> None:
     if x.device.type == "cpu":
         cpu.count_patterns(bits_of(values), sketch.counts.numpy(), torch.get_num_threads())
     else:
-        anywhere.count_patterns(values.view(torch.int16), sketch.counts)
+        _counter(x.device)(values.view(torch.int16), sketch.counts, infinity_bin(sketch.dtype))
+
+
+@functools.cache
+def _counter(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
+    """What counts patterns on a device: its own kernel where it can be had. Tried once, with something to count."""
+    if device.type == "cuda" and torch.version.cuda:
+        try:
+            from . import cuda
+
+            cuda.count_patterns(
+                torch.zeros(64, dtype=torch.int16, device=device), torch.zeros(BINS, dtype=torch.int64, device=device), 1
+            )
+            return cuda.count_patterns
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            extra = f"cuda{torch.version.cuda.partition('.')[0]}"
+            warn(
+                f"tensors on {device} are counted by plain torch operations, which take several times as long, since Numba "
+                f"cannot use the device ({why}); what it needs comes with pip install 'nemo_fp8_debug[{extra}]'"
+            )
+    return lambda values, counts, _: anywhere.count_patterns(values, counts)
 
 
 def quantization_sums(

@@ -1,4 +1,4 @@
-"""The memory of a tensor as numpy sees it."""
+"""The memory of a tensor as numpy sees it, and Numba on a CUDA device."""
 
 from __future__ import annotations
 
@@ -19,6 +19,30 @@ class _Memory:
             "shape": tuple(x.shape),
             "typestr": np.dtype(f"u{x.element_size()}").str,
             "data": (x.data_ptr(), False),
+        }
+
+
+class DeviceMemory:
+    """Part of a tensor's memory on a CUDA device, as Numba takes it; the tensor has to live until it was taken.
+
+    Torch's own `__cuda_array_interface__` knows no bfloat16. No stream is named: a reader that was told one waits for it.
+    """
+
+    def __init__(self, x: torch.Tensor, typestr: str, length: int, offset: int = 0) -> None:
+        """
+        Args:
+            x: the tensor.
+            typestr: what to take the memory for, as in "u8".
+            length: so many of these,
+            offset: from so many bytes behind the tensor's start.
+        """
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (length,),
+            "typestr": np.dtype(typestr).str,
+            "data": (x.data_ptr() + (offset if length else 0), False),  # an address of the device in any case
+            "strides": None,
+            "stream": None,
         }
 
 

@@ -41,7 +41,11 @@ class _Columns:
 
     def cpu(self: _T) -> _T:
         """The same rows in host memory."""
-        return type(self)(*(getattr(self, f.name).cpu() for f in fields(self)))
+        return self.moved(lambda column: column.cpu())
+
+    def moved(self: _T, to: Callable[[torch.Tensor], torch.Tensor]) -> _T:
+        """The same rows in what `to` gives for each column."""
+        return type(self)(*(to(getattr(self, f.name)) for f in fields(self)))
 
 
 @dataclass(frozen=True)

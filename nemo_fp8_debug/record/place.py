@@ -118,26 +118,20 @@ class Place:
         return [self.below(root.removeprefix(self._root).strip("/")) for root in roots]
 
     def read(self, name: str) -> bytes:
-        """The content of a file.
-
-        Raises:
-            OSError: it is a pipe, a socket or a device.
-        """
-        self._check(name)
+        """The content of a file."""
         content: bytes = self._fs.cat_file(self.path(name))
         return content
 
     def open(self, name: str) -> Any:
-        """A file to read, as a binary file object.
+        """A file to read, as a binary file object."""
+        return open(self.path(name), "rb") if self.is_local else self._fs.open(self.path(name), "rb")
+
+    def check(self, name: str) -> None:
+        """Refuse what may never end: to open a pipe waits for somebody who writes to it.
 
         Raises:
             OSError: it is a pipe, a socket or a device.
         """
-        self._check(name)
-        return open(self.path(name), "rb") if self.is_local else self._fs.open(self.path(name), "rb")
-
-    def _check(self, name: str) -> None:
-        """Refuse what may never end: to open a pipe waits for somebody who writes to it."""
         if self.is_local and _is_odd(self.path(name)):
             raise OSError(f"{self.path(name)} is not a file")
 

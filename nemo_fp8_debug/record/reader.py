@@ -54,6 +54,7 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
     for attempt in sorted(_attempts(run), reverse=True):
         name = f"attempt-{attempt}.json"
         try:
+            run.check(name)
             content = json.loads(run.read(name))
             if not isinstance(content, dict):
                 raise ValueError("a JSON object is expected")
@@ -183,6 +184,7 @@ def read_part(run: Place, table: str, schema: pa.Schema, part: Part) -> pa.Table
         FileNotFoundError: there is none.
     """
     try:
+        run.check(f"{table}/{part.name}")
         with run.open(f"{table}/{part.name}") as file:
             rows = completed(parquet.read(file, part.checksum, schema.names), schema)
         if [_plain(column.type) for column in rows.schema] != schema.types:

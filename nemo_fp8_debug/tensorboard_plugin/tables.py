@@ -250,6 +250,7 @@ def _picked(run: Place, table: str, part: Part, rows: list[int], at_once: int) -
 
 def _opened(run: Place, table: str, part: Part, read: Any) -> pa.Table:
     try:
+        run.check(f"{table}/{part.name}")
         with run.open(f"{table}/{part.name}") as file:
             return read(file)
     except FileNotFoundError:

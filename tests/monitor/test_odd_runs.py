@@ -29,6 +29,31 @@ def hooks_on(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+def test_layers_that_are_recorded_into_a_cuda_graph_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is told to say that it records, since without a GPU nothing can be recorded."""
+    recording = False
+
+    class Recorded(nn.Linear):
+        def __call__(self, x: torch.Tensor) -> Any:
+            nonlocal recording
+            recording = True
+            try:
+                return super().__call__(x)
+            finally:
+                recording = False
+
+    for asked in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, asked, lambda: recording)
+    model = nn.Sequential(nn.Linear(4, 4), Recorded(4, 4), nn.Linear(4, 4))
+    monitor, samples = monitored(model)
+    with pytest.warns(FP8DebugWarning, match=r"1 of 3 layers gave no sample, first 1: .* in a CUDA graph"):
+        with monitor.step(0):
+            model(torch.randn(2, 4)).sum().backward()
+        monitor.close()
+    assert {layer for layer, _ in samples.rows(0)} == {"0", "2"}
+    assert len(samples.rows(0)) == 6
+
+
 WORKERS_USE_POLARS = """
 import sys
 import polars as pl

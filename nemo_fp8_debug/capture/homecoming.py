@@ -1,0 +1,101 @@
+"""What a sampled step left on a device, brought to the host in one copy, off the stream of the training."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import torch
+
+#: gives the tensor that takes the place of one
+Move = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Holder(Protocol):
+    """Holds tensors until a step is measured."""
+
+    def move(self, to: Move) -> None:
+        """Replace each of them by what `to` gives for it."""
+
+
+class Homecoming:
+    """Made in the training thread when a step is over, which waits for nothing; the way home is taken in the background."""
+
+    def __init__(self, holders: Sequence[Holder], devices: Collection[torch.device]) -> None:
+        """
+        Args:
+            holders: of tensors, on any device.
+            devices: that these are on.
+        """
+        self._holders = holders
+        self._over = {device: _mark(device) for device in set(devices) if device.type == "cuda"}
+        self._away = any(device.type != "cpu" for device in devices)
+
+    def wait(self) -> None:
+        """Have all tensors in host memory, once the device has come to the end of the step; nothing more if called again."""
+        if not self._away:
+            return
+        home: dict[int, torch.Tensor] = {}
+        for device, tensors in _by_device(self._holders).items():
+            over = self._over.get(device)
+            brought = _brought(tensors, device, over) if over else [x.cpu() for x in tensors]
+            home |= zip(map(id, tensors), brought, strict=True)
+        for holder in self._holders:
+            holder.move(lambda x: home.get(id(x), x))
+        self._away = False
+
+
+def _mark(device: torch.device) -> torch.cuda.Event:
+    with torch.cuda.device(device):
+        over = torch.cuda.Event()
+        over.record()
+    return over
+
+
+def _by_device(holders: Sequence[Holder]) -> dict[torch.device, list[torch.Tensor]]:
+    """The tensors that are not in host memory, each once."""
+    found: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu":
+            found[x.device][id(x)] = x
+        return x
+
+    for holder in holders:
+        holder.move(note)
+    return {device: list(tensors.values()) for device, tensors in found.items()}
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for good: torch keeps what was freed in a stream for that stream."""
+    return torch.cuda.Stream(device)
+
+
+def _brought(tensors: Sequence[torch.Tensor], device: torch.device, over: torch.cuda.Event) -> list[torch.Tensor]:
+    with torch.cuda.stream(_stream(device)):
+        _stream(device).wait_event(over)
+        away = packed(tensors)
+        pinned = torch.empty(away.shape, dtype=away.dtype, pin_memory=True)
+        pinned.copy_(away, non_blocking=True)
+        _stream(device).synchronize()
+    return unpacked(pinned, tensors)
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their bytes end to end, uint8 [n], those of the widest dtypes first so that each keeps its alignment."""
+    return torch.cat([x.detach().reshape(-1).view(torch.uint8) for x in sorted(tensors, key=_width)])
+
+
+def unpacked(bytes_of_all: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of what `packed` made of tensors, in their order."""
+    order = sorted(range(len(like)), key=lambda i: _width(like[i]))
+    parts = bytes_of_all.split([like[i].numel() * like[i].element_size() for i in order])
+    found = {i: part.view(like[i].dtype).view(like[i].shape) for i, part in zip(order, parts, strict=True)}
+    return [found[i] for i in range(len(like))]
+
+
+def _width(x: torch.Tensor) -> int:
+    return -x.element_size()

@@ -1,0 +1,99 @@
+"""What a step left behind comes to the host as it was, all of it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nemo_fp8_debug.capture.collect import collect
+from nemo_fp8_debug.capture.homecoming import packed, unpacked
+from nemo_fp8_debug.capture.hosts import torch_linear
+from nemo_fp8_debug.capture.hosts.base import ScaleInUse
+from nemo_fp8_debug.capture.layers import Gemm
+from nemo_fp8_debug.capture.operands import Operand
+from nemo_fp8_debug.measure import measure
+from nemo_fp8_debug.numerics.blocks import MXFP8Scaling
+from nemo_fp8_debug.numerics.formats import E4M3
+from nemo_fp8_debug.numerics.scaling import CurrentScaling, parse_recipe
+
+DTYPES = [torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]
+SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3,), (2, 5)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.booleans()), min_size=1, max_size=8))
+def test_one_copy_holds_tensors_of_any_kind(kinds: list[tuple[torch.dtype, tuple[int, ...], bool]]) -> None:
+    made = [(100 * torch.randn(shape)).to(dtype) for dtype, shape, _ in kinds]
+    tensors = [x.t() if turned and x.dim() == 2 else x for x, (*_, turned) in zip(made, kinds, strict=True)]
+    found = unpacked(packed(tensors), tensors)
+    for x, y in zip(tensors, found, strict=True):
+        assert y.dtype == x.dtype
+        assert torch.equal(x, y)
+
+
+def operand(use: ScaleInUse, dtype: torch.dtype) -> Operand:
+    """Five calls, of which those beyond the first two are kept in sums where scales differ."""
+    weighed = [parse_recipe(name) for name in ("mxfp8", "bf16")]
+    seen = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.HOST), "input", use, weighed)
+    for call in range(5):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(call)).to(dtype)
+        x[0, 0] = torch.inf if call == 3 else 1
+        scale = use.scale * (call + 1) if isinstance(use.scale, torch.Tensor) else use.scale
+        seen.add(x, call, replace(use, scale=scale))
+    return seen
+
+
+def tensors_of(seen: Operand) -> dict[int, torch.Tensor]:
+    """All tensors that hang on what was collected, as pickle finds them."""
+    found: dict[int, torch.Tensor] = {}
+
+    class Finder(pickle.Pickler):
+        def persistent_id(self, x: Any) -> int | None:
+            if isinstance(x, torch.Tensor):
+                found[id(x)] = x
+                return id(x)
+            return None
+
+    about = {name: value for name, value in vars(seen).items() if name not in ("gemm", "in_use", "is_counted")}
+    Finder(io.BytesIO()).dump(about)
+    return found
+
+
+CASES: dict[str, Callable[[], Operand]] = {
+    "delayed": lambda: operand(ScaleInUse(torch.tensor(8.0), E4M3, "delayed-e4m3", "engine"), torch.bfloat16),
+    "current": lambda: operand(ScaleInUse(CurrentScaling(), E4M3, "current-e4m3", "engine"), torch.float16),
+    "blocks": lambda: operand(ScaleInUse(MXFP8Scaling(), E4M3, "mxfp8-e4m3", "engine"), torch.bfloat16),
+    "float32": lambda: operand(ScaleInUse(torch.tensor(8.0), E4M3, "delayed-e4m3", "engine"), torch.float32),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_that_was_collected_moves_and_gives_the_same_figures(case: str) -> None:
+    stayed, moved = CASES[case](), CASES[case]()
+    before = tensors_of(moved)
+    on_the_way: dict[int, torch.Tensor] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        on_the_way[id(x)] = x
+        return x
+
+    moved.move(note)
+    tensors = list(on_the_way.values())
+    home = dict(zip(on_the_way, unpacked(packed(tensors), tensors), strict=True))
+    moved.move(lambda x: home[id(x)])
+    assert not before.keys() & tensors_of(moved).keys()
+    a, b = measure(collect([stayed])), measure(collect([moved]))
+    assert a.figures == b.figures
+    for x, y in zip(a.sketches["counts"], b.sketches["counts"], strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert a.figures["nonfinite_order"] == [3]

@@ -1,0 +1,34 @@
+"""The kernel of CUDA devices, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_script
+from test_sketch import counted
+
+from nemo_fp8_debug import FP8DebugWarning, kernels
+from nemo_fp8_debug.numerics.sketch import BINS
+
+
+def test_it_counts_as_numpy_and_the_cpu_kernel_do() -> None:
+    script = Path(__file__).with_name("cuda_kernel.py")
+    assert run_script(script, NUMBA_ENABLE_CUDASIM="1", TORCHDYNAMO_DISABLE="1") == "counted\n"
+
+
+def test_where_numba_cannot_use_the_device_torch_counts_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is told that it is built for CUDA 12; there is no device all the same."""
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    kernels._counter.cache_clear()
+    try:
+        with pytest.warns(FP8DebugWarning, match=r"plain torch operations.*nemo_fp8_debug\[cuda12\]") as told:
+            for _ in range(3):
+                count = kernels._counter(torch.device("cuda", 0))
+        assert len(told) == 1
+    finally:
+        kernels._counter.cache_clear()
+    x, counts = torch.randn(1000).bfloat16(), torch.zeros(BINS, dtype=torch.int64)
+    count(x.view(torch.int16), counts, 0x7F80)
+    assert counts.tolist() == counted(x).tolist()
