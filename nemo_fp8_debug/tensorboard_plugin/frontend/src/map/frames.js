@@ -86,7 +86,7 @@ export function useSamples(figure, parts) {
     return () => clearTimeout(timer);
   }, [data]);
 
-  useEffect(() => parts.forEach((part, i) => meet(chosen.value[part], data?.[i])), [data]);
+  useEffect(() => parts.forEach((part, i) => details.value[part]?.data && meet(chosen.value[part], data?.[i], details.value[part].data.tensors)), [data]);
 
   const samples = {};
   for (const [i, part] of parts.entries()) {
