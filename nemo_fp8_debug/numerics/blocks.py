@@ -11,6 +11,7 @@ NaN counts for nothing in the amax of a block. Infinity does, as in Transformer 
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from torch.nn.functional import pad
 from .amax import FLT_MAX, scale_of_amax
 from .figures import QuantizationSums, sums_of_values
 from .formats import E2M1, E4M3, FloatFormat, e8m0_at_least, e8m0_value, saturating_cast
+from .sketch import magnitudes_of
 
 #: rows and columns of a block
 Block = tuple[int, int]
@@ -164,6 +166,31 @@ class NVFP4Scaling(BlockRule):
         stored = saturating_cast(amax * (encode * reciprocal), E4M3)
         scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)
         return BlockScales(stored, scale, stored.double() / encode.double())
+
+
+def scales_of_amax(rule: BlockRule, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+    """The scales that each amax leads to, [32768] on the device of `whole`: a block's amax is a magnitude of its dtype.
+
+    Args:
+        whole: float32 scalar, amax of the whole tensor; only a two-level rule looks at it.
+        fmt: format of the codes.
+        dtype: of the tensor before the cast, torch.bfloat16 or torch.float16.
+    """
+    if rule.two_level:
+        return BlockScales(
+            *(column[:, 0] for column in rule.scales(_amax_of_a_block(dtype, whole.device), whole, fmt, dtype))
+        )
+    return _scales_of_amax(rule, fmt, dtype, whole.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _scales_of_amax(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> BlockScales:
+    amax = _amax_of_a_block(dtype, device)
+    return BlockScales(*(column[:, 0] for column in rule.scales(amax, amax[0, 0], fmt, dtype)))
+
+
+def _amax_of_a_block(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return magnitudes_of(dtype, device)[:, None]
 
 
 def matrix(x: torch.Tensor) -> torch.Tensor:
