@@ -65,8 +65,10 @@ def measure(
     """
     folds = Folds.of([s.key for s in shards], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in shards])
     folded = [added_up(key, [shards[i] for i in of]) for key, of in folds.members.items()]
-    totals, of_folds = (SketchBatch.of([s.sketch for s in every]) for every in (shards, folded))
-    moments = Moments.concat([_moments(shards, totals), _moments(folded, of_folds)])
+    totals = SketchBatch.of([s.sketch for s in shards])
+    moments = _moments(shards, totals)
+    if folded:
+        moments = Moments.concat([moments, _moments(folded, SketchBatch.of([s.sketch for s in folded]))])
     experts = Counter(fold for name in {*names, *(s.key[0] for s in shards)} if (fold := fold_of(name)))
     operands = _Operands([*shards, *folded], folds, totals, moments, experts)
     scale, sums = _in_use(shards, operands)
@@ -131,13 +133,14 @@ def _in_use(shards: Sequence[Shard], operands: _Operands) -> tuple[torch.Tensor,
     """The scale of each operand, float32 [B], NaN where none is known, and its sums under those that it was cast with."""
     scale = torch.tensor([s.scales[0] if s.scales else torch.nan for s in shards], dtype=torch.float32)
     limits = torch.tensor([FORMATS[s.cast.format].max for s in shards], dtype=torch.float32)
-    amax = operands.moments.amax.float()
-    for i, shard in enumerate(shards):
-        if shard.scales is None and (rule := _rule(shard)):
-            scale[i] = rule.scale(amax[i], limits[i])
+    amax = operands.moments.amax[: len(shards)].float()
+    rules = [_rule(s) if s.scales is None else None for s in shards]
+    for rule in set(filter(None, rules)):
+        scale = torch.where(torch.tensor([r == rule for r in rules]), rule.scale(amax, limits), scale)
     of_sketches = figures.quantization_sums(operands.sketches, scale, [FORMATS[s.cast.format] for s in shards])
-    rows_of_all = [s.sums or of_sketches.row(i) for i, s in enumerate(shards)]
-    return scale, QuantizationSums.concat(rows_of_all) if rows_of_all else of_sketches
+    if not any(s.sums for s in shards):
+        return scale, of_sketches
+    return scale, QuantizationSums.concat([s.sums or of_sketches.row(i) for i, s in enumerate(shards)])
 
 
 def _rule(shard: Shard) -> CurrentScaling | None:
@@ -207,19 +210,18 @@ def _named(other: EmulatedScales, n: int) -> Columns:
 def _sketches(shards: Sequence[Shard], scale: torch.Tensor) -> Columns:
     """The sketches as a table; bins of infinity and NaN included, so that a sketch is whole."""
     parts = [
-        (shard.key, cast, found if shard.one_scale else known, sketch, sketch.counts.cpu().numpy())
+        (shard.key, cast, found if shard.one_scale else known, sketch)
         for shard, found in zip(shards, scale.double().tolist(), strict=True)
         for cast, known, sketch in shard.parts
     ]
-    occupied = [counts.nonzero()[0] for *_, counts in parts]
     return {
         "layer": [layer for (layer, _), *_ in parts],
         "role": [role for (_, role), *_ in parts],
         "recipe": [cast.recipe for _, cast, *_ in parts],
         "format": [cast.format for _, cast, *_ in parts],
-        "dtype": [str(sketch.dtype).removeprefix("torch.") for *_, sketch, _ in parts],
-        "rounded": [sketch.rounded for *_, sketch, _ in parts],
-        "scale": [None if scale != scale else scale for _, _, scale, *_ in parts],
-        "bins": [bins.astype(np.uint16) for bins in occupied],
-        "counts": [counts[bins] for (*_, counts), bins in zip(parts, occupied, strict=True)],
+        "dtype": [str(sketch.dtype).removeprefix("torch.") for *_, sketch in parts],
+        "rounded": [sketch.rounded for *_, sketch in parts],
+        "scale": [None if scale != scale else scale for _, _, scale, _ in parts],
+        "bins": [sketch.occupied[0].astype(np.uint16) for *_, sketch in parts],
+        "counts": [sketch.occupied[1] for *_, sketch in parts],
     }

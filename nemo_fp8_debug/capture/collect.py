@@ -18,13 +18,12 @@ from .operands import Operand
 def collect(operands: Sequence[Operand]) -> list[Shard]:
     """What is known of each operand that was seen at least once."""
     seen = [o for o in operands if o.calls]
-    totals = [o.total for o in seen]
-    amax = SketchBatch.of(totals).amax().tolist()
     known = _UnderScales([o for o in seen if not o.deferred])
-    return [_shard(o, total, top, known) for o, total, top in zip(seen, totals, amax, strict=True)]
+    return [_shard(operand, known) for operand in seen]
 
 
-def _shard(operand: Operand, total: Sketch, amax: float, known: _UnderScales) -> Shard:
+def _shard(operand: Operand, known: _UnderScales) -> Shard:
+    total = operand.total
     moments = figures.merge(Moments.concat(operand.moments).cpu()) if operand.moments else None
     cast = cast_of(operand.casts[0], operand)
     mine = known.of.get(operand.key)
@@ -32,8 +31,8 @@ def _shard(operand: Operand, total: Sketch, amax: float, known: _UnderScales) ->
         key=operand.key,
         kind=operand.gemm.kind,
         cast=cast,
-        sketch=Sketch(total.dtype, total.counts.cpu(), total.rounded),
-        amax=float(moments.amax) if moments else amax,
+        sketch=total,
+        amax=float(moments.amax) if moments else total.amax,
         moments=moments,
         sums=_total(operand.sums) if operand.sums else mine and mine[0],
         weighed={name: _total(rows) for name, rows in operand.weighed.items()},

@@ -7,6 +7,7 @@ Transformer Engine's kernels `recipe/delayed_scaling.cu` and `recipe/recipe_comm
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -176,7 +177,17 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
     """
     if isinstance(value, Recipe):
         return value
-    options = dict(value) if isinstance(value, Mapping) else _options_in(value)
+    if isinstance(value, str):
+        return _named(value)
+    return _of_options(dict(value) if isinstance(value, Mapping) else {"name": value})
+
+
+@functools.lru_cache(maxsize=256)
+def _named(name: str) -> Recipe:
+    return _of_options(_options_in(name))
+
+
+def _of_options(options: dict[str, Any]) -> Recipe:
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in _SCALINGS:
         raise ConfigError(f"unknown recipe {name!r}; known recipes: {', '.join(_SCALINGS)}")
@@ -195,9 +206,9 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
     return Recipe(scaling(**options), fp8_format)
 
 
-def _options_in(text: Any) -> dict[str, Any]:
+def _options_in(text: str) -> dict[str, Any]:
     """What the name of a recipe says; options are Python literals, or text."""
-    found = _NAME.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
+    found = _NAME.fullmatch(text.replace(" ", ""))
     if found is None:
         return {"name": text}
     options: dict[str, Any] = {key: found[key] for key in ("name", "fp8_format") if found[key]}

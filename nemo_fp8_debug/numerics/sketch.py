@@ -29,6 +29,24 @@ class Sketch:
     #: True where float32 values were rounded to bfloat16 to be counted
     rounded: bool = False
 
+    @functools.cached_property
+    def occupied(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Bins that are not empty, ascending, and their counts. Found once: nothing may be counted in afterwards."""
+        counts = self.counts.cpu().numpy()
+        # Binade by binade, since most are empty.
+        binades = counts.reshape(-1, 128)
+        rows = np.flatnonzero(binades.max(1))
+        row, column = np.nonzero(binades[rows])
+        bins = rows[row] * 128 + column
+        return bins, counts[bins]
+
+    @property
+    def amax(self) -> float:
+        """The largest finite magnitude; 0 where there is none."""
+        bins, _ = self.occupied
+        finite = bins[: np.searchsorted(bins, infinity_bin(self.dtype))]
+        return float(magnitudes_of(self.dtype, torch.device("cpu"))[finite[-1]]) if len(finite) else 0.0
+
     def __add__(self, other: Sketch) -> Sketch:
         if self.dtype != other.dtype:
             raise ValueError(f"cannot add a sketch of {other.dtype} to one of {self.dtype}")
@@ -51,14 +69,6 @@ class Sketch:
 def infinity_bin(dtype: torch.dtype) -> int:
     """The bin of infinity; finite magnitudes lie below it, NaNs above."""
     return int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16))
-
-
-def _occupied(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where counts are not zero: binade by binade, since most are empty."""
-    binades = counts.reshape(-1, 128)
-    rows = np.flatnonzero(binades.max(1))
-    row, column = np.nonzero(binades[rows])
-    return rows[row] * 128 + column
 
 
 @functools.lru_cache(maxsize=1)
@@ -95,12 +105,13 @@ class SketchBatch:
         """Pack sketches, in their order."""
         index, counts, inf, nan = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [], []
         for sketch in sketches:
-            dense, end = sketch.counts.cpu().numpy(), infinity_bin(sketch.dtype)
-            occupied = _occupied(dense[:end])
-            index.append(occupied + BINS * DTYPES.index(sketch.dtype))
-            counts.append(dense[occupied])
-            inf.append(int(dense[end]))
-            nan.append(int(dense[end + 1 :].sum()))
+            bins, of_bins = sketch.occupied
+            end = infinity_bin(sketch.dtype)
+            finite, after = np.searchsorted(bins, (end, end + 1))
+            index.append(bins[:finite] + BINS * DTYPES.index(sketch.dtype))
+            counts.append(of_bins[:finite])
+            inf.append(int(of_bins[finite:after].sum()))
+            nan.append(int(of_bins[after:].sum()))
         lengths = torch.tensor([len(c) for c in counts[1:]], dtype=torch.int64)
         return cls(
             lengths,

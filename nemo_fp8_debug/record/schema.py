@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
@@ -101,9 +102,18 @@ def arrow_table(table: str, columns: Mapping[str, Any]) -> pa.Table:
     """Columns as the schema of `table` has them; null where they are not given, and names that it lacks left out."""
     rows = len(next(iter(columns.values())))
     schema = arrow_schema(table)
-    given = {field.name: columns.get(field.name) for field in schema}
-    arrays = [pa.nulls(rows, f.type) if given[f.name] is None else pa.array(given[f.name], f.type) for f in schema]
-    return pa.table(arrays, schema=schema)
+    return pa.table([_array(columns.get(field.name), field.type, rows) for field in schema], schema=schema)
+
+
+def _array(values: Sequence[Any] | None, kind: pa.DataType, rows: int) -> pa.Array:
+    if values is None:
+        return pa.nulls(rows, kind)
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
+    # Of a list of arrays pyarrow makes one value after the other, and loads pandas to do it.
+    ends, dtype = np.cumsum([0, *map(len, values)], dtype=np.int32), kind.value_type.to_pandas_dtype()
+    flat = np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in values)])
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat), kind)
 
 
 def completed(rows: pa.Table, schema: pa.Schema) -> pa.Table:

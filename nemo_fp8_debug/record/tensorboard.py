@@ -8,15 +8,16 @@ import os
 import re
 import socket
 import statistics
+import struct
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import google_crc32c
 from tensorboard.compat import tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import summary as summaries
 
 from ..names import few_experts, fold_key, fold_of, is_fold
@@ -231,7 +232,7 @@ class EventFile:
     def __init__(self, folder: str) -> None:
         self.file_writer = self
         self._folder = folder
-        self._file: RecordWriter | None = None
+        self._file: Any = None
         self._flushed = time.monotonic()
         tf.io.gfile.makedirs(folder)
 
@@ -259,17 +260,31 @@ class EventFile:
             self._file.flush()
         self._flushed = time.monotonic()
 
-    def _begun(self) -> RecordWriter:
+    def _begun(self) -> Any:
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
-        file = RecordWriter(tf.io.gfile.GFile(f"{self._folder}/{name}", "wb"))
+        file = tf.io.gfile.GFile(f"{self._folder}/{name}", "wb")
         self._write(file, Event(wall_time=time.time(), file_version="brain.Event:2"))
         return file
 
-    def _write(self, file: RecordWriter, event: Event) -> None:
-        file.write(event.SerializeToString())
+    def _write(self, file: Any, event: Event) -> None:
+        file.write(_framed(event.SerializeToString()))
         if time.monotonic() - self._flushed > _FLUSH:  # each time sends the whole file, where it is a remote one
             file.flush()
             self._flushed = time.monotonic()
+
+
+def _framed(data: bytes) -> bytes:
+    """A record of a TFRecord file. TensorBoard's own writer takes its checksums in Python, 25 ms a sample.
+
+    Source: `tensorflow/core/lib/io/record_writer.h`.
+    """
+    length = struct.pack("<Q", len(data))
+    return b"".join((length, _checksum(length), data, _checksum(data)))
+
+
+def _checksum(data: bytes) -> bytes:
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
