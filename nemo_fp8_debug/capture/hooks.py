@@ -13,10 +13,9 @@ What exists inside of a module only is handed over by Transformer Engine, where 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -61,6 +60,24 @@ class Hook:
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()
+
+
+class _Guard:
+    """A fault within costs an operand, or what it was cast with. No generator: hooks enter hundreds of these."""
+
+    __slots__ = ("_lost", "_name", "_on_fault", "_role")
+
+    def __init__(self, on_fault: Fault, name: str, role: str, lost: bool) -> None:
+        self._on_fault, self._name, self._role, self._lost = on_fault, name, role, lost
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._on_fault(self._name, self._role, error, self._lost)
+        return True
 
 
 @dataclass(frozen=True)
@@ -138,13 +155,8 @@ class Capture:
             inspection.unwatch()
         self._takers, self._inside, self._products = {}, {}, {}
 
-    @contextlib.contextmanager
-    def _guarded(self, name: str, role: str, lost: bool = True) -> Iterator[None]:
-        """A fault within costs this operand, or what it was cast with."""
-        try:
-            yield
-        except Exception as error:
-            self._on_fault(name, role, error, lost)
+    def _guarded(self, name: str, role: str, lost: bool = True) -> _Guard:
+        return _Guard(self._on_fault, name, role, lost)
 
     def _before_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         counted = self._counted(gemms, module, kwargs)

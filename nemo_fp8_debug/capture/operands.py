@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..kernels import count_into, quantization_sums, sketch
+from ..kernels import count_into, nonfinite, quantization_sums, sketch
 from ..numerics import figures
 from ..numerics.blocks import BlockRule
 from ..numerics.scaling import CurrentScaling, Recipe, Unscaled, amax_of
-from ..numerics.sketch import DTYPES, Sketch, infinity_bin
+from ..numerics.sketch import DTYPES, Sketch
 from .dtensors import local
 from .hosts.base import ScaleInUse
 from .layers import Gemm
@@ -54,7 +54,7 @@ class Operand:
     #: calls with a copy of what another rank counts
     copies: int = 0
     #: of each call its place in the order of execution, and how many values that were not finite it brought, or all so far
-    _nonfinite: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    _nonfinite: list[tuple[int, torch.Tensor | int]] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -107,11 +107,9 @@ class Operand:
             self.rest = mine
         return mine
 
-    def _nonfinite_count(self, last: Sketch) -> torch.Tensor:
-        """Of a call, or of all so far, an int64 tensor on the operand's device; without host synchronisation."""
-        if self.moments:
-            return self.moments[-1].nan + self.moments[-1].inf
-        return last.counts[infinity_bin(last.dtype) :].sum()
+    def _nonfinite_count(self, last: Sketch) -> torch.Tensor | int:
+        """Of a call, or of all so far; without host synchronisation."""
+        return self.moments[-1].nan + self.moments[-1].inf if self.moments else nonfinite(last)
 
     @property
     def nonfinite_order(self) -> int | None:
@@ -139,7 +137,7 @@ class Operand:
         self.moments = [m.moved(to) for m in self.moments]
         self.sums, self.rest_sums = [s.moved(to) for s in self.sums], [s.moved(to) for s in self.rest_sums]
         self.weighed = {name: [s.moved(to) for s in sums] for name, sums in self.weighed.items()}
-        self._nonfinite = [(order, to(count)) for order, count in self._nonfinite]
+        self._nonfinite = [(order, to(n) if isinstance(n, torch.Tensor) else n) for order, n in self._nonfinite]
 
     @property
     def device(self) -> torch.device | None:

@@ -36,11 +36,25 @@ def sketch(x: torch.Tensor) -> Sketch:
 
 def count_into(sketch: Sketch, x: torch.Tensor) -> None:
     """Add the magnitudes of `x` to a sketch of its dtype."""
-    values = _flat(x.detach().to(sketch.dtype))
-    if x.device.type == "cpu":
-        cpu.count_patterns(bits_of(values), sketch.counts.numpy(), torch.get_num_threads())
+    values = x.detach()
+    if values.dtype != sketch.dtype:
+        values = values.to(sketch.dtype)
+    if not values.is_contiguous():
+        values = _flat(values).contiguous()  # one value may stand for many, by strides of 0
+    if x.device.type != "cpu":
+        _counter(x.device)(values.reshape(-1).view(torch.int16), sketch.counts, infinity_bin(sketch.dtype))
+    elif (n := values.numel()) < cpu.SMALL and (address := values.data_ptr()):
+        cpu.count_few(address, n, sketch.counts.data_ptr())
     else:
-        _counter(x.device)(values.view(torch.int16), sketch.counts, infinity_bin(sketch.dtype))
+        cpu.count_patterns(bits_of(values).reshape(-1), sketch.counts.numpy(), torch.get_num_threads())
+
+
+def nonfinite(sketch: Sketch) -> torch.Tensor | int:
+    """How many values that are not finite were counted so far; on a device a tensor, without host synchronisation."""
+    end = infinity_bin(sketch.dtype)
+    if sketch.counts.device.type == "cpu":
+        return int(cpu.last_counts(sketch.counts.data_ptr(), end))
+    return sketch.counts[end:].sum()
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 Counts = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -56,6 +57,22 @@ def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
+def _pointer_to(kind: Any) -> Any:
+    """From an address to a pointer: building an array for each call would take longer than to count a small tensor."""
+
+    @intrinsic
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.uintp), generate
+
+    return pointer
+
+
+_values_at, _counts_at = _pointer_to(types.uint16), _pointer_to(types.int64)
+
+
 @jit
 def _count_directly(values: npt.NDArray[np.uint16], counts: Counts) -> None:
     whole = values.size // 32 * 32
@@ -65,6 +82,19 @@ def _count_directly(values: npt.NDArray[np.uint16], counts: Counts) -> None:
             counts[values[i] & 0x7FFF] += 1
     for i in range(whole, values.size):
         counts[values[i] & 0x7FFF] += 1
+
+
+@jit
+def count_few(address: int, n: int, counts: int) -> None:
+    """As `count_patterns` in this thread, of values and counters at addresses; for less than `SMALL` of them."""
+    _count_directly(carray(_values_at(address), n), carray(_counts_at(counts), 32768))
+
+
+@jit
+def last_counts(counts: int, first: int) -> int:
+    """The sum of the counters at an address from one of them on."""
+    total: int = carray(_counts_at(counts), 32768)[first:].sum()
+    return total
 
 
 @jit
