@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import pad
 
 from .amax import FLT_MAX, scale_of_amax
-from .figures import QuantizationSums, sums_of_values
+from .figures import QuantizationSums, beyond, sums_of_values
 from .formats import E2M1, E4M3, FloatFormat, e8m0_at_least, e8m0_value, saturating_cast
 from .sketch import magnitudes_of
 
@@ -227,8 +227,7 @@ def block_sums(x: torch.Tensor, scales: BlockScales, block: Block, fmt: FloatFor
     kept = torch.where(values.isfinite(), values, 0.0)  # a zero adds nothing to any sum
     scaled = kept * _of_each_tile(scales.scale)
     q = saturating_cast(scaled, fmt).double() * _of_each_tile(scales.scale_inv)
-    limit = torch.tensor(fmt.max, dtype=torch.float32, device=x.device)
-    return sums_of_values(kept, scaled, q, limit, torch.ones_like(kept, dtype=torch.int64), lambda v: v.sum()[None])
+    return sums_of_values(kept, beyond(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
 
 
 def quantization_sums_in_blocks(

@@ -95,29 +95,34 @@ class QuantizationSums(_Columns):
 
 def moments(batch: SketchBatch) -> Moments:
     """Moments of B sketches."""
-    x, counts = batch.values.double(), batch.counts
+    x, weights = batch.values.double(), batch.weights
     squares = x * x
-    nonzero = counts * (x > 0)
+    total = batch.per_sketch(weights).long()
+    ends = batch.lengths.cumsum(0)
+    first = ends - batch.lengths
 
-    # Bins lie in order of magnitude, so running counts over all sketches find every median in one search.
-    running = nonzero.cumsum(0)
-    per_sketch = batch.per_sketch(nonzero)
-    before = per_sketch.cumsum(0) - per_sketch
-    padded = torch.cat([x, torch.zeros(1, dtype=x.dtype)])
+    # Bins lie in order of magnitude, that of zero before all others, and an index past the end stands for no value.
+    padded = torch.cat([x, x.new_full((1,), torch.nan)])
+    has_zeros = (batch.lengths > 0) & (padded[first] == 0)
+    zeros = torch.where(has_zeros, torch.cat([batch.counts, batch.counts.new_zeros(1)])[first], 0)
+    nonzero = total - zeros
+    # Running counts over all sketches find every median in one search.
+    before = total.cumsum(0) - total
+    middle = torch.searchsorted(batch.counts.cumsum(0), before + zeros + (nonzero + 1) // 2)
+    there = nonzero > 0
 
-    def nth_nonzero(rank: torch.Tensor) -> torch.Tensor:
-        found = padded[torch.searchsorted(running, before + rank).clamp_max(len(x))]
-        return torch.where(per_sketch > 0, found, torch.nan)
+    def at(place: torch.Tensor) -> torch.Tensor:
+        return torch.where(there, padded[place.clamp_max(len(x))], torch.nan)
 
     return Moments(
-        n=batch.per_sketch(counts),
+        n=total,
         nan=batch.nan,
         inf=batch.inf,
         amax=batch.amax().double(),
-        amin=nth_nonzero(torch.ones_like(per_sketch)),
-        median=nth_nonzero((per_sketch + 1) // 2),
-        sum_x2=batch.per_sketch(counts * squares),
-        sum_x4=batch.per_sketch(counts * (squares * squares)),
+        amin=at(first + has_zeros),
+        median=at(middle),
+        sum_x2=batch.per_sketch(weights * squares),
+        sum_x4=batch.per_sketch(weights * squares.square_()),
     )
 
 
@@ -128,47 +133,51 @@ def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence
         scale: float32 [B].
         formats: B formats.
     """
-    scales = scale[batch.owner]
+    scales = scale.repeat_interleave(batch.lengths)
     scaled = batch.values * scales
-    limit = torch.tensor([fmt.max for fmt in formats], dtype=torch.float32)[batch.owner]
-    code, start = torch.empty_like(scaled), 0
+    code, overflows, start = torch.empty_like(scaled), torch.empty_like(scaled, dtype=torch.bool), 0
     for fmt, same in groupby(zip(formats, batch.lengths.tolist(), strict=True), key=itemgetter(0)):
         end = start + sum(length for _, length in same)
-        code[start:end] = saturating_cast(scaled[start:end], fmt).float()
+        code[start:end] = saturating_cast(scaled[start:end], fmt)
+        overflows[start:end] = beyond(scaled[start:end], fmt)
         start = end
-    q = code.double() / scales.double()
-    return sums_of_values(batch.values, scaled, q, limit, batch.counts, batch.per_sketch)
+    q = code.double().div_(scales)
+    return sums_of_values(batch.values, overflows, q, batch.weights, batch.per_sketch)
+
+
+def beyond(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """Whether what is cast, float32, lies beyond the format's max by more than the rounding of the scale itself."""
+    return scaled.abs() > torch.tensor(fmt.max, dtype=torch.float32) * SCALE_ROUNDING
 
 
 def sums_of_values(
     x: torch.Tensor,
-    scaled: torch.Tensor,
+    beyond: torch.Tensor,
     q: torch.Tensor,
-    limit: torch.Tensor,
-    counts: torch.Tensor,
+    weights: torch.Tensor | float,
     total: Callable[[torch.Tensor], torch.Tensor],
 ) -> QuantizationSums:
     """The sums behind every figure of quantization.
 
     Args:
         x: finite values, float32.
-        scaled: what was cast, float32.
+        beyond: whether what was cast lay beyond the format's range, bool.
         q: what stands for x after the cast, float64.
-        limit: largest finite value of the format, float32.
-        counts: int64, how often each value occurs.
+        weights: float64, how often each value occurs.
         total: adds what belongs together.
     """
+    lost = q == 0
     # A block whose scale rounds to zero saturates and is lost all the same: that is no overflow.
-    overflow = (scaled.abs() > limit * SCALE_ROUNDING) & (q != 0)
-    underflows = total(counts * ((x != 0) & (q == 0)))
+    overflows = total(weights * (beyond & ~lost)).long()
+    underflows = total(weights * (lost & (x != 0))).long()
     x = x.double()
-    error, weights = x - q, counts.double()
+    weighted, error = weights * q, x - q
     return QuantizationSums(
         underflows=underflows,
-        overflows=total(counts * overflow),
-        sum_error2=total(weights * (error * error)),
-        sum_xq=total(weights * (x * q)),
-        sum_q2=total(weights * (q * q)),
+        overflows=overflows,
+        sum_error2=total(weights * error.square_()),
+        sum_xq=total(weighted * x),
+        sum_q2=total(weighted * q),
     )
 
 
@@ -178,8 +187,7 @@ def quantization_sums_of_counts(sketch: Sketch, scale: torch.Tensor, fmt: FloatF
     x = magnitudes_of(sketch.dtype, counts.device)[:end]
     scaled = x * scale.to(x.device)
     q = saturating_cast(scaled, fmt).double() / scale.to(x.device).double()
-    limit = torch.tensor(fmt.max, dtype=torch.float32, device=x.device)
-    return sums_of_values(x, scaled, q, limit, counts[:end], lambda v: v.sum()[None])
+    return sums_of_values(x, beyond(scaled, fmt), q, counts[:end].double(), lambda v: v.sum()[None])
 
 
 #: values of a float32 tensor handled at once; bounds the float64 temporaries to some tens of MiB
@@ -240,9 +248,8 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
         x = torch.where(chunk.isfinite(), chunk, 0.0)  # a zero adds nothing to any sum
         scaled = x * scale
         code = saturating_cast(scaled, fmt).float()
-        limit = torch.tensor(fmt.max, dtype=torch.float32, device=x.device)
         q = code.double() / scale.double()
-        return sums_of_values(x, scaled, q, limit, torch.ones_like(x, dtype=torch.int64), lambda v: v.sum()[None])
+        return sums_of_values(x, beyond(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
 
     return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).total()
 

@@ -33,11 +33,7 @@ class Sketch:
     def occupied(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Bins that are not empty, ascending, and their counts. Found once: nothing may be counted in afterwards."""
         counts = self.counts.cpu().numpy()
-        # Binade by binade, since most are empty.
-        binades = counts.reshape(-1, 128)
-        rows = np.flatnonzero(binades.max(1))
-        row, column = np.nonzero(binades[rows])
-        bins = rows[row] * 128 + column
+        bins = np.flatnonzero(counts != 0)  # asked first, which takes a quarter of the time
         return bins, counts[bins]
 
     @property
@@ -122,20 +118,20 @@ class SketchBatch:
         )
 
     @functools.cached_property
-    def owner(self) -> torch.Tensor:
-        """int64 [T]: which sketch each bin belongs to."""
-        return torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
-
-    @functools.cached_property
     def values(self) -> torch.Tensor:
         """float32 [T]: the magnitude of each bin."""
         return magnitudes()[self.index]
 
+    @functools.cached_property
+    def weights(self) -> torch.Tensor:
+        """float64 [T]: the counts, of which it holds all below 2^53."""
+        return self.counts.double()
+
     def amax(self) -> torch.Tensor:
-        """float32 [B]: the largest finite magnitude of each sketch; 0 where there is none."""
-        return torch.segment_reduce(self.values, "max", lengths=self.lengths, unsafe=True, initial=0.0)
+        """float32 [B]: the largest finite magnitude of each sketch, its last bin; 0 where there is none."""
+        padded = torch.cat([self.values.new_zeros(1), self.values])
+        return torch.where(self.lengths > 0, padded[self.lengths.cumsum(0)], 0.0)
 
     def per_sketch(self, per_bin: torch.Tensor) -> torch.Tensor:
-        """[T] -> [B]: sum over the bins of each sketch; float64 within, which holds every count below 2^53."""
-        sums = torch.segment_reduce(per_bin.double(), "sum", lengths=self.lengths, unsafe=True)
-        return sums.to(per_bin.dtype)
+        """[T] -> [B]: float64 sum over the bins of each sketch."""
+        return torch.segment_reduce(per_bin, "sum", lengths=self.lengths, unsafe=True)
