@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+
+from ..numerics.sketch import BINS
+
+#: sketches whose bins are looked for at a time, 2 MiB of them
+GROUP = 8
 
 #: gives the tensor that takes the place of one
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -40,8 +46,8 @@ class Homecoming:
         home: dict[int, torch.Tensor] = {}
         for device, tensors in _by_device(self._holders).items():
             over = self._over.get(device)
-            brought = _brought(tensors, device, over) if over else [x.cpu() for x in tensors]
-            home |= zip(map(id, tensors), brought, strict=True)
+            found = _apart(tensors, device, over) if over else brought(tensors, torch.Tensor.cpu)
+            home |= zip(map(id, tensors), found, strict=True)
         for holder in self._holders:
             holder.move(lambda x: home.get(id(x), x))
         self._away = False
@@ -74,14 +80,55 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _brought(tensors: Sequence[torch.Tensor], device: torch.device, over: torch.cuda.Event) -> list[torch.Tensor]:
-    with torch.cuda.stream(_stream(device)):
-        _stream(device).wait_event(over)
-        away = packed(tensors)
+def _apart(tensors: Sequence[torch.Tensor], device: torch.device, over: torch.cuda.Event) -> list[torch.Tensor]:
+    """Brought in a stream of its own, once the one of the training has come to the end of the step."""
+    stream = _stream(device)
+
+    def to_host(away: torch.Tensor) -> torch.Tensor:
         pinned = torch.empty(away.shape, dtype=away.dtype, pin_memory=True)
         pinned.copy_(away, non_blocking=True)
-        _stream(device).synchronize()
-    return unpacked(pinned, tensors)
+        stream.synchronize()
+        return pinned
+
+    with torch.cuda.stream(stream):
+        stream.wait_event(over)
+        return brought(tensors, to_host)
+
+
+def brought(tensors: Sequence[torch.Tensor], to_host: Move) -> list[torch.Tensor]:
+    """Tensors of one device in host memory, by one copy; of sketches only the bins that are not empty travel."""
+    sketches = [x for x in tensors if _is_sketch(x)]
+    others = [x for x in tensors if not _is_sketch(x)]
+    away = [*_thinned(sketches), *others]
+    home = unpacked(to_host(packed(away)), away)
+    filled, rest = _filled(home[: len(away) - len(others)], len(sketches)), iter(home[len(away) - len(others) :])
+    return [next(filled) if _is_sketch(x) else next(rest) for x in tensors]
+
+
+def _is_sketch(x: torch.Tensor) -> bool:
+    return x.dtype == torch.int64 and x.shape == (BINS,)
+
+
+def _thinned(sketches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Where those of a group, end to end, are not empty, int32 [T], and what is there, [T]; and so on for each group.
+
+    A group a time, each of which waits for the device once, so that it takes little of its memory.
+    """
+    found = []
+    for i in range(0, len(sketches), GROUP):
+        counts = torch.cat(list(sketches[i : i + GROUP]))
+        where = counts.nonzero().view(-1)
+        found += [where.int(), counts[where]]
+    return found
+
+
+def _filled(thinned: Sequence[torch.Tensor], n: int) -> Iterator[torch.Tensor]:
+    """The `n` sketches that `_thinned` made that of."""
+    for i in range(0, n, GROUP):
+        where, there = thinned[2 * i // GROUP], thinned[2 * i // GROUP + 1]
+        counts = np.zeros((min(GROUP, n - i), BINS), np.int64)  # mostly never touched
+        counts.reshape(-1)[where.numpy()] = there.numpy()
+        yield from torch.from_numpy(counts).unbind()
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nemo_fp8_debug.capture.collect import collect
-from nemo_fp8_debug.capture.homecoming import packed, unpacked
+from nemo_fp8_debug.capture.homecoming import GROUP, brought, packed, unpacked
 from nemo_fp8_debug.capture.hosts import torch_linear
 from nemo_fp8_debug.capture.hosts.base import ScaleInUse
 from nemo_fp8_debug.capture.layers import Gemm
 from nemo_fp8_debug.capture.operands import Operand
+from nemo_fp8_debug.kernels import sketch
 from nemo_fp8_debug.measure import measure
 from nemo_fp8_debug.numerics.blocks import MXFP8Scaling
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.scaling import CurrentScaling, parse_recipe
+from nemo_fp8_debug.numerics.sketch import BINS
 
 DTYPES = [torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3,), (2, 5)]
@@ -39,6 +41,23 @@ def test_one_copy_holds_tensors_of_any_kind(kinds: list[tuple[torch.dtype, tuple
     for x, y in zip(tensors, found, strict=True):
         assert y.dtype == x.dtype
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("n", [0, 1, GROUP, GROUP + 1, 3 * GROUP])
+def test_of_sketches_only_what_they_hold_is_copied(n: int) -> None:
+    sketches = [sketch(torch.randn(500 * (i % 3)).bfloat16()).counts for i in range(n)]
+    tensors = [*sketches, torch.tensor(8.0), *sketches[:1], torch.arange(BINS - 1)]
+    bytes_copied = []
+
+    def copy(away: torch.Tensor) -> torch.Tensor:
+        bytes_copied.append(away.numel())
+        return away.clone()
+
+    found = brought(tensors, copy)
+    assert all(torch.equal(x, y) and x.data_ptr() != y.data_ptr() for x, y in zip(tensors, found, strict=True))
+    assert len(bytes_copied) == 1
+    held = sum(int((x != 0).sum()) for x in tensors if len(x.shape) and len(x) == BINS)
+    assert bytes_copied[0] == 12 * held + 4 + 8 * (BINS - 1)
 
 
 def operand(use: ScaleInUse, dtype: torch.dtype) -> Operand:
@@ -89,7 +108,7 @@ def test_all_that_was_collected_moves_and_gives_the_same_figures(case: str) -> N
 
     moved.move(note)
     tensors = list(on_the_way.values())
-    home = dict(zip(on_the_way, unpacked(packed(tensors), tensors), strict=True))
+    home = dict(zip(on_the_way, brought(tensors, torch.clone), strict=True))
     moved.move(lambda x: home[id(x)])
     assert not before.keys() & tensors_of(moved).keys()
     a, b = measure(collect([stayed])), measure(collect([moved]))
