@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 from paired import Estimate, timed
-from small_gpt import SmallGPT, one_process
+from small_gpt import MICRO_BATCH, SEQUENCE, SmallGPT, one_process
+from text_windows import TextWindows
+from torch.utils.data import DataLoader
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.hooks import Hook
@@ -196,6 +198,22 @@ def hook_time(steps: int) -> list[Row]:
     return rows
 
 
+def data_loader(groups: int) -> list[Row]:
+    """How long a step waits for the batch that a process of its own loads, just behind a sample and elsewhere."""
+    gpt = SmallGPT()
+    windows = TextWindows((2 + groups) * GROUP * MICRO_BATCH, SEQUENCE)
+    behind, elsewhere = [], []
+    with monitored(gpt, interval=GROUP) as monitor:
+        batches = iter(DataLoader(windows, MICRO_BATCH, num_workers=1))
+        for number in range(len(windows) // MICRO_BATCH):
+            waited = timed(lambda: next(batches)).wall
+            step(gpt, monitor, number)
+            if number >= 2 * GROUP:
+                (behind if 0 < number % GROUP < BUSY else elsewhere).append(1e3 * waited)
+    shown = [f"{statistics.median(found):.2f} ms, at most {max(found):.2f}" for found in (behind, elsewhere)]
+    return [("wait for a batch, in the steps behind a sample", shown[0], ""), ("elsewhere", shown[1], "")]
+
+
 def _kept(holds: bool) -> str:
     return "kept" if holds else "BROKEN"
 
@@ -214,6 +232,7 @@ def main() -> None:
             lambda: sampled(options.groups),
             lambda: whole_runs(options.blocks) if options.blocks else [],
             memory,
+            lambda: data_loader(options.groups),
             lambda: hook_time(10),
         )
         for part in parts:
