@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from helpers import Samples
 from torch import nn
 
-from nemo_fp8_debug import Monitor
+from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.record import recording
 from nemo_fp8_debug.record.dump import dumped_files
 from nemo_fp8_debug.record.place import Place
@@ -58,6 +59,33 @@ def test_recorders_get_samples_and_steps_in_the_thread_they_ask_for(in_callers_t
     assert threading.active_count() == before
 
 
+class Slow(Samples):
+    """Takes longer than a step to write one."""
+
+    in_callers_thread = False
+
+    def record(self, sample: Sample) -> None:
+        time.sleep(0.2)
+        super().record(sample)
+
+
+def test_training_waits_for_what_cannot_be_written_in_time_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "PATIENCE", 0.05)
+    model, recorder, begun = nn.Linear(4, 4), Slow(), list[int]()
+    with pytest.warns(FP8DebugWarning, match=r"training waited 0\.[12] s for an earlier sample") as told:
+        monitor = Monitor(model, recorders=[recorder], interval=1)
+        for step in range(6):
+            with monitor.step(step) as report:
+                begun.append(len(recorder.samples))
+                loss = model(torch.randn(2, 4)).sum()
+                loss.backward()
+                report(loss=loss)
+        monitor.close()
+    assert len(told) == 1
+    assert begun == list(range(6))  # no more than one is held at a time
+    assert list(recorder.samples) == list(recorder.steps) == list(range(6))
+
+
 def test_a_step_may_dump_more_tensors_than_may_wait_behind_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "WAITING", 4)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))).bfloat16()
@@ -95,7 +123,7 @@ def test_the_folder_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.Mon
 
 UNCLOSED = """
 import sys, torch
-from nemo_fp8_debug import Monitor
+from nemo_fp8_debug import FP8DebugWarning, Monitor
 
 model = torch.nn.Linear(4, 4)
 monitor = Monitor(model, sys.argv[1], interval=5, table_rows=0)
