@@ -1,8 +1,8 @@
-"""Times the sketch of a tensor on a CUDA device against the device's own copy; without a device: what it should take.
+"""Times sketch and block sums of a tensor on a CUDA device against its own copy; without a device: what they should take.
 
-`python scripts/bench_gpu.py [--mib 64 256 1024]`. On a device, a line a tensor: the rate of the sketch beside that of
-`torch.clone`, which reads and writes each byte; whether its counts are those of the CPU kernel; the same by plain torch
-operations; and what a call costs the thread that makes it. Without one, the traffic model of docs/gpu.md in figures.
+`python scripts/bench_gpu.py [--mib 64 256 1024]`. On a device, a line a tensor: the rate of the kernel beside that of
+`torch.clone`, which reads and writes each byte; whether it finds what the CPU does; the same by plain torch operations; and
+what a call costs the thread that makes it. Without one, the traffic model of docs/gpu.md in figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nemo_fp8_debug.kernels import anywhere, count_into, sketch
+from nemo_fp8_debug.kernels import anywhere, count_into, quantization_sums, sketch
+from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks
+from nemo_fp8_debug.numerics.figures import QuantizationSums
+from nemo_fp8_debug.numerics.scaling import parse_recipe
 from nemo_fp8_debug.numerics.sketch import BINS, Sketch
 
 ROUNDS = 30
@@ -38,6 +41,10 @@ DEVICES = [Device("H100 SXM", 3.35e12, 132, 1.98e9), Device("H200 SXM", 4.8e12, 
 REACHED, CLOCKS = 0.90, (1, 2)
 #: instructions a value in the compiled loop (sm_90), and those that a multiprocessor issues in a clock, a thread each
 INSTRUCTIONS, ISSUED = 11, 128
+#: of block sums, a value: instructions, those in float64, conversions to it; how many of each a multiprocessor does a clock
+BLOCK_COSTS = {"issue": (31.0, ISSUED), "float64": (5.4, 64), "conversions": (2.1, 16)}
+#: how often each recipe of blocks reads a tensor, and instructions a value besides: in NVFP4 some block of a warp overflows
+RECIPES = {"blockwise": (1, 0.0), "mxfp8": (1, 0.0), "nvfp4": (2, 3.5)}
 
 
 def normal(n: int, device: str | torch.device = "cpu") -> torch.Tensor:
@@ -89,6 +96,27 @@ def model() -> None:
             )
 
 
+def model_of_blocks() -> None:
+    """The same of block sums. A tensor that is read twice is read at the rate of memory first."""
+    print("Expected of block sums:")
+    print(
+        f"{'':9} {'recipe':9}  {'memory':>6}  "
+        + "  ".join(f"{name:>11}" for name in BLOCK_COSTS)
+        + f"  {'against a copy':>14}"
+    )
+    for device in DEVICES:
+        lanes, memory = device.multiprocessors * device.clock, REACHED * device.bytes_per_second
+        for recipe, (reads, more) in RECIPES.items():
+            costs = {name: cost + more * (name == "issue") for name, (cost, _) in BLOCK_COSTS.items()}
+            bounds = [2 * lanes * rate / costs[name] for name, (_, rate) in BLOCK_COSTS.items()]
+            whole = 1 / (1 / min(memory, *bounds) + (reads - 1) / memory)
+            print(
+                f"{device.name:9} {recipe:9}  {memory / 1e12:6.2f}  "
+                + "  ".join(f"{bound / 1e12:11.2f}" for bound in bounds)
+                + f"  {whole / memory:14.2f}"
+            )
+
+
 def milliseconds(call: Callable[[], object]) -> float:
     """Median time of a call on the device, of memory that its cache does not hold."""
     call()
@@ -132,12 +160,38 @@ def measure(x: torch.Tensor, name: str) -> None:
     )
 
 
+def same(a: QuantizationSums, b: QuantizationSums) -> bool:
+    """Counts equal, sums to 1e-12: they are added up in another order."""
+    counts = torch.equal(a.underflows, b.underflows) and torch.equal(a.overflows, b.overflows)
+    sums = ((a.sum_error2, b.sum_error2), (a.sum_xq, b.sum_xq), (a.sum_q2, b.sum_q2))
+    return counts and all(torch.allclose(x, y, rtol=1e-12, atol=0) for x, y in sums)
+
+
+def measure_blocks(x: torch.Tensor, recipe: str, role: str) -> None:
+    rule, fmt = parse_recipe(recipe).scaling, parse_recipe(recipe).format_of(role)
+    assert isinstance(rule, BlockRule)
+    size = x.numel() * x.element_size()
+    ours, clone = milliseconds(lambda: quantization_sums(x, rule, role, fmt)), milliseconds(x.clone)
+    plain = milliseconds(lambda: quantization_sums_in_blocks(x, rule, role, fmt))
+    part = x[:1024]
+    equal = same(quantization_sums(part, rule, role, fmt).cpu(), quantization_sums(part.cpu(), rule, role, fmt))
+    rate, copied = size / ours / 1e9, 2 * size / clone / 1e9
+    host = host_microseconds(lambda: quantization_sums(x, rule, role, fmt))
+    print(
+        f"{recipe:9} {role:11} {size >> 20:5} MiB  sums {ours:7.3f} ms {rate:5.2f} TB/s   clone {clone:7.3f} ms "
+        f"{copied:5.2f} TB/s   ratio {rate / copied:4.2f}   plain torch {plain:8.2f} ms   host {host:5.0f} us"
+        f"   {'equal to' if equal else 'NOT EQUAL TO'} the CPU's",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024])
     sizes = parser.parse_args().mib
     if not torch.cuda.is_available():
         model()
+        model_of_blocks()
         return
     print(f"{torch.cuda.get_device_name()}, medians of {ROUNDS}")
     for kind in KINDS:
@@ -145,6 +199,10 @@ def main() -> None:
             measure(kind(mib << 19, "cuda"), kind.__name__)
     measure(normal(sizes[0] << 19, "cuda")[1:-1], "not aligned")
     measure(normal(sizes[0] << 19, "cuda").half(), "float16")
+    for recipe in RECIPES:
+        for role in ("input", "weight"):
+            for mib in sizes:
+                measure_blocks(normal(mib << 19, "cuda").view(-1, 4096), recipe, role)
 
 
 if __name__ == "__main__":

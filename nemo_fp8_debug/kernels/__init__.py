@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from ..numerics.scaling import CurrentScaling, Unscaled, amax_of
 from ..numerics.sketch import BINS, DTYPES, Sketch, infinity_bin
 from . import anywhere, cpu, cpu_blocks
 from .memory import bits_of
+
+#: what each kernel of a CUDA device does with tensors
+_DONE = {"cuda": "counted", "cuda_blocks": "measured in blocks"}
 
 
 def sketch(x: torch.Tensor) -> Sketch:
@@ -42,11 +46,18 @@ def count_into(sketch: Sketch, x: torch.Tensor) -> None:
     if not values.is_contiguous():
         values = _flat(values).contiguous()  # one value may stand for many, by strides of 0
     if x.device.type != "cpu":
-        _counter(x.device)(values.reshape(-1).view(torch.int16), sketch.counts, infinity_bin(sketch.dtype))
+        _count_on_device(values.reshape(-1).view(torch.int16), sketch)
     elif (n := values.numel()) < cpu.SMALL and (address := values.data_ptr()):
         cpu.count_few(address, n, sketch.counts.data_ptr())
     else:
         cpu.count_patterns(bits_of(values).reshape(-1), sketch.counts.numpy(), torch.get_num_threads())
+
+
+def _count_on_device(patterns: torch.Tensor, sketch: Sketch) -> None:
+    if kernel := _kernel_on(patterns.device, "cuda"):
+        kernel.count_patterns(patterns, sketch.counts, infinity_bin(sketch.dtype))
+    else:
+        anywhere.count_patterns(patterns, sketch.counts)
 
 
 def nonfinite(sketch: Sketch) -> torch.Tensor | int:
@@ -58,24 +69,22 @@ def nonfinite(sketch: Sketch) -> torch.Tensor | int:
 
 
 @functools.cache
-def _counter(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
-    """What counts patterns on a device: its own kernel where it can be had. Tried once, with something to count."""
-    if device.type == "cuda" and torch.version.cuda:
-        try:
-            from . import cuda
-
-            cuda.count_patterns(
-                torch.zeros(64, dtype=torch.int16, device=device), torch.zeros(BINS, dtype=torch.int64, device=device), 1
-            )
-            return cuda.count_patterns
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            extra = f"cuda{torch.version.cuda.partition('.')[0]}"
-            warn(
-                f"tensors on {device} are counted by plain torch operations, which take several times as long, since Numba "
-                f"cannot use the device ({why}); what it needs comes with pip install 'nemo_fp8_debug[{extra}]'"
-            )
-    return lambda values, counts, _: anywhere.count_patterns(values, counts)
+def _kernel_on(device: torch.device, module: str) -> Any:
+    """The module of a kernel of our own for a device; None where it does not run there. Tried once, with something to do."""
+    if device.type != "cuda" or not torch.version.cuda:
+        return None
+    try:
+        kernel = importlib.import_module(f".{module}", __name__)
+        kernel.try_out(device)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        extra = f"cuda{torch.version.cuda.partition('.')[0]}"
+        warn(
+            f"tensors on {device} are {_DONE[module]} by plain torch operations, which take several times as long, since "
+            f"Numba cannot use the device ({why}); what it needs comes with pip install 'nemo_fp8_debug[{extra}]'"
+        )
+        return None
+    return kernel
 
 
 def quantization_sums(
@@ -90,11 +99,13 @@ def quantization_sums(
         fmt: format of the codes.
     """
     if isinstance(scale, BlockRule):
+        if x.dtype in DTYPES and (kernel := _kernel_on(x.device, "cuda_blocks")):
+            return kernel.block_sums(x, scale, role, fmt)  # type: ignore[no-any-return]
         on_cpu = x.device.type == "cpu"
         by = (cpu_blocks.block_amax, cpu_blocks.block_sums, cpu_blocks.CHUNK) if on_cpu else ()
         return quantization_sums_in_blocks(x, scale, role, fmt, *by)
     if isinstance(scale, Unscaled):
-        scale = torch.ones(())
+        scale = torch.ones((), device=x.device)
     if isinstance(scale, CurrentScaling):
         scale = scale.scale(amax_of(x), fmt.max)
     return quantization_sums_of_float32(x.float(), scale.to(x.device), fmt)

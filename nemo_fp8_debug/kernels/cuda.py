@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numba import int32, uint32
 
+from ..numerics.sketch import BINS
 from .memory import DeviceMemory
 
 cuda: Any = numba.cuda
@@ -36,27 +37,29 @@ _COUNTERS = WINDOW + 1
 _TOP, _ZEROS = 0, 1
 
 
-def _on_device(function: Callable[..., Any]) -> Any:
+def on_device(function: Callable[..., Any]) -> Any:
+    """A function that kernels call."""
     return cuda.jit(function, device=True)
 
 
-def _kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: Callable[..., Any]) -> Any:
+    """A function that the host starts."""
     return cuda.jit(function)
 
 
-@_on_device
-def _largest(word: Any, infinity: Any) -> Any:
-    """The largest finite magnitude pattern in a word."""
+@on_device
+def largest_below(word: Any, end: Any) -> Any:
+    """The largest magnitude pattern in a word that lies below `end`; zero where none does."""
     largest = int32(0)
     for _ in range(4):
         pattern = int32(word & _MAGNITUDE)
-        if pattern < infinity:
+        if pattern < end:
             largest = max(largest, pattern)
         word >>= np.uint64(16)
     return largest
 
 
-@_on_device
+@on_device
 def _outside(word: Any, lowest: Any, counts: Any) -> Any:
     """Count what a word has outside of the window, zeros excepted; how many of those there are."""
     zeros = uint32(0)
@@ -71,7 +74,7 @@ def _outside(word: Any, lowest: Any, counts: Any) -> Any:
     return zeros
 
 
-@_on_device
+@on_device
 def _tally(word: Any, lowest: Any, window: Any, counts: Any) -> Any:
     """Count the four values of a word, zeros outside of the window excepted; how many of those there are."""
     rest, farthest = word, uint32(0)
@@ -84,7 +87,7 @@ def _tally(word: Any, lowest: Any, window: Any, counts: Any) -> Any:
     return _outside(word, lowest, counts) if farthest == _OUTSIDE else uint32(0)
 
 
-@_kernel
+@kernel
 def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts: Any) -> None:
     window = cuda.shared.array(_COUNTERS, uint32)
     beside = cuda.shared.array(2, uint32)
@@ -98,7 +101,7 @@ def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts
 
     # Values from all over the tensor, the same for all blocks: part of a tensor may be padding, or masked.
     if words.size:
-        cuda.atomic.max(beside, _TOP, uint32(_largest(words[thread * apart], infinity)))
+        cuda.atomic.max(beside, _TOP, uint32(largest_below(words[thread * apart], infinity)))
     cuda.syncthreads()
     lowest = int32(max(0, int32(beside[_TOP]) + SPARE - WINDOW))
 
@@ -157,7 +160,6 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) ->
 
     Raises:
         ValueError: the memory has been given back; a kernel that read there would end the run.
-        Exception: of many kinds, where Numba cannot use the device.
     """
     n, start = values.numel(), values.data_ptr()
     if not n:
@@ -171,3 +173,12 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) ->
         bits, words = DeviceMemory(values, "u2", n), DeviceMemory(values, "u8", body, 2 * head)
         into = DeviceMemory(counts, "i8", counts.numel())
         launch(bits, words, (head, body), infinity, into, (RESIDENT * multiprocessors, THREADS, stream))
+
+
+def try_out(device: torch.device) -> None:
+    """Count something on a device.
+
+    Raises:
+        Exception: of many kinds, where Numba cannot use it.
+    """
+    count_patterns(torch.zeros(64, dtype=torch.int16, device=device), torch.zeros(BINS, dtype=torch.int64, device=device), 1)

@@ -29,8 +29,10 @@ def scale_of_amax(
         float32 of amax's shape, to multiply values with before the cast.
     """
     amax = amax.clamp_min(epsilon)
-    # A tensor, since torch computes `number / tensor` as number * reciprocal, which rounds twice.
-    limit = torch.as_tensor(limit, dtype=torch.float32, device=amax.device)
+    # A tensor, since torch computes `number / tensor` as number * reciprocal, which rounds twice. Made where it is used:
+    # to copy a number to a device waits for the device.
+    if not isinstance(limit, torch.Tensor):
+        limit = torch.full((), limit, dtype=torch.float32, device=amax.device)
     usable = (amax > 0) & amax.isfinite()
     scale = torch.where(usable, limit / torch.where(usable, amax, 1.0), 1.0)
     scale = torch.where(scale.isinf(), largest, scale)

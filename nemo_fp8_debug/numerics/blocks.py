@@ -131,7 +131,7 @@ class MXFP8Scaling(BlockRule):
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """scale_inv is the power of two at or above amax / limit; the quotient a float32 product with 1 / limit."""
-        reciprocal = torch.tensor(fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
+        reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
         stored = e8m0_at_least(amax * reciprocal)
         scale_inv = e8m0_value(stored)
         return BlockScales(stored, (1 / scale_inv).float(), scale_inv)
@@ -155,14 +155,14 @@ class NVFP4Scaling(BlockRule):
 
     def tensor_scale(self, whole: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
         """The second level, float32 scalar: brings the largest scale of a block to E4M3's limit."""
-        limit = torch.tensor(E4M3.max * fmt.max, dtype=torch.float32, device=whole.device)
+        limit = torch.full((), E4M3.max * fmt.max, dtype=torch.float32, device=whole.device)
         scale = (limit / whole).clamp_max(FLT_MAX)
         return torch.where((whole > 0) & (scale > 0), scale, 1.0)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """A block whose scale rounds to zero is lost: its codes saturate and stand for zero."""
         encode = self.tensor_scale(whole, fmt)
-        reciprocal = torch.tensor(fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
+        reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
         stored = saturating_cast(amax * (encode * reciprocal), E4M3)
         scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)
         return BlockScales(stored, scale, stored.double() / encode.double())

@@ -5,6 +5,8 @@ A process of its own, with `NUMBA_ENABLE_CUDASIM=1`: Numba looks at that when it
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -107,6 +109,7 @@ def words_lie_on_their_boundaries() -> None:
 
 
 if __name__ == "__main__":
+    sys.setswitchinterval(1e-4)  # the simulator waits for its threads in a busy loop
     words_lie_on_their_boundaries()
     sizes_alignments_and_grids()
     values_on_both_sides_of_the_window()

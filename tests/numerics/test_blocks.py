@@ -299,7 +299,8 @@ def test_sums_of_any_bits(
 ) -> None:
     recipe, high = parse_recipe(name), tall if role == "weight" else 1
     x = torch.from_numpy(bits.view(np.float32))
-    assert_sums(PATHS[path](x, recipe.scaling, role, recipe.format_of(role)), oracle(x, name, width, high, fmt))
+    quiet = torch.where(x.isnan(), torch.nan, x)  # NumPy's maxima take a signalling NaN for a number
+    assert_sums(PATHS[path](x, recipe.scaling, role, recipe.format_of(role)), oracle(quiet, name, width, high, fmt))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -10,6 +10,7 @@ from processes import run_script
 from test_sketch import counted
 
 from nemo_fp8_debug import FP8DebugWarning, kernels
+from nemo_fp8_debug.kernels import anywhere
 from nemo_fp8_debug.numerics.sketch import BINS
 
 
@@ -18,17 +19,23 @@ def test_it_counts_as_numpy_and_the_cpu_kernel_do() -> None:
     assert run_script(script, NUMBA_ENABLE_CUDASIM="1", TORCHDYNAMO_DISABLE="1") == "counted\n"
 
 
-def test_where_numba_cannot_use_the_device_torch_counts_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kernel", "done"), [("cuda", "counted"), ("cuda_blocks", "measured in blocks")])
+def test_where_numba_cannot_use_the_device_one_warning_says_so(
+    kernel: str, done: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch is told that it is built for CUDA 12; there is no device all the same."""
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    kernels._counter.cache_clear()
+    kernels._kernel_on.cache_clear()
     try:
-        with pytest.warns(FP8DebugWarning, match=r"plain torch operations.*nemo_fp8_debug\[cuda12\]") as told:
-            for _ in range(3):
-                count = kernels._counter(torch.device("cuda", 0))
+        with pytest.warns(FP8DebugWarning, match=rf"{done} by plain torch operations.*nemo_fp8_debug\[cuda12\]") as told:
+            found = [kernels._kernel_on(torch.device("cuda", 0), kernel) for _ in range(3)]
+        assert found == [None] * 3
         assert len(told) == 1
     finally:
-        kernels._counter.cache_clear()
+        kernels._kernel_on.cache_clear()
+
+
+def test_on_a_device_that_has_no_kernels_plain_torch_counts() -> None:
     x, counts = torch.randn(1000).bfloat16(), torch.zeros(BINS, dtype=torch.int64)
-    count(x.view(torch.int16), counts, 0x7F80)
+    anywhere.count_patterns(x.view(torch.int16), counts)
     assert counts.tolist() == counted(x).tolist()

@@ -1,0 +1,161 @@
+"""The kernel of block sums in Numba's simulator, which runs its source without a device, against plain torch operations.
+
+A process of its own, with `NUMBA_ENABLE_CUDASIM=1`: Numba looks at that when it is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_fp8_debug.kernels import cuda_amax, cuda_blocks
+from nemo_fp8_debug.kernels.cuda import words_of
+from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks, scales_of_amax
+from nemo_fp8_debug.numerics.figures import QuantizationSums
+from nemo_fp8_debug.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
+from nemo_fp8_debug.numerics.scaling import parse_recipe
+from nemo_fp8_debug.numerics.sketch import DTYPES, infinity_bin, magnitudes_of
+
+Patterns = npt.NDArray[np.uint16]
+BF16, FP16 = DTYPES
+GRIDS = (1, 32), (2, 32), (1, 64)
+
+
+def rule_of(recipe: str) -> BlockRule:
+    rule = parse_recipe(recipe).scaling
+    assert isinstance(rule, BlockRule)
+    return rule
+
+
+BLOCKWISE, ANY_SCALE, MXFP8, NVFP4 = map(rule_of, ("blockwise", "blockwise(power_of_two=False)", "mxfp8", "nvfp4"))
+#: each rule with each shape of block that it has
+CASES = [
+    (BLOCKWISE, "input", E4M3),
+    (ANY_SCALE, "grad_output", E5M2),
+    (ANY_SCALE, "weight", E4M3),
+    (MXFP8, "input", E4M3),
+    (MXFP8, "grad_output", E5M2),
+    (NVFP4, "input", E2M1),
+    (NVFP4, "weight", E2M1),
+]
+
+
+def at(address: int, x: torch.Tensor) -> torch.Tensor:
+    """A copy that starts so many values behind an 8-byte boundary."""
+    room = torch.from_numpy(np.zeros(x.numel() // 4 + 2, np.uint64).view(np.int16)).view(x.dtype)
+    return room[address : address + x.numel()].view(x.shape).copy_(x)
+
+
+def patterns(x: torch.Tensor) -> Patterns:
+    return x.view(torch.int16).numpy().view(np.uint16).reshape(-1)
+
+
+def amax(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    bits, found = patterns(x), np.zeros(1, np.uint32)
+    head, body = cut = words_of(x.data_ptr(), x.numel())
+    cuda_amax.launch(bits, bits[head : head + 4 * body].view(np.uint64), cut, infinity_bin(x.dtype), found, grid)
+    return magnitudes_of(x.dtype, x.device)[int(found[0])]
+
+
+def sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: tuple[int, int]) -> QuantizationSums:
+    bits, out = patterns(x), np.full(grid[0] * cuda_blocks.SUMS, np.nan)
+    words = bits.view(np.uint64) if cuda_blocks.whole_words(x.data_ptr(), x.shape[1]) else np.zeros(0, np.uint64)
+    whole = amax(x, grid) if rule.two_level else torch.zeros(())
+    _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
+    known = cuda_blocks.arguments(x.shape, rule.block(role), x.dtype, fmt)
+    cuda_blocks.launch(bits, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)
+    return cuda_blocks.total(torch.from_numpy(out).view(grid[0], -1))
+
+
+def check(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: tuple[int, int] = GRIDS[0]) -> None:
+    got, expected = sums(x, rule, role, fmt, grid), quantization_sums_in_blocks(x, rule, role, fmt)
+    what = f"{rule} {role} {fmt.name} {x.dtype} {tuple(x.shape)} {grid}"
+    assert torch.equal(got.underflows, expected.underflows), what
+    assert torch.equal(got.overflows, expected.overflows), what
+    for name in ("sum_error2", "sum_xq", "sum_q2"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-12, atol=0, msg=f"{what} {name}")
+
+
+def wide(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Values of many sizes, a few zeros, and blocks with what is not finite, of zeros and of subnormal values."""
+    x = torch.randn(shape) * (3 * torch.randn(shape)).exp2()
+    x[torch.rand(shape) < 0.02] = 0
+    x = x.to(dtype)
+    x[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    x[-1, -1] = torch.nan
+    x[1:2, 16:48] = 0
+    x[2:3, 16:48] = torch.finfo(dtype).smallest_normal / 4
+    return x
+
+
+def every_rule_and_dtype() -> None:
+    for case in CASES:
+        check(wide((18, 36), BF16), *case)
+        check(wide((5, 36), FP16), *case)
+
+
+def several_tiles_and_ragged_edges() -> None:
+    shapes: list[tuple[int, int]] = [(130, 20), (3, 261), (5, 260), (1, 1), (33, 18)]
+    for i, shape in enumerate(shapes):
+        for case in (CASES[0], CASES[2]):
+            check(torch.randn(shape).bfloat16(), *case, GRIDS[i % 3])
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def any_patterns_anywhere(data: st.DataObject) -> None:
+    """All values that there are, under any rule; rows at any address."""
+    rows, columns = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 40))
+    bits = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 1 << 16, (rows, columns), np.uint16)
+    if data.draw(st.booleans()):
+        bits &= 0x9FFF  # of a few binades, small ones
+    x = torch.from_numpy(bits.view(np.int16)).view(data.draw(st.sampled_from(DTYPES)))
+    check(at(data.draw(st.integers(0, 3)), x), *data.draw(st.sampled_from(CASES)), data.draw(st.sampled_from(GRIDS)))
+
+
+def tensors_of_zeros_and_of_nothing_finite() -> None:
+    for value in (-0.0, torch.nan, torch.inf):
+        for case in (CASES[2], CASES[3], CASES[5]):
+            check(torch.full((1, 17), value, dtype=BF16), *case)
+
+
+def empty_tensors() -> None:
+    for shape in ((0, 16), (3, 0), (0,)):
+        x = torch.zeros(shape, dtype=BF16)
+        got, expected = (of(x, NVFP4, "input", E2M1) for of in (cuda_blocks.block_sums, quantization_sums_in_blocks))
+        assert all(torch.equal(getattr(got, f.name), getattr(expected, f.name)) for f in fields(got))
+
+
+def sums_do_not_depend_on_the_run() -> None:
+    x = wide((20, 64), BF16)
+    first, second = (sums(x, *CASES[1], GRIDS[1]) for _ in range(2))
+    assert all(torch.equal(getattr(first, f.name), getattr(second, f.name)) for f in fields(first))
+
+
+def amax_of_any_tensor() -> None:
+    """NaN counts for nothing, infinity does; wherever the largest value lies."""
+    for place in range(11):
+        for value, expected in ((3.0, 3.0), (-3.0, 3.0), (torch.nan, 1.0), (-torch.inf, torch.inf)):
+            x = torch.ones(1, 11, dtype=FP16)
+            x[0, place] = value
+            for address in (0, 3):
+                assert amax(at(address, x), (1, 1)) == expected, (place, value, address)
+
+
+if __name__ == "__main__":
+    sys.setswitchinterval(1e-4)  # the simulator waits for its threads in a busy loop
+    torch.manual_seed(0)
+    every_rule_and_dtype()
+    several_tiles_and_ragged_edges()
+    any_patterns_anywhere()
+    tensors_of_zeros_and_of_nothing_finite()
+    empty_tensors()
+    sums_do_not_depend_on_the_run()
+    amax_of_any_tensor()
+    print("added up")

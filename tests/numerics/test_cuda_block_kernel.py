@@ -1,0 +1,12 @@
+"""The kernel of block sums on CUDA devices, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from processes import run_script
+
+
+def test_it_adds_up_blocks_as_plain_torch_does() -> None:
+    script = Path(__file__).with_name("cuda_block_kernel.py")
+    assert run_script(script, NUMBA_ENABLE_CUDASIM="1", TORCHDYNAMO_DISABLE="1") == "added up\n"
