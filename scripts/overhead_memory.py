@@ -8,21 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 import tempfile
-from pathlib import Path
 
+from paired import peak_memory as peak
 from small_gpt import SmallGPT, one_process
 
 STEPS, INTERVAL = 60, 10
-
-
-def peak() -> float:
-    """Of this program alone; `ru_maxrss` begins with the peak of the process that started it."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) / 1024
 
 
 def main(kind: str) -> dict[str, float]:

@@ -13,90 +13,36 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from te_model import GPT, RECIPES, Setup, megatron
 
-ROOT = Path(__file__).parents[1]
-#: (layers, hidden size, sequence, micro-batch): about 1.1 billion parameters, and what a CPU can do
-SIZES = {"1b": (20, 2048, 2048, 2), "tiny": (2, 32, 16, 2)}
 BAD_RATES = {"1b": 3e-2, "tiny": 0.3}
-VOCABULARY = {"1b": 32000, "tiny": 64}
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What is trained, and where."""
-
-    recipe: str
-    size: str
-    device: str
-
-    def model(self) -> Any:
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-        from megatron.core.transformer import TransformerConfig
-
-        torch.manual_seed(0)
-        layers, hidden, sequence, _ = SIZES[self.size]
-        config = TransformerConfig(
-            num_layers=layers,
-            hidden_size=hidden,
-            ffn_hidden_size=4 * hidden,
-            num_attention_heads=max(4, hidden // 128),
-            use_cpu_initialization=self.device == "cpu",
-            add_bias_linear=False,
-            normalization="RMSNorm",
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            gradient_accumulation_fusion=False,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            fp8="hybrid",
-            fp8_recipe=self.recipe,
-        )
-        spec = get_gpt_layer_with_transformer_engine_spec()
-        model = GPTModel(config, spec, vocab_size=VOCABULARY[self.size], max_sequence_length=sequence)
-        return model.bfloat16().to(self.device)
-
-    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        _, _, sequence, rows = SIZES[self.size]
-        seed = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCABULARY[self.size] // 8, (rows, sequence), generator=seed).to(self.device)
-        return tokens, torch.arange(sequence, device=self.device).expand(rows, sequence)
-
-    def synchronize(self) -> None:
-        if self.device != "cpu":
-            torch.cuda.synchronize()
+def synchronize(setup: Setup) -> None:
+    if setup.device != "cpu":
+        torch.cuda.synchronize()
 
 
 def train(setup: Setup, steps: int, rate: float, watch: Any = None) -> tuple[list[float], list[float]]:
     """Losses and seconds of each step; `watch(model)` gives a monitor."""
-    model = setup.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    monitor = watch(model) if watch else None
+    gpt = GPT(setup, rate)
+    monitor = watch(gpt.model) if watch else None
     losses, seconds = [], []
     for step in range(steps):
-        setup.synchronize()
+        synchronize(setup)
         started = time.perf_counter()
         if monitor:
             monitor.begin_step(step)
-        model.set_is_first_microbatch()
-        tokens, positions = setup.batch(step)
-        loss = model(tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = gpt.step()
         if monitor:
             monitor.end_step(loss=loss)
-        setup.synchronize()
+        synchronize(setup)
         seconds.append(time.perf_counter() - started)
         losses.append(loss.item())
     if monitor:
@@ -169,34 +115,9 @@ def report(setup: Setup, steps: int, folder: Path) -> None:
     print(f"a sampled step and what it leaves to the next: {ratio:.2f} of an unsampled one ({1e3 * unsampled:.1f} ms)")
 
 
-@contextmanager
-def megatron(emulate: bool) -> Iterator[str]:
-    """One rank; over emulated kernels where there is no GPU."""
-    from contextlib import ExitStack
-
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as store:
-        if emulate:
-            sys.path[:0] = [str(ROOT / "tests" / "te"), str(ROOT / "recipes")]
-            import emulated_te  # noqa: F401
-            from megatron_on_cpu import megatron_on_cpu
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        backend = "gloo" if emulate else "nccl"
-        torch.distributed.init_process_group(backend, init_method=f"file://{store}/store", rank=0, world_size=1)
-        if emulate:
-            stack.enter_context(megatron_on_cpu())
-        parallel_state.initialize_model_parallel()
-        if not emulate:
-            model_parallel_cuda_manual_seed(0)
-        yield "cpu" if emulate else "cuda"
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", choices=("delayed", "tensorwise", "blockwise"), default="delayed")
+    parser.add_argument("--recipe", choices=RECIPES, default="delayed")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--emulate", action="store_true", help="over emulated kernels, on a CPU")
     options = parser.parse_args()

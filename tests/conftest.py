@@ -24,6 +24,7 @@ _longest = (
     *("test_demo", "distributed/test_megatron_layouts", "te/test_te", "distributed/test_fsdp", "distributed/test_deepspeed"),
     *("distributed/test_faults", "callback/test_nemo", "te/test_bridge", "te/test_recommended_recipes", "callback/test_ddp"),
     *("monitor/test_experts", "monitor/test_ranks", "adapters/test_transformers", "adapters/test_loops"),
+    "te/test_bench_gpu_step",
 )
 
 

@@ -1,0 +1,94 @@
+"""Are the figures of a record those that a CPU finds? Of dumped operands they are computed once more and compared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+
+from nemo_fp8_debug.kernels import quantization_sums, sketch
+from nemo_fp8_debug.numerics import figures
+from nemo_fp8_debug.numerics.blocks import BlockRule
+from nemo_fp8_debug.numerics.formats import FORMATS, FloatFormat
+from nemo_fp8_debug.numerics.rows import rows
+from nemo_fp8_debug.numerics.scaling import parse_recipe
+from nemo_fp8_debug.numerics.sketch import Sketch, SketchBatch
+from nemo_fp8_debug.record.dump import Dumped, dumped_files, read_dump
+from nemo_fp8_debug.record.place import Place
+from nemo_fp8_debug.record.reader import read_table
+
+
+@dataclass
+class Compared:
+    """Figures of a record, and how many of them a CPU finds bit by bit as well."""
+
+    figures: int = 0
+    equal: int = 0
+    #: the largest relative difference of the others
+    apart: float = 0.0
+
+    def add(self, recorded: float | None, found: float | None) -> None:
+        self.figures += 1
+        self.equal += recorded == found
+        if recorded != found:
+            known = recorded is not None and found is not None
+            self.apart = max(self.apart, abs(recorded - found) / max(abs(recorded), abs(found)) if known else math.inf)
+
+
+@dataclass
+class Operands:
+    """Dumped operands, held against what a CPU finds in them."""
+
+    all: int = 0
+    #: whose sketch is the same, count by count
+    sketches: int = 0
+    #: from sketches: integers, added up on the host
+    counted: Compared = field(default_factory=Compared)
+    #: from sums over float32 values or blocks, taken on the device in an order of its own
+    summed: Compared = field(default_factory=Compared)
+
+
+def compare_with_cpu(run: Path) -> Operands:
+    """Every operand that a run of one call a step and one rank has dumped, against its rows in the record."""
+    operands, place = Operands(), Place(run)
+    tables = [read_table(run, name) for name in ("figures", "sketches")]
+    for _, _, _, name in dumped_files(place):
+        about, tensors = read_dump(place, name)
+        row, recorded = (_row_of(about, table) for table in tables)
+        found = sketch(tensors["value"])
+        bins, counts = found.occupied
+        operands.all += 1
+        operands.sketches += np.array_equal(bins, recorded["bins"]) and np.array_equal(counts, recorded["counts"])
+        rule = parse_recipe(row["recipe"]).scaling
+        scaling = rule if isinstance(rule, BlockRule) else tensors["scale"]
+        kind = operands.summed if found.rounded or scaling is rule else operands.counted
+        fmt = FORMATS[row["format"]]  # a dump under a block recipe has that of current scaling
+        for figure, value in _found_by_cpu(about.role, fmt, tensors["value"], found, scaling).items():
+            kind.add(row[figure], value)
+    return operands
+
+
+def _row_of(about: Dumped, table: pl.DataFrame) -> dict[str, Any]:
+    same = (pl.col("step") == about.step) & (pl.col("layer") == about.layer) & (pl.col("role") == about.role)
+    return table.row(by_predicate=same, named=True)
+
+
+def _found_by_cpu(
+    role: str, fmt: FloatFormat, x: torch.Tensor, counted: Sketch, scaling: torch.Tensor | BlockRule
+) -> dict[str, float | None]:
+    batch = SketchBatch.of([counted])
+    moments = figures.moments(batch)
+    if counted.rounded:
+        moments = figures.moments_of_float32(x).with_median(moments.median)
+    scale = torch.tensor([torch.nan]) if isinstance(scaling, BlockRule) else scaling[None]
+    if counted.rounded or isinstance(scaling, BlockRule):
+        sums = quantization_sums(x, scaling, role, fmt)
+    else:
+        sums = figures.quantization_sums(batch, scale, [fmt])
+    columns = rows(moments, sums, scale, [fmt])
+    return {name: values[0] for name, values in columns.items() if name != "format"}
