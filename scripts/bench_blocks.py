@@ -1,24 +1,58 @@
 """Times the figures' sums of a BF16 tensor under block recipes beside torch.aminmax of the same tensor.
 
-`python scripts/bench_blocks.py [--threads 2]`. Ratios and medians; kernel and aminmax take turns, so that they share the
-machine's moods. The plain path, which other devices take, is timed once, in one thread.
+`python scripts/bench_blocks.py [--threads 2]`, about 2 minutes. Ratios and medians; kernel and aminmax take turns, so that
+they share the machine's moods. `hot` and `cold` are those of bench_sketch.py. The plain path, which other devices take, is
+timed once, in one thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+from collections.abc import Iterator
 
 import torch
-from bench_sketch import seconds
+from bench_sketch import LAYOUTS, SIZES, in_turns, seconds, tensors_of
 
 from nemo_fp8_debug.kernels import quantization_sums
 from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks
+from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.scaling import parse_recipe
 
-VALUES = 1 << 24
-ROUNDS = 15
-RECIPES = ("blockwise", "blockwise(power_of_two=False)", "mxfp8", "mxfp8-hybrid", "nvfp4")
+CASES = (
+    ("blockwise", "grad_output"),
+    ("blockwise", "weight"),
+    ("blockwise(power_of_two=False)", "grad_output"),
+    ("mxfp8", "input"),
+    ("nvfp4", "input"),
+    ("nvfp4", "weight"),
+)
+#: seconds a comparison takes
+BUDGET = 1.5
+
+How = tuple[BlockRule, str, FloatFormat]
+
+
+def how(name: str, role: str) -> How:
+    """Rule, role and format."""
+    recipe = parse_recipe(name)
+    assert isinstance(recipe.scaling, BlockRule)
+    return recipe.scaling, role, recipe.format_of(role)
+
+
+def plain_ratio(by: How, threads: int) -> float:
+    """Of the plain path to aminmax, both in one thread."""
+    x = torch.randn(1024, 4096).bfloat16()
+    torch.set_num_threads(1)
+    ratio = seconds(lambda: quantization_sums_in_blocks(x, *by)) / min(seconds(lambda: torch.aminmax(x)) for _ in range(20))
+    torch.set_num_threads(threads)
+    return ratio
+
+
+def cases() -> Iterator[tuple[str, str, str, int]]:
+    """Recipe, role, layout, size in 2^20 values."""
+    for name, role in CASES:
+        yield from ((name, role, "contiguous", mebi) for mebi in SIZES)
+    yield from (("mxfp8", "input", layout, 16) for layout in LAYOUTS if layout != "contiguous")
 
 
 def main() -> None:
@@ -27,28 +61,18 @@ def main() -> None:
     threads = parser.parse_args().threads
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    x = torch.randn(4096, VALUES // 4096).bfloat16()
-    print(f"{VALUES / 2**20:.0f} Mi BF16 values, {threads} threads, medians of {ROUNDS}; ratios to torch.aminmax")
-    for name in RECIPES:
-        recipe = parse_recipe(name)
-        rule = recipe.scaling
-        assert isinstance(rule, BlockRule)
-        for role in ("grad_output", "weight"):
-            how = rule, role, recipe.format_of(role)
-            quantization_sums(x, *how)
-            ours, theirs = [], []
-            for _ in range(ROUNDS):
-                ours.append(seconds(lambda how=how: quantization_sums(x, *how)))
-                torch.aminmax(x)  # torch's idle threads spin into the first call
-                theirs.append(seconds(lambda: torch.aminmax(x)))
-            torch.set_num_threads(1)
-            plain = seconds(lambda how=how: quantization_sums_in_blocks(x, *how))
-            torch.set_num_threads(threads)
-            kernel, aminmax = statistics.median(ours), statistics.median(theirs)
-            print(
-                f"{name:30} {role:12} kernel {1e3 * kernel:6.1f} ms, ratio {kernel / aminmax:5.1f}   "
-                f"plain {plain:5.2f} s, ratio {plain / aminmax:5.0f}"
+    for name, role in CASES:
+        print(f"plain path in one thread: {name:30} {role:12} {plain_ratio(how(name, role), threads):6.0f} times aminmax")
+    print(f"BF16, {threads} threads; medians, and medians of ratios to torch.aminmax")
+    for name, role, layout, mebi in cases():
+        by = how(name, role)
+        for state, tensors in tensors_of(mebi, layout):
+            quantization_sums(tensors[0], *by)
+            (ours, ratio), (theirs, _) = in_turns(
+                tensors, [lambda x, by=by: quantization_sums(x, *by), torch.aminmax], BUDGET
             )
+            case = f"{name:30} {role:12} {mebi:4} Mi {layout:22} {state:4}"
+            print(f"{case} {ours:7.2f} ms  aminmax {theirs:7.2f} ms  ratio {ratio:5.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Times the sketch of a BF16 tensor beside torch.aminmax of the same tensor, and figures from many sketches.
 
-`python scripts/bench_sketch.py [--threads 2]`. Ratios and medians; the two take turns, so that they share the machine's
-moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round twelve of them, as a
-training step goes round its operands.
+`python scripts/bench_sketch.py [--threads 2]`, about 2 minutes. Ratios and medians; the two take turns, so that they share
+the machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round as many as 384 MiB
+hold, as a training step goes round its operands. Beside them two floors, ratios to aminmax as well: `updates`, one counter
+update a value with everything in the closest cache, and `reading`, the same memory read and nothing else done.
 """
 
 from __future__ import annotations
@@ -10,21 +11,37 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.kernels.cpu import count_patterns
+from nemo_fp8_debug.kernels.cpu import count_patterns, prefetch
 from nemo_fp8_debug.numerics import figures
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
 from nemo_fp8_debug.numerics.sketch import BINS, SketchBatch
 
-VALUES = 1 << 24
-ROUNDS = 80
-#: calls in a row; the two take turns by blocks
-BLOCK = 8
+#: values, in 2^20
+SIZES = (1, 4, 16, 64, 256)
+#: what tensors are that are no longer served by the cache when their turn comes again
+COLD = 384 << 20
+#: what is done with [rows, 4096] or [rows, 8192] before it is measured
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "columns of a wider one": lambda x: x[:, :4096],
+    "every second column": lambda x: x[:, ::2],
+}
+#: calls in a row, of which the first is not counted: torch's idle threads spin into it
+ROW = 6
+#: seconds a comparison takes, three turns at the least
+BUDGET = 2.0
+
+Call = Callable[[torch.Tensor], object]
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -33,27 +50,65 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def compare_with_aminmax(tensors: list[torch.Tensor]) -> tuple[float, float, float]:
-    """Medians of sketch and aminmax in ms, and the median ratio of neighbouring blocks."""
+def in_turns(tensors: list[torch.Tensor], calls: list[Call], budget: float = BUDGET) -> list[tuple[float, float]]:
+    """Median of each call in ms, and the median of its ratios to the last one in the same turn."""
+    turns: list[list[float]] = []
+    end, at = time.perf_counter() + budget, 0
+    while len(turns) < 3 or time.perf_counter() < end:
+        turn = []
+        for call in calls:
+            row = [tensors[(at + i) % len(tensors)] for i in range(ROW if tensors[0].numel() < 1 << 26 else 2)]
+            at += len(row)
+            turn.append(statistics.median([seconds(lambda x=x, call=call: call(x)) for x in row][1:]))
+        turns.append(turn)
+    return [
+        (1e3 * statistics.median(column), statistics.median(t[i] / t[-1] for t in turns))
+        for i, column in enumerate(zip(*turns, strict=True))
+    ]
 
-    def block(call: Callable[[torch.Tensor], object], first: int) -> list[float]:
-        chosen = [tensors[(first + i) % len(tensors)] for i in range(BLOCK)]
-        return [seconds(lambda x=x: call(x)) for x in chosen][1:]  # torch's idle threads spin into the first call
 
-    ours, theirs, ratios = [], [], []
-    for i in range(ROUNDS // BLOCK):
-        a, b = block(sketch, 2 * i * BLOCK), block(torch.aminmax, (2 * i + 1) * BLOCK)
-        ours, theirs = ours + a, theirs + b
-        ratios.append(statistics.median(a) / statistics.median(b))
-    return 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs), statistics.median(ratios)
+def tensors_of(mebi: int, layout: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """One tensor of so many values, and as many as do not stay in the cache."""
+    columns = 4096 if layout in ("contiguous", "transposed") else 8192
+    count, memory = max(1, COLD // (mebi << 21)), mebi * columns << 8
+    room = torch.randn(1 << 24).bfloat16().repeat(-(-count * memory >> 24))[: count * memory]
+    made = [LAYOUTS[layout](part.view(-1, columns)) for part in room.split(memory)]
+    yield "hot", made[:1]
+    if count > 1:
+        yield "cold", made
 
 
-def floor_ms(threads: int) -> float:
-    """What counting costs when no memory is waited for: one counter update a value, of values that a close cache holds."""
+@numba.njit(nogil=True)
+def _read(words: npt.NDArray[np.uint64]) -> int:
+    total = np.uint64(0)
+    for start in range(0, words.size, 512):
+        for i in range(start, start + 512, 8):
+            prefetch(words, i + 512)  # type: ignore[call-arg]
+        for i in range(start, min(words.size, start + 512)):
+            total += words[i]
+    return total
+
+
+def reading(threads: int) -> Call:
+    """What reads a contiguous tensor and adds it up as words, by so many threads."""
+    pool = ThreadPoolExecutor(threads)
+
+    def read(x: torch.Tensor) -> None:
+        words = np.array_split(x.view(torch.int64).numpy().view(np.uint64).reshape(-1), threads)
+        others = [pool.submit(_read, part) for part in words[1:]]
+        _read(words[0])
+        for other in others:
+            other.result()
+
+    return read
+
+
+def update_ns(threads: int) -> float:
+    """What counting a value costs when no memory is waited for: one counter update, of values that a close cache holds."""
     values = torch.randn(1 << 15).bfloat16().view(torch.int16).numpy().view(np.uint16)
     counts = np.zeros(BINS, np.int64)
-    best = min(seconds(lambda: [count_patterns(values, counts, 1) for _ in range(32)]) for _ in range(ROUNDS))
-    return 1e3 * best * VALUES / (32 * values.size) / threads
+    best = min(seconds(lambda: [count_patterns(values, counts, 1) for _ in range(32)]) for _ in range(80))
+    return 1e9 * best / (32 * values.size) / threads
 
 
 def figures_of_500_sketches() -> float:
@@ -71,15 +126,22 @@ def figures_of_500_sketches() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    torch.set_num_threads(parser.parse_args().threads)
+    threads = parser.parse_args().threads
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
-    tensors = [torch.randn(VALUES).bfloat16() for _ in range(12)]
-    sketch(tensors[0])
-    print(f"{VALUES / 2**20:.0f} Mi BF16 values, {torch.get_num_threads()} threads, medians of {ROUNDS}")
-    for name, chosen in (("hot", tensors[:1]), ("cold", tensors)):
-        ours, theirs, ratio = compare_with_aminmax(chosen)
-        print(f"{name:5} sketch {ours:6.2f} ms   torch.aminmax {theirs:6.2f} ms   ratio {ratio:.2f}")
-    print(f"floor of one counter update a value: {floor_ms(torch.get_num_threads()):.2f} ms")
+    update, read = update_ns(threads), reading(threads)
+    print(
+        f"BF16, {threads} threads; medians, and medians of ratios to torch.aminmax; an update is {threads * update:.2f} ns"
+    )
+    print(f"{'Mi':>4} {'layout':22} {'':4} {'sketch':>9} {'aminmax':>9}    ratio  updates  reading")
+    for layout in LAYOUTS:
+        for mebi in SIZES:
+            for name, tensors in tensors_of(mebi, layout):
+                flat = layout == "contiguous"
+                found = in_turns(tensors, [sketch, *([read] if flat else []), torch.aminmax])
+                (ours, ratio), (theirs, _) = found[0], found[-1]
+                floors = f"{update * (mebi << 20) * 1e-6 / theirs:8.2f}" + (f" {found[1][1]:8.2f}" if flat else "")
+                print(f"{mebi:4} {layout:22} {name:4} {ours:6.2f} ms {theirs:6.2f} ms {ratio:8.2f} {floors}", flush=True)
     print(f"figures of 500 sketches under 3 scalings: {figures_of_500_sketches():.2f} s")
 
 

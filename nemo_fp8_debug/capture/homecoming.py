@@ -133,7 +133,12 @@ def _filled(thinned: Sequence[torch.Tensor], n: int) -> Iterator[torch.Tensor]:
 
 def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Their bytes end to end, uint8 [n], those of the widest dtypes first so that each keeps its alignment."""
-    return torch.cat([x.detach().reshape(-1).view(torch.uint8) for x in sorted(tensors, key=_width)])
+    return torch.cat([_bytes(x) for x in sorted(tensors, key=_width)])
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    flat = x.detach().reshape(-1).contiguous()
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single value may have a stride of 0
 
 
 def unpacked(bytes_of_all: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

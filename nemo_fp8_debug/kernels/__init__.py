@@ -20,6 +20,8 @@ from .memory import bits_of
 
 #: what each kernel of a CUDA device does with tensors
 _DONE = {"cuda": "counted", "cuda_blocks": "measured in blocks"}
+#: columns below which a copy without gaps costs less than counting row by row
+SHORT = 64
 
 
 def sketch(x: torch.Tensor) -> Sketch:
@@ -43,14 +45,15 @@ def count_into(sketch: Sketch, x: torch.Tensor) -> None:
     values = x.detach()
     if values.dtype != sketch.dtype:
         values = values.to(sketch.dtype)
-    if not values.is_contiguous():
-        values = _flat(values).contiguous()  # one value may stand for many, by strides of 0
+    contiguous = values.is_contiguous()
     if x.device.type != "cpu":
+        values = values if contiguous else _in_order_of_memory(values).contiguous()
         _count_on_device(values.reshape(-1).view(torch.int16), sketch)
-    elif (n := values.numel()) < cpu.SMALL and (address := values.data_ptr()):
+    elif contiguous and (n := values.numel()) < cpu.SMALL and (address := values.data_ptr()):
         cpu.count_few(address, n, sketch.counts.data_ptr())
     else:
-        cpu.count_patterns(bits_of(values).reshape(-1), sketch.counts.numpy(), torch.get_num_threads())
+        rows = _in_rows(_in_order_of_memory(values))
+        cpu.count_patterns(bits_of(rows), sketch.counts.numpy(), torch.get_num_threads())
 
 
 def _count_on_device(patterns: torch.Tensor, sketch: Sketch) -> None:
@@ -102,8 +105,8 @@ def quantization_sums(
         if x.dtype in DTYPES and (kernel := _kernel_on(x.device, "cuda_blocks")):
             return kernel.block_sums(x, scale, role, fmt)  # type: ignore[no-any-return]
         on_cpu = x.device.type == "cpu"
-        by = (cpu_blocks.block_amax, cpu_blocks.block_sums, cpu_blocks.CHUNK) if on_cpu else ()
-        return quantization_sums_in_blocks(x, scale, role, fmt, *by)
+        in_blocks = cpu_blocks.quantization_sums_in_blocks if on_cpu else quantization_sums_in_blocks
+        return in_blocks(x, scale, role, fmt)
     if isinstance(scale, Unscaled):
         scale = torch.ones((), device=x.device)
     if isinstance(scale, CurrentScaling):
@@ -111,7 +114,13 @@ def quantization_sums(
     return quantization_sums_of_float32(x.float(), scale.to(x.device), fmt)
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The values of `x` in any order, [n] contiguous; a view where `x` fills its memory, whatever the order of its axes."""
-    by_stride = sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True)
-    return x.permute(by_stride).reshape(-1)
+def _in_order_of_memory(x: torch.Tensor) -> torch.Tensor:
+    """The same values, axes in order of their strides: contiguous where `x` fills its memory, however it was transposed."""
+    return x.permute(sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True))
+
+
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    """As [rows, columns]: one row where `x` is contiguous; a copy where rows are short, or not evenly apart."""
+    if x.is_contiguous() or x.shape[-1] < SHORT:
+        return x.reshape(1, -1)
+    return x[None] if x.dim() == 1 else x.flatten(0, -2)

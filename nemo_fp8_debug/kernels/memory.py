@@ -19,6 +19,7 @@ class _Memory:
             "shape": tuple(x.shape),
             "typestr": np.dtype(f"u{x.element_size()}").str,
             "data": (x.data_ptr(), False),
+            "strides": tuple(stride * x.element_size() for stride in x.stride()),
         }
 
 
@@ -47,7 +48,7 @@ class DeviceMemory:
 
 
 def bits_of(x: torch.Tensor) -> npt.NDArray[Any]:
-    """The bits of a tensor in CPU memory, unsigned, contiguous, of its shape; a copy only where it is not contiguous.
+    """The bits of a tensor in CPU memory, unsigned, of its shape and strides.
 
     `Tensor.numpy()` would forbid for good that its memory is resized, and FSDP resizes that of a gathered weight to none.
 
@@ -58,5 +59,4 @@ def bits_of(x: torch.Tensor) -> npt.NDArray[Any]:
         return np.zeros(x.shape, f"u{x.element_size()}")
     if not x.data_ptr():
         raise ValueError("it has no memory any longer")
-    # A gradient may be one value that is repeated, by strides of 0.
-    return np.asarray(_Memory(x.contiguous()))
+    return np.asarray(_Memory(x))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -231,21 +230,13 @@ def block_sums(x: torch.Tensor, scales: BlockScales, block: Block, fmt: FloatFor
 
 
 def quantization_sums_in_blocks(
-    x: torch.Tensor,
-    rule: BlockRule,
-    role: str,
-    fmt: FloatFormat,
-    amax_of_blocks: Callable[[torch.Tensor, Block], torch.Tensor] = block_amax,
-    sums_of_blocks: Callable[[torch.Tensor, BlockScales, Block, FloatFormat], QuantizationSums] = block_sums,
-    chunk: int = CHUNK,
+    x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, chunk: int = CHUNK
 ) -> QuantizationSums:
     """Sums (one row, on x's device) of operand `role` under a block rule, in chunks of rows; no host synchronisation.
 
     Args:
         x: [..., features], any floating dtype.
         fmt: format of the codes.
-        amax_of_blocks: what does the work of `block_amax`,
-        sums_of_blocks: and of `block_sums`, on x's device.
         chunk: values handled at once.
     """
     block = rule.block(role)
@@ -254,9 +245,6 @@ def quantization_sums_in_blocks(
     chunks = rows.split(height)
     whole = torch.zeros((), dtype=torch.float32, device=x.device)
     if rule.two_level:
-        whole = torch.stack([amax_of_blocks(c, block).amax() for c in chunks]).amax()
-    parts = []
-    for c in chunks:
-        scales = rule.scales(amax_of_blocks(c, block), whole, fmt, x.dtype)
-        parts.append(sums_of_blocks(c, scales, block, fmt))
+        whole = torch.stack([block_amax(c, block).amax() for c in chunks]).amax()
+    parts = [block_sums(c, rule.scales(block_amax(c, block), whole, fmt, x.dtype), block, fmt) for c in chunks]
     return QuantizationSums.concat(parts).total()

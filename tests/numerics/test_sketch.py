@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 from tensors import KINDS, SIXTEEN_BIT, random_patterns
 
 from nemo_fp8_debug.kernels import anywhere, cpu, sketch
+from nemo_fp8_debug.kernels.memory import bits_of
 from nemo_fp8_debug.numerics.sketch import BINS, Sketch, magnitudes
 
 PATTERNS = hnp.arrays(np.uint16, st.integers(0, 40), elements=st.integers(0, 0xFFFF))
@@ -67,6 +68,25 @@ def test_sizes_that_are_shared_among_threads(size: int, kind: str, two_threads: 
 def test_a_transposed_tensor_above_the_threshold() -> None:
     x = random_patterns(300 * (cpu.SMALL // 300 + 1), torch.bfloat16).view(300, -1).t()
     assert_counts(sketch(x), x)
+
+
+VIEWS = [np.s_[:, :300], np.s_[:, 1::2], np.s_[::3, 5:-1], np.s_[:, :3], np.s_[:, :, 2:70], np.s_[0, 0, ::2]]
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
+def test_views_with_gaps(view: tuple[slice, ...], order: tuple[int, ...], two_threads: None) -> None:
+    x = random_patterns(16 * 700 * 200, torch.float16).view(16, 700, 200)[view]
+    assert_counts(sketch(x.permute(order) if x.dim() == 3 else x), x)
+
+
+def test_private_counters_are_emptied_before_they_run_over() -> None:
+    """2^32 and more of a value on one thread; their memory is one value, repeated by its strides."""
+    n = (1 << 32) + (1 << 21)
+    x = torch.full((), 1.5, dtype=torch.bfloat16).expand(4, n // 4)
+    counts = np.zeros(BINS, np.int64)
+    cpu.count_patterns(bits_of(x), counts, threads=1)
+    assert counts[0x3FC0] == counts.sum() == n
 
 
 @pytest.mark.parametrize("rows", [3, 1 << 18])
