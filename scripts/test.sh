@@ -6,5 +6,5 @@ scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-# Two at a time: much of it waits for processes of its own. What shares a fixture stays together, in the order of conftest.py.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Three at a time on two cores: much of it waits for processes of its own. What shares a fixture stays together, in the order of conftest.py.
+exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
