@@ -1,4 +1,4 @@
-"""Times sketch and block sums of a tensor on a CUDA device against its own copy; without a device: what they should take.
+"""Times sketch, block sums and float32 figures of a tensor on a CUDA device against its own copy; else: what to expect.
 
 `python scripts/bench_gpu.py [--mib 64 256 1024]`. On a device, a line a tensor: the rate of the kernel beside that of
 `torch.clone`, which reads and writes each byte; whether it finds what the CPU does; the same by plain torch operations; and
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nemo_fp8_debug.kernels import anywhere, count_into, quantization_sums, sketch
+from nemo_fp8_debug.kernels import anywhere, count_into, moments, quantization_sums, sketch
 from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks
-from nemo_fp8_debug.numerics.figures import QuantizationSums
+from nemo_fp8_debug.numerics.figures import QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.scaling import parse_recipe
 from nemo_fp8_debug.numerics.sketch import BINS, Sketch
 
@@ -43,6 +44,11 @@ REACHED, CLOCKS = 0.90, (1, 2)
 INSTRUCTIONS, ISSUED = 11, 128
 #: of block sums, a value: instructions, those in float64, conversions to it; how many of each a multiprocessor does a clock
 BLOCK_COSTS = {"issue": (31.0, ISSUED), "float64": (5.4, 64), "conversions": (2.1, 16)}
+#: of float32, a value: the same
+FLOAT32_COSTS = {
+    "moments": {"issue": (20.5, ISSUED), "float64": (3.0, 64), "conversions": (1.0, 16)},
+    "sums": {"issue": (30.8, ISSUED), "float64": (7.0, 64), "conversions": (2.0, 16)},
+}
 #: how often each recipe of blocks reads a tensor, and instructions a value besides: in NVFP4 some block of a warp overflows
 RECIPES = {"blockwise": (1, 0.0), "mxfp8": (1, 0.0), "nvfp4": (2, 3.5)}
 
@@ -117,6 +123,18 @@ def model_of_blocks() -> None:
             )
 
 
+def model_of_float32() -> None:
+    """The same of the figures of float32 tensors, which are read once for their moments and once for their sums."""
+    print("Expected of float32:")
+    for device in DEVICES:
+        lanes, memory = device.multiprocessors * device.clock, REACHED * device.bytes_per_second
+        for name, costs in FLOAT32_COSTS.items():
+            bounds = {bound: 4 * lanes * rate / cost for bound, (cost, rate) in costs.items()}
+            told = "  ".join(f"{bound} {found / 1e12:5.2f}" for bound, found in bounds.items())
+            against = min(memory, *bounds.values()) / memory
+            print(f"{device.name:9} {name:9}  memory {memory / 1e12:5.2f}  {told}  against a copy {against:4.2f}")
+
+
 def milliseconds(call: Callable[[], object]) -> float:
     """Median time of a call on the device, of memory that its cache does not hold."""
     call()
@@ -185,6 +203,37 @@ def measure_blocks(x: torch.Tensor, recipe: str, role: str) -> None:
     )
 
 
+def measure_float32(x: torch.Tensor) -> None:
+    """Moments and sums by themselves, as a hook asks for them."""
+    scale, size = torch.full((), 3.7, device=x.device), x.numel() * x.element_size()
+    part = x[: 1 << 20]
+    ours, theirs = moments(part).cpu(), moments_of_float32(part.cpu())
+    extremes = torch.equal(ours.amax, theirs.amax) and torch.equal(ours.amin, theirs.amin)
+    totals = torch.allclose(ours.sum_x4, theirs.sum_x4, rtol=1e-12, atol=0)
+    sums = same(
+        quantization_sums(part, scale, "input", E4M3).cpu(), quantization_sums(part.cpu(), scale.cpu(), "input", E4M3)
+    )
+    calls: dict[str, tuple[bool, Callable[[], object], Callable[[], object]]] = {
+        "moments": (extremes and totals, lambda: moments(x), lambda: moments_of_float32(x)),
+        "sums": (
+            sums,
+            lambda: quantization_sums(x, scale, "input", E4M3),
+            lambda: quantization_sums_of_float32(x, scale, E4M3),
+        ),
+    }
+    clone = milliseconds(x.clone)
+    copied = 2 * size / clone / 1e9
+    for name, (equal, call, plain) in calls.items():
+        took = milliseconds(call)
+        rate = size / took / 1e9
+        print(
+            f"float32 {name:13} {size >> 20:5} MiB  {took:7.3f} ms {rate:5.2f} TB/s   clone {clone:7.3f} ms "
+            f"{copied:5.2f} TB/s   ratio {rate / copied:4.2f}   plain torch {milliseconds(plain):8.2f} ms   "
+            f"host {host_microseconds(call):5.0f} us   {'equal to' if equal else 'NOT EQUAL TO'} the CPU's",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024])
@@ -192,6 +241,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         model()
         model_of_blocks()
+        model_of_float32()
         return
     print(f"{torch.cuda.get_device_name()}, medians of {ROUNDS}")
     for kind in KINDS:
@@ -203,6 +253,8 @@ def main() -> None:
         for role in ("input", "weight"):
             for mib in sizes:
                 measure_blocks(normal(mib << 19, "cuda").view(-1, 4096), recipe, role)
+    for mib in sizes:
+        measure_float32(normal(mib << 18, "cuda").float())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..kernels import count_into, nonfinite, quantization_sums, sketch
+from ..kernels import count_into, moments, nonfinite, quantization_sums, sketch
 from ..numerics import figures
 from ..numerics.blocks import BlockRule
 from ..numerics.scaling import CurrentScaling, Recipe, Unscaled, amax_of
@@ -120,7 +120,7 @@ class Operand:
         """What sketches cannot answer: anything of float32, and block recipes."""
         is_float32 = x.dtype not in DTYPES
         if is_float32:
-            self.moments.append(figures.moments_of_float32(x))
+            self.moments.append(moments(x))
         if is_float32 or isinstance(use.scale, BlockRule):
             self.sums.append(quantization_sums(x, use.scale, self.role, use.format))
         for recipe in self.weigh:

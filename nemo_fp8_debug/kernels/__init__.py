@@ -11,7 +11,7 @@ import torch
 
 from ..errors import warn
 from ..numerics.blocks import BlockRule, quantization_sums_in_blocks
-from ..numerics.figures import QuantizationSums, quantization_sums_of_float32
+from ..numerics.figures import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import CurrentScaling, Unscaled, amax_of
 from ..numerics.sketch import BINS, DTYPES, Sketch, infinity_bin
@@ -19,7 +19,7 @@ from . import anywhere, cpu, cpu_blocks
 from .memory import bits_of
 
 #: what each kernel of a CUDA device does with tensors
-_DONE = {"cuda": "counted", "cuda_blocks": "measured in blocks"}
+_DONE = {"cuda": "counted", "cuda_blocks": "measured in blocks", "cuda_float32": "measured in float32"}
 #: columns below which a copy without gaps costs less than counting row by row
 SHORT = 64
 
@@ -90,6 +90,13 @@ def _kernel_on(device: torch.device, module: str) -> Any:
     return kernel
 
 
+def moments(x: torch.Tensor) -> Moments:
+    """Moments (one row, on x's device) of a float32 tensor; no host synchronisation. The median is NaN."""
+    kernel = _kernel_on(x.device, "cuda_float32")
+    found: Moments = (kernel.moments if kernel else moments_of_float32)(x)
+    return found
+
+
 def quantization_sums(
     x: torch.Tensor, scale: torch.Tensor | CurrentScaling | Unscaled | BlockRule, role: str, fmt: FloatFormat
 ) -> QuantizationSums:
@@ -111,7 +118,11 @@ def quantization_sums(
         scale = torch.ones((), device=x.device)
     if isinstance(scale, CurrentScaling):
         scale = scale.scale(amax_of(x), fmt.max)
-    return quantization_sums_of_float32(x.float(), scale.to(x.device), fmt)
+    kernel = _kernel_on(x.device, "cuda_float32")
+    found: QuantizationSums = (kernel.quantization_sums if kernel else quantization_sums_of_float32)(
+        x.float(), scale.to(x.device), fmt
+    )
+    return found
 
 
 def _in_order_of_memory(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ from ..numerics.formats import E4M3, FloatFormat
 from .cuda import cuda
 from .cuda_amax import amax_of
 from .cuda_numbers import Codes, Values
-from .cuda_tile import STRIP, SUMS, THREADS, TILE, sums_of
+from .cuda_sums import SUMS, total
+from .cuda_tile import STRIP, THREADS, TILE, sums_of
 from .memory import DeviceMemory
 
 #: blocks of threads that a multiprocessor has room for, of 66 registers a thread and 37 KiB of shared memory at the most
@@ -96,12 +97,6 @@ def _kept(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.d
     scales_of_amax(rule, torch.zeros((), device=device), fmt, dtype)
     made: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return made
-
-
-def total(parts: torch.Tensor) -> QuantizationSums:
-    """Float64 [parts, 5]; counts below 2^53 are exact in it."""
-    underflows, overflows, *others = parts.sum(0)[:, None]
-    return QuantizationSums(underflows.long(), overflows.long(), *others)
 
 
 def try_out(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What the kernel of block sums has to know of a dtype and a format, as numbers."""
+"""What the kernels of sums have to know of a dtype and a format, as numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Codes(NamedTuple):
 
     @classmethod
     def of(cls, fmt: FloatFormat) -> Codes:
-        """Of E4M3, E5M2 or E2M1."""
+        """Of a format whose 1.5 * 2^23 spacings are a float32 up to its max: E4M3, E5M2, E2M1 or FP16, and not BF16."""
         limit = np.float32(fmt.max)
         return cls(
             limit,

@@ -15,6 +15,7 @@ from numba import uint32, uint64
 
 from .cuda import cuda, kernel, on_device
 from .cuda_numbers import Values
+from .cuda_sums import fold, keep, nearest
 
 #: rows and columns of a tile
 TILE = 128
@@ -22,15 +23,12 @@ TILE = 128
 THREADS = 256
 #: values next to one another in a row that one thread handles: no block of any rule is narrower
 STRIP = 16
-#: the sums, in the order of `QuantizationSums`
-SUMS = 5
 
 _STRIPS, _WORDS = TILE // STRIP, STRIP // 4
 #: words from one row of a tile to the next: one more than it has, or the rows of a warp would lie in the same bank
 _PITCH = TILE // 4 + 1
 _ROOM, _BLOCKS = TILE * _PITCH, TILE * _STRIPS
 _MAGNITUDES, _LOWEST_16 = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0xFFFF)
-_EXPONENT = np.uint32(0x7F800000)
 
 
 @on_device
@@ -102,8 +100,7 @@ def _add_word(word: Any, scale: Any, scale_inv: Any, nothing: Any, kind: Any, co
         word >>= np.uint64(16)
         value = np.float32(np.uint32(pattern << kind.shift).view(np.float32) * kind.lift)
         clamped = min(np.float32(value * scale), codes.limit)
-        exponent = np.uint32(max(clamped.view(np.uint32), codes.lowest) & _EXPONENT).view(np.float32)
-        code = cuda.fma(exponent, -codes.anchor, cuda.fma(exponent, codes.anchor, clamped))
+        code = nearest(clamped, codes)
         underflows = np.uint32(underflows + np.uint32(value != 0 and code <= nothing))
         x, c = np.float64(value), np.float64(code)
         # Multiplied by a one that the compiler does not know: it would take the product into the difference, rounded once.
@@ -146,22 +143,17 @@ def _sums_of_strip(tile: Any, at: Any, amax: Any, scale: Any, scale_inv: Any, ki
 
 
 @on_device
-def _add_up(mine: Any, tile: Any, threads: Any, out: Any) -> None:
-    """Sums over the threads of a block, always in the same order; in the memory of its tile, which is done with."""
-    thread = cuda.threadIdx.x
-    for i in range(SUMS):
-        tile[i * threads + thread] = mine[i].view(np.uint64)
-    half = threads >> 1
+def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
+    """Sums over the threads of a block, into its row; in shared memory that nobody reads any longer."""
+    thread, half = cuda.threadIdx.x, threads >> 1
+    keep(mine, room, thread, threads)
     while half:
         cuda.syncthreads()
-        if thread < half:
-            for i in range(SUMS):
-                at = i * threads + thread
-                tile[at] = (tile[at].view(np.float64) + tile[at + half].view(np.float64)).view(np.uint64)
+        fold(len(mine), room, thread, half, threads)
         half >>= 1
     if thread == 0:
-        for i in range(SUMS):
-            out[cuda.blockIdx.x * SUMS + i] = tile[i * threads].view(np.float64)
+        for i in range(len(mine)):
+            out[cuda.blockIdx.x * len(mine) + i] = room[i * threads].view(np.float64)
 
 
 @on_device

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8_debug.kernels import cuda_amax, cuda_blocks
+from nemo_fp8_debug.kernels import cuda_amax, cuda_blocks, cuda_sums
 from nemo_fp8_debug.kernels.cuda import words_of
 from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks, scales_of_amax
 from nemo_fp8_debug.numerics.figures import QuantizationSums
@@ -64,13 +64,13 @@ def amax(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
 
 
 def sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: tuple[int, int]) -> QuantizationSums:
-    bits, out = patterns(x), np.full(grid[0] * cuda_blocks.SUMS, np.nan)
+    bits, out = patterns(x), np.full(grid[0] * cuda_sums.SUMS, np.nan)
     words = bits.view(np.uint64) if cuda_blocks.whole_words(x.data_ptr(), x.shape[1]) else np.zeros(0, np.uint64)
     whole = amax(x, grid) if rule.two_level else torch.zeros(())
     _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
     known = cuda_blocks.arguments(x.shape, rule.block(role), x.dtype, fmt)
     cuda_blocks.launch(bits, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)
-    return cuda_blocks.total(torch.from_numpy(out).view(grid[0], -1))
+    return cuda_sums.total(torch.from_numpy(out).view(grid[0], -1))
 
 
 def check(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: tuple[int, int] = GRIDS[0]) -> None:
