@@ -70,7 +70,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _ruled(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose first row is a heading. Rich takes 25 ms of the GIL for the same, a quarter of a short step."""
+    """Lines of a table whose first row is a heading. Rich would hold the GIL for longer than all figures take."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(cells: Sequence[str], bar: str) -> str:
