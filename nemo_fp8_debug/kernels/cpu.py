@@ -20,8 +20,8 @@ Counts = npt.NDArray[np.int64]
 Counters = npt.NDArray[np.uint32]
 Values = npt.NDArray[np.uint16]
 
-#: below this many values clearing and folding private counters costs more than they save
-SMALL = 1 << 18
+#: below this many values clearing and folding private counters costs more than they save, in a step whose caches are full
+SMALL = 1 << 20
 #: values one thread gets at the least
 GRAIN = 1 << 19
 #: values of a row that are counted before it is asked whether private 32-bit counters have room for more
