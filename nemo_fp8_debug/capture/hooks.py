@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import inspection
 from ..interventions.active import emulated
-from .hosts.base import Args, Host, Kwargs, ScaleInUse, as_multiplied, is_prepared_later
+from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later
 from .layers import Gemm
 from .products import Products
 
@@ -211,14 +211,14 @@ class Capture:
         return self._pass(gemms, module, kwargs)
 
     def _pass(self, gemms: Sequence[Gemm], module: nn.Module, kwargs: Kwargs) -> _Pass:
-        casting = [g for g in gemms if g.host.cast is not Host.cast]
-        casts = {(g.name, role): self._cast(g, module, kwargs, role) for g in casting for role in ("input", "weight")}
+        casts = {(g.name, role): self._cast(g, module, kwargs, role) for g in gemms for role in ("input", "weight")}
         return _Pass(next(self._order), casts)
 
     def _cast(self, gemm: Gemm, module: nn.Module, kwargs: Kwargs, role: str) -> ScaleInUse | None:
-        if self._read_casts and (gemm.name, role) in self._takers and not emulated(module):
+        cast = gemm.host.cast
+        if cast and self._read_casts and (gemm.name, role) in self._takers and not emulated(module):
             with self._guarded(gemm.name, role, lost=False):
-                return gemm.host.cast(module, kwargs, gemm.part, role)
+                return cast(module, kwargs, gemm.part, role)
         return None
 
     def _take_inside(self, gemm: Gemm, role: str, x: torch.Tensor, cast: Callable[[], ScaleInUse]) -> None:
@@ -259,7 +259,7 @@ class Capture:
             with self._guarded(*key):
                 taker = self._takers.get(key)
                 if taker and (dy := gemm.host.grad(grad, module, small, kwargs, gemm.part)) is not None:
-                    use = None if gemm.host.cast is Host.cast else self._cast(gemm, module, kwargs, "grad_output")
+                    use = self._cast(gemm, module, kwargs, "grad_output")
                     taker.add(dy, next(self._order), use)
                     self._multiply(gemm, "grad_output", dy, counted, use)
 

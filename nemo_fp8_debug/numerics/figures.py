@@ -122,7 +122,7 @@ def moments(batch: SketchBatch) -> Moments:
         amin=at(first + has_zeros),
         median=at(middle),
         sum_x2=batch.per_sketch(weights * squares),
-        sum_x4=batch.per_sketch(weights * squares.square_()),
+        sum_x4=batch.per_sketch(weights * squares.square()),
     )
 
 

@@ -58,8 +58,8 @@ class Host:
     #: roles of a part that no hook sees
     unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
     #: what the engine casts a role of a part with in the forward call that begins, or in the backward of this moment;
-    #: None: this host does not quantise
-    cast: Callable[[nn.Module, Kwargs, str, str], ScaleInUse | None] = lambda *_: None
+    #: None where it does not quantise; no function where the host never does
+    cast: Callable[[nn.Module, Kwargs, str, str], ScaleInUse | None] | None = None
     #: whether its modules quantise for themselves when told to
     has_own_fp8: bool = False
     #: the FP8 recipe that the module is configured for; None: none
