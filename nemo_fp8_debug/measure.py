@@ -12,13 +12,12 @@ import torch
 
 from .folds import Folds
 from .names import fold_of, is_fold
-from .numerics import figures
+from .numerics.ahead import Sketches
 from .numerics.figures import Moments, QuantizationSums
 from .numerics.formats import FORMATS, FloatFormat
 from .numerics.history import EmulatedScales
 from .numerics.rows import rows
 from .numerics.scaling import CurrentScaling, parse_recipe
-from .numerics.sketch import SketchBatch
 from .shards import Shard, added_up
 
 Columns = dict[str, list[Any]]
@@ -65,10 +64,10 @@ def measure(
     """
     folds = Folds.of([s.key for s in shards], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in shards])
     folded = [added_up(key, [shards[i] for i in of]) for key, of in folds.members.items()]
-    totals = SketchBatch.of([s.sketch for s in shards])
+    totals = Sketches([s.sketch for s in shards])
     moments = _moments(shards, totals)
     if folded:
-        moments = Moments.concat([moments, _moments(folded, SketchBatch.of([s.sketch for s in folded]))])
+        moments = Moments.concat([moments, _moments(folded, Sketches([s.sketch for s in folded]))])
     experts = Counter(fold for name in {*names, *(s.key[0] for s in shards)} if (fold := fold_of(name)))
     operands = _Operands([*shards, *folded], folds, totals, moments, experts)
     scale, sums = _in_use(shards, operands)
@@ -89,7 +88,7 @@ class _Operands:
     rows: Sequence[Shard]
     folds: Folds
     #: of operands only
-    sketches: SketchBatch
+    sketches: Sketches
     moments: Moments
     #: how many experts there are, by fold
     experts: Mapping[str, int]
@@ -137,10 +136,15 @@ def _in_use(shards: Sequence[Shard], operands: _Operands) -> tuple[torch.Tensor,
     rules = [_rule(s) if s.scales is None else None for s in shards]
     for rule in set(filter(None, rules)):
         scale = torch.where(torch.tensor([r == rule for r in rules]), rule.scale(amax, limits), scale)
-    of_sketches = figures.quantization_sums(operands.sketches, scale, [FORMATS[s.cast.format] for s in shards])
-    if not any(s.sums for s in shards):
-        return scale, of_sketches
-    return scale, QuantizationSums.concat([s.sums or of_sketches.row(i) for i, s in enumerate(shards)])
+    rest = [i for i, s in enumerate(shards) if not s.sums]
+    of_sketches = operands.sketches.only(rest).quantization_sums(scale[rest], [FORMATS[shards[i].cast.format] for i in rest])
+    summed = {i: s.sums for i, s in enumerate(shards) if s.sums}
+    return scale, QuantizationSums.concat([of_sketches, *summed.values()]).rows(_order([*rest, *summed]))
+
+
+def _order(places: Sequence[int]) -> torch.Tensor:
+    """int64 [B]: where each row is, of which it is told where they belong."""
+    return torch.tensor(places, dtype=torch.int64).argsort()
 
 
 def _rule(shard: Shard) -> CurrentScaling | None:
@@ -151,16 +155,13 @@ def _rule(shard: Shard) -> CurrentScaling | None:
     return CurrentScaling() if shard.sums is None else None  # delayed scaling without a history yet
 
 
-def _moments(shards: Sequence[Shard], totals: SketchBatch) -> Moments:
+def _moments(shards: Sequence[Shard], totals: Sketches) -> Moments:
     """Moments of each operand: those of its sketch, or the direct ones where the sketch is rounded."""
-    of_sketches = figures.moments(totals)
-    if not any(s.moments for s in shards):
-        return of_sketches
-    parts = []
-    for i, shard in enumerate(shards):
-        row = of_sketches.row(i)
-        parts.append(shard.moments.with_median(row.median) if shard.moments else row)
-    return Moments.concat(parts)
+    of_sketches = totals.moments
+    direct = {i: s.moments for i, s in enumerate(shards) if s.moments}
+    rest = [i for i in range(len(shards)) if i not in direct]
+    rows = Moments.concat([of_sketches.rows(torch.tensor(rest, dtype=torch.int64)), *direct.values()])
+    return rows.rows(_order([*rest, *direct])).with_median(of_sketches.median)
 
 
 def _what_if(shards: Sequence[Shard], operands: _Operands, others: Sequence[EmulatedScales]) -> Columns:
@@ -173,12 +174,12 @@ def _weighed_by_sketches(shards: Sequence[Shard], operands: _Operands, others: S
     chosen = [i for i, s in enumerate(shards) if not s.moments]
     if not chosen or not others:
         return []
-    batch = SketchBatch.of([shards[i].sketch for i in chosen])
+    sketches = operands.sketches.only(chosen)
     keys, amax = [shards[i].key for i in chosen], operands.moments.amax[chosen].float()
     tables = []
     for other in others:
         scale = other.of(keys, amax)
-        sums = figures.quantization_sums(batch, scale, other.formats(keys))
+        sums = sketches.quantization_sums(scale, other.formats(keys))
         tables.append(_table(other, operands, chosen, sums, scale))
         other.observe(keys, amax)
     return tables

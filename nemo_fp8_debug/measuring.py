@@ -47,9 +47,13 @@ class Sampled:
     #: of what was collected
     homecoming: Homecoming
 
-    def collected(self) -> Collected:
-        """What this rank found."""
-        self.homecoming.wait()
+    def collected(self, others: Sequence[EmulatedScales] = ()) -> Collected:
+        """What this rank found.
+
+        Args:
+            others: recipes that it is weighed under alone, without other ranks.
+        """
+        self.homecoming.wait(lambda: [of for operand in self.operands for of in operand.asked(others)])
         return Collected(collect(self.operands), {key: sums for p in self.products for key, sums in p.sums().items()})
 
 
@@ -122,7 +126,7 @@ class Measuring:
             group.close()
 
     def _alone(self, sampled: Sampled) -> Measured:
-        found = sampled.collected()
+        found = sampled.collected(self._weighed(sampled.weighed))
         self._report(sampled, found.shards)
         self._scales.observe({shard.key: shard.amax for shard in found.shards})
         return self._measured(found, sampled)

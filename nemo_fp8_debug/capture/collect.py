@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ..numerics import figures
+from ..numerics.ahead import Sketches
 from ..numerics.figures import Moments, QuantizationSums
-from ..numerics.scaling import CurrentScaling
-from ..numerics.sketch import Sketch, SketchBatch
+from ..numerics.scaling import CurrentScaling, scales_of
+from ..numerics.sketch import Sketch
 from ..shards import Cast, Shard
 from .hosts.base import ScaleInUse
 from .operands import Operand
@@ -61,10 +62,14 @@ class _UnderScales:
     def __init__(self, operands: Sequence[Operand]) -> None:
         parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.sketches, strict=True)]
         uses = [use for _, _, use, _ in parts]
-        batch = SketchBatch.of([sketch for *_, sketch in parts])
+        sketches = Sketches([sketch for *_, sketch in parts])
         owner = torch.tensor([i for i, *_ in parts], dtype=torch.int64)
-        scales = _scales(uses, _amax(operands, batch))
-        sums = figures.quantization_sums(batch, scales, [use.format for use in uses]).fold(owner, len(operands))
+        held = [use.scale if isinstance(use.scale, (torch.Tensor, CurrentScaling)) else None for use in uses]
+        formats = [use.format for use in uses]
+        scales = scales_of(held, formats, _amax(operands, sketches))
+        counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
+        of_counted = sketches.only(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
+        sums = of_counted.fold(owner[counted], len(operands))
         #: by key: sums, smallest and largest scale, and the sketches with their scales
         self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}
         found: list[Parts] = [[] for _ in operands]
@@ -80,9 +85,9 @@ class _UnderScales:
             self.of[operand.key] = mine, (min(used), max(used)) if used else None, found[i]
 
 
-def _amax(operands: Sequence[Operand], batch: SketchBatch) -> torch.Tensor:
+def _amax(operands: Sequence[Operand], sketches: Sketches) -> torch.Tensor:
     """float32 [P], of each sketch of each operand; exact for float32 operands, whose sketches are rounded."""
-    amax, i = batch.amax(), 0
+    amax, i = sketches.amax(), 0
     for operand in operands:
         if len(operand.moments) == len(operand.sketches):
             for direct in operand.moments:
@@ -91,16 +96,3 @@ def _amax(operands: Sequence[Operand], batch: SketchBatch) -> torch.Tensor:
         else:
             i += len(operand.sketches)
     return amax
-
-
-def _scales(uses: Sequence[ScaleInUse], amax: torch.Tensor) -> torch.Tensor:
-    """The scale of each cast, float32 [P]: the one in use, or what its rule makes of the amax; NaN under a block rule."""
-    limits = torch.tensor([use.format.max for use in uses], dtype=torch.float32)
-    scales = torch.full_like(amax, torch.nan)
-    for rule in {use.scale for use in uses if isinstance(use.scale, CurrentScaling)}:
-        mine = torch.tensor([isinstance(use.scale, CurrentScaling) and use.scale == rule for use in uses])
-        scales = torch.where(mine, rule.scale(amax, limits), scales)
-    for i, use in enumerate(uses):
-        if isinstance(use.scale, torch.Tensor):
-            scales[i] = use.scale
-    return scales

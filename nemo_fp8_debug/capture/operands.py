@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,7 +10,9 @@ import torch
 
 from ..kernels import count_into, moments, nonfinite, quantization_sums, sketch
 from ..numerics import figures
+from ..numerics.ahead import Ask
 from ..numerics.blocks import BlockRule
+from ..numerics.history import EmulatedScales
 from ..numerics.scaling import CurrentScaling, Recipe, Unscaled, amax_of
 from ..numerics.sketch import DTYPES, Sketch
 from .dtensors import local
@@ -131,7 +134,7 @@ class Operand:
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor that was collected by what `to` gives for it."""
-        for counted in (*self.sketches, *filter(None, [self.rest])):
+        for counted in self._kept():
             counted.counts = to(counted.counts)
         self.casts, self.rest_casts = [_moved(u, to) for u in self.casts], [_moved(u, to) for u in self.rest_casts]
         self.moments = [m.moved(to) for m in self.moments]
@@ -149,11 +152,33 @@ class Operand:
         """Whether all calls are measured under one scale, which the amax of the whole operand will tell after the step."""
         return all(map(_follows_the_whole, self.casts)) and not self.sums
 
-    @property
+    @functools.cached_property
     def total(self) -> Sketch:
-        """The sketch of all calls together."""
+        """The sketch of all calls together; none may follow."""
         first, *others = [*self.sketches, *([self.rest] if self.rest else [])]
         return sum(others, first)
+
+    def asked(self, others: Sequence[EmulatedScales]) -> list[tuple[Sketch, list[Ask]]]:
+        """Its sketches, and under what figures will ask for their sums.
+
+        Args:
+            others: recipes that are weighed.
+        """
+        if not self.calls:
+            return []
+        casts = zip(self.sketches, self.casts, strict=True)
+        under = {id(of): [(use.scale, use.format)] for of, use in casts if not self.sums}
+        weighed = {id(self.total): [(by.next_for(self.key), by.recipe.format_of(self.role)) for by in others]}
+        asked = []
+        for of in self._kept():
+            asks = [*under.get(id(of), []), *weighed.get(id(of), [])] if self.dtype in DTYPES else []
+            asked.append((of, [(scale, fmt) for scale, fmt in asks if not isinstance(scale, BlockRule)]))
+        return asked
+
+    def _kept(self) -> list[Sketch]:
+        """Each sketch, and that of all calls if it was asked for."""
+        kept = [*self.sketches, self.rest, self.__dict__.get("total")]
+        return list({id(of): of for of in kept if of}.values())
 
 
 def _moved(use: ScaleInUse, to: Callable[[torch.Tensor], torch.Tensor]) -> ScaleInUse:

@@ -17,7 +17,7 @@ import torch
 from .catalogue import FIGURES as FIGURES
 from .catalogue import WORSE as WORSE
 from .formats import FloatFormat, saturating_cast
-from .sketch import Sketch, SketchBatch, infinity_bin, magnitudes_of
+from .sketch import LANES, Sketch, SketchBatch, infinity_bin, lanes_of, magnitudes_of
 
 _T = TypeVar("_T", bound="_Columns")
 
@@ -98,12 +98,11 @@ def moments(batch: SketchBatch) -> Moments:
     x, weights = batch.values.double(), batch.weights
     squares = x * x
     total = batch.per_sketch(weights).long()
-    ends = batch.lengths.cumsum(0)
-    first = ends - batch.lengths
+    first = batch.first
 
     # Bins lie in order of magnitude, that of zero before all others, and an index past the end stands for no value.
     padded = torch.cat([x, x.new_full((1,), torch.nan)])
-    has_zeros = (batch.lengths > 0) & (padded[first] == 0)
+    has_zeros = (batch.end > first) & (padded[first] == 0)
     zeros = torch.where(has_zeros, torch.cat([batch.counts, batch.counts.new_zeros(1)])[first], 0)
     nonzero = total - zeros
     # Running counts over all sketches find every median in one search.
@@ -133,11 +132,11 @@ def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence
         scale: float32 [B].
         formats: B formats.
     """
-    scales = scale.repeat_interleave(batch.lengths)
+    scales = batch.per_bin(scale)
     scaled = batch.values * scales
     code, overflows, start = torch.empty_like(scaled), torch.empty_like(scaled, dtype=torch.bool), 0
-    for fmt, same in groupby(zip(formats, batch.lengths.tolist(), strict=True), key=itemgetter(0)):
-        end = start + sum(length for _, length in same)
+    for fmt, same in groupby(zip(formats, batch.lengths, strict=True), key=itemgetter(0)):
+        end = start + LANES * sum(lanes_of(length) for _, length in same)
         code[start:end] = saturating_cast(scaled[start:end], fmt)
         overflows[start:end] = beyond(scaled[start:end], fmt)
         start = end

@@ -9,7 +9,7 @@ import torch
 
 from .blocks import BlockRule
 from .formats import FloatFormat
-from .scaling import CurrentScaling, DelayedScaling, Recipe
+from .scaling import CurrentScaling, DelayedScaling, Recipe, scales_of
 
 #: (layer, role)
 Key = tuple[str, str]
@@ -89,16 +89,8 @@ class EmulatedScales:
 
     def of(self, keys: Sequence[Key], amax: torch.Tensor) -> torch.Tensor:
         """The scales, float32 [B], that operands of the given amax, float32 [B], are cast with; NaN under a block rule."""
-        limits = torch.tensor([fmt.max for fmt in self.formats(keys)], dtype=torch.float32)
-        rule = self.recipe.scaling
-        scale = (rule if isinstance(rule, CurrentScaling) else CurrentScaling()).scale(amax, limits)
-        for i, key in enumerate(keys):
-            held = self.next_for(key)
-            if isinstance(held, torch.Tensor):
-                scale[i] = held
-            elif isinstance(held, BlockRule):
-                scale[i] = torch.nan
-        return scale
+        held = [by if isinstance(by := self.next_for(key), (torch.Tensor, CurrentScaling)) else None for key in keys]
+        return scales_of(held, self.formats(keys), amax)
 
     def formats(self, keys: Sequence[Key]) -> list[FloatFormat]:
         """The format that each operand is cast to."""

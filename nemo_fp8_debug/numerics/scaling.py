@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -47,6 +48,31 @@ class CurrentScaling:
             limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
         """
         return scale_of_amax(amax, limit, self.epsilon, self.power_of_two)
+
+
+def scales_of(
+    held: Sequence[torch.Tensor | CurrentScaling | None], formats: Sequence[FloatFormat], amax: torch.Tensor
+) -> torch.Tensor:
+    """Scales of B tensors, float32 [B] on the device of `amax`: those that are held, or what a rule makes of the amax.
+
+    Args:
+        held: float32 scalars on any device, or rules; None where neither is known, which gives NaN.
+        formats: that the tensors are cast to.
+        amax: float32 [B].
+    """
+    limits = torch.tensor([fmt.max for fmt in formats], dtype=torch.float32).to(amax.device)
+    scales = torch.full_like(amax, torch.nan)
+    for rule in {by for by in held if isinstance(by, CurrentScaling)}:
+        mine = torch.tensor([by == rule if isinstance(by, CurrentScaling) else False for by in held]).to(amax.device)
+        scales = torch.where(mine, rule.scale(amax, limits), scales)
+    known: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for i, scale in enumerate(held):
+        if isinstance(scale, torch.Tensor):
+            known[scale.device].append((i, scale.reshape(())))
+    for found in known.values():
+        at = torch.tensor([i for i, _ in found]).to(amax.device)
+        scales[at] = torch.stack([scale for _, scale in found]).to(amax)
+    return scales
 
 
 @dataclass(frozen=True)

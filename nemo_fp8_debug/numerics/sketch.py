@@ -8,14 +8,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+if TYPE_CHECKING:
+    from .ahead import Ahead
+
 BINS = 32768
 #: the 16-bit formats that a sketch can hold, in the order of the magnitude table
 DTYPES = (torch.bfloat16, torch.float16)
+#: bins that are added up at once
+LANES = 64
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -28,6 +35,8 @@ class Sketch:
     counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
     #: True where float32 values were rounded to bfloat16 to be counted
     rounded: bool = False
+    #: what was found of it on the device that it came from, and in which row of that
+    ahead: tuple[Ahead, int] | None = None
 
     @functools.cached_property
     def occupied(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -67,26 +76,29 @@ def infinity_bin(dtype: torch.dtype) -> int:
     return int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16))
 
 
-@functools.lru_cache(maxsize=1)
-def magnitudes() -> torch.Tensor:
+@functools.lru_cache(maxsize=8)
+def magnitudes(device: torch.device = _HOST) -> torch.Tensor:
     """Float32 [2 * 32768]: the magnitude that each pattern stands for, bfloat16's then float16's; NaN and inf included."""
     patterns = torch.arange(BINS, dtype=torch.int32).to(torch.int16)
-    return torch.cat([patterns.view(dtype).float() for dtype in DTYPES])
+    return torch.cat([patterns.view(dtype).float() for dtype in DTYPES]).to(device)
 
 
-@functools.lru_cache(maxsize=16)
 def magnitudes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Float32 [32768]: the magnitude of each bin; NaN and inf included."""
     start = BINS * DTYPES.index(dtype)
-    return magnitudes()[start : start + BINS].to(device)
+    return magnitudes(device)[start : start + BINS]
 
 
 @dataclass(frozen=True)
 class SketchBatch:
-    """The occupied bins of B sketches, laid end to end: finite magnitudes in ascending order, the others counted apart."""
+    """The occupied bins of B sketches, end to end: finite magnitudes in ascending order, the others counted apart.
 
-    #: int64 [B]: how many bins each sketch occupies
-    lengths: torch.Tensor
+    Behind the bins of a sketch lie empty ones up to a multiple of LANES, so that all of them are added up in the same order
+    on any device, whatever else is in the batch.
+    """
+
+    #: how many bins each sketch occupies, [B]
+    lengths: list[int]
     #: int64 [T]: index into `magnitudes()`
     index: torch.Tensor
     #: int64 [T]
@@ -98,29 +110,67 @@ class SketchBatch:
 
     @classmethod
     def of(cls, sketches: Sequence[Sketch]) -> SketchBatch:
-        """Pack sketches, in their order."""
-        index, counts, inf, nan = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [], []
-        for sketch in sketches:
+        """Pack sketches in host memory, in their order."""
+        ends = [infinity_bin(sketch.dtype) for sketch in sketches]
+        borders = [np.searchsorted(s.occupied[0], (end, end + 1)) for s, end in zip(sketches, ends, strict=True)]
+        lengths = [int(finite) for finite, _ in borders]
+        index, counts = (np.zeros(LANES * sum(map(lanes_of, lengths)), np.int64) for _ in range(2))
+        inf, nan, start = [], [], 0
+        for sketch, (finite, after) in zip(sketches, borders, strict=True):
             bins, of_bins = sketch.occupied
-            end = infinity_bin(sketch.dtype)
-            finite, after = np.searchsorted(bins, (end, end + 1))
-            index.append(bins[:finite] + BINS * DTYPES.index(sketch.dtype))
-            counts.append(of_bins[:finite])
+            index[start : start + finite] = bins[:finite] + BINS * DTYPES.index(sketch.dtype)
+            counts[start : start + finite] = of_bins[:finite]
             inf.append(int(of_bins[finite:after].sum()))
             nan.append(int(of_bins[after:].sum()))
-        lengths = torch.tensor([len(c) for c in counts[1:]], dtype=torch.int64)
-        return cls(
-            lengths,
-            torch.from_numpy(np.concatenate(index)),
-            torch.from_numpy(np.concatenate(counts)),
-            torch.tensor(inf, dtype=torch.int64),
-            torch.tensor(nan, dtype=torch.int64),
-        )
+            start += LANES * lanes_of(finite)
+        others = (torch.tensor(of_others, dtype=torch.int64) for of_others in (inf, nan))
+        return cls(lengths, torch.from_numpy(index), torch.from_numpy(counts), *others)
+
+    @classmethod
+    def of_bins(cls, where: torch.Tensor, there: torch.Tensor, dtypes: Sequence[torch.dtype]) -> SketchBatch:
+        """Pack sketches on the device that they are on, which is asked for their lengths only.
+
+        Args:
+            where: int64 [N], ascending: what is occupied of the sketches end to end, BINS * i + p for bin p of sketch i.
+            there: int64 [N], the counts.
+            dtypes: of the sketches, [B].
+        """
+        sketch, bins = where // BINS, where % BINS
+        constants = [[infinity_bin(dtype) for dtype in dtypes], [BINS * DTYPES.index(dtype) for dtype in dtypes]]
+        infinity, table = torch.tensor(constants, dtype=torch.int64).to(where.device)[:, sketch]
+
+        def per_sketch(counts: torch.Tensor) -> torch.Tensor:
+            return there.new_zeros(len(dtypes)).index_add_(0, sketch, counts)
+
+        finite = bins < infinity
+        inf, nan = (per_sketch(there * those) for those in (bins == infinity, bins > infinity))
+        lengths: list[int] = per_sketch(finite.long()).tolist()
+        room = torch.tensor([LANES * lanes_of(length) for length in lengths], dtype=torch.int64)
+        shift = (room.cumsum(0) - room).to(where.device) - torch.searchsorted(sketch, torch.arange(len(dtypes)).to(sketch))
+        t = int(room.sum())
+        place = torch.where(finite, torch.arange(len(where), device=where.device) + shift[sketch], t)
+        index, counts = (there.new_zeros(t + 1).scatter_(0, place, of)[:t] for of in (bins + table, there))
+        return cls(lengths, index, counts, inf, nan)
+
+    @functools.cached_property
+    def room(self) -> torch.Tensor:
+        """int64 [B]: the bins of each sketch, with the empty ones behind them."""
+        return torch.tensor([LANES * lanes_of(length) for length in self.lengths], dtype=torch.int64).to(self.index.device)
+
+    @functools.cached_property
+    def first(self) -> torch.Tensor:
+        """int64 [B]: where the bins of each sketch begin."""
+        return self.room.cumsum(0) - self.room
+
+    @functools.cached_property
+    def end(self) -> torch.Tensor:
+        """int64 [B]: where they end."""
+        return self.first + torch.tensor(self.lengths, dtype=torch.int64).to(self.index.device)
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
         """float32 [T]: the magnitude of each bin."""
-        return magnitudes()[self.index]
+        return magnitudes(self.index.device)[self.index]
 
     @functools.cached_property
     def weights(self) -> torch.Tensor:
@@ -130,8 +180,34 @@ class SketchBatch:
     def amax(self) -> torch.Tensor:
         """float32 [B]: the largest finite magnitude of each sketch, its last bin; 0 where there is none."""
         padded = torch.cat([self.values.new_zeros(1), self.values])
-        return torch.where(self.lengths > 0, padded[self.lengths.cumsum(0)], 0.0)
+        return torch.where(self.end > self.first, padded[self.end], 0.0)
+
+    def per_bin(self, per_sketch: torch.Tensor) -> torch.Tensor:
+        """[B] -> [T]: what belongs to a sketch, for each of its bins."""
+        return per_sketch.repeat_interleave(self.room, output_size=len(self.index))
 
     def per_sketch(self, per_bin: torch.Tensor) -> torch.Tensor:
         """[T] -> [B]: float64 sum over the bins of each sketch."""
-        return torch.segment_reduce(per_bin, "sum", lengths=self.lengths, unsafe=True)
+        lanes = per_bin.view(-1, LANES)
+        while lanes.shape[1] > 1:
+            half = lanes.shape[1] // 2
+            lanes = lanes[:, :half] + lanes[:, half:]
+        width, place = self._pairs
+        pairs = per_bin.new_zeros(len(self.lengths) * width)
+        pairs[place] = lanes.view(-1)
+        while width > 1:
+            pairs, width = pairs[0::2] + pairs[1::2], width // 2
+        return pairs
+
+    @functools.cached_property
+    def _pairs(self) -> tuple[int, torch.Tensor]:
+        """A power of two that is not less than the lanes of any sketch, and the place of each in a table that is so wide."""
+        lanes = [lanes_of(length) for length in self.lengths]
+        width = 1 << (max(lanes, default=1) - 1).bit_length() if max(lanes, default=1) > 1 else 1
+        place = np.concatenate([np.zeros(0, np.int64), *(width * i + np.arange(n) for i, n in enumerate(lanes))])
+        return width, torch.from_numpy(place).to(self.index.device)
+
+
+def lanes_of(bins: int) -> int:
+    """How many times LANES take so many bins."""
+    return -(-bins // LANES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from tensors import KINDS, SIXTEEN_BIT, random_patterns
 
 from nemo_fp8_debug.kernels import anywhere, cpu, sketch
 from nemo_fp8_debug.kernels.memory import bits_of
-from nemo_fp8_debug.numerics.sketch import BINS, Sketch, magnitudes
+from nemo_fp8_debug.numerics.sketch import BINS, Sketch, SketchBatch, magnitudes
 
 PATTERNS = hnp.arrays(np.uint16, st.integers(0, 40), elements=st.integers(0, 0xFFFF))
 
@@ -175,3 +176,30 @@ def test_a_sum_is_marked_rounded_if_one_part_is() -> None:
 def test_sketches_of_different_dtypes_refuse_to_add() -> None:
     with pytest.raises(ValueError, match=r"float16.*bfloat16"):
         Sketch(torch.bfloat16) + Sketch(torch.float16)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(PATTERNS, st.sampled_from(SIXTEEN_BIT)), max_size=5))
+def test_sketches_are_packed_the_same_where_they_are(tensors: list[tuple[npt.NDArray[np.uint16], torch.dtype]]) -> None:
+    sketches = [sketch(torch.from_numpy(bits.view(np.int16)).view(dtype)) for bits, dtype in tensors]
+    all_counts = torch.cat([torch.zeros(0, dtype=torch.int64), *(of.counts for of in sketches)])
+    where = all_counts.nonzero().view(-1)
+    want = SketchBatch.of(sketches)
+    found = SketchBatch.of_bins(where, all_counts[where], [of.dtype for of in sketches])
+    assert found.lengths == want.lengths
+    for name in ("index", "counts", "inf", "nan"):
+        assert torch.equal(getattr(found, name), getattr(want, name)), name
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 700), max_size=5), st.integers(0, 2**32 - 1))
+def test_bins_of_a_sketch_add_up_whatever_is_beside_it(lengths: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sketches = [sketch(torch.randn(20 * length, generator=generator).bfloat16()) for length in lengths]
+    batch = SketchBatch.of(sketches)
+    per_bin = batch.values.double() * batch.weights
+    sums = batch.per_sketch(per_bin)
+    alone = [SketchBatch.of([of]) for of in sketches]
+    assert sums.tolist() == [float(one.per_sketch(one.values.double() * one.weights)) for one in alone]
+    exact = [math.fsum(part.tolist()) for part in per_bin.split(batch.room.tolist())] if lengths else []
+    torch.testing.assert_close(sums, torch.tensor(exact, dtype=torch.float64), rtol=1e-14, atol=0)
