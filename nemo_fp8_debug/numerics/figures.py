@@ -121,7 +121,7 @@ def moments(batch: SketchBatch) -> Moments:
         amin=at(first + has_zeros),
         median=at(middle),
         sum_x2=batch.per_sketch(weights * squares),
-        sum_x4=batch.per_sketch(weights * squares.square()),
+        sum_x4=batch.per_sketch(squares.square_().mul_(weights)),
     )
 
 
@@ -167,16 +167,16 @@ def sums_of_values(
     """
     lost = q == 0
     # A block whose scale rounds to zero saturates and is lost all the same: that is no overflow.
-    overflows = total(weights * (beyond & ~lost)).long()
-    underflows = total(weights * (lost & (x != 0))).long()
+    overflows, underflows = beyond & ~lost, lost & (x != 0)
     x = x.double()
-    weighted, error = weights * q, x - q
+    error, weighted = x - q, weights * q
     return QuantizationSums(
-        underflows=underflows,
-        overflows=overflows,
-        sum_error2=total(weights * error.square_()),
-        sum_xq=total(weighted * x),
-        sum_q2=total(weighted * q),
+        underflows=total(weights * underflows).long(),
+        overflows=total(weights * overflows).long(),
+        # In place: to take new memory costs more than to compute.
+        sum_error2=total(error.square_().mul_(weights)),
+        sum_xq=total(x.mul_(weighted)),
+        sum_q2=total(weighted.mul_(q)),
     )
 
 

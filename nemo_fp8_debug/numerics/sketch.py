@@ -189,8 +189,7 @@ class SketchBatch:
     def per_sketch(self, per_bin: torch.Tensor) -> torch.Tensor:
         """[T] -> [B]: float64 sum over the bins of each sketch."""
         lanes = per_bin.view(-1, LANES)
-        while lanes.shape[1] > 1:
-            half = lanes.shape[1] // 2
+        while (half := lanes.shape[1] // 2) > 0:
             lanes = lanes[:, :half] + lanes[:, half:]
         width, place = self._pairs
         pairs = per_bin.new_zeros(len(self.lengths) * width)

@@ -28,7 +28,7 @@ def encode(table: pa.Table) -> tuple[bytes, str]:
     writer = pq.ParquetWriter(
         sink,
         table.schema,
-        compression="zstd",
+        compression="lz4",
         use_dictionary=texts,
         column_encoding=dict.fromkeys(lists, "DELTA_BINARY_PACKED"),
         write_statistics=["attempt", "step"],
