@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -21,16 +22,22 @@ sys.path[:0] = [str(p) for p in _helpers]
 
 #: files that take longest come first, so that no worker is left with one in the end
 _longest = (
-    *("test_demo", "distributed/test_megatron_layouts", "te/test_te", "distributed/test_fsdp", "distributed/test_deepspeed"),
-    *("distributed/test_faults", "callback/test_nemo", "te/test_bridge", "te/test_recommended_recipes", "callback/test_ddp"),
-    *("monitor/test_experts", "monitor/test_ranks", "adapters/test_transformers", "adapters/test_loops"),
-    "te/test_bench_gpu_step",
+    *("test_demo", "distributed/test_megatron_layouts", "distributed/test_fsdp", "numerics/test_blocks"),
+    *("record/test_torture", "analysis/test_replay", "tensorboard_plugin/test_verdict", "te/test_te"),
+    *("tensorboard_plugin/test_map", "distributed/test_deepspeed", "adapters/test_transformers", "distributed/test_faults"),
+    *("callback/test_nemo", "tensorboard_plugin/test_jobs", "record/test_store", "monitor/test_experts", "te/test_bridge"),
+    *("tensorboard_plugin/test_fingerprints", "adapters/test_loops", "tensorboard_plugin/test_distribution"),
+    *("callback/test_rescue", "callback/test_ddp", "analysis/test_diagnose", "te/test_bench_gpu_step"),
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {_here / f"{name}.py": place for place, name in enumerate(_longest)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # or each collection, which trainers ask for at every end, would go through the objects of all modules
 
 
 @pytest.fixture(scope="session")

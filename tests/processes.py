@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
@@ -53,6 +53,19 @@ def in_ranks(world: int, train: Callable[..., object], *arguments: object) -> No
             sys.exit()
         ranks.append(process)
     _wait_for(ranks)
+
+
+def in_turn(run: Callable[[str], object], cases: Iterable[str]) -> list[int]:
+    """The exit statuses of `run(case)`, each in a process of its own that may end as it likes; forked as ranks are."""
+    _load()
+    gc.freeze()
+    statuses = []
+    for case in cases:
+        if not (process := os.fork()):
+            run(case)
+            sys.exit()
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    return statuses
 
 
 def _load() -> None:

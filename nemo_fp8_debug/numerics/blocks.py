@@ -216,8 +216,7 @@ def _untiled(tiles: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     """Largest magnitude in each block of a matrix, NaN ignored: float32 [blocks of rows, blocks of columns]."""
-    magnitude = _tiles(x.float(), block).abs()
-    return torch.where(magnitude.isnan(), 0.0, magnitude).amax((1, 3))
+    return _tiles(x.float(), block).abs().nan_to_num(0.0, torch.inf).amax((1, 3))
 
 
 def block_sums(x: torch.Tensor, scales: BlockScales, block: Block, fmt: FloatFormat) -> QuantizationSums:

@@ -19,7 +19,7 @@ import torch
 from ..errors import ConfigError
 from .amax import FLT_MAX, scale_of_amax
 from .blocks import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
-from .formats import BF16, E4M3, E5M2, FORMATS, FloatFormat, saturating_cast
+from .formats import BF16, E4M3, E5M2, FORMATS, FloatFormat, decoded, saturating_cast
 
 #: operand roles of a GEMM: X of the forward pass, W, and the gradient of the output, dY
 ROLES = ("input", "weight", "grad_output")
@@ -251,8 +251,7 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronisation."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    magnitude = x.detach().abs()
-    return torch.where(magnitude.isnan(), 0, magnitude).amax().float()
+    return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
@@ -270,4 +269,4 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Te
 
 def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """`x` as a low-precision GEMM sees it: its codes times the float32 reciprocal of the scale, in x's dtype."""
-    return (quantize(x, scale, fmt).float() * (1.0 / scale)).to(x.dtype)
+    return (decoded(quantize(x, scale, fmt), fmt) * (1.0 / scale)).to(x.dtype)

@@ -1,6 +1,6 @@
 """A small Llama and real text under Hugging Face's Trainer, which keeps what each of its batches cost.
 
-`hf_run.py FOLDER`, under torchrun: trains without and with the callback. `hf_run.py FOLDER fails`: breaks off at step 4.
+`hf_run.py FOLDER`: breaks off at step 4 in a process, then trains without and with the callback in two.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from hf_trainer import collate, model
+from processes import in_ranks, in_turn
 from text_windows import TextWindows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -70,15 +71,27 @@ class Fails(TrainerCallback):
             raise RuntimeError("the user's own")
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def fails(folder: str) -> None:
+    trainer = build(Path(folder), [FP8DebugTrainerCallback(interval=2, table_rows=0), Fails()], max_steps=10)
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        (Path(folder) / "error").write_text(str(error))
+        raise
+
+
+def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    callback = FP8DebugTrainerCallback(interval=2, table_rows=0)
-    if sys.argv[2:] == ["fails"]:
-        build(folder, [callback, Fails()], max_steps=10).train()
     results = {}
-    for name, callbacks in (("plain", []), ("watched", [callback])):
+    for name in ("plain", "watched"):
+        callbacks = [FP8DebugTrainerCallback(interval=2, table_rows=0)] if name == "watched" else []
         trainer = build(folder / name, callbacks, accumulate=2)
         trainer.train()
         results[name] = {"losses": trainer.losses, "weights": weights(trainer)}
-    (folder / f"rank-{trainer.args.process_index}.json").write_text(json.dumps(results))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    (folder / "statuses.json").write_text(json.dumps(in_turn(fails, [str(folder / "failed")])))
+    in_ranks(2, main, folder)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_run import Watching, build, weights
+from processes import run_script
 from transformers import TrainerCallback
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
 from nemo_fp8_debug.adapters.transformers import FP8DebugTrainerCallback
 from nemo_fp8_debug.record.reader import find_run, read_table
-
-HERE = Path(__file__).parent
 
 
 def watch(**options: Any) -> FP8DebugTrainerCallback:
@@ -126,11 +122,19 @@ def test_a_resumed_run_is_another_attempt_that_goes_on_counting(tmp_path: Path) 
     assert figures.rows() == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (1, 6)]
 
 
-def test_what_failed_runs_saw_survives_them(tmp_path: Path) -> None:
-    done = run([str(HERE / "hf_run.py"), str(tmp_path), "fails"])
-    assert "the user's own" in done.stderr
-    assert read_table(find_run(tmp_path), "figures")["step"].unique().to_list() == [2]
-    assert list(steps_of(tmp_path)["loss"]) == [1, 2, 3]
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one process ended with a fault of the user's, and two with none."""
+    folder = tmp_path_factory.mktemp("processes")
+    run_script(Path(__file__).with_name("hf_run.py"), folder)
+    assert json.loads((folder / "statuses.json").read_text()) == [1]
+    return folder
+
+
+def test_what_failed_runs_saw_survives_them(processes: Path) -> None:
+    assert (processes / "failed" / "error").read_text() == "the user's own"
+    assert read_table(find_run(processes / "failed"), "figures")["step"].unique().to_list() == [2]
+    assert list(steps_of(processes / "failed")["loss"]) == [1, 2, 3]
 
 
 def test_a_second_run_closes_one_that_broke_off(tmp_path: Path) -> None:
@@ -200,24 +204,14 @@ def test_faults_cost_the_monitor_and_not_the_run(tmp_path: Path) -> None:
     assert trainer.state.global_step == 6
 
 
-def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(HERE.parents[1] / "recipes"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
-
-
-def test_two_processes(tmp_path: Path) -> None:
-    done = run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / "hf_run.py"), str(tmp_path)])
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+def test_two_processes(processes: Path) -> None:
+    ranks = [json.loads((processes / f"rank-{rank}.json").read_text()) for rank in range(2)]
     for rank in ranks:
         assert rank["watched"] == rank["plain"]
     assert ranks[0]["plain"]["losses"] != ranks[1]["plain"]["losses"]  # each has batches of its own
-    recorded = steps_of(tmp_path / "watched")["loss"]
+    recorded = steps_of(processes / "watched")["loss"]
     assert recorded == pytest.approx({int(step): loss for step, loss in ranks[0]["plain"]["losses"].items()}, rel=1e-6)
-    figures = read_table(find_run(tmp_path / "watched"), "figures")
+    figures = read_table(find_run(processes / "watched"), "figures")
     assert figures["step"].unique().to_list() == [2, 4, 6]
     assert (figures.filter(role="input")["calls"] == 4).all() and (figures.filter(role="input")["shards"] == 2).all()
     assert "model.layers.0.mlp.down_proj" in figures["layer"]

@@ -12,7 +12,7 @@ LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH, VOCABULARY = 4, 64, 32, 2, 64
 #: over all data-parallel ranks
 MICRO_BATCHES = 2
 EXPERTS = 4
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)

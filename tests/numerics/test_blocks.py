@@ -93,6 +93,7 @@ def nvfp4_scale(amax: np.float32, whole: np.float32) -> tuple[Any, np.float32, f
 def reference(x: torch.Tensor, name: str, width: int, high: int, fmt: str) -> Reference:
     """A matrix, one block after the other."""
     values, limit = x.float().numpy(), LIMIT[fmt]
+    whole = amax_of(values)
     rows, columns = values.shape
     codes, q = np.empty(values.shape, np.uint8), np.empty(values.shape, np.float64)
     scaled, stored = np.empty_like(values), []
@@ -106,7 +107,7 @@ def reference(x: torch.Tensor, name: str, width: int, high: int, fmt: str) -> Re
             elif name.startswith("mxfp8"):
                 kept, scale, worth = mxfp8_scale(amax, limit)
             else:
-                kept, scale, worth = nvfp4_scale(amax, amax_of(values))
+                kept, scale, worth = nvfp4_scale(amax, whole)
             stored[-1].append(kept)
             scaled[at] = values[at] * scale
             # NVIDIA's FP4 has no NaN and takes 6, ml_dtypes takes -0.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensors import all_patterns
 
-from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, FloatFormat, saturating_cast
+from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, FloatFormat, decoded, saturating_cast
 
 ML_DTYPE = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -89,6 +89,17 @@ class TestSaturatingCast:
         finite = x[x.isfinite()]
         lost = saturating_cast(finite, fmt).float() == 0
         assert torch.equal(lost, finite.abs() <= fmt.min_subnormal / 2)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_every_code_is_decoded_as_ml_dtypes_does_wherever_it_lies(fmt: FloatFormat) -> None:
+    codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    want = codes.view(ML_DTYPE[fmt.name]).astype(np.float32)
+    given = torch.from_numpy(codes).view(fmt.dtype)
+    assert_same_bits(decoded(given, fmt), want)
+    turned = decoded(given.T, fmt)
+    assert_same_bits(turned, want.T)
+    assert turned.stride() == given.T.stride()
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)

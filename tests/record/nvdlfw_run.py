@@ -1,4 +1,4 @@
-"""A process of a run of two ranks that nvdlfw_inspect logs: `nvdlfw_run.py RANK FOLDER reduced|apart`."""
+"""Runs of two ranks that nvdlfw_inspect logs: `nvdlfw_run.py FOLDER`, in which each of `RANKS` gets one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 import nvdlfw_inspect.api as nvdlfw
 import torch
 import torch.distributed as dist
+from processes import in_ranks
 
 STEPS = (0, 2, 4)
+#: whether ranks add up what they log
+RANKS = ("reduced", "apart")
 LAYER = "model.module.decoder.layers.3.mlp.linear_fc1"
 
 
@@ -18,9 +21,8 @@ def tensor(rank: int, step: int) -> torch.Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-if __name__ == "__main__":
-    rank, folder, ranks = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def main(rank: int, world: int, folder: Path, ranks: str) -> None:
+    dist.init_process_group("gloo")
     statistics = {"enabled": True, "tensors": ["activation", "output"], "stats": ["min", "max", "mean"], "freq": 2}
     layers = {"layer_name_regex_pattern": ".*"}
     config = {"all": {"enabled": True, "layers": layers, "LogTensorStats": statistics}}
@@ -36,3 +38,9 @@ if __name__ == "__main__":
             )
         nvdlfw.step()
     nvdlfw.end_debug()
+
+
+if __name__ == "__main__":
+    for how in RANKS:
+        (Path(sys.argv[1]) / how).mkdir()
+        in_ranks(2, main, Path(sys.argv[1]) / how, how)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import fsspec
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from processes import in_turn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -107,6 +108,15 @@ class Hanging(MemoryFileSystem):
 
 
 fsspec.register_implementation("hanging", Hanging)
+
+
+#: the step before which the record begins to hang
+HANGS = {"in mid-run": LEAVES, "in the last step": STEPS - 1, "when closed": STEPS}
+
+
+def hang_in_turn() -> None:
+    """Each of `HANGS` in a process of its own; prints what each said, and their statuses."""
+    print(json.dumps(in_turn(lambda begins: hang_for_ever(HANGS[begins]), HANGS)))
 
 
 def hang_for_ever(begins: int) -> None:

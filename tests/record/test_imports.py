@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import subprocess
-import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import nvdlfw_run
@@ -17,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_script
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -146,16 +144,15 @@ class TestTransformerEngine:
 class TestTwoRanks:
     """Logs written here by nvdlfw_inspect itself."""
 
-    @pytest.fixture(scope="class", params=["reduced", "apart"])
-    def logs(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-        folder = tmp_path_factory.mktemp(request.param)
-        command = [sys.executable, "-W", "ignore", nvdlfw_run.__file__]
-        ranks = [subprocess.Popen([*command, str(rank), str(folder), request.param]) for rank in range(2)]
-        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
-        yield request.param, folder
+    @pytest.fixture(scope="class")
+    def logs(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("logs")
+        run_script(nvdlfw_run.__file__, folder)
+        return folder
 
-    def test_one_copy_of_what_all_ranks_have(self, tmp_path: Path, logs: tuple[str, Path]) -> None:
-        how, folder = logs
+    @pytest.mark.parametrize("how", nvdlfw_run.RANKS)
+    def test_one_copy_of_what_all_ranks_have(self, tmp_path: Path, logs: Path, how: str) -> None:
+        folder = logs / how
         assert len(list(folder.glob("nvdlfw_inspect_statistics_logs/*.log"))) == 2
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

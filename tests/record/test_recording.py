@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
+import json
 import threading
 import time
 import weakref
@@ -14,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import Samples
+from processes import run_script
 from torch import nn
+from unclosed import ENDS
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.record import recording
@@ -121,29 +122,17 @@ def test_the_folder_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.Mon
     assert [p.name for p in (tmp_path / "started").iterdir()] == ["run"]
 
 
-UNCLOSED = """
-import sys, torch
-from nemo_fp8_debug import FP8DebugWarning, Monitor
-
-model = torch.nn.Linear(4, 4)
-monitor = Monitor(model, sys.argv[1], interval=5, table_rows=0)
-for step in range(8):
-    with monitor.step(step) as report:
-        loss = model(torch.randn(2, 4)).sum()
-        loss.backward()
-        report(loss=loss)
-if sys.argv[2] == "exit":
-    sys.exit(3)
-if sys.argv[2] == "raise":
-    raise RuntimeError("the training failed")
-"""
+@pytest.fixture(scope="module")
+def unclosed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unclosed")
+    assert json.loads(run_script(Path(__file__).with_name("unclosed.py"), folder)) == list(ENDS.values())
+    return folder
 
 
-@pytest.mark.parametrize("end", ["fall off", "exit", "raise"])
-def test_a_process_that_ends_without_closing_loses_nothing(tmp_path: Path, end: str) -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", UNCLOSED, str(tmp_path), end], capture_output=True, timeout=60)
-    assert read_table(tmp_path, "figures")["step"].unique().to_list() == [0, 5]
-    assert read_table(tmp_path, "steps")["step"].to_list() == list(range(8))
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_that_ends_without_closing_loses_nothing(unclosed: Path, end: str) -> None:
+    assert read_table(unclosed / end, "figures")["step"].unique().to_list() == [0, 5]
+    assert read_table(unclosed / end, "steps")["step"].to_list() == list(range(8))
 
 
 def test_a_monitor_that_nobody_holds_is_freed() -> None:
