@@ -1,8 +1,9 @@
 """Times the figures' sums of a BF16 tensor under block recipes beside torch.aminmax of the same tensor.
 
-`python scripts/bench_blocks.py [--threads 2]`, about 2 minutes. Ratios and medians; kernel and aminmax take turns, so that
-they share the machine's moods. `hot` and `cold` are those of bench_sketch.py. The plain path, which other devices take, is
-timed once, in one thread.
+`python scripts/bench_blocks.py [--threads 2]`, about 3 minutes. Ratios and medians; kernel and aminmax take turns, so that
+they share the machine's moods. `hot` and `cold` are those of bench_sketch.py. Beside them two floors, ratios to aminmax as
+well: `arithmetic`, the same work on as many values that all come from the closest cache, and `reading`, of bench_sketch.py.
+The plain path, which other devices take, is timed once, in one thread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from bench_sketch import LAYOUTS, SIZES, in_turns, seconds, tensors_of
+from bench_sketch import LAYOUTS, SIZES, Call, in_turns, reading, seconds, tensors_of
 
 from nemo_fp8_debug.kernels import quantization_sums
 from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks
@@ -28,6 +29,8 @@ CASES = (
 )
 #: seconds a comparison takes
 BUDGET = 1.5
+#: values that the arithmetic is timed over, so many that what a call costs besides does not count
+MANY = 1 << 24
 
 How = tuple[BlockRule, str, FloatFormat]
 
@@ -48,6 +51,12 @@ def plain_ratio(by: How, threads: int) -> float:
     return ratio
 
 
+def arithmetic(by: How) -> Call:
+    """Measures `MANY` values without waiting for memory, whatever it is given: one row, in a close cache, over and over."""
+    x = torch.randn(4096).bfloat16().expand(MANY // 4096, 4096)
+    return lambda _: quantization_sums(x, *by)
+
+
 def cases() -> Iterator[tuple[str, str, str, int]]:
     """Recipe, role, layout, size in 2^20 values."""
     for name, role in CASES:
@@ -64,15 +73,19 @@ def main() -> None:
     for name, role in CASES:
         print(f"plain path in one thread: {name:30} {role:12} {plain_ratio(how(name, role), threads):6.0f} times aminmax")
     print(f"BF16, {threads} threads; medians, and medians of ratios to torch.aminmax")
+    read = reading(threads)
     for name, role, layout, mebi in cases():
-        by = how(name, role)
+        by, flat = how(name, role), layout == "contiguous"
         for state, tensors in tensors_of(mebi, layout):
             quantization_sums(tensors[0], *by)
-            (ours, ratio), (theirs, _) = in_turns(
-                tensors, [lambda x, by=by: quantization_sums(x, *by), torch.aminmax], BUDGET
-            )
+            ours_of = lambda x, by=by: quantization_sums(x, *by)  # noqa: E731
+            calls = [ours_of, arithmetic(by), *([read] if flat else []), torch.aminmax]
+            found = in_turns(tensors, calls, BUDGET)
+            (ours, ratio), (theirs, _) = found[0], found[-1]
+            floors = f"arithmetic {found[1][1] * (mebi << 20) / MANY:5.2f}"
+            floors += f"  reading {found[2][1]:5.2f}" if flat else ""
             case = f"{name:30} {role:12} {mebi:4} Mi {layout:22} {state:4}"
-            print(f"{case} {ours:7.2f} ms  aminmax {theirs:7.2f} ms  ratio {ratio:5.2f}", flush=True)
+            print(f"{case} {ours:7.2f} ms  aminmax {theirs:7.2f} ms  ratio {ratio:5.2f}  {floors}", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def _pointer_to(kind: Any) -> Any:
     return pointer
 
 
-_values_at, _counts_at = _pointer_to(types.uint16), _pointer_to(types.int64)
+values_at, _counts_at = _pointer_to(types.uint16), _pointer_to(types.int64)
 
 
 @jit
@@ -81,7 +81,7 @@ def _count_directly(values: Values, counts: Counts) -> None:
 @jit
 def count_few(address: int, n: int, counts: int) -> None:
     """As `count_patterns` in this thread, of values and counters at addresses; for less than `SMALL` of them."""
-    _count_directly(carray(_values_at(address), (1, n)), carray(_counts_at(counts), 32768))
+    _count_directly(carray(values_at(address), (1, n)), carray(_counts_at(counts), 32768))
 
 
 @jit

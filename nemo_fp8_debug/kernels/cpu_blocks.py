@@ -8,50 +8,26 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..numerics import blocks
 from ..numerics.blocks import Block, BlockRule, matrix
 from ..numerics.figures import SCALE_ROUNDING, QuantizationSums
 from ..numerics.formats import FloatFormat
-from ..numerics.sketch import BINS, DTYPES, infinity_bin, magnitudes_of
+from ..numerics.sketch import DTYPES, infinity_bin
 from .cpu import pool
-from .cpu_block_loops import PANEL, Layout, Words, kernels
-from .memory import bits_of
+from .cpu_block_loops import Layout, bounds, kernels
+from .cpu_block_scales import tables_of, tables_of_one_level
+from .cpu_lanes import PANEL
+from .memory import address_of
 
 T = TypeVar("T")
 
 #: values one thread gets at the least
 GRAIN = 1 << 18
-
-
-class _Tables(NamedTuple):
-    """What the amax of a block leads to, by its pattern."""
-
-    scale: npt.NDArray[np.float32]
-    scale_inv: npt.NDArray[np.float64]
-    #: whether a finite amax can come to lie beyond the format's limit
-    clamps: bool
-
-
-def _tables(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, patterns: tuple[int, int] = (0, BINS - 1)) -> _Tables:
-    """Of the amaxes from the first to the second of `patterns`, which is the whole tensor's where the rule looks at that."""
-    first, last = patterns
-    amax = magnitudes_of(dtype, torch.device("cpu"))[first : last + 1]
-    scales = rule.scales(amax[:, None], amax[-1], fmt, dtype)
-    scale, scale_inv = np.zeros(BINS, np.float32), np.zeros(BINS)
-    scale_inv[first : last + 1] = scales.scale_inv[:, 0]
-    # What stands for zero whatever its codes are is scaled to zero.
-    scale[first : last + 1] = torch.where(scales.scale_inv == 0, 0.0, scales.scale)[:, 0]
-    scaled = (amax.numpy() * scale[first : last + 1])[: infinity_bin(dtype) - first]
-    return _Tables(scale, scale_inv, bool((scaled > fmt.max * SCALE_ROUNDING).any()))
-
-
-_tables_of_one_level = functools.lru_cache(maxsize=64)(_tables)
 
 
 def _shared_out(task: Callable[[tuple[int, int]], T], panels: int, values: int) -> list[T]:
@@ -63,23 +39,34 @@ def _shared_out(task: Callable[[tuple[int, int]], T], panels: int, values: int) 
     return [task(mine), *(job.result() for job in jobs)]
 
 
-def _laid_out(x: torch.Tensor, block: Block) -> tuple[Words, Layout]:
-    """The values of `x` in memory, and how a matrix of blocks lies in them."""
-    m = matrix(x)
-    rows, columns = m.shape
-    if m.stride(1) != 1 or (rows > 1 and m.stride(0) < columns):
-        m = m.contiguous()
-    stride = m.stride(0) if rows > 1 else columns
-    words = bits_of(m.as_strided(((rows - 1) * stride + columns,), (1,)))
+def _laid_out(x: torch.Tensor, block: Block) -> tuple[torch.Tensor, Layout]:
+    """The tensor in whose memory the values of `x` are, and how a matrix of blocks lies there."""
+    columns = x.shape[-1] if x.dim() else 1
+    rows, stride, kept = x.numel() // columns, columns, x
+    if not x.is_contiguous():
+        kept = matrix(x)
+        if kept.stride(1) != 1:
+            kept = kept.contiguous()
+        stride = kept.stride(0) if rows > 1 else columns
     whole = block[0] == 1 and stride == columns and columns % block[1] == 0
-    return words, (1, rows * columns, rows * columns) if whole else (rows, columns, stride)
+    return kept, (1, rows * columns, rows * columns) if whole else (rows, columns, stride)
+
+
+def _digits(fmt: FloatFormat) -> int:
+    """Bits of a significand behind its first."""
+    return round(math.log2(fmt.min_normal / fmt.min_subnormal))
 
 
 @functools.cache
-def _spacing(fmt: FloatFormat) -> tuple[np.float32, ...]:
-    """Limit, what lies beyond it, the lowest binade, and what brings values of a binade to multiples of its spacing."""
-    digits = math.log2(fmt.min_normal / fmt.min_subnormal)
-    return tuple(map(np.float32, (fmt.max, fmt.max * SCALE_ROUNDING, fmt.min_normal, 1.5 * 2 ** (23 - digits))))
+def _spacing(fmt: FloatFormat) -> tuple[tuple[np.float32, ...], int]:
+    """What casts have to know of a format.
+
+    Limit, what lies beyond it, the lowest binade, and what brings values of a binade to multiples of its spacing; and how
+    many bits a significand of bfloat16 has more.
+    """
+    digits = _digits(fmt)
+    numbers = (fmt.max, fmt.max * SCALE_ROUNDING, fmt.min_normal, 1.5 * 2.0 ** (23 - digits))
+    return tuple(map(np.float32, numbers)), 7 - digits
 
 
 def quantization_sums_in_blocks(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat) -> QuantizationSums:
@@ -87,22 +74,22 @@ def quantization_sums_in_blocks(x: torch.Tensor, rule: BlockRule, role: str, fmt
     if x.dtype not in DTYPES or not x.numel():
         return blocks.quantization_sums_in_blocks(x, rule, role, fmt)
     (high, wide), infinity = rule.block(role), infinity_bin(x.dtype)
-    words, layout = _laid_out(x, (high, wide))
-    loops, where = kernels(wide, x.dtype == torch.float16), (words, layout, high)
+    kept, layout = _laid_out(x, (high, wide))
+    loops, where = kernels(wide, x.dtype == torch.float16), (address_of(kept), layout, high)
     panels = math.ceil(layout[0] / high) * math.ceil(layout[1] / PANEL)
     if rule.two_level:
-        amax = np.zeros(panels * (PANEL // wide), np.uint16)
-        bounds = _shared_out(lambda share: loops.amax(*where, share, infinity, amax), panels, x.numel())
-        smallest, largest = min(b[0] for b in bounds), max(b[1] for b in bounds)
-        tables = _tables(rule, fmt, x.dtype, (min(smallest, largest), largest))
+        # The amax of every block, and zeros up to whole vectors.
+        found = np.zeros(-(-panels * (PANEL // wide) // 32) * 32, np.uint16)
+        _shared_out(lambda share: loops.amax(*where, share, infinity, found), panels, x.numel())
+        smallest, largest = bounds(found)
+        tables = tables_of(rule, fmt, x.dtype, min(smallest, largest), largest)
     else:
-        tables = _tables_of_one_level(rule, fmt, x.dtype)
+        tables = tables_of_one_level(rule, fmt, x.dtype)
 
-    def of(share: tuple[int, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        counts, sums = np.zeros(2, np.int64), np.zeros(3, np.float64)
-        found = amax if rule.two_level else np.zeros(PANEL // wide, np.uint16)
-        loops.sums(*where, share, infinity, found, rule.two_level, *tables, _spacing(fmt), counts, sums)
-        return counts, sums
+    def of(share: tuple[int, int]) -> tuple[int, int, float, float, float]:
+        amax = found if rule.two_level else np.zeros(max(32, PANEL // wide), np.uint16)
+        return loops.sums(*where, share, infinity, amax, rule.two_level, *tables, *_spacing(fmt))
 
-    counts, sums = (np.sum(parts, axis=0) for parts in zip(*_shared_out(of, panels, x.numel()), strict=True))
-    return QuantizationSums(*torch.from_numpy(counts[:, None]).unbind(), *torch.from_numpy(sums[:, None]).unbind())
+    totals = map(sum, zip(*_shared_out(of, panels, x.numel()), strict=True))
+    # Torch's own ways to cut a tensor up, or to make one of a number, take several times as long.
+    return QuantizationSums(*(torch.from_numpy(np.array([total])) for total in totals))

@@ -47,6 +47,17 @@ class DeviceMemory:
         }
 
 
+def address_of(x: torch.Tensor) -> int:
+    """Where the memory of a tensor, not empty, begins.
+
+    Raises:
+        ValueError: the memory has been given back.
+    """
+    if not (address := x.data_ptr()):
+        raise ValueError("it has no memory any longer")
+    return address
+
+
 def bits_of(x: torch.Tensor) -> npt.NDArray[Any]:
     """The bits of a tensor in CPU memory, unsigned, of its shape and strides.
 
@@ -57,6 +68,5 @@ def bits_of(x: torch.Tensor) -> npt.NDArray[Any]:
     """
     if not x.numel():
         return np.zeros(x.shape, f"u{x.element_size()}")
-    if not x.data_ptr():
-        raise ValueError("it has no memory any longer")
+    address_of(x)
     return np.asarray(_Memory(x))

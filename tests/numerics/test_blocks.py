@@ -326,6 +326,8 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "one row": lambda x: x[1],
     "one column": lambda x: x[:, :1],
     "three axes": lambda x: x.view(4, 20, 2120).transpose(0, 1),
+    "one row, repeated": lambda x: x[:1].expand(70, 2120),
+    "rows that overlap": lambda x: x.as_strided((70, 1300), (96, 1)),
     "one value, repeated": lambda x: x[:1, :1].expand(20, 40),
 }
 
