@@ -16,7 +16,7 @@ import torch
 
 from .catalogue import FIGURES as FIGURES
 from .catalogue import WORSE as WORSE
-from .formats import FloatFormat, saturating_cast
+from .formats import FloatFormat, decoded, saturating_cast
 from .sketch import LANES, Sketch, SketchBatch, infinity_bin, lanes_of, magnitudes_of
 
 _T = TypeVar("_T", bound="_Columns")
@@ -137,7 +137,7 @@ def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence
     code, overflows, start = torch.empty_like(scaled), torch.empty_like(scaled, dtype=torch.bool), 0
     for fmt, same in groupby(zip(formats, batch.lengths, strict=True), key=itemgetter(0)):
         end = start + LANES * sum(lanes_of(length) for _, length in same)
-        code[start:end] = saturating_cast(scaled[start:end], fmt)
+        code[start:end] = decoded(saturating_cast(scaled[start:end], fmt), fmt)
         overflows[start:end] = beyond(scaled[start:end], fmt)
         start = end
     q = code.double().div_(scales)
