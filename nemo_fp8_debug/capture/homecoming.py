@@ -10,7 +10,9 @@ from typing import Protocol
 
 import torch
 
-from .parcel import Asked, Move, brought
+from ..kernels import cpu_figures
+from ..numerics.ahead import Asked
+from .parcel import Move, brought
 
 
 class Holder(Protocol):
@@ -32,15 +34,22 @@ class Homecoming:
         self._holders = holders
         self._over = {device: _mark(device) for device in set(devices) if device.type == "cuda"}
         self._away = any(device.type != "cpu" for device in devices)
+        self._home = False
 
     def wait(self, asked: Callable[[], Asked]) -> None:
         """Have all tensors in host memory, once the device has come to the end of the step; nothing more if called again.
 
         Args:
-            asked: of sketches, which is found before they leave a CUDA device.
+            asked: of sketches, which is found before they leave a CUDA device, or else on the host.
         """
-        if not self._away:
+        if self._home:
             return
+        wanted = self._fetch(asked) if self._away else []
+        cpu_figures.find([of for of in wanted or asked() if not of[0].ahead])
+        self._home = True
+
+    def _fetch(self, asked: Callable[[], Asked]) -> Asked:
+        """What is away; gives what was asked of a CUDA device."""
         home: dict[int, torch.Tensor] = {}
         with contextlib.ExitStack() as streams:
             for device, over in self._over.items():
@@ -52,7 +61,7 @@ class Homecoming:
                 home |= zip(map(id, tensors), found, strict=True)
         for holder in self._holders:
             holder.move(lambda x: home.get(id(x), x))
-        self._away = False
+        return wanted
 
 
 def _mark(device: torch.device) -> torch.cuda.Event:

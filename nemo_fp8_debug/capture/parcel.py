@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from ..numerics.ahead import Ahead, Ask
-from ..numerics.sketch import BINS, Sketch, SketchBatch
+from ..numerics.ahead import Ahead, Ask, Asked
+from ..numerics.sketch import BINS, Occupied, Sketch, SketchBatch
 
 #: sketches whose bins are looked for at a time, 2 MiB of them
 GROUP = 8
@@ -17,8 +17,6 @@ AT_ONCE = 1 << 17
 
 #: gives the tensor that takes the place of one
 Move = Callable[[torch.Tensor], torch.Tensor]
-#: sketches, and under what figures will ask for the sums of each
-Asked = Sequence[tuple[Sketch, Sequence[Ask]]]
 #: of a group of sketches, end to end: where they are not empty, int64 [N], and the counts there, int64 [N]
 Bins = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,13 +37,14 @@ def brought(tensors: Sequence[torch.Tensor], to_host: Move, asked: Asked = ()) -
     bins = [x for where, there in groups for x in (where.int(), there)]
     away = [*bins, *others, *(ahead.tensors() if ahead else ())]
     home = iter(unpacked(to_host(packed(away)), away))
-    filled = _filled([(next(home), next(home)) for _ in groups], len(sketches))
+    filled = list(_filled([(next(home), next(home)) for _ in groups], len(sketches)))
     rest = iter([next(home) for _ in others])
     if ahead:
         found = ahead.moved(lambda _: next(home))
         for row, (sketch, _) in about.items():
-            sketch.ahead = found, row
-    return [next(filled) if _is_sketch(x) else next(rest) for x in tensors]
+            sketch.ahead, sketch.occupied = (found, row), filled[row][1]
+    counts = iter([table for table, _ in filled])
+    return [next(counts) if _is_sketch(x) else next(rest) for x in tensors]
 
 
 def _is_sketch(x: torch.Tensor) -> bool:
@@ -88,12 +87,15 @@ def _portions(groups: Sequence[Bins]) -> Iterator[list[Bins]]:
     yield portion
 
 
-def _filled(groups: Sequence[Bins], n: int) -> Iterator[torch.Tensor]:
-    """The `n` sketches that `_thinned` made those of."""
-    for i, (where, there) in enumerate(groups):
-        counts = np.zeros((min(GROUP, n - GROUP * i), BINS), np.int64)  # mostly never touched
-        counts.reshape(-1)[where.numpy()] = there.numpy()
-        yield from torch.from_numpy(counts).unbind()
+def _filled(groups: Sequence[Bins], n: int) -> Iterator[tuple[torch.Tensor, Occupied]]:
+    """The `n` sketches that `_thinned` made those of, and what is occupied of each."""
+    for i, (away, counted) in enumerate(groups):
+        where, there, of_group = away.numpy().astype(np.int64), counted.numpy(), min(GROUP, n - GROUP * i)
+        counts = np.zeros((of_group, BINS), np.int64)  # mostly never touched
+        counts.reshape(-1)[where] = there
+        ends = np.searchsorted(where, BINS * np.arange(of_group + 1))
+        for k, (table, first, end) in enumerate(zip(counts, ends, ends[1:], strict=False)):
+            yield torch.from_numpy(table), (where[first:end] - BINS * k, there[first:end])
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -68,7 +68,7 @@ def _pointer_to(kind: Any) -> Any:
     return pointer
 
 
-values_at, _counts_at = _pointer_to(types.uint16), _pointer_to(types.int64)
+values_at, counts_at = _pointer_to(types.uint16), _pointer_to(types.int64)
 
 
 @jit
@@ -81,13 +81,13 @@ def _count_directly(values: Values, counts: Counts) -> None:
 @jit
 def count_few(address: int, n: int, counts: int) -> None:
     """As `count_patterns` in this thread, of values and counters at addresses; for less than `SMALL` of them."""
-    _count_directly(carray(values_at(address), (1, n)), carray(_counts_at(counts), 32768))
+    _count_directly(carray(values_at(address), (1, n)), carray(counts_at(counts), 32768))
 
 
 @jit
 def last_counts(counts: int, first: int) -> int:
     """The sum of the counters at an address from one of them on."""
-    total: int = carray(_counts_at(counts), 32768)[first:].sum()
+    total: int = carray(counts_at(counts), 32768)[first:].sum()
     return total
 
 

@@ -5,7 +5,6 @@ The amax of a block is a magnitude of its dtype, one of 32,768, so its scale is 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,12 +14,13 @@ import torch
 
 from ..numerics import blocks
 from ..numerics.blocks import Block, BlockRule, matrix
-from ..numerics.figures import SCALE_ROUNDING, QuantizationSums
+from ..numerics.figures import QuantizationSums
 from ..numerics.formats import FloatFormat
 from ..numerics.sketch import DTYPES, infinity_bin
 from .cpu import pool
 from .cpu_block_loops import Layout, bounds, kernels
 from .cpu_block_scales import tables_of, tables_of_one_level
+from .cpu_casts import digits, spacing
 from .cpu_lanes import PANEL
 from .memory import address_of
 
@@ -52,23 +52,6 @@ def _laid_out(x: torch.Tensor, block: Block) -> tuple[torch.Tensor, Layout]:
     return kept, (1, rows * columns, rows * columns) if whole else (rows, columns, stride)
 
 
-def _digits(fmt: FloatFormat) -> int:
-    """Bits of a significand behind its first."""
-    return round(math.log2(fmt.min_normal / fmt.min_subnormal))
-
-
-@functools.cache
-def _spacing(fmt: FloatFormat) -> tuple[tuple[np.float32, ...], int]:
-    """What casts have to know of a format.
-
-    Limit, what lies beyond it, the lowest binade, and what brings values of a binade to multiples of its spacing; and how
-    many bits a significand of bfloat16 has more.
-    """
-    digits = _digits(fmt)
-    numbers = (fmt.max, fmt.max * SCALE_ROUNDING, fmt.min_normal, 1.5 * 2.0 ** (23 - digits))
-    return tuple(map(np.float32, numbers)), 7 - digits
-
-
 def quantization_sums_in_blocks(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat) -> QuantizationSums:
     """As `numerics.blocks.quantization_sums_in_blocks`, of an operand in CPU memory; sums are added up in another order."""
     if x.dtype not in DTYPES or not x.numel():
@@ -88,7 +71,7 @@ def quantization_sums_in_blocks(x: torch.Tensor, rule: BlockRule, role: str, fmt
 
     def of(share: tuple[int, int]) -> tuple[int, int, float, float, float]:
         amax = found if rule.two_level else np.zeros(max(32, PANEL // wide), np.uint16)
-        return loops.sums(*where, share, infinity, amax, rule.two_level, *tables, *_spacing(fmt))
+        return loops.sums(*where, share, infinity, amax, rule.two_level, *tables, spacing(fmt), 7 - digits(fmt))
 
     totals = map(sum, zip(*_shared_out(of, panels, x.numel()), strict=True))
     # Torch's own ways to cut a tensor up, or to make one of a number, take several times as long.

@@ -6,11 +6,15 @@ Machine code that is kept on disk is dated by the file of its loop: who changes 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from ..numerics.figures import SCALE_ROUNDING
+from ..numerics.formats import FloatFormat
 from .cpu_lanes import (
     COUNTS,
     COUNTS_OF_2,
@@ -37,6 +41,22 @@ from .cpu_lanes import (
 
 #: values whose products `fold` adds up without overflow
 SEGMENT = 128
+
+
+@functools.cache
+def digits(fmt: FloatFormat) -> int:
+    """Bits of a significand behind its first, of which bfloat16 has 7."""
+    return round(math.log2(fmt.min_normal / fmt.min_subnormal))
+
+
+@functools.cache
+def spacing(fmt: FloatFormat) -> tuple[np.float32, np.float32, np.float32, np.float32]:
+    """Limit, what lies beyond it, the lowest binade, and what brings values of a binade to multiples of its spacing.
+
+    `value + a - a`, where a is the last times the value's binade, rounds as float32 rounds a sum: to such a multiple.
+    """
+    anchor = 1.5 * 2.0 ** (23 - digits(fmt))
+    return np.float32(fmt.max), np.float32(fmt.max * SCALE_ROUNDING), np.float32(fmt.min_normal), np.float32(anchor)
 
 
 def _values(builder: Any, address: Any, step: int, half: bool) -> list[Any]:

@@ -19,6 +19,19 @@ from .sketch import Sketch, SketchBatch
 
 #: a scale, float32 scalar on any device, or the rule that finds it from the amax; and the format
 Ask = tuple[torch.Tensor | CurrentScaling, FloatFormat]
+#: sketches, and under what figures will ask for the sums of each
+Asked = Sequence[tuple[Sketch, Sequence[Ask]]]
+
+
+#: scales and formats of S sketches; None where a sketch is not asked for one
+Column = tuple[list[torch.Tensor | CurrentScaling | None], list[FloatFormat]]
+
+
+def in_columns(asks: Sequence[Sequence[Ask]]) -> list[Column]:
+    """What each of S sketches is asked first, what second, and so on."""
+    width = max(map(len, asks), default=0)
+    padded = [[*of, *[(None, E4M3)] * (width - len(of))] for of in asks]
+    return [([of[a][0] for of in padded], [of[a][1] for of in padded]) for a in range(width)]
 
 
 @dataclass(frozen=True)
@@ -41,19 +54,18 @@ class Ahead:
         Args:
             asks: of each sketch.
         """
-        width = range(max(map(len, asks), default=0))
-        held = [[of[a][0] if a < len(of) else None for of in asks] for a in width]
-        formats = [[of[a][1] if a < len(of) else E4M3 for of in asks] for a in width]
+        columns = in_columns(asks)
         moments, scales, sums, start = [], [], [], 0
         for batch in batches:
             mine = slice(start, start := start + len(batch.lengths))
             moments.append(figures.moments(batch))
             amax = moments[-1].amax.float()
-            found = [scales_of(of[mine], fmts[mine], amax) for of, fmts in zip(held, formats, strict=True)]
+            found = [scales_of(held[mine], formats[mine], amax) for held, formats in columns]
             scales.append(torch.stack(found) if found else amax.new_zeros(0, len(amax)))
-            sums.append([figures.quantization_sums(batch, scale, formats[a][mine]) for a, scale in enumerate(found)])
-        columns = [QuantizationSums.concat([of[a] for of in sums]) for a in width]
-        return cls(Moments.concat(moments), torch.cat(scales, 1), formats, columns)
+            of_batch = zip(found, columns, strict=True)
+            sums.append([figures.quantization_sums(batch, scale, formats[mine]) for scale, (_, formats) in of_batch])
+        summed = [QuantizationSums.concat([of[a] for of in sums]) for a in range(len(columns))]
+        return cls(Moments.concat(moments), torch.cat(scales, 1), [formats for _, formats in columns], summed)
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, in an order of their own."""

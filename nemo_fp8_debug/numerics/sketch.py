@@ -23,6 +23,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 #: bins that are added up at once
 LANES = 64
 _HOST = torch.device("cpu")
+#: bins that are not empty, ascending, and their counts, int64
+Occupied = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Sketch:
     ahead: tuple[Ahead, int] | None = None
 
     @functools.cached_property
-    def occupied(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def occupied(self) -> Occupied:
         """Bins that are not empty, ascending, and their counts. Found once: nothing may be counted in afterwards."""
         counts = self.counts.cpu().numpy()
         bins = np.flatnonzero(counts != 0)  # asked first, which takes a quarter of the time
