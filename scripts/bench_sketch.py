@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.kernels import cpu_figures, sketch
 from nemo_fp8_debug.kernels.cpu import count_patterns, prefetch
 from nemo_fp8_debug.numerics import figures
+from nemo_fp8_debug.numerics.ahead import Sketches
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
-from nemo_fp8_debug.numerics.sketch import BINS, SketchBatch
+from nemo_fp8_debug.numerics.sketch import BINS
 
 #: values, in 2^20
 SIZES = (1, 4, 16, 64, 256)
@@ -113,14 +114,19 @@ def update_ns(threads: int) -> float:
 
 def figures_of_500_sketches() -> float:
     """Seconds for all figures of 500 sketches of normal values under 3 scalings."""
-    sketches = [sketch((1 + i) * torch.randn(1 << 16).bfloat16()) for i in range(500)]
-    start = time.perf_counter()
-    batch = SketchBatch.of(sketches)
-    moments = figures.moments(batch)
-    for scale, fmt in ((1.0, E4M3), (100.0, E4M3), (1000.0, E5M2)):
-        scales = torch.full((500,), scale)
-        figures.figures(moments, figures.quantization_sums(batch, scales, [fmt] * 500), scales, scales)
-    return time.perf_counter() - start
+    scalings = ((1.0, E4M3), (100.0, E4M3), (1000.0, E5M2))
+
+    def once() -> float:
+        counted = [sketch((1 + i) * torch.randn(1 << 16).bfloat16()) for i in range(500)]
+        start = time.perf_counter()
+        cpu_figures.find([(of, [(torch.tensor(scale), fmt) for scale, fmt in scalings]) for of in counted])
+        sketches = Sketches(counted)
+        for scale, fmt in scalings:
+            scales = torch.full((500,), scale)
+            figures.figures(sketches.moments, sketches.quantization_sums(scales, [fmt] * 500), scales, scales)
+        return time.perf_counter() - start
+
+    return min(once(), once())  # the first compiles
 
 
 def main() -> None:

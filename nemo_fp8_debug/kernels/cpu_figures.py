@@ -17,7 +17,7 @@ from ..numerics.figures import Moments, QuantizationSums
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import scales_of
 from ..numerics.sketch import BINS, DTYPES, LANES, Sketch, infinity_bin, magnitudes
-from .cpu import counts_at, jit
+from .cpu import AHEAD, counts_at, jit, prefetch
 from .cpu_casts import spacing
 
 Floats = npt.NDArray[np.float64]
@@ -78,6 +78,7 @@ def _occupied(address: int, bins: Integers, counts: Integers) -> int:
     """Bins that are not empty, ascending, and their counts; how many."""
     table, n = carray(counts_at(address), BINS), 0
     for i in range(0, BINS, 8):  # most are empty
+        prefetch(table, i + AHEAD)  # type: ignore[call-arg]
         some = table[i]
         for j in range(i + 1, i + 8):
             some |= table[j]
