@@ -80,7 +80,3 @@ def test_what_is_not_a_cast_to_fp8_is_left_to_the_figures() -> None:
     assert counted.ahead[0].under([0], torch.tensor([1.0]), [BF16]) is None
     assert counted.ahead[0].under([0], torch.tensor([2.0]), [E4M3])
     assert float(Sketches([counted]).quantization_sums(torch.tensor([1.0]), [BF16]).sum_error2) == 0
-
-
-def test_nothing_is_asked() -> None:
-    cpu_figures.find([])
