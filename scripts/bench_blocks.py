@@ -2,7 +2,8 @@
 
 `python scripts/bench_blocks.py [--threads 2]`, about 3 minutes. Ratios and medians; kernel and aminmax take turns, so that
 they share the machine's moods. `hot` and `cold` are those of bench_sketch.py. Beside them two floors, ratios to aminmax as
-well: `arithmetic`, the same work on as many values that all come from the closest cache, and `reading`, of bench_sketch.py.
+well: `arithmetic`, the same work on as many values that all come from the closest cache, and `reading`, of bench_sketch.py;
+and `call`, what a tensor of a single block takes, which each call takes besides.
 The plain path, which other devices take, is timed once, in one thread.
 """
 
@@ -57,6 +58,12 @@ def arithmetic(by: How) -> Call:
     return lambda _: quantization_sums(x, *by)
 
 
+def call(by: How) -> Call:
+    """Measures a single block, whatever it is given."""
+    x = torch.randn(by[0].block(by[1])).bfloat16()
+    return lambda _: quantization_sums(x, *by)
+
+
 def cases() -> Iterator[tuple[str, str, str, int]]:
     """Recipe, role, layout, size in 2^20 values."""
     for name, role in CASES:
@@ -79,11 +86,11 @@ def main() -> None:
         for state, tensors in tensors_of(mebi, layout):
             quantization_sums(tensors[0], *by)
             ours_of = lambda x, by=by: quantization_sums(x, *by)  # noqa: E731
-            calls = [ours_of, arithmetic(by), *([read] if flat else []), torch.aminmax]
+            calls = [ours_of, arithmetic(by), call(by), *([read] if flat else []), torch.aminmax]
             found = in_turns(tensors, calls, BUDGET)
             (ours, ratio), (theirs, _) = found[0], found[-1]
-            floors = f"arithmetic {found[1][1] * (mebi << 20) / MANY:5.2f}"
-            floors += f"  reading {found[2][1]:5.2f}" if flat else ""
+            floors = f"arithmetic {found[1][1] * (mebi << 20) / MANY:5.2f}  call {found[2][1]:5.2f}"
+            floors += f"  reading {found[3][1]:5.2f}" if flat else ""
             case = f"{name:30} {role:12} {mebi:4} Mi {layout:22} {state:4}"
             print(f"{case} {ours:7.2f} ms  aminmax {theirs:7.2f} ms  ratio {ratio:5.2f}  {floors}", flush=True)
 
