@@ -16,9 +16,10 @@ from ..numerics.figures import SCALE_ROUNDING
 from ..numerics.formats import E4M3, FloatFormat
 from ..numerics.sketch import BINS, infinity_bin, magnitudes_of
 from .cpu import jit
+from .cpu_casts import rounded, spacing
 
 #: of the format of NVFP4's scales
-_LIMIT, _MIN_NORMAL = E4M3.max, E4M3.min_normal
+_SPACING = spacing(E4M3)
 #: the pattern of infinity in bfloat16
 _INFINITY = 0x7F80
 
@@ -80,17 +81,14 @@ def _scales_of_nvfp4(  # type: ignore[no-untyped-def]
 
     Gives the largest product of an amax, finite, and its scale.
     """
-    one, most, largest = np.float32(1), np.float32(_LIMIT), np.float32(FLT_MAX)
-    encode = min(np.float32(_LIMIT * limit) / amax[-1], largest)
+    one, largest = np.float32(1), np.float32(FLT_MAX)
+    most, _, lowest, anchor = _SPACING
+    encode = min(np.float32(most * limit) / amax[-1], largest)
     if not encode > 0:
         encode = one
     factor, decode, over = encode * (one / np.float32(limit)), one / encode, np.float32(0)
     for i in range(amax.size):
-        # To E4M3 as `cpu_casts.cast` has it: float32's own rounding of a sum with 1.5 * 2^23 spacings.
-        wanted = min(amax[i] * factor, most)
-        binade = max(np.int32(np.float32(wanted).view(np.int32) & 0x7F800000).view(np.float32), np.float32(_MIN_NORMAL))
-        anchor = binade * np.float32(1.5 * 2**20)
-        stored = (wanted + anchor) - anchor
+        stored = rounded(min(amax[i] * factor, most), lowest, anchor)
         scale_inv[i] = np.float64(stored) / np.float64(encode)
         scale[i] = min(one / (stored * decode), largest) if scale_inv[i] != 0 else np.float32(0)
         if amax[i] < np.inf:

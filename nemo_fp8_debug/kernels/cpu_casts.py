@@ -1,6 +1,6 @@
 """The casts of 16 or 32 values at once and the sums of what they lose: by floating point, and by integers where those do.
 
-Machine code that is kept on disk is dated by the file of its loop: who changes this file saves `cpu_block_loops.py` as well.
+Machine code that is kept on disk is dated by the file of its loop: who changes this file saves those that import it as well.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numba.core import cgutils, types
 
 from ..numerics.figures import SCALE_ROUNDING
 from ..numerics.formats import FloatFormat
+from .cpu import jit
 from .cpu_lanes import (
     COUNTS,
     COUNTS_OF_2,
@@ -53,10 +54,21 @@ def digits(fmt: FloatFormat) -> int:
 def spacing(fmt: FloatFormat) -> tuple[np.float32, np.float32, np.float32, np.float32]:
     """Limit, what lies beyond it, the lowest binade, and what brings values of a binade to multiples of its spacing.
 
-    `value + a - a`, where a is the last times the value's binade, rounds as float32 rounds a sum: to such a multiple.
+    See `rounded`.
     """
     anchor = 1.5 * 2.0 ** (23 - digits(fmt))
     return np.float32(fmt.max), np.float32(fmt.max * SCALE_ROUNDING), np.float32(fmt.min_normal), np.float32(anchor)
+
+
+@jit
+def rounded(value: np.float32, lowest: np.float32, anchor: np.float32) -> np.float32:
+    """A value, not negative and not beyond a format's limit, cast to the format, of which `spacing` tells the rest.
+
+    Added to 1.5 * 2^23 spacings of the format, float32's own rounding gives a multiple of the spacing.
+    """
+    exponent = np.int32(np.float32(value).view(np.int32) & 0x7F800000)
+    above = max(exponent.view(np.float32), lowest) * anchor
+    return (value + above) - above
 
 
 def _values(builder: Any, address: Any, step: int, half: bool) -> list[Any]:
@@ -91,7 +103,7 @@ def cast(
             scaled = clamped = builder.fmul(value, splat(builder, args[1]))
             if clamps.literal_value:
                 clamped = builder.select(builder.fcmp_ordered("<", scaled, limit), scaled, limit)
-            # Added to 1.5 * 2^23 spacings of the format, float32's own rounding gives a multiple of the spacing.
+            # As in `rounded`.
             exponent = builder.and_(builder.bitcast(clamped, COUNTS.vector), splatted(0x7F800000, I32))
             binade = builder.bitcast(exponent, floats)
             binade = builder.select(builder.fcmp_ordered(">", binade, lowest), binade, lowest)

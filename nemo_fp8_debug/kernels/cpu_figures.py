@@ -18,7 +18,7 @@ from ..numerics.formats import FloatFormat
 from ..numerics.scaling import scales_of
 from ..numerics.sketch import BINS, DTYPES, LANES, Sketch, infinity_bin, magnitudes
 from .cpu import AHEAD, counts_at, jit, prefetch
-from .cpu_casts import spacing
+from .cpu_casts import rounded, spacing
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -165,10 +165,7 @@ def _sums(  # type: ignore[no-untyped-def]
         for i in range(first, end):
             value = magnitude[table[s] + bins[i]]
             scaled = value * by
-            clamped = min(scaled, limit)
-            # As in `cpu_casts.cast`.
-            binade = max(np.int32(np.float32(clamped).view(np.int32) & 0x7F800000).view(np.float32), lowest)
-            q = np.float64((clamped + binade * anchor) - binade * anchor) / np.float64(by)
+            q = np.float64(rounded(min(scaled, limit), lowest, anchor)) / np.float64(by)
             underflows += counts[i] * ((q == 0) & (value != 0))
             overflows += counts[i] * ((scaled > beyond) & (q != 0))
             x, weighted = np.float64(value), np.float64(counts[i]) * q

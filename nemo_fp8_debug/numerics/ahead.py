@@ -1,6 +1,6 @@
-"""What figures ask of sketches, found ahead on the device that they are on, so that it comes to the host with them.
+"""What figures ask of sketches, found ahead: on the device that they are on, or on the host by a loop of its own.
 
-The host asks by scale and format: what it asks otherwise it computes, and finds the same to the last bit.
+Figures ask by scale and format: what they ask otherwise is computed then, and is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from .sketch import Sketch, SketchBatch
 Ask = tuple[torch.Tensor | CurrentScaling, FloatFormat]
 #: sketches, and under what figures will ask for the sums of each
 Asked = Sequence[tuple[Sketch, Sequence[Ask]]]
-
-
 #: scales and formats of S sketches; None where a sketch is not asked for one
 Column = tuple[list[torch.Tensor | CurrentScaling | None], list[FloatFormat]]
 
