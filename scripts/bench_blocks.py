@@ -1,10 +1,11 @@
 """Times the figures' sums of a BF16 tensor under block recipes beside torch.aminmax of the same tensor.
 
-`python scripts/bench_blocks.py [--threads 2]`, about 3 minutes. Ratios and medians; kernel and aminmax take turns, so that
-they share the machine's moods. `hot` and `cold` are those of bench_sketch.py. Beside them two floors, ratios to aminmax as
-well: `arithmetic`, the same work on as many values that all come from the closest cache, and `reading`, of bench_sketch.py;
-and `call`, what a tensor of a single block takes, which each call takes besides.
-The plain path, which other devices take, is timed once, in one thread.
+`python scripts/bench_blocks.py [--threads 2]`, about 3 minutes. What a sampled step takes beside the tensor's sketch, which
+it has made. Ratios and medians; kernel and aminmax take turns, so that they share the machine's moods. `hot` and `cold` are
+those of bench_sketch.py. Beside them two floors, ratios to aminmax as well: `arithmetic`, the same work on as many values
+that all come from the closest cache, and `reading`, of bench_sketch.py; and `call`, what a tensor of a single block takes,
+which each call takes besides. `spread` are normal values times 2^(2z), z normal as well: in many blocks small values lie in
+the subnormal range of the format. The plain path, which other devices take, is timed once, in one thread.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from bench_sketch import LAYOUTS, SIZES, Call, in_turns, reading, seconds, tensors_of
 
-from nemo_fp8_debug.kernels import quantization_sums
+from nemo_fp8_debug.kernels import quantization_sums, sketch
 from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.scaling import parse_recipe
@@ -52,16 +53,30 @@ def plain_ratio(by: How, threads: int) -> float:
     return ratio
 
 
+def measuring(by: How, tensors: list[torch.Tensor]) -> Call:
+    """Measures one of these tensors."""
+    sketches = {x.data_ptr(): sketch(x) for x in tensors}
+    return lambda x: quantization_sums(x, *by, sketches[x.data_ptr()])
+
+
 def arithmetic(by: How) -> Call:
     """Measures `MANY` values without waiting for memory, whatever it is given: one row, in a close cache, over and over."""
     x = torch.randn(4096).bfloat16().expand(MANY // 4096, 4096)
-    return lambda _: quantization_sums(x, *by)
+    counted = sketch(x)
+    return lambda _: quantization_sums(x, *by, counted)
 
 
 def call(by: How) -> Call:
     """Measures a single block, whatever it is given."""
     x = torch.randn(by[0].block(by[1])).bfloat16()
-    return lambda _: quantization_sums(x, *by)
+    counted = sketch(x)
+    return lambda _: quantization_sums(x, *by, counted)
+
+
+def spread(mebi: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """As `tensors_of`, one tensor."""
+    z, normal = torch.randn(2, 1 << 20)
+    yield "hot", [(normal * torch.exp2(2 * z)).bfloat16().repeat(mebi).view(-1, 4096)]
 
 
 def cases() -> Iterator[tuple[str, str, str, int]]:
@@ -69,6 +84,7 @@ def cases() -> Iterator[tuple[str, str, str, int]]:
     for name, role in CASES:
         yield from ((name, role, "contiguous", mebi) for mebi in SIZES)
     yield from (("mxfp8", "input", layout, 16) for layout in LAYOUTS if layout != "contiguous")
+    yield from ((name, role, "spread", mebi) for name, role in CASES[:2] for mebi in SIZES[:3])
 
 
 def main() -> None:
@@ -83,9 +99,9 @@ def main() -> None:
     read = reading(threads)
     for name, role, layout, mebi in cases():
         by, flat = how(name, role), layout == "contiguous"
-        for state, tensors in tensors_of(mebi, layout):
-            quantization_sums(tensors[0], *by)
-            ours_of = lambda x, by=by: quantization_sums(x, *by)  # noqa: E731
+        for state, tensors in spread(mebi) if layout == "spread" else tensors_of(mebi, layout):
+            ours_of = measuring(by, tensors)
+            ours_of(tensors[0])
             calls = [ours_of, arithmetic(by), call(by), *([read] if flat else []), torch.aminmax]
             found = in_turns(tensors, calls, BUDGET)
             (ours, ratio), (theirs, _) = found[0], found[-1]

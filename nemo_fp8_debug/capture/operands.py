@@ -82,18 +82,22 @@ class Operand:
             raise TypeError(f"{self.role} is {self.dtype} in one call and {x.dtype} in another of the same step")
         x = local(x)
         use = use or self.in_use
-        last = self._count(x.detach(), use)
-        self._measure_directly(x.detach(), use)
-        self._nonfinite.append((order, self._nonfinite_count(last)))
+        counted = self._count(x.detach(), use)
+        self._measure_directly(x.detach(), use, counted)
+        self._nonfinite.append((order, self._nonfinite_count(counted)))
         self.dtype = x.dtype
         self.calls += 1
 
     def _count(self, x: torch.Tensor, use: ScaleInUse) -> Sketch:
-        """Count a call in; returns the sketch that it went into."""
-        if self.casts and not self.rest and _one_scale(use, self.casts[-1], x.dtype):
+        """Count a call in; returns its sketch, or that of several calls where none is measured in blocks."""
+        joins = self.casts and not self.rest and _one_scale(use, self.casts[-1], x.dtype)
+        if joins and not any(isinstance(recipe.scaling, BlockRule) for recipe in self.weigh):
             count_into(self.sketches[-1], x)
             return self.sketches[-1]
         mine = sketch(x)
+        if joins:
+            self.sketches[-1].counts += mine.counts
+            return mine
         if len(self.sketches) < KEPT_APART or x.dtype not in DTYPES:
             self.sketches.append(mine)
             self.casts.append(use)
@@ -110,26 +114,26 @@ class Operand:
             self.rest = mine
         return mine
 
-    def _nonfinite_count(self, last: Sketch) -> torch.Tensor | int:
+    def _nonfinite_count(self, counted: Sketch) -> torch.Tensor | int:
         """Of a call, or of all so far; without host synchronisation."""
-        return self.moments[-1].nan + self.moments[-1].inf if self.moments else nonfinite(last)
+        return self.moments[-1].nan + self.moments[-1].inf if self.moments else nonfinite(counted)
 
     @property
     def nonfinite_order(self) -> int | None:
         """Place in the order of execution of the first call that held NaN or infinity; None where none did."""
         return min((order for order, count in self._nonfinite if count > 0), default=None)
 
-    def _measure_directly(self, x: torch.Tensor, use: ScaleInUse) -> None:
+    def _measure_directly(self, x: torch.Tensor, use: ScaleInUse, counted: Sketch) -> None:
         """What sketches cannot answer: anything of float32, and block recipes."""
         is_float32 = x.dtype not in DTYPES
         if is_float32:
             self.moments.append(moments(x))
         if is_float32 or isinstance(use.scale, BlockRule):
-            self.sums.append(quantization_sums(x, use.scale, self.role, use.format))
+            self.sums.append(quantization_sums(x, use.scale, self.role, use.format, counted))
         for recipe in self.weigh:
             rule = recipe.scaling
             if isinstance(rule, BlockRule) or (is_float32 and isinstance(rule, Unscaled)):
-                sums = quantization_sums(x, rule, self.role, recipe.format_of(self.role))
+                sums = quantization_sums(x, rule, self.role, recipe.format_of(self.role), counted)
                 self.weighed.setdefault(recipe.name, []).append(sums)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -98,7 +98,11 @@ def moments(x: torch.Tensor) -> Moments:
 
 
 def quantization_sums(
-    x: torch.Tensor, scale: torch.Tensor | CurrentScaling | Unscaled | BlockRule, role: str, fmt: FloatFormat
+    x: torch.Tensor,
+    scale: torch.Tensor | CurrentScaling | Unscaled | BlockRule,
+    role: str,
+    fmt: FloatFormat,
+    counted: Sketch | None = None,
 ) -> QuantizationSums:
     """Sums (one row, on x's device) of an operand, straight from its values; no host synchronisation.
 
@@ -107,13 +111,14 @@ def quantization_sums(
         scale: float32 scalar, or the rule that finds scales.
         role: of the operand, which blocks depend on.
         fmt: format of the codes.
+        counted: the sketch of `x`, where there is one; sums of blocks on a CPU take it, and would count `x` first.
     """
     if isinstance(scale, BlockRule):
         if x.dtype in DTYPES and (kernel := _kernel_on(x.device, "cuda_blocks")):
             return kernel.block_sums(x, scale, role, fmt)  # type: ignore[no-any-return]
-        on_cpu = x.device.type == "cpu"
-        in_blocks = cpu_blocks.quantization_sums_in_blocks if on_cpu else quantization_sums_in_blocks
-        return in_blocks(x, scale, role, fmt)
+        if x.device.type == "cpu" and x.dtype in DTYPES and x.numel():
+            return cpu_blocks.quantization_sums_in_blocks(x, scale, role, fmt, counted or sketch(x))
+        return quantization_sums_in_blocks(x, scale, role, fmt)
     if isinstance(scale, Unscaled):
         scale = torch.ones((), device=x.device)
     if isinstance(scale, CurrentScaling):

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba.np.numpy_support import carray
 
 from ..numerics.amax import FLT_MAX
 from ..numerics.blocks import BlockRule, NVFP4Scaling
 from ..numerics.figures import SCALE_ROUNDING
 from ..numerics.formats import E4M3, FloatFormat
 from ..numerics.sketch import BINS, infinity_bin, magnitudes_of
-from .cpu import jit
+from .cpu import counts_at, jit
 from .cpu_casts import rounded, spacing
 
+_HOST = torch.device("cpu")
 #: of the format of NVFP4's scales
 _SPACING = spacing(E4M3)
-#: the pattern of infinity in bfloat16
-_INFINITY = 0x7F80
 
 
 class Tables(NamedTuple):
@@ -30,9 +29,11 @@ class Tables(NamedTuple):
     #: 0 where a block is lost
     scale: npt.NDArray[np.float32]
     scale_inv: npt.NDArray[np.float64]
-    #: of finite bfloat16: the pattern without significand from which on the cast is nothing but a shorter significand, in
-    #: blocks up to this amax; empty where scales are no powers of two
-    normal: npt.NDArray[np.uint16]
+    #: the largest pattern that is cast to zero
+    lost: npt.NDArray[np.uint16]
+    #: the pattern from which on the cast of finite values is nothing but a shorter significand; empty where scales are not
+    #: powers of two
+    floor: npt.NDArray[np.uint16]
     #: whether a finite amax can come to lie beyond the format's limit
     clamps: bool
 
@@ -41,14 +42,14 @@ class Tables(NamedTuple):
 def tables_of_one_level(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype) -> Tables:
     """Of every amax."""
     tables = tables_of(rule, fmt, dtype, 0, BINS - 1)
-    return tables._replace(normal=_normal(tables.scale, fmt, dtype))
+    return tables._replace(floor=_floor(tables, fmt, dtype))
 
 
 def tables_of(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, first: int, last: int) -> Tables:
     """Of the amaxes from pattern `first` to `last`, which is the whole tensor's where the rule looks at that."""
     scale, scale_inv = np.empty(BINS, np.float32), np.empty(BINS)
     scale[0] = scale_inv[0] = 0
-    amax = magnitudes_of(dtype, torch.device("cpu"))[first : last + 1]
+    amax = magnitudes_of(dtype, _HOST)[first : last + 1]
     if type(rule) is NVFP4Scaling:
         over = _scales_of_nvfp4(amax.numpy(), fmt.max, scale[first:], scale_inv[first:])
     else:
@@ -56,21 +57,62 @@ def tables_of(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, first: int,
         scale_inv[first : last + 1] = scales.scale_inv[:, 0]
         # What stands for zero whatever its codes are is scaled to zero.
         scale[first : last + 1] = torch.where(scales.scale_inv == 0, 0.0, scales.scale)[:, 0]
-        finite = slice(first, min(last + 1, infinity_bin(dtype)))
-        over = float((amax.numpy()[: finite.stop - first] * scale[finite]).max(initial=0))
-    return Tables(scale, scale_inv, np.empty(0, np.uint16), over > fmt.max * SCALE_ROUNDING)
+        end = min(last + 1, infinity_bin(dtype))
+        over = float((amax.numpy()[: end - first] * scale[first:end]).max(initial=0))
+    lost, finite = np.empty(BINS, np.uint16), magnitudes_of(dtype, _HOST)[: infinity_bin(dtype)].numpy()
+    _largest_lost(scale[first : last + 1], finite, np.float32(fmt.min_subnormal / 2), lost[first:])
+    return Tables(scale, scale_inv, lost, np.empty(0, np.uint16), over > fmt.max * SCALE_ROUNDING)
 
 
-def _normal(scale: npt.NDArray[np.float32], fmt: FloatFormat, dtype: torch.dtype) -> npt.NDArray[np.uint16]:
-    fraction, exponent = np.frexp(scale)
-    if dtype != torch.bfloat16 or (fraction[1:_INFINITY] != 0.5).all():
+def _floor(tables: Tables, fmt: FloatFormat, dtype: torch.dtype) -> npt.NDArray[np.uint16]:
+    infinity = infinity_bin(dtype)
+    scale, amax = tables.scale[:infinity].astype(np.float64), magnitudes_of(dtype, _HOST)[:infinity].double().numpy()
+    there = scale > 0
+    if (np.frexp(scale[there])[0] != 0.5).any():
         return np.empty(0, np.uint16)
-    amax = magnitudes_of(dtype, torch.device("cpu")).numpy()
-    with np.errstate(invalid="ignore"):
-        fits = (fraction == 0.5) & (amax * scale <= fmt.max)
-    least = np.clip(math.frexp(fmt.min_normal)[1] - exponent + 127, 1, 255) << 7
-    least[0] = 1 << 7  # a block of zeros has nothing to cast
-    return np.maximum.accumulate(np.where(fits, least, _INFINITY)[:_INFINITY]).astype(np.uint16)
+    exact = there & (scale * tables.scale_inv[:infinity] == 1) & (amax * scale <= fmt.max)
+    floor = np.full(BINS, infinity, np.uint16)
+    floor[:infinity][exact] = np.searchsorted(amax, fmt.min_normal / scale[exact])
+    floor[0] = 0  # a block of zeros has nothing to cast
+    return floor
+
+
+@jit
+def bounds(  # type: ignore[no-untyped-def]
+    address, infinity
+):
+    """The smallest bin of a sketch that is occupied, but 0, and the largest up to infinity; 0 where there is none."""
+    counts, first, last = carray(counts_at(address), BINS), BINS, 0
+    for i in range(0, infinity + 32, 32):  # most are empty
+        some = np.int64(0)
+        for j in range(i, i + 32):
+            some |= counts[j]
+        if some:
+            for j in range(max(i, 1), min(i + 32, infinity + 1)):
+                if counts[j]:
+                    first, last = min(first, j), j
+    return min(first, last), last
+
+
+@jit
+def _largest_lost(  # type: ignore[no-untyped-def]
+    scale, magnitude, half, lost
+):
+    """The largest pattern whose product with each scale, which fall, is rounded to zero."""
+    last = 0
+    for i in range(scale.size):
+        if scale[i] == 0:
+            lost[i] = magnitude.size - 1
+            continue
+        if not last or magnitude[last] * scale[i] > half:
+            last, step = 0, 1 << 14
+            while step:
+                if last + step < magnitude.size and magnitude[last + step] * scale[i] <= half:
+                    last += step
+                step >>= 1
+        while last + 1 < magnitude.size and magnitude[last + 1] * scale[i] <= half:
+            last += 1
+        lost[i] = last
 
 
 @functools.partial(jit, error_model="numpy")

@@ -42,7 +42,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 FLOATS, COUNTS, SUMS, WORDS = _Lanes(F32), _Lanes(I32), _Lanes(F64), _Lanes(I16, PAIRED)
-COUNTS_OF_2, COUNTS_OF_3, SUMS_OF_3 = (types.UniTuple(t, n) for t, n in ((COUNTS, 2), (COUNTS, 3), (SUMS, 3)))
+SUMS_OF_3 = types.UniTuple(SUMS, 3)
 
 
 def splatted(value: Any, element: ir.Type, length: int = LANES) -> ir.Constant:
@@ -73,21 +73,10 @@ def call(builder: Any, name: str, result: ir.Type, *args: Any, fastmath: tuple[s
     return builder.call(function, args, fastmath=fastmath)
 
 
-def _none(kind: Any) -> Any:
-    @in_lanes
-    def nothing(typing_context: Any) -> Any:
-        return kind(), lambda context, *_: ir.Constant(context.get_value_type(kind), None)
-
-    return nothing
-
-
-no_counts, no_sums, no_products, no_words = (_none(kind) for kind in (COUNTS_OF_2, SUMS_OF_3, COUNTS_OF_3, WORDS))
-
-
 @in_lanes
-def count(typing_context: Any, lanes: Any) -> Any:
-    """All lanes added up."""
-    return types.int32(lanes), lambda _, builder, __, args: call(builder, "llvm.vector.reduce.add.v16i32", I32, *args)
+def no_sums(typing_context: Any) -> Any:
+    """Three vectors of zeros."""
+    return SUMS_OF_3(), lambda context, *_: ir.Constant(context.get_value_type(SUMS_OF_3), None)
 
 
 @in_lanes
@@ -122,12 +111,6 @@ def magnitudes_at(builder: Any, address: Any) -> Any:
 
 
 @in_lanes
-def negative(typing_context: Any, words: Any) -> Any:
-    """Modulo 2^16."""
-    return words(words), lambda _, builder, __, args: builder.neg(args[0])
-
-
-@in_lanes
 def store(typing_context: Any, words: Any, address: Any) -> Any:
     """Write 32 words to an address."""
 
@@ -136,6 +119,41 @@ def store(typing_context: Any, words: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(words, address), generate
+
+
+@in_lanes
+def below(typing_context: Any, address: Any, floor: Any) -> Any:
+    """Which of 32 values at an address are smaller in magnitude than a pattern, given twice in 32 bits; a bit each."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        floors = builder.bitcast(splat(builder, args[1]), WORDS.vector)
+        return builder.bitcast(builder.icmp_unsigned("<", magnitudes_at(builder, args[0]), floors), I32)
+
+    return types.uint32(address, types.uint32), generate
+
+
+@in_lanes
+def keep(typing_context: Any, address: Any, bits: Any, to: Any) -> Any:
+    """Copy 32 magnitudes, with zeros where the bit is not set; the bits of those that are not zero."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        none = splatted(0, I16, PAIRED)
+        mask = builder.bitcast(args[1], ir.VectorType(ir.IntType(1), PAIRED))
+        kept = builder.select(mask, magnitudes_at(builder, args[0]), none)
+        builder.store(kept, builder.inttoptr(args[2], WORDS.vector.as_pointer()), align=2)
+        return builder.bitcast(builder.icmp_unsigned("!=", kept, none), I32)
+
+    return types.uint32(address, types.uint32, to), generate
+
+
+@in_lanes
+def lowest_bit(typing_context: Any, bits: Any) -> Any:
+    """Its number."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint32(types.uint32), generate
 
 
 @in_lanes

@@ -1,0 +1,42 @@
+"""What is collected of an operand over the micro-batches of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_fp8_debug.capture.hosts import torch_linear
+from nemo_fp8_debug.capture.hosts.base import ScaleInUse
+from nemo_fp8_debug.capture.layers import Gemm
+from nemo_fp8_debug.capture.operands import KEPT_APART, Operand
+from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.numerics.blocks import quantization_sums_in_blocks
+from nemo_fp8_debug.numerics.figures import QuantizationSums
+from nemo_fp8_debug.numerics.formats import E4M3
+from nemo_fp8_debug.numerics.scaling import CurrentScaling, parse_recipe
+
+#: casts of a step's calls: one sketch of them all, one sketch a call up to `KEPT_APART`, and what comes after
+IN_USE = {
+    "one scale, of the whole": ScaleInUse(CurrentScaling(), E4M3, "current", "current"),
+    "one scale, held": ScaleInUse(torch.tensor(3.0), E4M3, "delayed", "engine"),
+    "a scale a call": ScaleInUse(CurrentScaling(), E4M3, "current", "engine"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("use", IN_USE.values(), ids=IN_USE)
+def test_block_recipes_are_weighed_on_each_micro_batch_by_itself(use: ScaleInUse, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    batches = [(10.0**i * torch.randn(24, 160, generator=g)).to(dtype) for i in range(KEPT_APART + 2)]
+    weighed = [parse_recipe(name) for name in ("mxfp8", "blockwise", "nvfp4")]
+    operand = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.HOST), "input", use, weigh=weighed)
+    for order, x in enumerate(batches):
+        operand.add(x, order)
+    assert torch.equal(operand.total.counts, sketch(torch.stack(batches)).counts)
+    for recipe in weighed:
+        got = QuantizationSums.concat(operand.weighed[recipe.name])
+        by = recipe.scaling, "input", recipe.format_of("input")
+        want = QuantizationSums.concat([quantization_sums_in_blocks(x, *by) for x in batches])
+        for name, column in vars(want).items():
+            assert getattr(got, name).tolist() == pytest.approx(column.tolist(), rel=1e-12, abs=0.0), (recipe.name, name)
