@@ -111,11 +111,11 @@ def quantization_sums(
         scale: float32 scalar, or the rule that finds scales.
         role: of the operand, which blocks depend on.
         fmt: format of the codes.
-        counted: the sketch of `x`, where there is one; sums of blocks on a CPU take it, and would count `x` first.
+        counted: the sketch of `x`, where there is one; the kernels of block sums take it, and `x` would be counted first.
     """
     if isinstance(scale, BlockRule):
         if x.dtype in DTYPES and (kernel := _kernel_on(x.device, "cuda_blocks")):
-            return kernel.block_sums(x, scale, role, fmt)  # type: ignore[no-any-return]
+            return kernel.block_sums(x, scale, role, fmt, counted or sketch(x))  # type: ignore[no-any-return]
         if x.device.type == "cpu" and x.dtype in DTYPES and x.numel():
             return cpu_blocks.quantization_sums_in_blocks(x, scale, role, fmt, counted or sketch(x))
         return quantization_sums_in_blocks(x, scale, role, fmt)

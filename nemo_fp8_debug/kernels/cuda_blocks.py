@@ -14,8 +14,8 @@ import torch
 from ..numerics.blocks import Block, BlockRule, MXFP8Scaling, matrix, scales_of_amax
 from ..numerics.figures import QuantizationSums
 from ..numerics.formats import E4M3, FloatFormat
+from ..numerics.sketch import BINS, Sketch, infinity_bin, magnitudes_of
 from .cuda import cuda
-from .cuda_amax import amax_of
 from .cuda_numbers import Codes, Values
 from .cuda_sums import SUMS, total
 from .cuda_tile import STRIP, THREADS, TILE, sums_of
@@ -53,7 +53,13 @@ def launch(
     sums_of(kind, grid[1])[grid](values, words, shape, block, *scales, codes, out)
 
 
-def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat) -> QuantizationSums:
+def amax_of(sketch: Sketch) -> torch.Tensor:
+    """The amax of what a sketch has counted, NaN ignored: float32 scalar on its device, for which the host does not wait."""
+    end = infinity_bin(sketch.dtype) + 1
+    return torch.where(sketch.counts[:end] > 0, magnitudes_of(sketch.dtype, sketch.counts.device)[:end], 0.0).amax()
+
+
+def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Sketch) -> QuantizationSums:
     """As `numerics.blocks.quantization_sums_in_blocks`, in torch's current stream; sums are added up in another order.
 
     The first call on a device compiles.
@@ -63,6 +69,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat) ->
         rule: how blocks are cut and their scales found.
         role: of the operand, which blocks depend on.
         fmt: format of the codes.
+        counted: the sketch of `x`.
 
     Raises:
         ValueError: the memory has been given back; a kernel that read there would end the run.
@@ -74,8 +81,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat) ->
     if not rows.data_ptr():
         raise ValueError("it has no memory any longer")
     (high, across), n = (math.ceil(size / TILE) for size in rows.shape), rows.numel()
-    most = RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
-    blocks = min(most, high * across)
+    blocks = min(RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count, high * across)
     known = arguments(rows.shape, rule.block(role), x.dtype, fmt)
     values = DeviceMemory(rows, "u2", n)
     words = DeviceMemory(rows, "u8", n // 4 if whole_words(rows.data_ptr(), rows.shape[1]) else 0)
@@ -84,7 +90,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat) ->
     stream.wait_event(_kept(rule, fmt, x.dtype, device))
     with cuda.gpus[device.index]:
         running = cuda.external_stream(stream.cuda_stream)
-        whole = amax_of(rows, (most, THREADS, running)) if rule.two_level else torch.zeros((), device=device)
+        whole = amax_of(counted) if rule.two_level else torch.zeros((), device=device)
         _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
         scales = DeviceMemory(scale, "f4", len(scale)), DeviceMemory(scale_inv, "f8", len(scale_inv))
         launch(values, words, known, scales, DeviceMemory(parts, "f8", parts.numel()), (blocks, THREADS, running))
@@ -105,4 +111,6 @@ def try_out(device: torch.device) -> None:
     Raises:
         Exception: of many kinds, where Numba cannot use it.
     """
-    block_sums(torch.zeros(1, 32, dtype=torch.bfloat16, device=device), MXFP8Scaling(), "input", E4M3)
+    counts = torch.zeros(BINS, dtype=torch.int64, device=device)
+    x = torch.zeros(1, 32, dtype=torch.bfloat16, device=device)
+    block_sums(x, MXFP8Scaling(), "input", E4M3, Sketch(x.dtype, counts))

@@ -14,13 +14,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8_debug.kernels import cuda_amax, cuda_blocks, cuda_sums
-from nemo_fp8_debug.kernels.cuda import words_of
+from nemo_fp8_debug.kernels import cuda_blocks, cuda_sums, sketch
 from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks, scales_of_amax
 from nemo_fp8_debug.numerics.figures import QuantizationSums
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.scaling import parse_recipe
-from nemo_fp8_debug.numerics.sketch import DTYPES, infinity_bin, magnitudes_of
+from nemo_fp8_debug.numerics.sketch import DTYPES
 
 Patterns = npt.NDArray[np.uint16]
 BF16, FP16 = DTYPES
@@ -56,17 +55,10 @@ def patterns(x: torch.Tensor) -> Patterns:
     return x.view(torch.int16).numpy().view(np.uint16).reshape(-1)
 
 
-def amax(x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    bits, found = patterns(x), np.zeros(1, np.uint32)
-    head, body = cut = words_of(x.data_ptr(), x.numel())
-    cuda_amax.launch(bits, bits[head : head + 4 * body].view(np.uint64), cut, infinity_bin(x.dtype), found, grid)
-    return magnitudes_of(x.dtype, x.device)[int(found[0])]
-
-
 def sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: tuple[int, int]) -> QuantizationSums:
     bits, out = patterns(x), np.full(grid[0] * cuda_sums.SUMS, np.nan)
     words = bits.view(np.uint64) if cuda_blocks.whole_words(x.data_ptr(), x.shape[1]) else np.zeros(0, np.uint64)
-    whole = amax(x, grid) if rule.two_level else torch.zeros(())
+    whole = cuda_blocks.amax_of(sketch(x)) if rule.two_level else torch.zeros(())
     _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
     known = cuda_blocks.arguments(x.shape, rule.block(role), x.dtype, fmt)
     cuda_blocks.launch(bits, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)
@@ -127,8 +119,8 @@ def tensors_of_zeros_and_of_nothing_finite() -> None:
 
 def empty_tensors() -> None:
     for shape in ((0, 16), (3, 0), (0,)):
-        x = torch.zeros(shape, dtype=BF16)
-        got, expected = (of(x, NVFP4, "input", E2M1) for of in (cuda_blocks.block_sums, quantization_sums_in_blocks))
+        x, how = torch.zeros(shape, dtype=BF16), (NVFP4, "input", E2M1)
+        got, expected = (cuda_blocks.block_sums(x, *how, sketch(x)), quantization_sums_in_blocks(x, *how))
         assert all(torch.equal(getattr(got, f.name), getattr(expected, f.name)) for f in fields(got))
 
 
@@ -139,13 +131,11 @@ def sums_do_not_depend_on_the_run() -> None:
 
 
 def amax_of_any_tensor() -> None:
-    """NaN counts for nothing, infinity does; wherever the largest value lies."""
-    for place in range(11):
+    """NaN counts for nothing, infinity does."""
+    for dtype in DTYPES:
         for value, expected in ((3.0, 3.0), (-3.0, 3.0), (torch.nan, 1.0), (-torch.inf, torch.inf)):
-            x = torch.ones(1, 11, dtype=FP16)
-            x[0, place] = value
-            for address in (0, 3):
-                assert amax(at(address, x), (1, 1)) == expected, (place, value, address)
+            assert cuda_blocks.amax_of(sketch(torch.tensor([1.0, value, 0.5], dtype=dtype))) == expected, (dtype, value)
+        assert cuda_blocks.amax_of(sketch(torch.zeros(0, dtype=dtype))) == 0
 
 
 if __name__ == "__main__":
