@@ -92,6 +92,23 @@ def last_counts(counts: int, first: int) -> int:
 
 
 @jit
+def occupied(address: int, bins: Counts, counts: Counts) -> int:
+    """Bins of a sketch, at an address, that are not empty, ascending, and their counts; how many."""
+    table, n = carray(counts_at(address), 32768), 0
+    for i in range(0, 32768, 8):  # most are empty
+        prefetch(table, i + AHEAD)  # type: ignore[call-arg]
+        some = table[i]
+        for j in range(i + 1, i + 8):
+            some |= table[j]
+        if some:
+            for j in range(i, i + 8):
+                if table[j]:
+                    bins[n], counts[n] = j, table[j]
+                    n += 1
+    return n
+
+
+@jit
 def _move(private: tuple[Counters, ...], counts: Counts) -> None:
     a, b, c, d = private
     for i in range(32768):

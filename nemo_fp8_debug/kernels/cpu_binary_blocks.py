@@ -14,7 +14,7 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from ..numerics.sketch import BINS
-from .cpu import AHEAD, counts_at, jit, prefetch, values_at
+from .cpu import AHEAD, jit, occupied, prefetch, values_at
 from .cpu_casts import add, cast
 from .cpu_lanes import PANEL, below, keep, lowest_bit, no_sums, total
 from .cpu_panels import amax_of_panel, panel_at, patch
@@ -97,20 +97,15 @@ def sums_of_shortened(  # type: ignore[no-untyped-def]
         magnitude: float32 [32768], the values.
         anchor: 1.5 * 2^(52 - digits of the significand), see `rounded`.
     """
-    counts, error2, xq, q2 = carray(counts_at(address), BINS), 0.0, 0.0, 0.0
-    for i in range(0, infinity, 8):
-        prefetch(counts, i + AHEAD)  # type: ignore[call-arg]
-        some = counts[i]
-        for j in range(i + 1, i + 8):
-            some |= counts[j]
-        if some:
-            for j in range(max(i, 1), i + 8):
-                if counts[j]:
-                    x, n = np.float64(magnitude[j]), np.float64(counts[j] - but[j])
-                    binade = np.float64(x).view(np.int64) & 0x7FF0000000000000
-                    above = np.int64(binade).view(np.float64) * anchor
-                    q = (x + above) - above
-                    error2 += n * ((x - q) * (x - q))
-                    xq += n * (x * q)
-                    q2 += n * (q * q)
+    bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
+    error2 = xq = q2 = 0.0
+    for i in range(occupied(address, bins, counts)):
+        if 0 < bins[i] < infinity:
+            x, n = np.float64(magnitude[bins[i]]), np.float64(counts[i] - but[bins[i]])
+            binade = np.float64(x).view(np.int64) & 0x7FF0000000000000
+            above = np.int64(binade).view(np.float64) * anchor
+            q = (x + above) - above
+            error2 += n * ((x - q) * (x - q))
+            xq += n * (x * q)
+            q2 += n * (q * q)
     return error2, xq, q2

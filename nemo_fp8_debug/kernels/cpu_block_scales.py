@@ -8,14 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba.np.numpy_support import carray
 
 from ..numerics.amax import FLT_MAX
 from ..numerics.blocks import BlockRule, NVFP4Scaling
 from ..numerics.figures import SCALE_ROUNDING
 from ..numerics.formats import E4M3, FloatFormat
 from ..numerics.sketch import BINS, infinity_bin, magnitudes_of
-from .cpu import counts_at, jit
+from .cpu import jit, occupied
 from .cpu_casts import rounded, spacing
 
 _HOST = torch.device("cpu")
@@ -78,20 +77,15 @@ def _floor(tables: Tables, fmt: FloatFormat, dtype: torch.dtype) -> npt.NDArray[
 
 
 @jit
-def bounds(  # type: ignore[no-untyped-def]
-    address, infinity
-):
+def bounds(address: int, infinity: int) -> tuple[int, int]:
     """The smallest bin of a sketch that is occupied, but 0, and the largest up to infinity; 0 where there is none."""
-    counts, first, last = carray(counts_at(address), BINS), BINS, 0
-    for i in range(0, infinity + 32, 32):  # most are empty
-        some = np.int64(0)
-        for j in range(i, i + 32):
-            some |= counts[j]
-        if some:
-            for j in range(max(i, 1), min(i + 32, infinity + 1)):
-                if counts[j]:
-                    first, last = min(first, j), j
-    return min(first, last), last
+    bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
+    end, first = occupied(address, bins, counts), 0
+    while end and bins[end - 1] > infinity:
+        end -= 1
+    if end and not bins[0]:
+        first = 1
+    return (bins[first], bins[end - 1]) if first < end else (0, 0)
 
 
 @jit

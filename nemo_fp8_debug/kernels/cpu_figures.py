@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba.np.numpy_support import carray
 
 from ..numerics.ahead import Ahead, Asked, in_columns
 from ..numerics.figures import Moments, QuantizationSums
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import scales_of
 from ..numerics.sketch import BINS, DTYPES, LANES, Sketch, infinity_bin, magnitudes
-from .cpu import AHEAD, counts_at, jit, prefetch
+from .cpu import jit, occupied
 from .cpu_casts import rounded, spacing
 
 Floats = npt.NDArray[np.float64]
@@ -33,7 +32,7 @@ def find(asked: Asked) -> None:
         return
     bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
     for sketch in sketches:
-        n = _occupied(sketch.counts.data_ptr(), bins, counts)
+        n = occupied(sketch.counts.data_ptr(), bins, counts)
         sketch.occupied = bins[:n].copy(), counts[:n].copy()
     packed = _Packed(sketches)
     moments = packed.moments()
@@ -71,23 +70,6 @@ class _Packed:
 
     def _about(self) -> tuple[npt.NDArray[np.float32], Integers, Integers, Integers, Integers, Integers]:
         return magnitudes().numpy(), self._bins, self._counts, self._ends, self._infinity, self._table
-
-
-@jit
-def _occupied(address: int, bins: Integers, counts: Integers) -> int:
-    """Bins that are not empty, ascending, and their counts; how many."""
-    table, n = carray(counts_at(address), BINS), 0
-    for i in range(0, BINS, 8):  # most are empty
-        prefetch(table, i + AHEAD)  # type: ignore[call-arg]
-        some = table[i]
-        for j in range(i + 1, i + 8):
-            some |= table[j]
-        if some:
-            for j in range(i, i + 8):
-                if table[j]:
-                    bins[n], counts[n] = j, table[j]
-                    n += 1
-    return n
 
 
 @jit
