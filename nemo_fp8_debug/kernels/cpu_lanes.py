@@ -1,6 +1,6 @@
 """Vectors of LLVM's in Numba, which has none: what the loops over blocks do with 16 or 32 values at a time.
 
-Machine code that is kept on disk is dated by the file of its loop: who changes this file saves `cpu_block_loops.py` as well.
+Machine code that is kept on disk is dated by the file of its loop: who changes this file saves those that import it as well.
 """
 
 from __future__ import annotations

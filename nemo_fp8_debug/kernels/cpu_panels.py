@@ -1,4 +1,7 @@
-"""Panels of blocks of a 16-bit operand in CPU memory: where they lie, and the amax of each block."""
+"""Panels of blocks of a 16-bit operand in CPU memory: where they lie, and the amax of each block.
+
+Machine code that is kept on disk is dated by the file of its loop: who changes this file saves those that import it as well.
+"""
 
 from __future__ import annotations
 
