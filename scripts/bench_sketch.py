@@ -20,7 +20,8 @@ import numpy.typing as npt
 import torch
 
 from nemo_fp8_debug.kernels import cpu_figures, sketch
-from nemo_fp8_debug.kernels.cpu import count_patterns, prefetch
+from nemo_fp8_debug.kernels.cpu import count_patterns
+from nemo_fp8_debug.kernels.cpu_jit import prefetch
 from nemo_fp8_debug.numerics import figures
 from nemo_fp8_debug.numerics.ahead import Sketches
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
@@ -84,7 +85,7 @@ def _read(words: npt.NDArray[np.uint64]) -> int:
     total = np.uint64(0)
     for start in range(0, words.size, 512):
         for i in range(start, start + 512, 8):
-            prefetch(words, i + 512)  # type: ignore[call-arg]
+            prefetch(words, i + 512)
         for i in range(start, min(words.size, start + 512)):
             total += words[i]
     return total

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 from numba.np.numpy_support import carray
+from numpy.lib.stride_tricks import as_strided
+
+from .cpu_jit import AHEAD, JOB, Work, counters_at, counts_at, jit, job_at, next_share, prefetch, values_at, work
+from .cpu_threads import share_out
 
 Counts = npt.NDArray[np.int64]
 Counters = npt.NDArray[np.uint32]
@@ -26,49 +22,6 @@ SMALL = 1 << 20
 GRAIN = 1 << 19
 #: values of a row that are counted before it is asked whether private 32-bit counters have room for more
 RUN = 1 << 30
-#: values read ahead (2 KiB); the hardware's own prefetcher stops at every 4 KiB page and halves the speed
-AHEAD = 1024
-
-
-def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile without the GIL; keep the machine code on disk where a writable place for it exists."""
-    try:
-        compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:
-        compiled = numba.njit(nogil=True, **options)(function)
-    return compiled
-
-
-@intrinsic
-def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of `array[index]`; an index past the end is harmless, since a prefetch cannot fault."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind, byte, i32 = signature.args[0], ir.IntType(8).as_pointer(), ir.IntType(32)
-        memory = context.make_array(kind)(context, builder, args[0])
-        item = cgutils.get_item_pointer(context, builder, kind, memory, [args[1]])
-        declared = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-        llvm_prefetch = cgutils.get_or_insert_function(builder.module, declared, "llvm.prefetch.p0i8")
-        builder.call(llvm_prefetch, [builder.bitcast(item, byte), i32(0), i32(3), i32(1)])  # read, keep in all levels, data
-        return context.get_dummy_value()
-
-    return types.void(array, index), generate
-
-
-def _pointer_to(kind: Any) -> Any:
-    """From an address to a pointer: building an array for each call would take longer than to count a small tensor."""
-
-    @intrinsic
-    def pointer(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.uintp), generate
-
-    return pointer
-
-
-values_at, counts_at = _pointer_to(types.uint16), _pointer_to(types.int64)
 
 
 @jit
@@ -96,7 +49,7 @@ def occupied(address: int, bins: Counts, counts: Counts) -> int:
     """Bins of a sketch, at an address, that are not empty, ascending, and their counts; how many."""
     table, n = carray(counts_at(address), 32768), 0
     for i in range(0, 32768, 8):  # most are empty
-        prefetch(table, i + AHEAD)  # type: ignore[call-arg]
+        prefetch(table, i + AHEAD)
         some = table[i]
         for j in range(i + 1, i + 8):
             some |= table[j]
@@ -117,66 +70,89 @@ def _move(private: tuple[Counters, ...], counts: Counts) -> None:
 
 
 @jit
-def _count_in_turn(values: Values, counts: Counts) -> None:
+def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]) -> None:
     # Four tables in turn: equal neighbours, which are common, would otherwise wait for each other.
-    a, b = np.zeros(32768, np.uint32), np.zeros(32768, np.uint32)
-    c, d = np.zeros(32768, np.uint32), np.zeros(32768, np.uint32)
-    counted = 0
-    for r in range(values.shape[0]):
-        for first in range(0, values.shape[1], RUN):
-            run = values[r, first : first + RUN]
-            if counted + run.size > 1 << 32:
-                _move((a, b, c, d), counts)
-                counted = 0
-            counted += run.size
-            whole = run.size // 32 * 32
-            following = values[min(r + 1, values.shape[0] - 1)]  # which does not lie behind this one where a view has gaps
-            for start in range(0, whole, 32):
-                if start + AHEAD < run.size:
-                    prefetch(run, start + AHEAD)  # type: ignore[call-arg]
-                else:
-                    prefetch(following, start + AHEAD - run.size)  # type: ignore[call-arg]
-                for i in range(start, start + 32, 4):
-                    a[run[i] & 0x7FFF] += 1
-                    b[run[i + 1] & 0x7FFF] += 1
-                    c[run[i + 2] & 0x7FFF] += 1
-                    d[run[i + 3] & 0x7FFF] += 1
-            for i in range(whole, run.size):
-                a[run[i] & 0x7FFF] += 1
-    _move((a, b, c, d), counts)
+    a, b, c, d = private
+    whole = run.size // 32 * 32
+    for start in range(0, whole, 32):
+        if start + AHEAD < run.size:
+            prefetch(run, start + AHEAD)
+        else:
+            prefetch(following, start + AHEAD - run.size)
+        for i in range(start, start + 32, 4):
+            a[run[i] & 0x7FFF] += 1
+            b[run[i + 1] & 0x7FFF] += 1
+            c[run[i + 2] & 0x7FFF] += 1
+            d[run[i + 3] & 0x7FFF] += 1
+    for i in range(whole, run.size):
+        a[run[i] & 0x7FFF] += 1
 
 
-@functools.lru_cache(maxsize=1)
-def pool(threads: int) -> ThreadPoolExecutor:
-    """Threads of our own, kept between calls."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="nemo_fp8_debug")
+@functools.cache
+def _counting() -> Work:
+    """Counts the values at an address, [rows, columns], so many of them from a row and from a column to the next.
 
+    Each share of the rows, or of the columns where rows are fewer, has counts of its own, int64 [32768], and four private
+    tables, uint32 [32768], which are zeros, and writes a 1.
+    """
 
-if hasattr(os, "register_at_fork"):
-    # A forked child inherits the pool without its threads and would wait for them for ever.
-    os.register_at_fork(after_in_child=pool.cache_clear)
+    @work
+    def count(job: int) -> None:
+        numbers = carray(counts_at(job), JOB + job_at(job)[1])
+        shares, address, rows, columns, stride, step = numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
+        while True:
+            share = next_share(job)
+            if share >= shares:
+                return
+            counts = carray(counts_at(numbers[7] + share * 8 * 32768), 32768)
+            tables = carray(counters_at(numbers[8] + share * 16 * 32768), (4, 32768))
+            private = tables[0], tables[1], tables[2], tables[3]
+            top, bottom, left, right = 0, rows, 0, columns
+            if rows >= shares:
+                top, bottom = rows * share // shares, rows * (share + 1) // shares
+            else:
+                left, right = columns * share // shares, columns * (share + 1) // shares
+            counted, size = 0, (right - left - 1) * step + 1
+            for r in range(top, bottom):
+                row = carray(values_at(address + 2 * (r * stride + left * step)), size)
+                # The row below does not lie behind this one where a view has gaps.
+                below = carray(values_at(address + 2 * (min(r + 1, bottom - 1) * stride + left * step)), size)
+                for first in range(0, right - left, RUN):
+                    end = min(first + RUN, right - left)
+                    if counted + end - first > 1 << 32:
+                        _move(private, counts)
+                        counted = 0
+                    counted += end - first
+                    if step == 1:
+                        _count_in_turn(row[first:end], below, private)
+                    else:
+                        shape, apart = (right - left,), (2 * step,)
+                        _count_in_turn(as_strided(row, shape, apart)[first:end], as_strided(below, shape, apart), private)
+            _move(private, counts)
+            numbers[JOB + share] = 1
+
+    return count
 
 
 def count_patterns(values: Values, counts: Counts, threads: int) -> None:
     """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs.
 
-    Uses threads of its own and not Numba's, whose fall-back threading layer ends the process when two threads enter it
-    at once, as autograd's do.
-
     Args:
-        values: uint16 [n] or [rows, columns], of any strides; long rows are counted fastest.
+        values: uint16 [n] or [rows, columns], of any strides that are not negative; long rows are counted fastest.
         counts: int64 [32768], added to in place.
-        threads: at most this many run at once.
+        threads: at most this many run at once, see `share_out`.
     """
     values = np.atleast_2d(values)
     if values.size < SMALL:
         _count_directly(values, counts)
         return
-    parts = min(threads, max(1, values.size // GRAIN))
-    mine, *others = np.array_split(values, parts, axis=int(len(values) < parts))
-    partial = [np.zeros(32768, np.int64) for _ in others]
-    jobs = [pool(threads).submit(_count_in_turn, v, c) for v, c in zip(others, partial, strict=True)]
-    _count_in_turn(mine, counts)
-    for job, part in zip(jobs, partial, strict=True):
-        job.result()
+    shares = min(threads, max(1, values.size // GRAIN))
+    partial, tables = np.zeros((shares, 32768), np.int64), np.zeros((shares, 4, 32768), np.uint32)
+    rows, columns = values.shape
+    stride, step = (of // values.itemsize for of in values.strides)
+    where = values.ctypes.data, rows, columns, stride, step, partial.ctypes.data, tables.ctypes.data
+    job = share_out(_counting(), where, shares, 1)
+    if not all(job[JOB:]):
+        raise MemoryError(f"no room to count {values.size} values")
+    for part in partial:
         counts += part

@@ -8,16 +8,15 @@ Where they are not few, to cast each value costs less.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
 from numba.np.numpy_support import carray
 
-from ..numerics.sketch import BINS
-from .cpu import AHEAD, jit, occupied, prefetch, values_at
+from .cpu_block_scales import tables_at
 from .cpu_casts import add, cast
+from .cpu_jit import AHEAD, Work, counts_at, jit, prefetch, work
 from .cpu_lanes import PANEL, below, keep, lowest_bit, no_sums, total
-from .cpu_panels import amax_of_panel, panel_at, patch
+from .cpu_panels import MANY, amax_of_panel, next_panels, operand_of, panel_at, patch, results_of, rules_of, tell
 
 #: groups of 32 values that are looked at before it is asked how many of them hold such others
 _AT_LEAST = 256
@@ -26,86 +25,100 @@ _FEW = 4
 
 
 @functools.cache
-def sums_of_small(wide: int, half: bool) -> Callable[..., tuple[bool, int, int, float, float, float]]:
-    """The sums of those others, over a share of the panels, and how often which occur; but first whether they are few.
+def sums_of_small(wide: int, half: bool) -> Work:
+    """The sums of those others, and how often which occur, but first whether they are few; the job is `PanelJob`'s.
 
-    Compiled for blocks of this width, a multiple of 32. (address, layout, high, panels, infinity, floor, scale, scale_inv,
-    lost, spacing, counts): as in `sums_of_blocks`; `counts`, int64 [32768], are added to.
+    Where they are not few, the amax of the share is given as `MANY`. Compiled for blocks of this width, a multiple of 32.
     """
     per_panel, step = PANEL // wide, 16 if half else 32
 
-    @jit
-    def sums_of_panels(  # type: ignore[no-untyped-def]
-        address, layout, high, panels, infinity, floor, scale, scale_inv, lost, spacing, counts
-    ):
-        words = carray(values_at(address), ((layout[0] - 1) * layout[2] + layout[1],))
+    @work
+    def sums_of_panels(job: int) -> None:
+        words, layout, high, infinity = operand_of(job)
+        tables, _, small_counts = rules_of(job)
+        scale_inv, scale, lost, floor, spacing = tables_at(tables)
         amax, floors = np.zeros(max(32, per_panel), np.uint16), np.empty(per_panel, np.uint32)
         patched, tops = np.empty(high * PANEL, np.uint16), np.empty(PANEL, np.uint16)
         kept, room = np.empty(32, np.uint16), np.empty(64, np.float32)
         low, x, q = np.int64(kept.ctypes.data), np.int64(room.ctypes.data), np.int64(room.ctypes.data) + 128
-        counted, summed, groups, held = (0, 0), no_sums(), 0, 0
-        for p in range(panels[0], panels[1]):
-            panel = panel_at(layout, high, p)
-            at, rows, columns = panel
-            amax_of_panel(words, layout, panel, infinity, wide, amax, tops)
-            for b in range((columns + wide - 1) // wide):
-                floors[b] = np.uint32(floor[amax[b] & 0x7FFF]) * np.uint32(0x10001)
-            row, stride = np.int64(address) + 2 * at, 2 * layout[2]
-            if columns % 32:
-                patch(words, at, layout[2], rows, columns, infinity, patched)
-                row, stride = np.int64(patched.ctypes.data), 2 * PANEL
-            following = at + max(PANEL, AHEAD // high)
-            for _ in range(rows):
-                for i in range(0, columns, 32):
-                    prefetch(words, following + i)  # type: ignore[call-arg]
-                    small = below(row + 2 * i, floors[i // wide])
-                    if small:
-                        small = keep(row + 2 * i, small, low)
-                        if small:
-                            held += 1
-                            pattern = amax[i // wide] & 0x7FFF
-                            by, inverse = (scale[pattern], scale[pattern]), (scale_inv[pattern], scale_inv[pattern])
-                            most = lost[pattern], lost[pattern]
-                            for j in range(0, 32, step):
-                                counted = cast(low + 2 * j, by, most, spacing, x, q, counted, half, False, True)
-                                for k in range(0, 4 * step, 64):
-                                    summed = add(x + k, q + k, inverse, summed, False)
-                            while small:
-                                counts[kept[lowest_bit(small)]] += 1
-                                small &= small - 1
-                row += stride
-                following += layout[2]
-            groups += rows * ((columns + 31) // 32)
-            if groups > _AT_LEAST and held * _FEW > groups:
+        while True:
+            share, first, end = next_panels(job)
+            if share < 0:
                 break
+            counts = carray(counts_at(small_counts + share * 8 * 32768), 32768)
+            counted, summed, groups, held, top = (0, 0), no_sums(), 0, 0, np.int64(0)
+            for p in range(first, end):
+                panel = panel_at(layout, high, p)
+                at, rows, columns = panel
+                amax_of_panel(words, layout, panel, infinity, wide, amax, tops)
+                for b in range((columns + wide - 1) // wide):
+                    pattern = np.int64(amax[b] & 0x7FFF)
+                    floors[b] = np.uint32(floor[pattern]) * np.uint32(0x10001)
+                    top = max(top, pattern)
+                row, stride = np.int64(words.ctypes.data) + 2 * at, 2 * layout[2]
+                if columns % 32:
+                    patch(words, at, layout[2], rows, columns, infinity, patched)
+                    row, stride = np.int64(patched.ctypes.data), 2 * PANEL
+                following = at + max(PANEL, AHEAD // high)
+                for _ in range(rows):
+                    for i in range(0, columns, 32):
+                        prefetch(words, following + i)
+                        small = below(row + 2 * i, floors[i // wide])
+                        if small:
+                            small = keep(row + 2 * i, small, low)
+                            if small:
+                                held += 1
+                                pattern = np.int64(amax[i // wide] & 0x7FFF)
+                                by, inverse = (scale[pattern], scale[pattern]), (scale_inv[pattern], scale_inv[pattern])
+                                most = lost[pattern], lost[pattern]
+                                for j in range(0, 32, step):
+                                    counted = cast(low + 2 * j, by, most, spacing, x, q, counted, half, False, True)
+                                    for k in range(0, 4 * step, 64):
+                                        summed = add(x + k, q + k, inverse, summed, False)
+                                while small:
+                                    counts[kept[lowest_bit(small)]] += 1
+                                    small &= small - 1
+                    row += stride
+                    following += layout[2]
+                groups += rows * ((columns + 31) // 32)
+                if groups > _AT_LEAST and held * _FEW > groups:
+                    top = np.int64(MANY)
+                    break
+            tell(job, share, counted, (total(summed[0]), total(summed[1]), total(summed[2])), top)
         kept[0] = room[0] = patched[0] = tops[0] = 0  # they live until here, which their addresses do not say
-        are_few = groups <= _AT_LEAST or held * _FEW <= groups
-        return are_few, counted[0], counted[1], total(summed[0]), total(summed[1]), total(summed[2])
 
     return sums_of_panels
 
 
 @jit
-def sums_of_shortened(  # type: ignore[no-untyped-def]
-    address, but, infinity, magnitude, anchor
+def add_shortened(  # type: ignore[no-untyped-def]
+    job, small, counts, n, infinity, magnitude, anchor
 ):
-    """Sums of squared errors, of products and of squares of what a sketch counts, with significands cut short.
+    """Add to the sums of the first share those of what a sketch counts, with significands cut short.
 
     Args:
-        address: of its counts, int64 [32768].
-        but: int64 [32768], how often values are not meant.
+        job: whose results were added up.
+        small: see `PanelJob`; zeros again afterwards.
+        counts: address of the sketch's, int64 [32768].
+        n: how many values it has counted.
         magnitude: float32 [32768], the values.
         anchor: 1.5 * 2^(52 - digits of the significand), see `rounded`.
     """
-    bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
-    error2 = xq = q2 = 0.0
-    for i in range(occupied(address, bins, counts)):
-        if 0 < bins[i] < infinity:
-            x, n = np.float64(magnitude[bins[i]]), np.float64(counts[i] - but[bins[i]])
+    integers, sums = results_of(job, 0)
+    table = carray(counts_at(counts), 32768)
+    left, i = n - table[0] - table[infinity:].sum(), min(integers[2], infinity - 1)
+    while left > 0 and i > 0:
+        count = table[i]
+        if count:
+            left -= count
+            for share in range(len(small)):
+                count -= small[share, i]
+                small[share, i] = 0
+            x = np.float64(magnitude[i])
             binade = np.float64(x).view(np.int64) & 0x7FF0000000000000
             above = np.int64(binade).view(np.float64) * anchor
             q = (x + above) - above
-            error2 += n * ((x - q) * (x - q))
-            xq += n * (x * q)
-            q2 += n * (q * q)
-    return error2, xq, q2
+            sums[0] += count * ((x - q) * (x - q))
+            sums[1] += count * (x * q)
+            sums[2] += count * (q * q)
+        i -= 1

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba.np.numpy_support import carray
 
 from ..numerics.amax import FLT_MAX
 from ..numerics.blocks import BlockRule, NVFP4Scaling
 from ..numerics.figures import SCALE_ROUNDING
 from ..numerics.formats import E4M3, FloatFormat
 from ..numerics.sketch import BINS, infinity_bin, magnitudes_of
-from .cpu import jit, occupied
+from .cpu import occupied
 from .cpu_casts import rounded, spacing
+from .cpu_jit import doubles_at, floats_at, jit, values_at
 
 _HOST = torch.device("cpu")
 #: of the format of NVFP4's scales
@@ -23,30 +25,60 @@ _SPACING = spacing(E4M3)
 
 
 class Tables(NamedTuple):
-    """What the amax of a block leads to, by its pattern; [32768]."""
+    """What the amax of a block leads to, by its pattern."""
 
-    #: 0 where a block is lost
-    scale: npt.NDArray[np.float32]
-    scale_inv: npt.NDArray[np.float64]
-    #: the largest pattern that is cast to zero
-    lost: npt.NDArray[np.uint16]
-    #: the pattern from which on the cast of finite values is nothing but a shorter significand; empty where scales are not
-    #: powers of two
-    floor: npt.NDArray[np.uint16]
+    #: the four tables end to end, and behind them `cpu_casts.spacing`
+    memory: npt.NDArray[np.uint8]
+    #: where that lies
+    address: int
     #: whether a finite amax can come to lie beyond the format's limit
     clamps: bool
+    #: whether scales are powers of two, so that `floor` is there
+    binary: bool = False
+
+    @property
+    def scale_inv(self) -> npt.NDArray[np.float64]:
+        """[32768]"""
+        return self.memory[: 8 * BINS].view(np.float64)
+
+    @property
+    def scale(self) -> npt.NDArray[np.float32]:
+        """[32768]; 0 where a block is lost."""
+        return self.memory[8 * BINS : 12 * BINS].view(np.float32)
+
+    @property
+    def lost(self) -> npt.NDArray[np.uint16]:
+        """[32768]; the largest pattern that is cast to zero."""
+        return self.memory[12 * BINS : 14 * BINS].view(np.uint16)
+
+    @property
+    def floor(self) -> npt.NDArray[np.uint16]:
+        """[32768]; the pattern from which on the cast of finite values is nothing but a shorter significand."""
+        return self.memory[14 * BINS : 16 * BINS].view(np.uint16)
+
+
+@jit
+def tables_at(address: int) -> Any:
+    """The tables at the address of their memory: scale_inv, scale, lost, floor; and `cpu_casts.spacing`."""
+    by = carray(floats_at(address + 16 * 32768), 4)
+    scale_inv, scale = carray(doubles_at(address), 32768), carray(floats_at(address + 8 * 32768), 32768)
+    lost, floor = carray(values_at(address + 12 * 32768), 32768), carray(values_at(address + 14 * 32768), 32768)
+    return scale_inv, scale, lost, floor, (by[0], by[1], by[2], by[3])
 
 
 @functools.lru_cache(maxsize=64)
 def tables_of_one_level(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype) -> Tables:
     """Of every amax."""
     tables = tables_of(rule, fmt, dtype, 0, BINS - 1)
-    return tables._replace(floor=_floor(tables, fmt, dtype))
+    return tables._replace(binary=_find_floor(tables, fmt, dtype))
 
 
 def tables_of(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, first: int, last: int) -> Tables:
     """Of the amaxes from pattern `first` to `last`, which is the whole tensor's where the rule looks at that."""
-    scale, scale_inv = np.empty(BINS, np.float32), np.empty(BINS)
+    memory = np.empty(16 * BINS + 16, np.uint8)
+    memory[16 * BINS :].view(np.float32)[:] = spacing(fmt)
+    tables = Tables(memory, memory.ctypes.data, True)
+    scale, scale_inv = tables.scale, tables.scale_inv
     scale[0] = scale_inv[0] = 0
     amax = magnitudes_of(dtype, _HOST)[first : last + 1]
     if type(rule) is NVFP4Scaling:
@@ -58,22 +90,24 @@ def tables_of(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, first: int,
         scale[first : last + 1] = torch.where(scales.scale_inv == 0, 0.0, scales.scale)[:, 0]
         end = min(last + 1, infinity_bin(dtype))
         over = float((amax.numpy()[: end - first] * scale[first:end]).max(initial=0))
-    lost, finite = np.empty(BINS, np.uint16), magnitudes_of(dtype, _HOST)[: infinity_bin(dtype)].numpy()
-    _largest_lost(scale[first : last + 1], finite, np.float32(fmt.min_subnormal / 2), lost[first:])
-    return Tables(scale, scale_inv, lost, np.empty(0, np.uint16), over > fmt.max * SCALE_ROUNDING)
+    finite = magnitudes_of(dtype, _HOST)[: infinity_bin(dtype)].numpy()
+    _largest_lost(scale[first : last + 1], finite, np.float32(fmt.min_subnormal / 2), tables.lost[first:])
+    return tables._replace(clamps=over > fmt.max * SCALE_ROUNDING)
 
 
-def _floor(tables: Tables, fmt: FloatFormat, dtype: torch.dtype) -> npt.NDArray[np.uint16]:
+def _find_floor(tables: Tables, fmt: FloatFormat, dtype: torch.dtype) -> bool:
+    """Whether scales are powers of two."""
     infinity = infinity_bin(dtype)
     scale, amax = tables.scale[:infinity].astype(np.float64), magnitudes_of(dtype, _HOST)[:infinity].double().numpy()
     there = scale > 0
     if (np.frexp(scale[there])[0] != 0.5).any():
-        return np.empty(0, np.uint16)
+        return False
     exact = there & (scale * tables.scale_inv[:infinity] == 1) & (amax * scale <= fmt.max)
-    floor = np.full(BINS, infinity, np.uint16)
+    floor = tables.floor
+    floor[:] = infinity
     floor[:infinity][exact] = np.searchsorted(amax, fmt.min_normal / scale[exact])
     floor[0] = 0  # a block of zeros has nothing to cast
-    return floor
+    return True
 
 
 @jit

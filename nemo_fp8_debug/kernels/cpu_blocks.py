@@ -5,9 +5,10 @@ The amax of a block is a magnitude of its dtype, one of 32,768, so its scale is 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,27 +18,23 @@ from ..numerics.blocks import Block, BlockRule, matrix
 from ..numerics.figures import QuantizationSums
 from ..numerics.formats import FloatFormat
 from ..numerics.sketch import BINS, Sketch, infinity_bin, magnitudes_of
-from .cpu import pool
-from .cpu_binary_blocks import sums_of_shortened, sums_of_small
+from .cpu_binary_blocks import add_shortened, sums_of_small
 from .cpu_block_loops import sums_of_blocks
 from .cpu_block_scales import Tables, bounds, tables_of, tables_of_one_level
-from .cpu_casts import digits, spacing
+from .cpu_casts import digits
+from .cpu_jit import JOB, Work
 from .cpu_lanes import PANEL
-from .cpu_panels import Layout
+from .cpu_panels import MANY, RESULTS, TOLD, Layout, PanelJob, add_up
+from .cpu_threads import share_out
 from .memory import address_of
-
-T = TypeVar("T")
 
 #: values one thread gets at the least
 GRAIN = 1 << 18
-#: the same where most values are only looked at
-BINARY_GRAIN = 1 << 21
-_HOST = torch.device("cpu")
-
-Sums = tuple[int, int, float, float, float]
+#: counts that nobody has in use, one for each thread: to get memory from the system takes longer than a small tensor
+_zeros: list[npt.NDArray[np.int64]] = []
 
 
-class _Panels(NamedTuple):
+class _Operand(NamedTuple):
     """An operand as panels of blocks."""
 
     #: the tensor in whose memory its values are
@@ -46,23 +43,23 @@ class _Panels(NamedTuple):
     block: Block
 
     @property
-    def number(self) -> int:
+    def panels(self) -> int:
         return math.ceil(self.layout[0] / self.block[0]) * math.ceil(self.layout[1] / PANEL)
 
     @property
-    def where(self) -> tuple[int, Layout, int]:
-        return address_of(self.kept), self.layout, self.block[0]
+    def shares(self) -> int:
+        return max(1, min(torch.get_num_threads(), self.panels, self.kept.numel() // GRAIN))
 
-    def shared_out(self, task: Callable[[tuple[int, int]], T], grain: int) -> list[T]:
-        """What `task` gives for each thread's share of the panels; the first share is done in this thread."""
-        threads, values = torch.get_num_threads(), self.layout[0] * self.layout[1]
-        shares = max(1, min(threads, self.number, values // grain))
-        mine, *others = [(self.number * i // shares, self.number * (i + 1) // shares) for i in range(shares)]
-        jobs = [pool(threads).submit(task, share) for share in others]
-        return [task(mine), *(job.result() for job in jobs)]
+    @property
+    def half(self) -> bool:
+        return self.kept.dtype == torch.float16
+
+    @property
+    def infinity(self) -> int:
+        return infinity_bin(self.kept.dtype)
 
 
-def _panels(x: torch.Tensor, block: Block) -> _Panels:
+def _operand(x: torch.Tensor, block: Block) -> _Operand:
     columns = x.shape[-1] if x.dim() else 1
     rows, stride, kept = x.numel() // columns, columns, x
     if not x.is_contiguous():
@@ -71,7 +68,7 @@ def _panels(x: torch.Tensor, block: Block) -> _Panels:
             kept = kept.contiguous()
         stride = kept.stride(0) if rows > 1 else columns
     whole = block[0] == 1 and stride == columns and columns % block[1] == 0
-    return _Panels(kept, (1, rows * columns, rows * columns) if whole else (rows, columns, stride), block)
+    return _Operand(kept, (1, rows * columns, rows * columns) if whole else (rows, columns, stride), block)
 
 
 def quantization_sums_in_blocks(
@@ -83,43 +80,51 @@ def quantization_sums_in_blocks(
         x: bfloat16 or float16, not empty, in CPU memory.
         sketch: of `x`.
     """
-    panels, counts = _panels(x, rule.block(role)), sketch.counts.data_ptr()
+    operand, counts = _operand(x, rule.block(role)), sketch.counts.data_ptr()
     if rule.two_level:
-        tables = tables_of(rule, fmt, x.dtype, *bounds(counts, infinity_bin(x.dtype)))
+        tables = tables_of(rule, fmt, x.dtype, *bounds(counts, operand.infinity))
     else:
         tables = tables_of_one_level(rule, fmt, x.dtype)
-    total = (_of_few(panels, tables, fmt, counts) if tables.floor.size else None) or _of_all(panels, tables, fmt)
+    found = (tables.binary and _of_few(operand, tables, fmt, counts)) or _of_all(operand, tables)
+    integers = np.frombuffer(found, np.int64)[JOB:]
+    floats = integers.view(np.float64)
     # Torch's own ways to cut a tensor up, or to make one of a number, take several times as long.
-    return QuantizationSums(*(torch.from_numpy(np.array([sum])) for sum in total))
+    ones = integers[0:1], integers[1:2], floats[4:5], floats[5:6], floats[6:7]
+    return QuantizationSums(*map(torch.from_numpy, ones))
 
 
-def _added(parts: list[Sums]) -> Sums:
-    return parts[0] if len(parts) == 1 else tuple(map(sum, zip(*parts, strict=True)))  # type: ignore[return-value]
-
-
-def _of_all(panels: _Panels, tables: Tables, fmt: FloatFormat) -> Sums:
+def _of_all(operand: _Operand, tables: Tables) -> Any:
     """Of each value by itself."""
-    half, where, infinity = panels.kept.dtype == torch.float16, panels.where, infinity_bin(panels.kept.dtype)
-    sums = sums_of_blocks(panels.block[1], half)
-    by = tables.scale, tables.scale_inv, tables.lost, tables.clamps, spacing(fmt)
-    return _added(panels.shared_out(lambda share: sums(*where, share, infinity, *by), GRAIN))
+    return _shared_out(sums_of_blocks(operand.block[1], operand.half), operand, tables)
 
 
-def _of_few(panels: _Panels, tables: Tables, fmt: FloatFormat, counts: int) -> Sums | None:
+def _of_few(operand: _Operand, tables: Tables, fmt: FloatFormat, counts: int) -> Any:
     """Of what the sketch has counted, but for values that become subnormal, which are looked for; None if they are many."""
-    dtype, where = panels.kept.dtype, panels.where
-    sums, infinity = sums_of_small(panels.block[1], dtype == torch.float16), infinity_bin(dtype)
-    by = tables.floor, tables.scale, tables.scale_inv, tables.lost, spacing(fmt)
-
-    def of(share: tuple[int, int]) -> tuple[bool, Sums, npt.NDArray[np.int64]]:
-        small = np.zeros(BINS, np.int64)
-        found = sums(*where, share, infinity, *by, small)
-        return found[0], found[1:], small
-
-    few, found, counted = zip(*panels.shared_out(of, BINARY_GRAIN), strict=True)
-    if not all(few):
+    small = _zeros.pop() if _zeros else np.zeros((torch.get_num_threads(), BINS), np.int64)
+    if len(small) < operand.shares:
+        small = np.zeros((torch.get_num_threads(), BINS), np.int64)
+    job = _shared_out(sums_of_small(operand.block[1], operand.half), operand, tables, small.ctypes.data)
+    if job[JOB + 2] == MANY:
         return None
-    small = counted[0] if len(counted) == 1 else np.sum(counted, axis=0)
-    anchor = 1.5 * 2.0 ** (52 - digits(fmt))
-    others = sums_of_shortened(counts, small, infinity, magnitudes_of(dtype, _HOST).numpy(), anchor)
-    return _added([*found, (0, 0, *others)])
+    anchor, magnitude = 1.5 * 2.0 ** (52 - digits(fmt)), _magnitudes(operand.kept.dtype)
+    where, n = ctypes.addressof(job), operand.kept.numel()
+    add_shortened(where, small, counts, n, operand.infinity, magnitude, anchor)
+    _zeros.append(small)
+    return job
+
+
+def _shared_out(work: Work, operand: _Operand, tables: Tables, small: int = 0) -> Any:
+    """The job, with what came out of all shares in the first one's place."""
+    about = address_of(operand.kept), *operand.layout, operand.block[0], operand.panels, operand.infinity
+    shares = operand.shares
+    job = share_out(work, PanelJob(*about, tables.address, int(tables.clamps), small), shares, RESULTS)
+    if shares > 1:
+        add_up(ctypes.addressof(job), shares)
+    if job[JOB + 3] != TOLD and job[JOB + 2] != MANY:
+        raise MemoryError(f"no room to measure an operand of {operand.kept.numel()} values in blocks")
+    return job
+
+
+@functools.cache
+def _magnitudes(dtype: torch.dtype) -> npt.NDArray[np.float32]:
+    return magnitudes_of(dtype, torch.device("cpu")).numpy()

@@ -10,12 +10,13 @@ import math
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
 
 from ..numerics.figures import SCALE_ROUNDING
 from ..numerics.formats import FloatFormat
-from .cpu import jit
+from .cpu_jit import instruction, jit
 from .cpu_lanes import (
     COUNTS,
     FLOATS,
@@ -27,7 +28,6 @@ from .cpu_lanes import (
     SUMS_OF_3,
     WORDS,
     call,
-    in_lanes,
     load,
     shuffled,
     splat,
@@ -42,13 +42,13 @@ def digits(fmt: FloatFormat) -> int:
 
 
 @functools.cache
-def spacing(fmt: FloatFormat) -> tuple[np.float32, np.float32, np.float32, np.float32]:
-    """Limit, what lies beyond it, the lowest binade, and what brings values of a binade to multiples of its spacing.
+def spacing(fmt: FloatFormat) -> npt.NDArray[np.float32]:
+    """[4]: limit, what lies beyond it, the lowest binade, and what brings values of a binade to multiples of its spacing.
 
     See `rounded`.
     """
     anchor = 1.5 * 2.0 ** (23 - digits(fmt))
-    return np.float32(fmt.max), np.float32(fmt.max * SCALE_ROUNDING), np.float32(fmt.min_normal), np.float32(anchor)
+    return np.array([fmt.max, fmt.max * SCALE_ROUNDING, fmt.min_normal, anchor], np.float32)
 
 
 @jit
@@ -84,7 +84,7 @@ def _how_many(builder: Any, lanes: Any, length: int) -> Any:
     return builder.zext(builder.ctpop(builder.bitcast(lanes, ir.IntType(length))), I64)
 
 
-@functools.partial(in_lanes, prefer_literal=True)
+@functools.partial(instruction, prefer_literal=True)
 def cast(
     typing_context: Any,
     words: Any,
@@ -135,7 +135,7 @@ def cast(
     return types.UniTuple(types.int64, 2)(words, scale, lost, spacing, x, q, counts, half, two, clamps), generate
 
 
-@functools.partial(in_lanes, prefer_literal=True)
+@functools.partial(instruction, prefer_literal=True)
 def add(typing_context: Any, x: Any, q: Any, scale_inv: Any, sums: Any, two: Any) -> Any:
     """Add 16 values at the addresses `x` and `q` to the sums of squared errors, of products and of squares.
 

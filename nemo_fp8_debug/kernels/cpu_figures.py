@@ -16,8 +16,9 @@ from ..numerics.figures import Moments, QuantizationSums
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import scales_of
 from ..numerics.sketch import BINS, DTYPES, LANES, Sketch, infinity_bin, magnitudes
-from .cpu import jit, occupied
+from .cpu import occupied
 from .cpu_casts import rounded, spacing
+from .cpu_jit import jit
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

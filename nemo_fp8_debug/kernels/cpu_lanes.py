@@ -6,25 +6,21 @@ Machine code that is kept on disk is dated by the file of its loop: who changes 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
+
+from .cpu_jit import instruction
 
 #: values that `amaxes` takes at once
 PANEL = 1024
 
 LANES, PAIRED = 16, 32
 I16, I32, I64, F32, F64 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
-
-
-def in_lanes(function: Callable[..., Any], prefer_literal: bool = False) -> Callable[..., Any]:
-    """Numba's `intrinsic`, whose own type counts the typing context among the arguments."""
-    return intrinsic(prefer_literal=prefer_literal)(function)
 
 
 class _Lanes(types.Type):
@@ -73,13 +69,13 @@ def call(builder: Any, name: str, result: ir.Type, *args: Any, fastmath: tuple[s
     return builder.call(function, args, fastmath=fastmath)
 
 
-@in_lanes
+@instruction
 def no_sums(typing_context: Any) -> Any:
     """Three vectors of zeros."""
     return SUMS_OF_3(), lambda context, *_: ir.Constant(context.get_value_type(SUMS_OF_3), None)
 
 
-@in_lanes
+@instruction
 def total(typing_context: Any, lanes: Any) -> Any:
     """All lanes added up, in any order."""
 
@@ -89,13 +85,13 @@ def total(typing_context: Any, lanes: Any) -> Any:
     return types.float64(lanes), generate
 
 
-@in_lanes
+@instruction
 def patterns(typing_context: Any, address: Any) -> Any:
     """32 words at an address."""
     return WORDS(address), lambda _, builder, __, args: load(builder, args[0], WORDS.vector)
 
 
-@in_lanes
+@instruction
 def magnitudes(typing_context: Any, address: Any) -> Any:
     """The patterns of 32 values at an address, without their signs."""
 
@@ -110,7 +106,7 @@ def magnitudes_at(builder: Any, address: Any) -> Any:
     return builder.and_(load(builder, address, WORDS.vector), splatted(0x7FFF, I16, PAIRED))
 
 
-@in_lanes
+@instruction
 def store(typing_context: Any, words: Any, address: Any) -> Any:
     """Write 32 words to an address."""
 
@@ -121,7 +117,7 @@ def store(typing_context: Any, words: Any, address: Any) -> Any:
     return types.void(words, address), generate
 
 
-@in_lanes
+@instruction
 def below(typing_context: Any, address: Any, floor: Any) -> Any:
     """Which of 32 values at an address are smaller in magnitude than a pattern, given twice in 32 bits; a bit each."""
 
@@ -132,7 +128,7 @@ def below(typing_context: Any, address: Any, floor: Any) -> Any:
     return types.uint32(address, types.uint32), generate
 
 
-@in_lanes
+@instruction
 def keep(typing_context: Any, address: Any, bits: Any, to: Any) -> Any:
     """Copy 32 magnitudes, with zeros where the bit is not set; the bits of those that are not zero."""
 
@@ -146,7 +142,7 @@ def keep(typing_context: Any, address: Any, bits: Any, to: Any) -> Any:
     return types.uint32(address, types.uint32, to), generate
 
 
-@in_lanes
+@instruction
 def lowest_bit(typing_context: Any, bits: Any) -> Any:
     """Its number."""
 
@@ -156,7 +152,7 @@ def lowest_bit(typing_context: Any, bits: Any) -> Any:
     return types.uint32(types.uint32), generate
 
 
-@in_lanes
+@instruction
 def larger(typing_context: Any, a: Any, b: Any) -> Any:
     """Lane by lane, of unsigned words."""
     return a(a, b), lambda _, builder, __, args: _larger(builder, *args)
@@ -166,7 +162,7 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.icmp_unsigned(">", a, b), a, b)
 
 
-@in_lanes
+@instruction
 def largest(typing_context: Any, words: Any) -> Any:
     """Of all lanes, unsigned."""
     return types.uint16(words), lambda _, builder, __, args: call(builder, "llvm.vector.reduce.umax.v32i16", I16, *args)
@@ -179,7 +175,7 @@ _EVEN_WORDS = [16 * (j // 2 % 2) + 4 * i + 2 * (j % 2) for i in range(4) for j i
 _EVEN_QUARTERS = [8 * i + j for i in range(4) for j in range(4)]
 
 
-@functools.partial(in_lanes, prefer_literal=True)
+@functools.partial(instruction, prefer_literal=True)
 def amaxes(typing_context: Any, address: Any, to: Any, wide: Any) -> Any:
     """Store the patterns of the largest magnitudes of `PANEL` values, of each block; NaN counts as the largest."""
 

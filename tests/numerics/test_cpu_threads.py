@@ -1,0 +1,91 @@
+"""Work that is shared out among threads is done once, whoever does it."""
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.queues import SimpleQueue
+
+import pytest
+import torch
+from numba.np.numpy_support import carray
+
+from nemo_fp8_debug.kernels import quantization_sums, sketch
+from nemo_fp8_debug.kernels.cpu_jit import JOB, Work, counts_at, next_share, work
+from nemo_fp8_debug.kernels.cpu_threads import share_out
+from nemo_fp8_debug.numerics.formats import E4M3
+from nemo_fp8_debug.numerics.scaling import parse_recipe
+
+SHARES = 40
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def squaring() -> Work:
+    """Adds the square of its number, and of one that the job holds, to what each share has written."""
+
+    @work
+    def square(job: int) -> None:
+        numbers = carray(counts_at(job), JOB + SHARES)
+        while True:
+            share = next_share(job)
+            if share >= numbers[1]:
+                return
+            for _ in range(1000):  # long enough for others to come
+                numbers[JOB + share] += share * share + numbers[2]
+
+    return square
+
+
+def squares(squaring: Work, number: int) -> bool:
+    job = share_out(squaring, (number,), SHARES, 1)
+    return list(job[JOB:]) == [1000 * (share * share + number) for share in range(SHARES)]
+
+
+def test_each_share_is_done_once(squaring: Work) -> None:
+    assert all(squares(squaring, number) for number in range(200))
+
+
+def test_with_fewer_threads_than_shares_and_with_one(squaring: Work) -> None:
+    torch.set_num_threads(1)
+    assert squares(squaring, 3)
+
+
+def test_many_may_share_out_at_once(squaring: Work) -> None:
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(lambda number: squares(squaring, number), range(100)))
+
+
+def test_torch_goes_on_as_before(squaring: Work) -> None:
+    x = torch.randn(1 << 20)
+    want = x.exp()
+    for number in range(20):
+        assert squares(squaring, number)
+        assert torch.equal(x.exp(), want)
+
+
+def test_in_a_forked_process(squaring: Work) -> None:
+    """Which has inherited OpenMP's threads by name only."""
+    recipe, x = parse_recipe("mxfp8"), torch.randn(1 << 20).bfloat16()
+    assert squares(squaring, 1)
+    counted = sketch(x)
+    want = quantization_sums(x, recipe.scaling, "input", E4M3, counted).sum_error2.item()
+    context = multiprocessing.get_context("fork")
+    found: SimpleQueue[tuple[bool, float]] = context.SimpleQueue()
+
+    def in_child() -> None:
+        found.put((squares(squaring, 2), quantization_sums(x, recipe.scaling, "input", E4M3, counted).sum_error2.item()))
+
+    child = context.Process(target=in_child)
+    child.start()
+    child.join(timeout=60)
+    finished = child.exitcode
+    child.kill()
+    assert finished == 0
+    assert found.get() == (True, want)
