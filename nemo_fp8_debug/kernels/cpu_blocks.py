@@ -30,7 +30,7 @@ from .memory import address_of
 
 #: values one thread gets at the least
 GRAIN = 1 << 18
-#: counts that nobody has in use, one for each thread: to get memory from the system takes longer than a small tensor
+#: counts that nobody has in use, for so many shares: to get memory from the system takes longer than a small tensor
 _zeros: list[npt.NDArray[np.int64]] = []
 
 
@@ -95,28 +95,27 @@ def quantization_sums_in_blocks(
 
 def _of_all(operand: _Operand, tables: Tables) -> Any:
     """Of each value by itself."""
-    return _shared_out(sums_of_blocks(operand.block[1], operand.half), operand, tables)
+    return _shared_out(sums_of_blocks(operand.block[1], operand.half), operand, tables, operand.shares)
 
 
 def _of_few(operand: _Operand, tables: Tables, fmt: FloatFormat, counts: int) -> Any:
     """Of what the sketch has counted, but for values that become subnormal, which are looked for; None if they are many."""
-    small = _zeros.pop() if _zeros else np.zeros((torch.get_num_threads(), BINS), np.int64)
-    if len(small) < operand.shares:
-        small = np.zeros((torch.get_num_threads(), BINS), np.int64)
-    job = _shared_out(sums_of_small(operand.block[1], operand.half), operand, tables, small.ctypes.data)
+    shares = operand.shares
+    small = _zeros.pop() if _zeros else np.zeros((shares, BINS), np.int64)
+    if len(small) < shares:
+        small = np.zeros((shares, BINS), np.int64)
+    job = _shared_out(sums_of_small(operand.block[1], operand.half), operand, tables, shares, small.ctypes.data)
     if job[JOB + 2] == MANY:
         return None
     anchor, magnitude = 1.5 * 2.0 ** (52 - digits(fmt)), _magnitudes(operand.kept.dtype)
-    where, n = ctypes.addressof(job), operand.kept.numel()
-    add_shortened(where, small, counts, n, operand.infinity, magnitude, anchor)
+    add_shortened(ctypes.addressof(job), small, counts, operand.kept.numel(), operand.infinity, magnitude, anchor)
     _zeros.append(small)
     return job
 
 
-def _shared_out(work: Work, operand: _Operand, tables: Tables, small: int = 0) -> Any:
+def _shared_out(work: Work, operand: _Operand, tables: Tables, shares: int, small: int = 0) -> Any:
     """The job, with what came out of all shares in the first one's place."""
     about = address_of(operand.kept), *operand.layout, operand.block[0], operand.panels, operand.infinity
-    shares = operand.shares
     job = share_out(work, PanelJob(*about, tables.address, int(tables.clamps), small), shares, RESULTS)
     if shares > 1:
         add_up(ctypes.addressof(job), shares)
