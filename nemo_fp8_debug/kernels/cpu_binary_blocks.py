@@ -13,79 +13,82 @@ import numpy as np
 from numba.np.numpy_support import carray
 
 from .cpu_block_scales import tables_at
-from .cpu_casts import add, cast
-from .cpu_jit import AHEAD, Work, counts_at, jit, prefetch, work
-from .cpu_lanes import PANEL, below, keep, lowest_bit, no_sums, total
+from .cpu_casts import rounded
+from .cpu_jit import AHEAD, Work, counts_at, jit, prefetch, values_at, work
+from .cpu_lanes import PANEL, below, lowest_bit, magnitude_of
 from .cpu_panels import MANY, amax_of_panel, next_panels, operand_of, panel_at, patch, results_of, rules_of, tell
 
-#: groups of 32 values that are looked at before it is asked how many of them hold such others
-_AT_LEAST = 256
-#: of how many groups one may
-_FEW = 4
+#: values that are looked at before it is asked how many of them are such others
+_AT_LEAST = 1 << 13
+#: of how many values one may be
+_FEW = 16
 
 
 @functools.cache
 def sums_of_small(wide: int, half: bool) -> Work:
-    """The sums of those others, and how often which occur, but first whether they are few; the job is `PanelJob`'s.
+    """The sums of those others, and how often which occur, unless they are not few; the job is `PanelJob`'s.
 
-    Where they are not few, the amax of the share is given as `MANY`. Compiled for blocks of this width, a multiple of 32.
+    Compiled for blocks of this width, a multiple of 32, of float16 or else of bfloat16.
     """
-    per_panel, step = PANEL // wide, 16 if half else 32
+    per_panel = PANEL // wide
 
     @work
     def sums_of_panels(job: int) -> None:
         words, layout, high, infinity = operand_of(job)
         tables, _, small_counts = rules_of(job)
-        scale_inv, scale, lost, floor, spacing = tables_at(tables)
+        scale_inv, scale, lost, floor, (limit, beyond, lowest, anchor) = tables_at(tables)
         amax, floors = np.zeros(max(32, per_panel), np.uint16), np.empty(per_panel, np.uint32)
         patched, tops = np.empty(high * PANEL, np.uint16), np.empty(PANEL, np.uint16)
-        kept, room = np.empty(32, np.uint16), np.empty(64, np.float32)
-        low, x, q = np.int64(kept.ctypes.data), np.int64(room.ctypes.data), np.int64(room.ctypes.data) + 128
+        spare = np.int64(patched.ctypes.data)
         while True:
             share, first, end = next_panels(job)
             if share < 0:
                 break
             counts = carray(counts_at(small_counts + share * 8 * 32768), 32768)
-            counted, summed, groups, held, top = (0, 0), no_sums(), 0, 0, np.int64(0)
+            underflows = overflows = seen = held = 0
+            error2 = xq = q2 = 0.0
+            top = np.int64(0)
             for p in range(first, end):
                 panel = panel_at(layout, high, p)
                 at, rows, columns = panel
                 amax_of_panel(words, layout, panel, infinity, wide, amax, tops)
                 for b in range((columns + wide - 1) // wide):
                     pattern = np.int64(amax[b] & 0x7FFF)
-                    floors[b] = np.uint32(floor[pattern]) * np.uint32(0x10001)
+                    floors[b] = np.uint32(max(floor[pattern], 1) - 1) * np.uint32(0x10001)
                     top = max(top, pattern)
                 row, stride = np.int64(words.ctypes.data) + 2 * at, 2 * layout[2]
                 if columns % 32:
                     patch(words, at, layout[2], rows, columns, infinity, patched)
-                    row, stride = np.int64(patched.ctypes.data), 2 * PANEL
+                    row, stride = spare, 2 * PANEL
                 following = at + max(PANEL, 2 * AHEAD // high)
                 for _ in range(rows):
                     for i in range(0, columns, 32):
                         prefetch(words, following + i)
                         small = below(row + 2 * i, floors[i // wide])
                         if small:
-                            small = keep(row + 2 * i, small, low)
-                            if small:
+                            group, block = carray(values_at(row + 2 * i), 32), amax[i // wide] & 0x7FFF
+                            by, inverse, gone = scale[block], scale_inv[block], lost[block]
+                            while small:
+                                pattern = np.int64(group[lowest_bit(small)] & 0x7FFF)
+                                small &= small - 1
+                                counts[pattern] += 1
+                                value = magnitude_of(pattern, half)
+                                scaled = value * by
+                                x, q = np.float64(value), rounded(min(scaled, limit), lowest, anchor) * inverse
+                                error2 += (x - q) * (x - q)
+                                xq += x * q
+                                q2 += q * q
+                                underflows += pattern <= gone
+                                overflows += scaled > beyond
                                 held += 1
-                                pattern = np.int64(amax[i // wide] & 0x7FFF)
-                                by, inverse = (scale[pattern], scale[pattern]), (scale_inv[pattern], scale_inv[pattern])
-                                most = lost[pattern], lost[pattern]
-                                for j in range(0, 32, step):
-                                    counted = cast(low + 2 * j, by, most, spacing, x, q, counted, half, False, True)
-                                    for k in range(0, 4 * step, 64):
-                                        summed = add(x + k, q + k, inverse, summed, False)
-                                while small:
-                                    counts[kept[lowest_bit(small)]] += 1
-                                    small &= small - 1
                     row += stride
                     following += layout[2]
-                groups += rows * ((columns + 31) // 32)
-                if groups > _AT_LEAST and held * _FEW > groups:
+                seen += rows * columns
+                if seen > _AT_LEAST and held * _FEW > seen:
                     top = np.int64(MANY)
                     break
-            tell(job, share, counted, (total(summed[0]), total(summed[1]), total(summed[2])), top)
-        kept[0] = room[0] = patched[0] = tops[0] = 0  # they live until here, which their addresses do not say
+            tell(job, share, (underflows, overflows), (error2, xq, q2), top)
+        patched[0] = tops[0] = 0  # they live until here, which their addresses do not say
 
     return sums_of_panels
 

@@ -119,27 +119,14 @@ def store(typing_context: Any, words: Any, address: Any) -> Any:
 
 @instruction
 def below(typing_context: Any, address: Any, floor: Any) -> Any:
-    """Which of 32 values at an address are smaller in magnitude than a pattern, given twice in 32 bits; a bit each."""
+    """Which of 32 values at an address are not zero and at most so large, a pattern given twice in 32 bits; a bit each."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        but_zero = builder.sub(magnitudes_at(builder, args[0]), splatted(1, I16, PAIRED))
         floors = builder.bitcast(splat(builder, args[1]), WORDS.vector)
-        return builder.bitcast(builder.icmp_unsigned("<", magnitudes_at(builder, args[0]), floors), I32)
+        return builder.bitcast(builder.icmp_unsigned("<", but_zero, floors), I32)
 
     return types.uint32(address, types.uint32), generate
-
-
-@instruction
-def keep(typing_context: Any, address: Any, bits: Any, to: Any) -> Any:
-    """Copy 32 magnitudes, with zeros where the bit is not set; the bits of those that are not zero."""
-
-    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        none = splatted(0, I16, PAIRED)
-        mask = builder.bitcast(args[1], ir.VectorType(ir.IntType(1), PAIRED))
-        kept = builder.select(mask, magnitudes_at(builder, args[0]), none)
-        builder.store(kept, builder.inttoptr(args[2], WORDS.vector.as_pointer()), align=2)
-        return builder.bitcast(builder.icmp_unsigned("!=", kept, none), I32)
-
-    return types.uint32(address, types.uint32, to), generate
 
 
 @instruction
@@ -150,6 +137,18 @@ def lowest_bit(typing_context: Any, bits: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint32(types.uint32), generate
+
+
+@functools.partial(instruction, prefer_literal=True)
+def magnitude_of(typing_context: Any, pattern: Any, half: Any) -> Any:
+    """What a pattern stands for, of a float16 or else of a bfloat16."""
+
+    def generate(_: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[1].literal_value:
+            return builder.fpext(builder.bitcast(builder.trunc(args[0], I16), ir.HalfType()), F32)
+        return builder.bitcast(builder.shl(builder.trunc(args[0], I32), I32(16)), F32)
+
+    return types.float32(pattern, half), generate
 
 
 @instruction
