@@ -9,7 +9,7 @@ import numpy.typing as npt
 from numba.np.numpy_support import carray
 from numpy.lib.stride_tricks import as_strided
 
-from .cpu_jit import AHEAD, JOB, Work, counters_at, counts_at, jit, job_at, next_share, prefetch, values_at, work
+from .cpu_jit import AHEAD, JOB, Work, add_to, counters_at, counts_at, jit, job_at, next_share, prefetch, values_at, work
 from .cpu_threads import share_out
 
 Counts = npt.NDArray[np.int64]
@@ -22,6 +22,8 @@ SMALL = 1 << 20
 GRAIN = 1 << 19
 #: values of a row that are counted before it is asked whether private 32-bit counters have room for more
 RUN = 1 << 30
+#: private counters that nobody has in use: to get memory from the system takes as long as to count a little
+_zeros: list[Counters] = []
 
 
 @jit
@@ -62,11 +64,18 @@ def occupied(address: int, bins: Counts, counts: Counts) -> int:
 
 
 @jit
-def _move(private: tuple[Counters, ...], counts: Counts) -> None:
+def _move(private: tuple[Counters, ...], counts: int) -> None:
     a, b, c, d = private
-    for i in range(32768):
-        counts[i] += np.int64(a[i]) + b[i] + c[i] + d[i]
-        a[i] = b[i] = c[i] = d[i] = 0
+    for start in range(0, 32768, 8):  # most are empty
+        some = a[start] | b[start] | c[start] | d[start]
+        for i in range(start + 1, start + 8):
+            some |= a[i] | b[i] | c[i] | d[i]
+        if some:
+            for i in range(start, start + 8):
+                count = np.int64(a[i]) + b[i] + c[i] + d[i]
+                if count:
+                    add_to(counts + 8 * i, count)
+                a[i] = b[i] = c[i] = d[i] = 0
 
 
 @jit
@@ -92,19 +101,19 @@ def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]
 def _counting() -> Work:
     """Counts the values at an address, [rows, columns], so many of them from a row and from a column to the next.
 
-    Each share of the rows, or of the columns where rows are fewer, has counts of its own, int64 [32768], and four private
-    tables, uint32 [32768], which are zeros, and writes a 1.
+    Each share of the rows, or of the columns where rows are fewer, has four private tables, uint32 [32768], which are zeros
+    before and after, and writes a 1.
     """
 
     @work
     def count(job: int) -> None:
         numbers = carray(counts_at(job), JOB + job_at(job)[1])
         shares, address, rows, columns, stride, step = numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
+        counts = numbers[7]
         while True:
             share = next_share(job)
             if share >= shares:
                 return
-            counts = carray(counts_at(numbers[7] + share * 8 * 32768), 32768)
             tables = carray(counters_at(numbers[8] + share * 16 * 32768), (4, 32768))
             private = tables[0], tables[1], tables[2], tables[3]
             top, bottom, left, right = 0, rows, 0, columns
@@ -139,7 +148,7 @@ def count_patterns(values: Values, counts: Counts, threads: int) -> None:
 
     Args:
         values: uint16 [n] or [rows, columns], of any strides that are not negative; long rows are counted fastest.
-        counts: int64 [32768], added to in place.
+        counts: int64 [32768], in one piece, added to in place.
         threads: at most this many run at once, see `share_out`.
     """
     values = np.atleast_2d(values)
@@ -147,12 +156,13 @@ def count_patterns(values: Values, counts: Counts, threads: int) -> None:
         _count_directly(values, counts)
         return
     shares = min(threads, max(1, values.size // GRAIN))
-    partial, tables = np.zeros((shares, 32768), np.int64), np.zeros((shares, 4, 32768), np.uint32)
+    tables = _zeros.pop() if _zeros else np.zeros((shares, 4, 32768), np.uint32)
+    if len(tables) < shares:
+        tables = np.zeros((shares, 4, 32768), np.uint32)
     rows, columns = values.shape
     stride, step = (of // values.itemsize for of in values.strides)
-    where = values.ctypes.data, rows, columns, stride, step, partial.ctypes.data, tables.ctypes.data
+    where = values.ctypes.data, rows, columns, stride, step, counts.ctypes.data, tables.ctypes.data
     job = share_out(_counting(), where, shares, 1)
     if not all(job[JOB:]):
         raise MemoryError(f"no room to count {values.size} values")
-    for part in partial:
-        counts += part
+    _zeros.append(tables)

@@ -60,7 +60,7 @@ def sums_of_small(wide: int, half: bool) -> Work:
                 if columns % 32:
                     patch(words, at, layout[2], rows, columns, infinity, patched)
                     row, stride = spare, 2 * PANEL
-                following = at + max(PANEL, 2 * AHEAD // high)
+                following = at + max(PANEL, 4 * AHEAD // high)
                 for _ in range(rows):
                     for i in range(0, columns, 32):
                         prefetch(words, following + i)

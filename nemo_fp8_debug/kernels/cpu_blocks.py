@@ -30,7 +30,7 @@ from .memory import address_of
 
 #: values one thread gets at the least
 GRAIN = 1 << 18
-#: counts that nobody has in use, for so many shares: to get memory from the system takes longer than a small tensor
+#: counts that nobody has in use: to get memory from the system takes longer than to measure a small tensor
 _zeros: list[npt.NDArray[np.int64]] = []
 
 

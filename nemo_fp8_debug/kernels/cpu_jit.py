@@ -58,7 +58,10 @@ def instruction(function: Callable[..., Any], prefer_literal: bool = False) -> C
 
 @instruction
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of `array[index]`; an index past the end is harmless, since a prefetch cannot fault."""
+    """Ask for the cache line of `array[index]`, but not in the closest cache, which has few lines on their way at once.
+
+    An index past the end is harmless, since a prefetch cannot fault.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind, byte, i32 = signature.args[0], ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -66,7 +69,7 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
         item = cgutils.get_item_pointer(context, builder, kind, memory, [args[1]])
         declared = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
         llvm_prefetch = cgutils.get_or_insert_function(builder.module, declared, "llvm.prefetch.p0i8")
-        builder.call(llvm_prefetch, [builder.bitcast(item, byte), i32(0), i32(3), i32(1)])  # read, keep in all levels, data
+        builder.call(llvm_prefetch, [builder.bitcast(item, byte), i32(0), i32(2), i32(1)])  # read, data
         return context.get_dummy_value()
 
     return types.void(array, index), generate
@@ -96,12 +99,18 @@ def job_at(address: int) -> Any:
 
 
 @instruction
-def next_share(typing_context: Any, job: Any) -> Any:
-    """The next number, from 0 on, that no other thread has got from the job at this address, whose first one counts them."""
+def add_to(typing_context: Any, address: Any, number: Any) -> Any:
+    """Add to the int64 at an address, which other threads may do as well; what it was before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number = ir.IntType(64)
-        counter = builder.inttoptr(args[0], number.as_pointer())
-        return builder.atomic_rmw("add", counter, number(1), "monotonic")
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
 
-    return types.int64(job), generate
+    return types.int64(address, types.int64), generate
+
+
+@jit
+def next_share(job: int) -> int:
+    """The next share that no other thread has got from the job at this address, whose first number counts them."""
+    share: int = add_to(job, 1)
+    return share
