@@ -96,13 +96,12 @@ def main() -> None:
     for name, role in CASES:
         print(f"plain path in one thread: {name:30} {role:12} {plain_ratio(how(name, role), threads):6.0f} times aminmax")
     print(f"BF16, {threads} threads; medians, and medians of ratios to torch.aminmax")
-    read = reading(threads)
     for name, role, layout, mebi in cases():
         by, flat = how(name, role), layout == "contiguous"
         for state, tensors in spread(mebi) if layout == "spread" else tensors_of(mebi, layout):
             ours_of = measuring(by, tensors)
             ours_of(tensors[0])
-            calls = [ours_of, arithmetic(by), call(by), *([read] if flat else []), torch.aminmax]
+            calls = [ours_of, arithmetic(by), call(by), *([reading] if flat else []), torch.aminmax]
             found = in_turns(tensors, calls, BUDGET)
             (ours, ratio), (theirs, _) = found[0], found[-1]
             floors = f"arithmetic {found[1][1] * (mebi << 20) / MANY:5.2f}  call {found[2][1]:5.2f}"

@@ -3,7 +3,7 @@
 `python scripts/bench_sketch.py [--threads 2]`, about 2 minutes. Ratios and medians; the two take turns, so that they share
 the machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round as many as 384 MiB
 hold, as a training step goes round its operands. Beside them two floors, ratios to aminmax as well: `updates`, one counter
-update a value with everything in the closest cache, and `reading`, the same memory read and nothing else done.
+update a value with everything in the closest cache, and `reading`, torch's sum of the same memory as words.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
-import numba
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from nemo_fp8_debug.kernels import cpu_figures, sketch
 from nemo_fp8_debug.kernels.cpu import count_patterns
-from nemo_fp8_debug.kernels.cpu_jit import prefetch
 from nemo_fp8_debug.numerics import figures
 from nemo_fp8_debug.numerics.ahead import Sketches
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
@@ -80,29 +76,9 @@ def tensors_of(mebi: int, layout: str) -> Iterator[tuple[str, list[torch.Tensor]
         yield "cold", made
 
 
-@numba.njit(nogil=True)
-def _read(words: npt.NDArray[np.uint64]) -> int:
-    total = np.uint64(0)
-    for start in range(0, words.size, 512):
-        for i in range(start, start + 512, 8):
-            prefetch(words, i + 512)
-        for i in range(start, min(words.size, start + 512)):
-            total += words[i]
-    return total
-
-
-def reading(threads: int) -> Call:
-    """What reads a contiguous tensor and adds it up as words, by so many threads."""
-    pool = ThreadPoolExecutor(threads)
-
-    def read(x: torch.Tensor) -> None:
-        words = np.array_split(x.view(torch.int64).numpy().view(np.uint64).reshape(-1), threads)
-        others = [pool.submit(_read, part) for part in words[1:]]
-        _read(words[0])
-        for other in others:
-            other.result()
-
-    return read
+def reading(x: torch.Tensor) -> None:
+    """Reads a contiguous tensor and adds it up as words."""
+    x.view(torch.int64).sum()
 
 
 def update_ns(threads: int) -> float:
@@ -136,7 +112,7 @@ def main() -> None:
     threads = parser.parse_args().threads
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    update, read = update_ns(threads), reading(threads)
+    update = update_ns(threads)
     print(
         f"BF16, {threads} threads; medians, and medians of ratios to torch.aminmax; an update is {threads * update:.2f} ns"
     )
@@ -145,7 +121,7 @@ def main() -> None:
         for mebi in SIZES:
             for name, tensors in tensors_of(mebi, layout):
                 flat = layout == "contiguous"
-                found = in_turns(tensors, [sketch, *([read] if flat else []), torch.aminmax])
+                found = in_turns(tensors, [sketch, *([reading] if flat else []), torch.aminmax])
                 (ours, ratio), (theirs, _) = found[0], found[-1]
                 floors = f"{update * (mebi << 20) * 1e-6 / theirs:8.2f}" + (f" {found[1][1]:8.2f}" if flat else "")
                 print(f"{mebi:4} {layout:22} {name:4} {ours:6.2f} ms {theirs:6.2f} ms {ratio:8.2f} {floors}", flush=True)
