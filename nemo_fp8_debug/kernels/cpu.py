@@ -84,10 +84,11 @@ def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]
     a, b, c, d = private
     whole = run.size // 32 * 32
     for start in range(0, whole, 32):
-        if start + AHEAD < run.size:
-            prefetch(run, start + AHEAD)
-        else:
-            prefetch(following, start + AHEAD - run.size)
+        for ahead in range(start + AHEAD, start + AHEAD + 32, 8 if run.strides[0] > 2 else 32):
+            if ahead < run.size:
+                prefetch(run, ahead)
+            else:
+                prefetch(following, ahead - run.size)
         for i in range(start, start + 32, 4):
             a[run[i] & 0x7FFF] += 1
             b[run[i + 1] & 0x7FFF] += 1

@@ -38,8 +38,7 @@ def sums_of_small(wide: int, half: bool) -> Work:
         tables, _, small_counts = rules_of(job)
         scale_inv, scale, lost, floor, (limit, beyond, lowest, anchor) = tables_at(tables)
         amax, floors = np.zeros(max(32, per_panel), np.uint16), np.empty(per_panel, np.uint32)
-        patched, tops = np.empty(high * PANEL, np.uint16), np.empty(PANEL, np.uint16)
-        spare = np.int64(patched.ctypes.data)
+        patched, tops = np.empty(high * PANEL if layout[1] % 32 else 1, np.uint16), np.empty(PANEL, np.uint16)
         while True:
             share, first, end = next_panels(job)
             if share < 0:
@@ -59,7 +58,7 @@ def sums_of_small(wide: int, half: bool) -> Work:
                 row, stride = np.int64(words.ctypes.data) + 2 * at, 2 * layout[2]
                 if columns % 32:
                     patch(words, at, layout[2], rows, columns, infinity, patched)
-                    row, stride = spare, 2 * PANEL
+                    row, stride = np.int64(patched.ctypes.data), 2 * PANEL
                 following = at + max(PANEL, 4 * AHEAD // high)
                 for _ in range(rows):
                     for i in range(0, columns, 32):

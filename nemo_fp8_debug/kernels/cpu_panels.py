@@ -26,7 +26,7 @@ MANY = 1 << 15
 TOLD = 1
 
 #: rows whose maxima are found together, which saves storing them in between
-_ROWS = 4
+_ROWS = 8
 
 #: the sign bit, which an amax has no use for: its block holds NaN
 _NAN = 0x8000
