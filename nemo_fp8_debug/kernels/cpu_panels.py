@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.np.numpy_support import carray
 
-from .cpu_jit import JOB, counts_at, doubles_at, jit, job_at, next_share, values_at
+from .cpu_jit import JOB, add_to, counts_at, doubles_at, jit, job_at, next_share, values_at
 from .cpu_lanes import PANEL, amaxes, larger, largest, magnitudes, patterns, store
 
 Words = npt.NDArray[np.uint16]
@@ -90,7 +90,7 @@ def tell(job, share, counted, sums, amax):  # type: ignore[no-untyped-def]
     integers[0], integers[1], integers[2], integers[3] = counted[0], counted[1], amax, TOLD
     floats[0], floats[1], floats[2] = sums
     if amax >= MANY:
-        job_at(job)[1] = 0  # nobody needs to begin another
+        add_to(job, 1 << 32)  # nobody needs to begin another
 
 
 @jit

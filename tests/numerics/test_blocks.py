@@ -344,13 +344,15 @@ def test_sums_of_views(name: str, width: int, tall: int, role: str, fmt: str, dt
     assert_sums(got, {name: column.item() for name, column in vars(want).items()})
 
 
+@pytest.mark.parametrize("binades", [0, 5], ids=["normal", "values over many binades"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @RECIPES
 def test_sums_of_a_large_tensor_shared_out_to_threads(
-    name: str, width: int, tall: int, role: str, fmt: str, threads: int
+    name: str, width: int, tall: int, role: str, fmt: str, threads: int, binades: int
 ) -> None:
     recipe, before = parse_recipe(name), torch.get_num_threads()
-    x = odd_one_out(torch.randn(4200, 1000, generator=torch.Generator().manual_seed(3)).bfloat16())
+    z, normal = torch.randn(2, 1050, 1000, generator=torch.Generator().manual_seed(3))
+    x = odd_one_out((normal * torch.exp2(binades * z)).bfloat16())
     want = quantization_sums_in_blocks(x, recipe.scaling, role, recipe.format_of(role))
     torch.set_num_threads(threads)
     try:
