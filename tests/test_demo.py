@@ -63,9 +63,13 @@ def test_compare_names_the_input_of_linear_fc2(comparison: dict[str, Any]) -> No
     assert f"X of {first['layer']}" in comparison["verdict"]
 
 
-def test_the_first_to_leave_the_good_runs_band_is_the_same(comparison: dict[str, Any]) -> None:
+def test_the_first_to_leave_the_good_runs_band_is_among_the_farthest_apart(comparison: dict[str, Any]) -> None:
+    """In which layer it is depends on how a CPU adds up: from then on the runs have nothing in common."""
     first = comparison["left"][0]
-    assert (first["layer"], first["role"]) == tuple(comparison["tensors"][0][name] for name in ("layer", "role"))
+    far = {(t["layer"], t["role"]) for t in comparison["tensors"] if (t["mse_ratio"] or 0) >= 1000}
+    assert (first["layer"], first["role"]) in far
+    assert first["layer"].endswith("mlp.linear_fc2")
+    assert first["role"] == "input"
     assert first["onset"] > 120  # the runs are the same until then
 
 
