@@ -4,6 +4,7 @@
 the machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round as many as 384 MiB
 hold, as a training step goes round its operands. Beside them two floors, ratios to aminmax as well: `updates`, one counter
 update a value with everything in the closest cache, and `reading`, torch's sum of the same memory as words.
+Of views with gaps, instead of it, `one row`: as many values counted, all from their first row, which the closest cache holds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from nemo_fp8_debug.kernels import cpu_figures, sketch
 from nemo_fp8_debug.kernels.cpu import count_patterns
+from nemo_fp8_debug.kernels.memory import bits_of
 from nemo_fp8_debug.numerics import figures
 from nemo_fp8_debug.numerics.ahead import Sketches
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
@@ -81,6 +83,11 @@ def reading(x: torch.Tensor) -> None:
     x.view(torch.int64).sum()
 
 
+def one_row(x: torch.Tensor) -> None:
+    """Counts as many values as `x` has, in rows as far apart, all of which are the first one."""
+    count_patterns(bits_of(x[:1].expand(x.shape)), np.zeros(BINS, np.int64), torch.get_num_threads())
+
+
 def update_ns(threads: int) -> float:
     """What counting a value costs when no memory is waited for: one counter update, of values that a close cache holds."""
     values = torch.randn(1 << 15).bfloat16().view(torch.int16).numpy().view(np.uint16)
@@ -116,14 +123,14 @@ def main() -> None:
     print(
         f"BF16, {threads} threads; medians, and medians of ratios to torch.aminmax; an update is {threads * update:.2f} ns"
     )
-    print(f"{'Mi':>4} {'layout':22} {'':4} {'sketch':>9} {'aminmax':>9}    ratio  updates  reading")
+    print(f"{'Mi':>4} {'layout':22} {'':4} {'sketch':>9} {'aminmax':>9}    ratio  updates  reading or one row")
     for layout in LAYOUTS:
         for mebi in SIZES:
             for name, tensors in tensors_of(mebi, layout):
-                flat = layout == "contiguous"
-                found = in_turns(tensors, [sketch, *([reading] if flat else []), torch.aminmax])
+                floor = {"contiguous": [reading], "transposed": []}.get(layout, [one_row])
+                found = in_turns(tensors, [sketch, *floor, torch.aminmax])
                 (ours, ratio), (theirs, _) = found[0], found[-1]
-                floors = f"{update * (mebi << 20) * 1e-6 / theirs:8.2f}" + (f" {found[1][1]:8.2f}" if flat else "")
+                floors = f"{update * (mebi << 20) * 1e-6 / theirs:8.2f}" + "".join(f" {by:8.2f}" for _, by in found[1:-1])
                 print(f"{mebi:4} {layout:22} {name:4} {ours:6.2f} ms {theirs:6.2f} ms {ratio:8.2f} {floors}", flush=True)
     print(f"figures of 500 sketches under 3 scalings: {figures_of_500_sketches():.2f} s")
 
