@@ -4,7 +4,7 @@
 the machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round as many as 384 MiB
 hold, as a training step goes round its operands. Beside them two floors, ratios to aminmax as well: `updates`, one counter
 update a value with everything in the closest cache, and `reading`, torch's sum of the same memory as words.
-Of views with gaps, instead of it, `one row`: as many values counted, all from their first row, which the closest cache holds.
+Of views with gaps instead `one row`: as many values counted, all from their first row, which the closest cache holds.
 """
 
 from __future__ import annotations
