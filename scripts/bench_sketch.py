@@ -4,7 +4,7 @@
 the machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round as many as 384 MiB
 hold, as a training step goes round its operands. Beside them two floors, ratios to aminmax as well: `updates`, one counter
 update a value with everything in the closest cache, and `reading`, torch's sum of the same memory as words.
-Of views with gaps instead `one row`: as many values counted, all from their first row, which the closest cache holds.
+Of views with gaps instead `one row`: as many values of one row without gaps, which the closest cache holds.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def reading(x: torch.Tensor) -> None:
 
 
 def one_row(x: torch.Tensor) -> None:
-    """Counts as many values as `x` has, in rows as far apart, all of which are the first one."""
-    count_patterns(bits_of(x[:1].expand(x.shape)), np.zeros(BINS, np.int64), torch.get_num_threads())
+    """Counts as many values as `x` has, all rows of which are its first one, without gaps."""
+    count_patterns(bits_of(x[:1].contiguous().expand(x.shape)), np.zeros(BINS, np.int64), torch.get_num_threads())
 
 
 def update_ns(threads: int) -> float:

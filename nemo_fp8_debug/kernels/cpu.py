@@ -10,7 +10,7 @@ from numba.np.numpy_support import carray
 from numpy.lib.stride_tricks import as_strided
 
 from .cpu_jit import AHEAD, JOB, Work, add_to, counters_at, counts_at, jit, job_at, next_share, prefetch, values_at, work
-from .cpu_threads import share_out
+from .cpu_threads import Zeros, share_out
 
 Counts = npt.NDArray[np.int64]
 Counters = npt.NDArray[np.uint32]
@@ -22,8 +22,7 @@ SMALL = 1 << 20
 GRAIN = 1 << 19
 #: values of a row that are counted before it is asked whether private 32-bit counters have room for more
 RUN = 1 << 30
-#: private counters that nobody has in use: to get memory from the system takes as long as to count a little
-_zeros: list[Counters] = []
+_private = Zeros((4, 32768), np.uint32)
 
 
 @jit
@@ -157,13 +156,11 @@ def count_patterns(values: Values, counts: Counts, threads: int) -> None:
         _count_directly(values, counts)
         return
     shares = min(threads, max(1, values.size // GRAIN))
-    tables = _zeros.pop() if _zeros else np.zeros((shares, 4, 32768), np.uint32)
-    if len(tables) < shares:
-        tables = np.zeros((shares, 4, 32768), np.uint32)
+    tables = _private.take(shares)
     rows, columns = values.shape
     stride, step = (of // values.itemsize for of in values.strides)
     where = values.ctypes.data, rows, columns, stride, step, counts.ctypes.data, tables.ctypes.data
     job = share_out(_counting(), where, shares, 1)
     if not all(job[JOB:]):
         raise MemoryError(f"no room to count {values.size} values")
-    _zeros.append(tables)
+    _private.give_back(tables)

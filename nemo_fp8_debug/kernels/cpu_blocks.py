@@ -25,13 +25,12 @@ from .cpu_casts import digits
 from .cpu_jit import JOB, Work
 from .cpu_lanes import PANEL
 from .cpu_panels import MANY, RESULTS, TOLD, Layout, PanelJob, add_up
-from .cpu_threads import share_out
+from .cpu_threads import Zeros, share_out
 from .memory import address_of
 
 #: values one thread gets at the least
 GRAIN = 1 << 18
-#: counts that nobody has in use: to get memory from the system takes longer than to measure a small tensor
-_zeros: list[npt.NDArray[np.int64]] = []
+_small = Zeros((BINS,), np.int64)
 
 
 class _Operand(NamedTuple):
@@ -101,15 +100,13 @@ def _of_all(operand: _Operand, tables: Tables) -> Any:
 def _of_few(operand: _Operand, tables: Tables, fmt: FloatFormat, counts: int) -> Any:
     """Of what the sketch has counted, but for values that become subnormal, which are looked for; None if they are many."""
     shares = operand.shares
-    small = _zeros.pop() if _zeros else np.zeros((shares, BINS), np.int64)
-    if len(small) < shares:
-        small = np.zeros((shares, BINS), np.int64)
+    small = _small.take(shares)
     job = _shared_out(sums_of_small(operand.block[1], operand.half), operand, tables, shares, small.ctypes.data)
     if job[JOB + 2] == MANY:
         return None
     anchor, magnitude = 1.5 * 2.0 ** (52 - digits(fmt)), _magnitudes(operand.kept.dtype)
     add_shortened(ctypes.addressof(job), small, counts, operand.kept.numel(), operand.infinity, magnitude, anchor)
-    _zeros.append(small)
+    _small.give_back(small)
     return job
 
 

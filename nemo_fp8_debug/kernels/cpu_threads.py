@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .cpu_jit import JOB, Work
@@ -37,6 +39,27 @@ def share_out(work: Work, numbers: tuple[int, ...], shares: int, results: int = 
         for other in jobs:
             other.result()
     return job
+
+
+class Zeros:
+    """Zeros for each share of a job, which leaves them so; kept, since to get memory from the system takes long."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+        """
+        Args:
+            shape: of each share's.
+        """
+        self._shape, self._dtype = shape, dtype
+        self._kept: list[npt.NDArray[Any]] = []
+
+    def take(self, shares: int) -> npt.NDArray[Any]:
+        """[at least so many, *shape], for nobody else until it is given back, which only what is zeros may be."""
+        found = self._kept.pop() if self._kept else None
+        return found if found is not None and len(found) >= shares else np.zeros((shares, *self._shape), self._dtype)
+
+    def give_back(self, zeros: npt.NDArray[Any]) -> None:
+        """Keep it for the next."""
+        self._kept.append(zeros)
 
 
 @functools.cache
