@@ -43,6 +43,7 @@ class Recording:
         for recorder in recorders:
             recorder.open(fingerprint)
             self.recorders.append(recorder)
+        self._submitted = 0
         self._impatient = False
         self.stuck = False
         self._closing = False
@@ -55,6 +56,7 @@ class Recording:
         Waits for what is before it, which bounds the memory.
         """
         self.deliver(wait=True)
+        self._submitted += 1
         self._enqueue(lambda: self._record(measure))
 
     def submit_steps(self, steps: Callable[[], Steps]) -> None:
@@ -75,12 +77,14 @@ class Recording:
 
         A wait ends when something hangs for `STUCK` seconds; `stuck` then stays true until it does no longer.
         """
+        only_first = self._submitted == 1  # which may have to compile, once a machine: no interval avoids that
         started = time.monotonic()
         while self._pending and (self._pending[0].done() or (wait and self._wait_for(self._pending[0]))):
             self.stuck = False
             if record := self._pending.popleft().result():
                 self._each(True, record)
-        if (waited := time.monotonic() - started) > PATIENCE and not self._impatient and not self.stuck:
+        waited = time.monotonic() - started
+        if waited > PATIENCE and not (only_first or self._impatient or self.stuck):
             self._impatient = True
             warn(f"training waited {waited:.1f} s for an earlier sample to be recorded; a longer interval avoids it")
 
