@@ -20,6 +20,8 @@ _root = _here.parent
 _helpers = _here, _here / "hosts", _here / "interventions", _root / "recipes", _root / "scripts/truth"
 sys.path[:0] = [str(p) for p in _helpers]
 
+from processes import PATIENCE  # noqa: E402
+
 #: files that take longest come first, so that no worker is left with one in the end
 _longest = (
     *("test_demo", "distributed/test_megatron_layouts", "distributed/test_fsdp", "numerics/test_blocks"),
@@ -38,6 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # or each collection, which trainers ask for at every end, would go through the objects of all modules
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_fp8_debug.record import recording
+
+    monkeypatch.setattr(recording, "PATIENCE", PATIENCE)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,9 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+#: seconds that training waits before it says so: a machine that is busy is not what is tested
+PATIENCE = 60.0
+
 
 def run_script(*command: str | Path, timeout: float = 240, **environment: str | None) -> str:
     """Run a script, or `-m` and a module, which has to end well; what it printed. None takes a variable away."""
@@ -39,7 +42,7 @@ def in_ranks(world: int, train: Callable[..., object], *arguments: object) -> No
     Ranks are forked, since their imports take longer than most of what they do, and find each other as under torchrun.
     They end as any interpreter does. When one fails the others are ended, and so is the script.
     """
-    _load()
+    _prepare()
     gc.freeze()  # or each rank would go through all of the modules' objects once more when it ends
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -57,7 +60,7 @@ def in_ranks(world: int, train: Callable[..., object], *arguments: object) -> No
 
 def in_turn(run: Callable[[str], object], cases: Iterable[str]) -> list[int]:
     """The exit statuses of `run(case)`, each in a process of its own that may end as it likes; forked as ranks are."""
-    _load()
+    _prepare()
     gc.freeze()
     statuses = []
     for case in cases:
@@ -68,13 +71,15 @@ def in_turn(run: Callable[[str], object], cases: Iterable[str]) -> list[int]:
     return statuses
 
 
-def _load() -> None:
+def _prepare() -> None:
     """What the first sample would load in every rank: the compiled kernel, and what pyarrow looks for to write a table."""
     import pandas  # noqa: F401
     import torch
 
     from nemo_fp8_debug.kernels import sketch
+    from nemo_fp8_debug.record import recording
 
+    recording.PATIENCE = PATIENCE
     sketch(torch.zeros(1, dtype=torch.bfloat16))
 
 
