@@ -133,8 +133,8 @@ class TestHangs:
 
         def answer() -> None:
             with open(pipe, "w") as file:
+                pipe.unlink()  # while it is being read, so that it is not opened again
                 file.write("interval: 1")
-            pipe.unlink(missing_ok=True)
             wait_until_recorded(tmp_path / "run", LEAVES)
 
         with pytest.warns(FP8DebugWarning) as caught:
