@@ -10,7 +10,9 @@ from pathlib import Path
 
 # Before torch: megatron-core compiles small fusions, which takes longer than these tests.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Tests share two cores, where threads of torch's that wait by spinning keep others from working.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

@@ -23,7 +23,7 @@ def sums_of_blocks(wide: int, half: bool) -> Work:
     Compiled for blocks of this width, a multiple of 16, of float16 or else of bfloat16.
     """
     # Numbers only: a compiled function among them has another name in each process, and would not be found on disk.
-    per_panel, step, two = PANEL // wide, 16 if half else 32, wide < 32 and not half
+    per_panel, step = PANEL // wide, 16 if half or wide < 32 else 32
 
     @work
     def sums_of_panels(job: int) -> None:
@@ -57,19 +57,17 @@ def sums_of_blocks(wide: int, half: bool) -> Work:
                     if clamps or not finite:
                         for i in range(0, columns, step):
                             prefetch(words, following + i)
-                            a, b = i // wide, (i + step // 2) // wide
-                            by, most = (scales[a], scales[b]), (gone[a], gone[b])
-                            counted = cast(row + 2 * i, by, most, spacing, x + 4 * i, q + 4 * i, counted, half, two, True)
+                            by, most = scales[i // wide], gone[i // wide]
+                            counted = cast(row + 2 * i, by, most, spacing, x + 4 * i, q + 4 * i, counted, half, step, True)
                     else:
                         for i in range(0, columns, step):
                             prefetch(words, following + i)
-                            a, b = i // wide, (i + step // 2) // wide
-                            by, most = (scales[a], scales[b]), (gone[a], gone[b])
-                            counted = cast(row + 2 * i, by, most, spacing, x + 4 * i, q + 4 * i, counted, half, two, False)
+                            by, most = scales[i // wide], gone[i // wide]
+                            counted = cast(row + 2 * i, by, most, spacing, x + 4 * i, q + 4 * i, counted, half, step, False)
                     for i in range(0, columns, step):
-                        by_inverse = inverses[i // wide], inverses[(i + step // 2) // wide]
+                        by_inverse = inverses[i // wide]
                         for j in range(i, i + step, 16):
-                            summed = add(x + 4 * j, q + 4 * j, by_inverse, summed, two)
+                            summed = add(x + 4 * j, q + 4 * j, by_inverse, summed)
                     row += stride
                     following += layout[2]
             tell(job, share, counted, (total(summed[0]), total(summed[1]), total(summed[2])), 0)

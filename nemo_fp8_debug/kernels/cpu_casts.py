@@ -29,7 +29,6 @@ from .cpu_lanes import (
     WORDS,
     call,
     load,
-    shuffled,
     splat,
     splatted,
 )
@@ -62,22 +61,21 @@ def rounded(value: np.float32, lowest: np.float32, anchor: np.float32) -> np.flo
     return (value + above) - above
 
 
-def _of_blocks(builder: Any, pair: Any, two: bool, length: int) -> Any:
-    """The first number in all lanes, or in the first half of them and the second in the others."""
-    first, second = (splat(builder, v, length) for v in cgutils.unpack_tuple(builder, pair, 2))
-    lanes = [*range(length // 2), *range(length + length // 2, 2 * length)]
-    return shuffled(builder, first, second, lanes) if two else first
+def _values(builder: Any, address: Any, half: bool, count: int) -> tuple[Any, list[Any]]:
+    """The magnitudes of 16 float16, or of 16 or 32 bfloat16: patterns, and in vectors of 16 float32.
 
-
-def _values(builder: Any, address: Any, half: bool) -> tuple[Any, list[Any]]:
-    """The magnitudes of 16 float16 or 32 bfloat16: patterns, and in vectors of 16 float32, in an order of their own."""
-    if half:
+    Of 32 the order is another one.
+    """
+    if count == LANES:
         patterns = builder.and_(load(builder, address, ir.VectorType(I16, LANES)), splatted(0x7FFF, I16))
-        return patterns, [builder.fpext(builder.bitcast(patterns, ir.VectorType(ir.HalfType(), LANES)), FLOATS.vector)]
+        if half:
+            return patterns, [builder.fpext(builder.bitcast(patterns, ir.VectorType(ir.HalfType(), LANES)), FLOATS.vector)]
+        upper = builder.shl(builder.zext(patterns, COUNTS.vector), splatted(16, I32))
+        return patterns, [builder.bitcast(upper, FLOATS.vector)]
     # Two bfloat16 to a word of 32 bits: half of them lie where those of a float32 do.
     pairs = builder.and_(load(builder, address, COUNTS.vector), splatted(0x7FFF7FFF, I32))
-    upper = builder.and_(pairs, splatted(0xFFFF0000, I32)), builder.shl(pairs, splatted(16, I32))
-    return builder.bitcast(pairs, WORDS.vector), [builder.bitcast(v, FLOATS.vector) for v in upper]
+    both = builder.and_(pairs, splatted(0xFFFF0000, I32)), builder.shl(pairs, splatted(16, I32))
+    return builder.bitcast(pairs, WORDS.vector), [builder.bitcast(v, FLOATS.vector) for v in both]
 
 
 def _how_many(builder: Any, lanes: Any, length: int) -> Any:
@@ -95,24 +93,23 @@ def cast(
     q: Any,
     counts: Any,
     half: Any,
-    two: Any,
+    count: Any,
     clamps: Any,
 ) -> Any:
-    """Cast 16 finite float16 or 32 bfloat16 at the address `words`, to `x` (their magnitudes) and `q` (their codes).
+    """Cast finite values of one block at the address `words`, 16 or as `count` says 32, to `x` (magnitudes) and `q` (codes).
 
-    `scale` and `lost`, the largest pattern that is cast to zero, are those of the block they belong to, and of the one that
-    the second half belongs to where there are `two`. Where `clamps` is False, nothing scaled is larger than the format's
-    limit by more than rounding. Counts of underflows and overflows go on.
+    `scale` and `lost`, the largest pattern that is cast to zero, are those of the block. Where `clamps` is False, nothing
+    scaled is larger than the format's limit by more than rounding. Counts of underflows and overflows go on.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        of_half, of_two, with_limit = (of.literal_value for of in signature.args[7:])
+        of_half, lanes, with_limit = (of.literal_value for of in signature.args[7:])
         limit, beyond, lowest, anchor = (splat(builder, v) for v in cgutils.unpack_tuple(builder, args[3], 4))
-        patterns, values = _values(builder, args[0], of_half)
-        lanes, by = len(values) * LANES, _of_blocks(builder, args[1], of_two, LANES)
+        patterns, values = _values(builder, args[0], of_half, lanes)
+        by = splat(builder, args[1])
         underflows, overflows = cgutils.unpack_tuple(builder, args[6], 2)
         but_zero = builder.sub(patterns, splatted(1, I16, lanes))
-        gone = builder.icmp_unsigned("<", but_zero, _of_blocks(builder, args[2], of_two, lanes))
+        gone = builder.icmp_unsigned("<", but_zero, splat(builder, args[2], lanes))
         underflows = builder.add(underflows, _how_many(builder, gone, lanes))
         floats = FLOATS.vector
         for i, value in enumerate(values):
@@ -132,14 +129,14 @@ def cast(
                 builder.store(kept, builder.inttoptr(address, floats.as_pointer()), align=4)
         return context.make_tuple(builder, signature.return_type, [underflows, overflows])
 
-    return types.UniTuple(types.int64, 2)(words, scale, lost, spacing, x, q, counts, half, two, clamps), generate
+    return types.UniTuple(types.int64, 2)(words, scale, lost, spacing, x, q, counts, half, count, clamps), generate
 
 
-@functools.partial(instruction, prefer_literal=True)
-def add(typing_context: Any, x: Any, q: Any, scale_inv: Any, sums: Any, two: Any) -> Any:
+@instruction
+def add(typing_context: Any, x: Any, q: Any, scale_inv: Any, sums: Any) -> Any:
     """Add 16 values at the addresses `x` and `q` to the sums of squared errors, of products and of squares.
 
-    `scale_inv` and `two` as in `cast`.
+    All belong to the block of `scale_inv`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -149,11 +146,11 @@ def add(typing_context: Any, x: Any, q: Any, scale_inv: Any, sums: Any, two: Any
         def plus(a: Any, b: Any, total: Any) -> Any:
             return call(builder, "llvm.fma.v16f64", SUMS.vector, a, b, total)
 
-        inverse = _of_blocks(builder, args[2], signature.args[4].literal_value, LANES)
+        inverse = splat(builder, args[2])
         error2, xq, q2 = cgutils.unpack_tuple(builder, args[3], 3)
         value, back = doubles(args[0]), builder.fmul(doubles(args[1]), inverse)
         error = builder.fsub(value, back)
         added = [plus(error, error, error2), plus(value, back, xq), plus(back, back, q2)]
         return context.make_tuple(builder, signature.return_type, added)
 
-    return SUMS_OF_3(x, q, scale_inv, sums, two), generate
+    return SUMS_OF_3(x, q, scale_inv, sums), generate
