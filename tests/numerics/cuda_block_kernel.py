@@ -5,11 +5,11 @@ A process of its own, with `NUMBA_ENABLE_CUDASIM=1`: Numba looks at that when it
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
+import simulator  # noqa: F401
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -139,7 +139,6 @@ def amax_of_any_tensor() -> None:
 
 
 if __name__ == "__main__":
-    sys.setswitchinterval(1e-4)  # the simulator waits for its threads in a busy loop
     torch.manual_seed(0)
     every_rule_and_dtype()
     several_tiles_and_ragged_edges()

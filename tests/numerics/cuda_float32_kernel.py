@@ -5,12 +5,12 @@ A process of its own, with `NUMBA_ENABLE_CUDASIM=1`: Numba looks at that when it
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
+import simulator  # noqa: F401
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -133,7 +133,6 @@ def nothing_depends_on_the_run() -> None:
 
 
 if __name__ == "__main__":
-    sys.setswitchinterval(1e-4)  # the simulator waits for its threads in a busy loop
     # NumPy warns of overflow, which the kernels mean to happen, and notes it among the module's names while the simulator's
     # other threads go through these: the place for it has to be there before.
     warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)

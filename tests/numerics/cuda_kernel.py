@@ -5,10 +5,9 @@ A process of its own, with `NUMBA_ENABLE_CUDASIM=1`: Numba looks at that when it
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import numpy.typing as npt
+import simulator  # noqa: F401
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -109,7 +108,6 @@ def words_lie_on_their_boundaries() -> None:
 
 
 if __name__ == "__main__":
-    sys.setswitchinterval(1e-4)  # the simulator waits for its threads in a busy loop
     words_lie_on_their_boundaries()
     sizes_alignments_and_grids()
     values_on_both_sides_of_the_window()
