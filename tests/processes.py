@@ -72,7 +72,7 @@ def in_turn(run: Callable[[str], object], cases: Iterable[str]) -> list[int]:
 
 
 def _prepare() -> None:
-    """What the first sample would load in every rank: the compiled kernel, and what pyarrow looks for to write a table."""
+    """Load what the first sample would in every rank: the compiled kernel, and what pyarrow looks for to write a table."""
     import pandas  # noqa: F401
     import torch
 

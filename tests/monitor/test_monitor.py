@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,45 @@ def test_losses_and_weights_are_bit_identical(options: dict[str, Any], recipe: s
         monitored_losses, monitored_weights = train(interval, options, recipe)
         assert monitored_losses == losses
         assert all(torch.equal(a, b) for a, b in zip(weights, monitored_weights, strict=True))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
+def test_a_run_is_bit_identical_on_threads_that_it_shares_with_the_kernels(two_threads: None, recipe: str) -> None:
+    """Its operands are large enough to be shared out to them."""
+
+    def train(recorders: list[Samples]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = Monitor(model, recorders=recorders, interval=1, recipe=recipe, on_error="raise") if recorders else None
+        losses = []
+        for step in range(STEPS):
+            if monitor:
+                monitor.begin_step(step)
+            optimizer.zero_grad()
+            loss = model(torch.randn(1024, 1024).bfloat16()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            if monitor:
+                monitor.end_step(loss=loss)
+        if monitor:
+            monitor.close()
+        return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+    samples = Samples()
+    watched, plain = train([samples]), train([])
+    assert all(torch.equal(a, b) for a, b in zip(watched, plain, strict=True))
+    assert list(samples.samples) == list(range(STEPS))
+    assert len(samples.rows(0)) == 6
 
 
 def hooks_on(model: nn.Module) -> int:
