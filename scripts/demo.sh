@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# The main job: three real NeMo runs in FP8 (good, bad, and the bad one's BF16 twin), recorded and told apart.
+# The main job: three real NeMo runs in FP8 (a good one, a bad one, and the bad one in BF16), recorded and compared.
+# Arguments go to demo.py. SIMULATE_CPU=avx2 runs it as on a CPU without AVX-512.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
+source scripts/any_cpu/environment.sh
 exec .venv/bin/python -W ignore scripts/demo.py "$@"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Style, types and all tests, on a CPU. Arguments go to pytest.
+# Style, types and all tests, on a CPU. Arguments go to pytest. SIMULATE_CPU=avx2 runs them as on a CPU without AVX-512.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/setup.sh
+scripts/setup.sh tests
+source scripts/any_cpu/environment.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
