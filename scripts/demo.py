@@ -1,14 +1,16 @@
-"""Runs the three variants of recipes/nemo_gpt.py side by side, then compares them and says what is wrong."""
+"""Trains the three variants of recipes/nemo_gpt.py side by side, then says which run is bad, why, and how to see it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
-import multiprocessing
+import multiprocessing.connection
 import os
 import re
-import subprocess
+import signal
+import socket
 import sys
 import time
 import traceback
@@ -17,8 +19,36 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: megatron-core's fusions compile for longer than this model trains; one thread a run, since the runs share the cores
-ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+VARIANTS = ("good", "bad", "twin")
+INTERVAL = 10
+#: seconds between two lines of progress, and those that a run has to end by itself
+REPORTED, ENDS_WITHIN = 10, 5
+PORT = 6006
+
+
+class Stopped(Exception):
+    """The user or the system ended the demo."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "runs" / "demo", help="folder of the records; never overwritten"
+    )
+    parser.add_argument("--steps", type=int, default=360, help="of each run")
+    arguments = parser.parse_args()
+    output = fresh_folder(arguments.output)
+    output.mkdir(parents=True)
+    try:
+        train_all(output, arguments.steps)
+        report(output)
+    except (KeyboardInterrupt, Stopped):
+        print(f"\nStopped. What was recorded so far is in {output}", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def fresh_folder(wanted: Path) -> Path:
@@ -27,10 +57,37 @@ def fresh_folder(wanted: Path) -> Path:
     return next(c for c in candidates if not c.exists())
 
 
-def last_step(log: Path) -> str:
-    """The title of the last table that a run has printed."""
-    found = re.findall(r"FP8 at (step \d+, loss [\d.]+)", log.read_text(errors="replace"))
-    return found[-1] if found else "starting"
+def train_all(output: Path, steps: int) -> None:
+    """Train all variants at once and print their progress.
+
+    Raises:
+        RuntimeError: one of them failed; the others are ended.
+        Stopped: the demo was told to end, and so were they.
+    """
+    signal.signal(signal.SIGTERM, stop)
+    print(f"Three runs of {steps} steps, recorded in {output}; NeMo takes half a minute to start.", flush=True)
+    import_nemo(output / "imports.log")
+    gc.freeze()  # or each run would go through the objects of all modules, and copy their memory
+    fork = multiprocessing.get_context("fork")  # importing NeMo takes as long as a fourth of a run
+    runs: dict[str, BaseProcess] = {n: fork.Process(target=run, args=(n, output, steps)) for n in VARIANTS}
+    try:
+        for process in runs.values():
+            process.start()
+        watch(runs, output, steps)
+    finally:
+        end(runs)
+
+
+def stop(*_: object) -> None:
+    raise Stopped
+
+
+def import_nemo(log: Path) -> None:
+    """Import what the runs share. The number of threads is set by demo.sh, which is before torch is imported."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # megatron-core's fusions compile for longer than this model trains
+    sys.path.append(str(ROOT / "recipes"))
+    with printing_to(log):
+        import nemo_gpt  # noqa: F401
 
 
 @contextlib.contextmanager
@@ -52,65 +109,98 @@ def printing_to(log: Path) -> Iterator[None]:
 
 
 def run(name: str, output: Path, steps: int) -> None:
+    """Train one variant, in a process that ends with the demo."""
     from nemo_gpt import train
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the demo ends its runs
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the kernel ends it where the demo no longer can
     with printing_to(output / f"{name}.log"):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         try:
-            train(name, output, steps, interval=10)
+            train(name, output, steps, interval=INTERVAL)
         except Exception:
             traceback.print_exc()
             sys.exit(1)
 
 
-def start(output: Path, steps: int) -> dict[str, BaseProcess]:
-    """All variants: forked, since importing NeMo takes as long as a fourth of a run."""
-    os.environ |= ENVIRONMENT
-    sys.path.append(str(ROOT / "recipes"))
-    with printing_to(output / "imports.log"):
-        import nemo_gpt  # noqa: F401
-    gc.freeze()  # or each run would go through the objects of all modules, and copy their memory
-    fork = multiprocessing.get_context("fork")
-    runs = {name: fork.Process(target=run, args=(name, output, steps)) for name in ("good", "bad", "twin")}
-    for process in runs.values():
-        process.start()
-    return runs
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo")
-    parser.add_argument("--steps", type=int, default=360)
-    arguments = parser.parse_args()
-    output = fresh_folder(arguments.output)
-    output.mkdir(parents=True)
-
+def watch(runs: dict[str, BaseProcess], output: Path, steps: int) -> None:
+    """Print where the runs are until all have ended."""
     began = time.monotonic()
-    running = start(output, arguments.steps)
-    while any(process.is_alive() for process in running.values()):
-        time.sleep(10)
-        progress = "   ".join(f"{name}: {last_step(output / f'{name}.log')}" for name in running)
-        print(f"[{time.monotonic() - began:4.0f} s] {progress}", flush=True)
-    if failed := [name for name, process in running.items() if process.exitcode]:
-        print(f"{', '.join(failed)} failed; see {output}/*.log", file=sys.stderr)
-        return 1
-
-    command = Path(sys.executable).with_name("nemo-fp8-debug")
-    good, bad, twin = (output / name for name in ("good", "bad", "twin"))
-    status = subprocess.run([command, "compare", good, bad, "--twin", twin]).returncode
-    status = status or subprocess.run([command, "diagnose", bad, "--good", good, "--twin", twin]).returncode
-    print(f"\nTo see it:  {Path(sys.executable).with_name('tensorboard')} --logdir {output}")
-    print(f"and open    {the_worst(good, bad)}")
-    return status
+    while any(process.is_alive() for process in runs.values()):
+        multiprocessing.connection.wait([p.sentinel for p in runs.values() if p.is_alive()], timeout=REPORTED)
+        if failed := [name for name, process in runs.items() if process.exitcode]:
+            raise RuntimeError(failure(output / f"{failed[0]}.log"))
+        reached = {name: last_sample(output / f"{name}.log") for name in runs}
+        print(progress(reached, steps, time.monotonic() - began), flush=True)
 
 
-def the_worst(good: Path, bad: Path) -> str:
-    """Where the tab shows the tensor that drifted farthest."""
+def failure(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+    return f"The run '{log.stem}' failed: {last.strip()}\nAll that it printed is in {log}"
+
+
+def last_sample(log: Path) -> tuple[int, str]:
+    """Step and loss in the title of the last table that a run has printed."""
+    found = re.findall(r"FP8 at step (\d+), loss ([\d.]+|nan|inf)", log.read_text(errors="replace") if log.exists() else "")
+    return (int(found[-1][0]), found[-1][1]) if found else (0, "-")
+
+
+def progress(reached: dict[str, tuple[int, str]], steps: int, seconds: float) -> str:
+    """A line that fits 80 columns: share of the work, where each run is, and an estimate of what is left."""
+    done = min(step for step, _ in reached.values())
+    left = f"about {seconds * (steps - done) / done:.0f} s left" if done else "starting"
+    runs = "  ".join(f"{name} {loss}" for name, (_, loss) in reached.items())
+    return f"[{seconds:4.0f} s] step {done} of {steps}, {left}; loss: {runs}"
+
+
+def end(runs: dict[str, BaseProcess]) -> None:
+    """End what still runs."""
+    started = [process for process in runs.values() if process.pid is not None]
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.join(ENDS_WITHIN)
+        process.kill()
+        process.join()
+
+
+def report(output: Path) -> None:
+    """Print the verdict, and where to see what it rests on."""
+    from nemo_fp8_debug.analysis.diagnose import diagnose
+
+    good, bad, twin = (output / name for name in VARIANTS)
+    print(f"\n{diagnose(bad, good, twin).verdict()}\n")
+    commands = Path(sys.executable).parent
+    port = free_port(PORT)
+    if port != PORT:
+        print(f"Port {PORT} is taken, so this uses port {port}.")
+    print(f"To see it:  {commands / 'tensorboard'} --logdir {output} --port {port}")
+    print(f"and open    {worst_tensor(good, bad, port)}")
+    print(f"In tables:  {commands / 'nemo-fp8-debug'} compare {good} {bad} --twin {twin}")
+    print(f"            {commands / 'nemo-fp8-debug'} diagnose {bad} --good {good} --twin {twin}")
+    print(f"Records:    {good}, {bad}, {twin}")
+
+
+def free_port(wanted: int) -> int:
+    """`wanted`, or the first port after it that nobody listens on."""
+    for port in range(wanted, wanted + 100):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(("127.0.0.1", port))
+            return port
+    return wanted
+
+
+def worst_tensor(good: Path, bad: Path, port: int) -> str:
+    """The address at which the tab shows the tensor that drifted farthest."""
     from nemo_fp8_debug.analysis.compare import compare
     from nemo_fp8_debug.tensorboard_plugin.links import link
 
     layer, role = compare(good, bad).tensors.select("layer", "role").row(0)
-    return link(run="bad", good="good", twin="twin", view="map", figure="underflow_pct", layer=layer, role=role)
+    shown = {"view": "map", "figure": "underflow_pct", "layer": layer, "role": role}
+    return link(f"http://localhost:{port}", run="bad", good="good", twin="twin", **shown)
 
 
 if __name__ == "__main__":

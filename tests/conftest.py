@@ -22,11 +22,11 @@ _root = _here.parent
 _helpers = _here, _here / "hosts", _here / "interventions", _root / "recipes", _root / "scripts/truth"
 sys.path[:0] = [str(p) for p in _helpers]
 
-from processes import PATIENCE  # noqa: E402
+from processes import GUARD  # noqa: E402
 
 #: files that take longest come first, so that no worker is left with one in the end
 _longest = (
-    *("test_demo", "distributed/test_megatron_layouts", "distributed/test_fsdp", "numerics/test_blocks"),
+    *("scripts/test_demo", "distributed/test_megatron_layouts", "distributed/test_fsdp", "numerics/test_blocks"),
     *("record/test_torture", "analysis/test_replay", "tensorboard_plugin/test_verdict", "te/test_te"),
     *("tensorboard_plugin/test_map", "distributed/test_deepspeed", "adapters/test_transformers", "distributed/test_faults"),
     *("callback/test_nemo", "tensorboard_plugin/test_jobs", "record/test_store", "monitor/test_experts", "te/test_bridge"),
@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_fp8_debug.record import recording
 
-    monkeypatch.setattr(recording, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(recording, "PATIENCE", GUARD)
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ class Diagnosis:
     def verdict(self) -> str:
         """In a sentence or four."""
         told = {
-            "harmful": f"The loss leaves at {self.bad.unit} {self.loss_left}.",
+            "harmful": f"The loss diverges at {self.bad.unit} {self.loss_left}.",
             "harmless so far": "The loss stays: what follows is harmless so far.",
             "none": "The loss stays.",
             "unknown": "There are too few losses to tell harm by.",

@@ -16,7 +16,7 @@ CAUSES = {
     "dead": "all values are zero",
     "nonfinite": "values are NaN or infinite",
     "multiplier": "gradients are multiplied by something that they should not be",
-    "software": "the loss left for a reason that is not in how operands are represented",
+    "software": "the cause is not how FP8 represents the operands; look at data, learning rate, kernels and communication",
     "none": "nothing is wrong",
     "unknown": "cannot tell",
 }

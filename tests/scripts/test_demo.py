@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from browser import chromium, tensorboard
+from browser import chromium, tensorboard, window
 from playwright.sync_api import FrameLocator, Page
+from processes import GUARD, end_all, finished
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,25 @@ class Demo:
     printed: str
 
 
+DEMO = (sys.executable, "-W", "ignore", ROOT / "scripts/demo.py", "--output")
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     output = tmp_path_factory.mktemp("demo") / "runs"
-    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts/demo.py"), "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    with somebody_listening_on(6006):
+        done = finished(*DEMO, output)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return Demo(output, done.stdout)
+
+
+@contextlib.contextmanager
+def somebody_listening_on(port: int) -> Iterator[None]:
+    with socket.socket() as listening:
+        with contextlib.suppress(OSError):  # then somebody does
+            listening.bind(("127.0.0.1", port))
+            listening.listen()
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +61,7 @@ def demo(job: Demo) -> Path:
 def comparison(demo: Path) -> dict[str, Any]:
     cli = str(Path(sys.executable).with_name("nemo-fp8-debug"))
     command = [cli, "compare", str(demo / "good"), str(demo / "bad"), "--twin", str(demo / "twin"), "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return json.loads(finished(*command).stdout)
 
 
 def test_the_bad_run_diverges_in_mid_run_and_the_good_one_does_not(comparison: dict[str, Any]) -> None:
@@ -79,21 +96,50 @@ def test_compare_says_whether_the_twin_diverged(comparison: dict[str, Any]) -> N
     assert f"Its twin's loss leaves too, from step {left}" in comparison["verdict"]
 
 
+def test_the_demo_ends_with_a_verdict_in_two_sentences_and_says_where_all_is(job: Demo, comparison: dict[str, Any]) -> None:
+    verdict, *ending = [line for line in job.printed.splitlines() if not line.startswith(("[", "Three runs"))][1:]
+    since = comparison["runs"]["bad"]["above_good_since"]
+    assert verdict.startswith(f"The loss diverges at step {since}. The cause is not how FP8 represents the operands;")
+    assert verdict.count(". ") == 1
+    assert "Port 6006 is taken, so this uses port 6007." in ending
+    assert all(str(job.output / name) in ending[-1] for name in ("good", "bad", "twin"))
+
+
+def test_progress_has_an_estimate_and_fits_a_terminal(job: Demo) -> None:
+    lines = [line for line in job.printed.splitlines() if line.startswith("[")]
+    assert any(re.search(r"step \d+ of 360, about \d+ s left", line) for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_ctrl_c_ends_the_runs(tmp_path: Path) -> None:
+    with subprocess.Popen(list(map(str, (*DEMO, tmp_path / "runs"))), stdout=subprocess.PIPE, text=True) as demo:
+        try:
+            assert demo.stdout
+            next(line for line in demo.stdout if "good" in line)
+            runs = psutil.Process(demo.pid).children()
+            assert len(runs) == 3
+            demo.send_signal(signal.SIGINT)
+            assert demo.wait(GUARD) == 130
+            assert not [run for run in runs if run.is_running()]
+        finally:
+            end_all(demo)
+
+
 def test_diagnose_blames_no_operand_for_a_learning_rate(demo: Path) -> None:
     cli = str(Path(sys.executable).with_name("nemo-fp8-debug"))
     command = [cli, "diagnose", str(demo / "bad"), "--good", str(demo / "good"), "--json"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found = json.loads(finished(*command).stdout)
     assert (found["cause"], found["culprit"], found["harm"]) == ("software", None, "harmful")
 
 
 @pytest.fixture(scope="module")
 def page(job: Demo) -> Iterator[Page]:
     """What is at the address that the main job ends with, under the command that it ends with."""
-    command, logdir = re.search(r"To see it:  (\S+) --logdir (\S+)", job.printed).groups()  # type: ignore[union-attr]
+    command, logdir = re.search(r"To see it:  (\S+) --logdir (\S+) --port 6007", job.printed).groups()  # type: ignore[union-attr]
     assert Path(command).exists()
     with tensorboard("--logdir", logdir) as address, chromium() as browser:
-        page = browser.new_page(viewport={"width": 1500, "height": 1000})
-        page.goto(re.search(r"and open    (\S+)", job.printed)[1].replace("http://localhost:6006", address))  # type: ignore[index]
+        page = window(browser).new_page()
+        page.goto(re.search(r"and open    (\S+)", job.printed)[1].replace("http://localhost:6007", address))  # type: ignore[index]
         yield page
 
 
@@ -116,5 +162,5 @@ def test_the_printed_address_opens_on_the_culprit(page: Page, comparison: dict[s
 @pytest.mark.parametrize("view", ["Timeline", "Distribution", "What if", "Verdict", "Fingerprints"])
 def test_every_view_opens_on_the_culprit(page: Page, view: str) -> None:
     tab(page).get_by_role("tab", name=view).click()
-    tab(page).locator(f"main[data-view='{view}']").locator("[data-drawn], table").first.wait_for(timeout=60_000)
+    tab(page).locator(f"main[data-view='{view}']").locator("[data-drawn], table").first.wait_for()
     assert not tab(page).locator(".problem").count()
