@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from processes import GUARD
 
 from nemo_fp8_debug.tensorboard_plugin.links import link
 
@@ -46,16 +47,26 @@ def chromium() -> Iterator[Browser]:
     """A browser of its own."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(CHROMIUM / "al2023" / "lib")}
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM / "chromium", args=_FLAGS, env=environment)
+        expect.set_options(timeout=1000 * GUARD)
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM / "chromium", args=_FLAGS, env=environment, timeout=1000 * GUARD
+        )
         try:
             yield browser
         finally:
             browser.close()
 
 
+def window(browser: Browser) -> BrowserContext:
+    """Pages of a usual size that take the time they need."""
+    context = browser.new_context(viewport={"width": 1500, "height": 1000})
+    context.set_default_timeout(1000 * GUARD)
+    return context
+
+
 def open_tab(browser: Browser, address: str, **state: object) -> Page:
     """A page of TensorBoard on the FP8 tab; `page.frame_locator("iframe")` is what the plugin shows."""
-    page = browser.new_page(viewport={"width": 1500, "height": 1000})
+    page = window(browser).new_page()
     page.goto(link(address, **state))
     page.frame_locator("iframe").locator("[role=tablist], .notice").first.wait_for()
     return page

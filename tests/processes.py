@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-#: seconds that training waits before it says so: a machine that is busy is not what is tested
-PATIENCE = 60.0
+import psutil
+
+#: seconds after which a test gives up waiting: far more than a slow and busy machine needs, so that no result depends on it
+GUARD = 1200.0
 
 
-def run_script(*command: str | Path, timeout: float = 240, **environment: str | None) -> str:
+def wait_until(condition: Callable[[], object]) -> None:
+    """Return once `condition()` holds."""
+    until = time.monotonic() + GUARD
+    while not condition():
+        assert time.monotonic() < until, "gave up waiting"
+        time.sleep(0.02)
+
+
+def finished(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """What a command printed and how it ended. A test that gives up ends all processes that came of it."""
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    try:
+        told, errors = process.communicate(timeout=GUARD)
+    except BaseException:
+        end_all(process)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, told, errors)
+
+
+def end_all(process: subprocess.Popen[str]) -> None:
+    """Kill a process and all that it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            one.kill()
+    process.communicate()
+
+
+def run_script(*command: str | Path, **environment: str | None) -> str:
     """Run a script, or `-m` and a module, which has to end well; what it printed. None takes a variable away."""
     inherited = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     values = {name: value for name, value in (inherited | environment).items() if value is not None}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", *map(str, command)],
-        env=values,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        told, errors = process.communicate(timeout=timeout)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # what it started too
-        raise
-    assert process.returncode == 0, f"{told[-1000:]}\n{errors[-5000:]}"
-    return told
+    done = finished(sys.executable, "-W", "ignore", *command, env=values)
+    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-5000:]}"
+    return done.stdout
 
 
 def in_ranks(world: int, train: Callable[..., object], *arguments: object) -> None:
@@ -79,7 +99,7 @@ def _prepare() -> None:
     from nemo_fp8_debug.kernels import sketch
     from nemo_fp8_debug.record import recording
 
-    recording.PATIENCE = PATIENCE
+    recording.PATIENCE = GUARD
     sketch(torch.zeros(1, dtype=torch.bfloat16))
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from threading import Condition
 from typing import Any
 from urllib.parse import quote
 
@@ -86,7 +86,7 @@ class TensorDump:
         """
         self._place, self._submit = place, submit
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
-        self._room = threading.Condition()
+        self._room = Condition()
         self._in_flight = 0
         self._patient = True
         self.taken = place.size(FOLDER, f"rank-{rank:05d}.")  # bytes, written or to be; changed in two threads

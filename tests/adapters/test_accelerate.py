@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from plain_loop import model
+from processes import finished
 from text_windows import TextWindows
 from torch import nn
 from torch.utils.data import DataLoader
@@ -67,7 +66,7 @@ def test_losses_and_weights_are_bit_identical_and_a_sample_is_an_optimizer_step(
 def test_the_recipe_on_two_processes(tmp_path: Path) -> None:
     launch = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"]
     command = [*launch, str(RECIPES / "accelerate_loop.py"), "--output", str(tmp_path), "--steps", "4", "--interval", "2"]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    done = finished(*command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"The record is in {tmp_path}" in done.stdout
     figures = read_table(find_run(tmp_path), "figures")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import finished
 
 from nemo_fp8_debug import ConfigError
 from nemo_fp8_debug.adapters.megatron_lm import FP8DebugForwardStep
@@ -25,13 +24,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 @pytest.mark.parametrize(("recipe", "steps"), [("plain_loop", [0, 2]), ("megatron_lm_loop", [0, 2]), ("hf_trainer", [2, 4])])
 def test_recipes_run_and_say_where_the_record_is(tmp_path: Path, recipe: str, steps: list[int]) -> None:
     command = [sys.executable, "-W", "ignore", str(RECIPES / f"{recipe}.py"), "--output", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--steps", "4", "--interval", "2"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = finished(*command, "--steps", "4", "--interval", "2")
     assert done.returncode == 0, done.stderr[-3000:]
     run = find_run(tmp_path)
     assert f"The record is in {run};" in done.stdout

@@ -28,7 +28,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nemo")
     (folder / "nemo_precision.py").write_text(SNIPPET.text)
     # Not as a script: the process that Megatron starts to save a checkpoint would import all of it again.
-    run_script("-c", "import nemo_runs; nemo_runs.main()", folder, timeout=600)
+    run_script("-c", "import nemo_runs; nemo_runs.main()", folder)
     return folder
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import finished
 from test_lightning import Module, fit
 from torch import nn
 from typer.testing import CliRunner
@@ -87,7 +88,7 @@ def test_plans_that_cannot_be_applied_are_refused_before_the_first_step(
 class TestCommand:
     def rescue(self, plan: str, *command: str) -> subprocess.CompletedProcess[str]:
         start = [sys.executable, "-c", "from nemo_fp8_debug.cli import app; app()", "rescue", plan, "--", *command]
-        return subprocess.run(start, capture_output=True, text=True, timeout=120)
+        return finished(*start)
 
     def test_the_command_gets_the_plan_and_its_status_comes_back(self, tmp_path: Path) -> None:
         look = "from nemo_fp8_debug.rescue import plan_in_force as plan; print(plan().changes[0].layer, sys.argv[1:])"
@@ -143,8 +144,8 @@ def test_layers_of_another_rank_are_known_and_those_of_none_refused_on_all(tmp_p
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     start = [sys.executable, "-W", "ignore", "-c", RANK]
-    ranks = [subprocess.Popen([*start, str(r), port], stdout=subprocess.PIPE, text=True, env=os.environ) for r in range(2)]
-    for rank, process in enumerate(ranks):
-        told, _ = process.communicate(timeout=60)
-        assert process.returncode == 0
-        assert told.strip() == f"the plan is for 'stage2', which is no GEMM of this run; those are: stage{rank}"
+    with ThreadPoolExecutor() as pool:
+        ranks = list(pool.map(lambda rank: finished(*start, rank, port), range(2)))
+    for rank, done in enumerate(ranks):
+        assert done.returncode == 0
+        assert done.stdout.strip() == f"the plan is for 'stage2', which is no GEMM of this run; those are: stage{rank}"

@@ -35,7 +35,7 @@ of_watched = pytest.mark.parametrize("watched", WATCHED)
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All layouts, each unwatched and watched."""
     folder = tmp_path_factory.mktemp("layouts")
-    run_script(Path(__file__).with_name("megatron_ranks.py"), folder, timeout=600)
+    run_script(Path(__file__).with_name("megatron_ranks.py"), folder)
     return folder
 
 

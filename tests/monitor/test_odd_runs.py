@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Samples
+from processes import finished
 from test_emulate import attached
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -70,7 +70,7 @@ class Rows(torch.utils.data.Dataset):
 model = nn.Linear(8, 1)
 monitor = Monitor(model, sys.argv[1], interval=1, table_rows=0)
 for epoch in range(3):
-    for i, x in enumerate(DataLoader(Rows(), num_workers=1, timeout=20)):
+    for i, x in enumerate(DataLoader(Rows(), num_workers=1, timeout=1200)):
         with monitor.step(4 * epoch + i):
             model(x).sum().backward()
 monitor.close()
@@ -79,7 +79,7 @@ monitor.close()
 
 def test_workers_forked_after_a_sample_can_use_polars(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", WORKERS_USE_POLARS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = finished(*command)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -103,7 +103,7 @@ except ConfigError as error:
 def test_layers_inside_torch_compile_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     command = [sys.executable, "-W", "ignore", "-c", WITH_COMPILED_PART]
-    chosen, refused = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
+    chosen, refused = finished(*command).stdout.splitlines()
     assert chosen == "['0']"
     assert refused.startswith("0 and all other chosen layers run inside torch.compile")
 

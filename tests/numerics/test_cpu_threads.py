@@ -8,6 +8,7 @@ from multiprocessing.queues import SimpleQueue
 import pytest
 import torch
 from numba.np.numpy_support import carray
+from processes import GUARD
 
 from nemo_fp8_debug.kernels import quantization_sums, sketch
 from nemo_fp8_debug.kernels.cpu_jit import JOB, Work, counts_at, next_share, work
@@ -84,7 +85,7 @@ def test_in_a_forked_process(squaring: Work) -> None:
 
     child = context.Process(target=in_child)
     child.start()
-    child.join(timeout=60)
+    child.join(GUARD)
     finished = child.exitcode
     child.kill()
     assert finished == 0

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from processes import GUARD
 from tensors import KINDS, SIXTEEN_BIT, random_patterns
 
 from nemo_fp8_debug.kernels import anywhere, cpu, sketch
@@ -154,7 +155,7 @@ def test_a_process_forked_after_the_threads_were_used_still_counts(two_threads: 
 
     child = multiprocessing.get_context("fork").Process(target=count_in_child)
     child.start()
-    child.join(timeout=15)
+    child.join(GUARD)
     finished = child.exitcode
     child.kill()
     assert finished == 0

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import fsspec
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from processes import PATIENCE, in_turn
+from processes import GUARD, in_turn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -121,7 +121,7 @@ def hang_in_turn() -> None:
 
 def hang_for_ever(begins: int) -> None:
     """A run that says whether it was undisturbed, and what it warned of; nothing is left to do after it but to exit."""
-    recording.STUCK = 2.0
+    recording.STUCK = GUARD  # until something hangs
     Hanging.is_there.set()
 
     def fill() -> None:
@@ -130,6 +130,7 @@ def hang_for_ever(begins: int) -> None:
     def hang() -> None:
         Hanging.is_full = False
         Hanging.is_there.clear()
+        recording.STUCK = 2.0
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -210,7 +211,7 @@ OUTAGES: dict[str, Callable[[Path], tuple[Path, Callable[[], None], Callable[[],
 
 
 def main() -> None:
-    recording.PATIENCE = PATIENCE
+    recording.PATIENCE = GUARD
     base = Path(sys.argv[1])
     for name in sys.argv[2:]:
         folder = base / name

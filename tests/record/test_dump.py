@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import GUARD
 from torch import nn
 
 from nemo_fp8_debug import ConfigError, Monitor
@@ -127,7 +128,7 @@ class TestBounds:
 
     def test_what_waits_to_be_written_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dump, "IN_FLIGHT", 1000)
-        monkeypatch.setattr(dump, "PATIENCE", 5.0)
+        monkeypatch.setattr(dump, "PATIENCE", GUARD)
         jobs: list[Callable[[], None]] = []
         out = writer(tmp_path, submit=jobs.append)
         out.add(about(call=0), torch.ones(300).bfloat16(), torch.tensor(1.0))
@@ -136,7 +137,7 @@ class TestBounds:
         waiting.join(0.2)
         assert waiting.is_alive() and len(jobs) == 1
         jobs[0]()
-        waiting.join(5)
+        waiting.join(GUARD)
         assert len(jobs) == 2 and not out.left_out
 
     def test_a_write_that_hangs_costs_tensors_and_not_the_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

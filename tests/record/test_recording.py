@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import threading
 import time
 import weakref
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import Samples
-from processes import run_script
+from processes import run_script, wait_until
 from torch import nn
 from unclosed import ENDS
 
@@ -22,6 +23,7 @@ from nemo_fp8_debug.record import recording
 from nemo_fp8_debug.record.dump import dumped_files
 from nemo_fp8_debug.record.place import Place
 from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.recording import Recording
 from nemo_fp8_debug.sample import Sample
 
 
@@ -60,8 +62,16 @@ def test_recorders_get_samples_and_steps_in_the_thread_they_ask_for(in_callers_t
     assert threading.active_count() == before
 
 
+def training_waits() -> bool:
+    """Whether the training thread waits for an earlier sample."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and frame.f_code is not Recording.deliver.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class Slow(Samples):
-    """Takes longer than a step to write each of its first samples."""
+    """Keeps training waiting for each of its first samples."""
 
     in_callers_thread = False
 
@@ -71,13 +81,14 @@ class Slow(Samples):
 
     def record(self, sample: Sample) -> None:
         if len(self.samples) < self.slow:
-            time.sleep(0.6)
+            wait_until(training_waits)
+            time.sleep(1.5 * recording.PATIENCE)
         super().record(sample)
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "PATIENCE", 0.5)
+    monkeypatch.setattr(recording, "PATIENCE", 2.0)
 
 
 def train_slowly(recorder: Slow) -> list[int]:
@@ -95,7 +106,7 @@ def train_slowly(recorder: Slow) -> list[int]:
 
 
 def test_training_waits_for_what_cannot_be_written_in_time_and_is_told(impatient: None) -> None:
-    recorder = Slow(6)
+    recorder = Slow(2)
     with pytest.warns(FP8DebugWarning, match=r"training waited \d\.\d s for an earlier sample") as told:
         begun = train_slowly(recorder)
     assert len(told) == 1

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import finished
 from samples import COLUMNS, FINGERPRINT, measured_sample, sample
 
 from nemo_fp8_debug.errors import ConfigError, FP8DebugWarning, RecordError
@@ -254,7 +254,7 @@ class TestDamaged:
         footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
         places = range(4, footer, 17) if where == "pages" else range(footer, len(content), 17)
         arguments = [sys.executable, "-W", "ignore", "-c", READ_WITH_EACH_BYTE_FLIPPED, str(part), *map(str, places)]
-        reader = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+        reader = finished(*arguments)
         assert (reader.returncode, reader.stdout) == (0, ""), reader.stderr
 
     @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import multiprocessing
 import os
@@ -9,16 +10,17 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import outages
 import pytest
 from outages import COMES_BACK, HANGS, LEAVES, STEPS, Hanging, train
-from processes import run_script
+from processes import GUARD, finished, run_script, wait_until
 from samples import FINGERPRINT, sample
 
 from nemo_fp8_debug.errors import FP8DebugWarning
@@ -33,7 +35,7 @@ MISSED = list(range(LEAVES, COMES_BACK))
 
 def test_killed_at_random_moments() -> None:
     command = [sys.executable, "-W", "ignore", str(SCRIPT), "--kills", "8", "--length", "40", "--seed", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = finished(*command)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = done.stdout.splitlines()[-1]
     assert summary.startswith("ok: 8 kills in ") and int(re.search(r"rows compared: (\d+)", summary)[1]) > 0
@@ -47,7 +49,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         pytest.skip(f"this machine lets no test mount a file system: {getattr(error, 'stderr', error)!r}")
     command = ["unshare", "-rm", sys.executable, outages.__file__, str(tmp_path_factory.mktemp("outages"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([*command, *outages.OUTAGES], env=environment, capture_output=True, text=True, timeout=120)
+    done = finished(*command, *outages.OUTAGES, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
     found = map(json.loads, done.stdout.splitlines())
@@ -85,33 +87,37 @@ class TestOutages:
 
 
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(recording, "STUCK", 2.0)
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether each wait of training for a write ended because that was done."""
+    ended: list[bool] = []
+
+    def wait(futures: list[Future[Any]], seconds: float) -> None:
+        concurrent.futures.wait(futures, seconds)
+        ended.append(futures[0].done())
+
+    monkeypatch.setattr(recording, "wait", wait)
+    monkeypatch.setattr(recording, "STUCK", GUARD)  # until something hangs
+    yield ended
+
+
+@pytest.fixture
+def hanging(waits: list[bool]) -> Iterator[str]:
     Hanging.store.clear()
     Hanging.is_there.set()
     yield "hanging://server/run"
     Hanging.is_there.set()
 
 
-def wait_until_recorded(run: str | Path, step: int) -> None:
-    until = time.monotonic() + 20
-    while time.monotonic() < until and step not in read_table(run, "figures")["step"]:
-        time.sleep(0.05)
-    time.sleep(0.2)  # and what waited behind it
-
-
 class TestHangs:
-    def test_the_run_goes_on_and_so_does_recording_when_it_ends(self, hanging: str) -> None:
-        took: dict[str, float] = {}
-
+    def test_the_run_goes_on_and_so_does_recording_when_it_ends(self, hanging: str, waits: list[bool]) -> None:
         def leave() -> None:
             Hanging.is_there.clear()
-            took["began"] = time.monotonic()
+            recording.STUCK = 2.0
 
         def come_back() -> None:
-            took["hung"] = time.monotonic() - took["began"]
+            recording.STUCK = GUARD
             Hanging.is_there.set()
-            wait_until_recorded(hanging, LEAVES)
+            wait_until(lambda: LEAVES in read_table(hanging, "figures")["step"])
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -119,26 +125,30 @@ class TestHangs:
         assert (losses, weights) == train(None)
         (warning,) = [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)]
         assert "recording hangs" in warning
-        assert took["hung"] < 5
+        assert waits.count(False) == 1  # training waited for the hang once, not at each step
         run = find_run(hanging)
         sampled = read_table(run, "figures")["step"].unique().to_list()
         assert set(sampled) >= {*range(LEAVES + 1), *range(COMES_BACK + 1, STEPS)}
         assert not set(sampled) & set(range(LEAVES + 1, COMES_BACK))
         assert read_table(run, "steps")["step"].to_list() == ALL
 
-    def test_a_file_that_no_one_answers_from(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_that_no_one_answers_from(self, tmp_path: Path, waits: list[bool]) -> None:
         """A pipe in place of the control file: the kernel lets no one open it until someone writes to it."""
-        monkeypatch.setattr(recording, "STUCK", 6.0)
         pipe = tmp_path / "run" / "control.yaml"
 
+        def ask() -> None:
+            os.mkfifo(pipe)
+            recording.STUCK = 2.0
+
         def answer() -> None:
+            recording.STUCK = GUARD
             with open(pipe, "w") as file:
                 pipe.unlink()  # while it is being read, so that it is not opened again
                 file.write("interval: 1")
-            wait_until_recorded(tmp_path / "run", LEAVES)
+            wait_until(lambda: LEAVES in read_table(tmp_path / "run", "figures")["step"])
 
         with pytest.warns(FP8DebugWarning) as caught:
-            done = train(tmp_path / "run", {LEAVES: lambda: os.mkfifo(pipe), COMES_BACK: answer})
+            done = train(tmp_path / "run", {LEAVES: ask, COMES_BACK: answer})
         assert done == train(None)
         assert ["recording hangs" in str(w.message) for w in caught] == [True]
         sampled = set(read_table(tmp_path / "run", "figures")["step"])
@@ -148,7 +158,7 @@ class TestHangs:
     @pytest.fixture(scope="class")
     def ended(self) -> dict[str, list[Any]]:
         """What each process said whose record hangs to its end."""
-        told = run_script("-c", "import outages; outages.hang_in_turn()", timeout=120)
+        told = run_script("-c", "import outages; outages.hang_in_turn()")
         *found, statuses = map(json.loads, told.splitlines())
         assert statuses == [0] * len(HANGS)
         return dict(zip(HANGS, found, strict=True))
@@ -162,21 +172,29 @@ class TestHangs:
 
     def test_dumping_waits_for_room_once(self, hanging: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dump, "IN_FLIGHT", 1)  # a tensor at a time
-        monkeypatch.setattr(dump, "PATIENCE", 1.0)
-        times: list[float] = []
+        monkeypatch.setattr(dump, "PATIENCE", GUARD)  # until something hangs
+        patience: list[float] = []
+
+        class Room(Condition):
+            def wait_for(self, there_is: Callable[[], bool], seconds: float | None = None) -> bool:
+                found = super().wait_for(there_is, seconds)
+                patience.extend([] if found else [seconds or 0.0])
+                return found
+
+        monkeypatch.setattr(dump, "Condition", Room)
 
         def leave() -> None:
             Hanging.is_there.clear()
-            times.append(time.monotonic())
+            recording.STUCK, dump.PATIENCE = 2.0, 1.0
 
         def come_back() -> None:
-            times.append(time.monotonic())
+            recording.STUCK, dump.PATIENCE = GUARD, GUARD
             Hanging.is_there.set()
 
         with pytest.warns(FP8DebugWarning, match="recording hangs"):
             done = train(hanging, {LEAVES: leave, COMES_BACK: come_back})
         assert done == train(None)
-        assert times[1] - times[0] < 5  # and not a second for each of the six tensors
+        assert patience.count(1.0) == 1 and set(patience) == {0.0, 1.0}  # not a second for each of the six tensors
 
 
 class TestTwoAtOnce:

@@ -7,14 +7,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from browser import chromium, tensorboard
+from browser import chromium, tensorboard, window
 from cast_records import record_casts
 from playwright.sync_api import Browser, Page
+from processes import GUARD
 from verdict_records import record_all
 
+from nemo_fp8_debug.tensorboard_plugin import logdir as logdir_module
+from nemo_fp8_debug.tensorboard_plugin import runs
 from nemo_fp8_debug.tensorboard_plugin.links import link
 
 Open = Callable[..., Page]
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process an answer waits for all that is looked for, however slow the machine is."""
+    monkeypatch.setattr(logdir_module, "_FIRST", GUARD)
+    monkeypatch.setattr(runs, "_PATIENCE", GUARD)
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +63,7 @@ def browser() -> Iterator[Browser]:
 @contextlib.contextmanager
 def _opener(browser: Browser, address: str) -> Iterator[Open]:
     """Opens what TensorBoard has in the tab's frame, by itself, on a state."""
-    context = browser.new_context(viewport={"width": 1500, "height": 1000})
+    context = window(browser)
     context.grant_permissions(["clipboard-read", "clipboard-write"])
 
     def open_on(script: str = "window.hack = () => { window.hacked = true; }", **state: object) -> Page:

@@ -14,6 +14,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from processes import wait_until
 from samples import sample
 from tab import FC1, FC2, Tab, start, write_sketched_run
 
@@ -52,11 +53,10 @@ def tab(logdir: Path) -> Tab:
 
 
 def waited(tab: Tab, route: str, **parameters: Any) -> Any:
-    until = time.monotonic() + 90
-    while (answer := tab.json(route, **parameters))["state"] == "working":
-        assert time.monotonic() < until and answer["seconds"] >= 0
-        time.sleep(0.1)
-    return answer
+    answers: list[Any] = []
+    wait_until(lambda: answers.append(tab.json(route, **parameters)) or answers[-1]["state"] != "working")
+    assert all(answer["seconds"] >= 0 for answer in answers[:-1])
+    return answers[-1]
 
 
 def plain(value: Any) -> Any:
@@ -72,8 +72,7 @@ def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
     assert answer["result"]["diagnosis"]["culprit"]["layer"] == FC1
     plan = json.loads(answer["result"]["snippets"][0]["text"])
     assert [change["layer"] for change in plan["changes"]] == [FC1]
-    began = time.monotonic()
-    assert tab.json("verdict", bad="bad", good="good") == answer and time.monotonic() - began < 1
+    assert tab.json("verdict", bad="bad", good="good") == answer  # it was kept, or it would be worked on again
 
 
 def test_a_recipe_is_weighed_as_by_replay(tab: Tab, logdir: Path) -> None:
@@ -123,10 +122,8 @@ def asked(logdir: Path) -> Iterator[tuple[jobs.Jobs, Callable[[], dict[str, Any]
 
 
 def the_child(mine: jobs.Jobs) -> subprocess.Popen[bytes]:
-    until = time.monotonic() + 10
-    while mine._child is None:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: mine._child)
+    assert mine._child
     return mine._child
 
 
@@ -135,13 +132,6 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_a_child_that_is_killed_is_an_error(asked: Any) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import time
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import GUARD, wait_until
 from samples import sample
 from tab import Tab, start
 
 from nemo_fp8_debug.record.place import Place
+from nemo_fp8_debug.tensorboard_plugin import logdir as logdir_module
 
 
 def write_run(folder: Any, loss: float = 2.0) -> Any:
@@ -82,10 +84,7 @@ def test_a_record_that_comes_later_is_found(tmp_path: Path) -> None:
     tab = Tab(tmp_path)
     assert names(tab) == []
     write_run(tmp_path / "good/fp8_debug")
-    until = time.monotonic() + 10
-    while names(tab) != ["good"]:
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: names(tab) == ["good"])
 
 
 def test_links_out_of_the_logdir_are_not_followed(tmp_path: Path) -> None:
@@ -195,19 +194,20 @@ def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
 
 
 def test_a_logdir_of_many_files_does_not_stall_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look goes on in the background: here it hangs until the request was answered."""
+    """The look goes on in the background: here it hangs until requests were answered."""
     write_run(tmp_path / "a")
     write_run(tmp_path / "b/hangs")
-    listed, hanging = Place.entries, []
+    listed, answered = Place.entries, threading.Event()
 
     def slow(self: Place, folder: str = "") -> Any:
-        if folder == "b" and len(hanging) < 1:
-            hanging.append(1)
-            time.sleep(3)
+        if folder == "b":
+            assert answered.wait(GUARD)
         return listed(self, folder)
 
+    monkeypatch.setattr(logdir_module, "_FIRST", 0.1)
     monkeypatch.setattr(Place, "entries", slow)
-    began = time.monotonic()
     tab = Tab(tmp_path)
-    assert names(tab) == ["a"] and time.monotonic() - began < 2.9
+    wait_until(lambda: names(tab) == ["a"])
+    answered.set()
+    wait_until(lambda: names(tab) == ["a", "b/hangs"])
     assert tab.get("run", run="a").status_code == 200

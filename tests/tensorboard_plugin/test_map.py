@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import tensorboard
+from browser import tensorboard, window
 from playwright.sync_api import Browser, FrameLocator, Page, expect
 from samples import FINGERPRINT, sample
 
@@ -55,8 +55,7 @@ def board(logdir: Path) -> Iterator[str]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    page = browser.new_page(viewport={"width": 1500, "height": 1000})
-    page.set_default_timeout(60_000)
+    page = window(browser).new_page()
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
     yield page
@@ -78,7 +77,7 @@ def values_of(tab: FrameLocator, panel: str) -> tuple[str, str, float]:
 
 
 def at_step(tab: FrameLocator, step: int, panel: str = "run") -> None:
-    expect(tab.locator(f"[data-panel={panel}] [data-drawn='{step}']")).to_be_visible(timeout=30_000)
+    expect(tab.locator(f"[data-panel={panel}] [data-drawn='{step}']")).to_be_visible()
 
 
 def in_address(page: Page, state: str) -> None:

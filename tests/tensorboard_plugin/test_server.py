@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urljoin
 
 import pytest
+from processes import GUARD
 from tab import FC1, unpacked, write_sketched_run
 
 
@@ -37,7 +38,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int
 
 
 def get(address: str) -> bytes:
-    with urllib.request.urlopen(address, timeout=30) as response:
+    with urllib.request.urlopen(address, timeout=GUARD) as response:
         content: bytes = response.read()
     return content
 

@@ -106,7 +106,7 @@ def test_another_recipe_is_weighed_from_the_sketches(frame: Open, logdir: Path) 
     page.unroute("**/weigh?*")
     weigh.click()
     wanted = parse_recipe("delayed-e5m2(margin=2,amax_history_len=4)").name
-    page.locator(f"td[data-recipe='{wanted}']").first.wait_for(timeout=SOON)
+    page.locator(f"td[data-recipe='{wanted}']").first.wait_for()
     expected = {title(row): row["underflow_pct"] for row in replay(logdir / "bad", wanted, steps=[STEP]).to_dicts()}
     assert {name: row[wanted] for name, row in values(page).items()} == expected
     page.wait_for_function("wanted => decodeURIComponent(location.hash).includes('p.fp8.weigh=' + wanted)", arg=wanted)
