@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from .arguments import checks_arguments
 from .capture.standin import Watcher, stand_in
 from .capture.units import scale_of, was_skipped
 from .config import Config
@@ -32,6 +33,7 @@ from .trainer import accumulates, roots
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
+@checks_arguments()
 class FP8DebugCallback(pl.Callback):
     """Looks at every GEMM's operands every `interval` steps; see `Config` for the arguments.
 
@@ -82,6 +84,8 @@ class FP8DebugCallback(pl.Callback):
             options = {**self._options, "output": self._options["output"] or self._default_output(trainer)}
             recorders = _recorders(trainer, Config(**options))
             self._monitor = Monitor(roots(trainer, pl_module), recorders=recorders, **options)
+            if trainer.max_steps > 0:
+                self._monitor.expect_steps(_logged_step(trainer), trainer.max_steps - 1)
         except ConfigError:  # on all ranks, or none: one that went on alone would wait for the others for ever
             raise
         except Exception as error:

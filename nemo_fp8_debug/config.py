@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .arguments import check_choices, check_strings, checked_number, checks_arguments, shown
 from .errors import ConfigError
 from .names import compile_patterns
 from .numerics.scaling import ROLES, parse_recipe
@@ -26,6 +27,7 @@ _NUMBERS = {
 }
 
 
+@checks_arguments()
 @dataclass(frozen=True)
 class Config:
     """Plain values only, so that launchers can serialise them. Constructing one checks it.
@@ -75,24 +77,18 @@ class Config:
     def __post_init__(self) -> None:
         for name, least in _NUMBERS.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                if name == "last_step" and value is None:
-                    continue
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+            if name != "last_step" or value is not None:
+                object.__setattr__(self, name, checked_number(name, value, least))
         for name in ("layers", "roles", "dump", "triggers", "trigger_dump"):
-            values = getattr(self, name)
-            if name == "layers" and values is None:
-                continue
-            if not isinstance(values, Sequence) or isinstance(values, str) or any(not isinstance(v, str) for v in values):
-                raise ConfigError(f"{name} is {values!r}; it takes a list of strings")
+            if name != "layers" or self.layers is not None:
+                check_strings(name, getattr(self, name))
         if not isinstance(self.weigh, Sequence) or isinstance(self.weigh, str):
             raise ConfigError(f"weigh is {self.weigh!r}; it takes a list of recipes")
-        if not isinstance(self.output, (str, os.PathLike, type(None))):
-            raise ConfigError(f"output is {self.output!r}; it must be a path")
+        if not isinstance(self.output, (str, os.PathLike, type(None))) or self.output == "":
+            raise ConfigError(f"output is {shown(self.output)}; it must be a path")
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(f"last_step {self.last_step} is before first_step {self.first_step}: nothing is sampled")
-        if not self.roles or (unknown := [role for role in self.roles if role not in ROLES]):
-            raise ConfigError(f"unknown roles {unknown if self.roles else '[]'}; choose from {', '.join(ROLES)}")
+        check_choices("roles", self.roles, ROLES)
         if self.on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {self.on_error!r}; use 'warn' or 'raise'")
         for patterns in (self.layers, self.dump, self.trigger_dump):
@@ -106,3 +102,15 @@ class Config:
         """Whether `step` is sampled: a pure function of the step, so that all ranks agree."""
         in_window = self.first_step <= step and (self.last_step is None or step <= self.last_step)
         return in_window and step % self.interval == 0
+
+    def samples_any(self, first: int, last: int) -> bool:
+        """Whether one of the steps `first` to `last`, both inclusive, is sampled."""
+        first = max(first, self.first_step)
+        next_one = -(-first // self.interval) * self.interval
+        return next_one <= (last if self.last_step is None else min(last, self.last_step))
+
+    def turns(self) -> str:
+        """Which steps are sampled, in words: `every 100 steps from step 500 on`."""
+        every = "every step" if self.interval == 1 else f"every {self.interval} steps"
+        first = f" from step {self.first_step}{' on' if self.last_step is None else ''}" if self.first_step > 0 else ""
+        return every + first + ("" if self.last_step is None else f" up to step {self.last_step}")

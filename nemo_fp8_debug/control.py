@@ -65,6 +65,12 @@ class Control:
         replace(Config(), **changes)
         return cls(changes, steps)
 
+    def in_words(self) -> str:
+        """One line; what is not named is as the run was started with."""
+        content = {**self.changes} | ({} if self.steps is None else {"steps": self.steps})
+        shown = (f"{key} {', '.join(map(str, v)) if isinstance(v, tuple) else v}" for key, v in content.items())
+        return "; ".join(shown) or "all is as the run was started with"
+
     def __str__(self) -> str:
         content = {key: list(v) if isinstance(v, tuple) else v for key, v in self.changes.items()}
         return str(yaml.safe_dump(content | ({} if self.steps is None else {"steps": self.steps}), sort_keys=False))

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -45,3 +46,8 @@ def hearing() -> Iterator[list[str]]:
         yield heard
     finally:
         _heard.reset(token)
+
+
+def run_failed() -> bool:
+    """Whether an exception is on its way through the caller, or has ended the program."""
+    return sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None

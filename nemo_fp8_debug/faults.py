@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from .errors import warn
 
@@ -28,8 +28,13 @@ class Faults:
             message = f"a fault {when}, at about step {self.step}, cost what was recorded there"
             self.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{when} {type(error)}")
 
-    def warn(self, message: str, kind: str | None = None) -> None:
-        """Warn once a kind of fault."""
-        if (kind or message) not in self._warned:
-            self._warned.add(kind or message)
+    def warn(self, message: str, kind: str | Collection[str] | None = None) -> None:
+        """Warn once of each kind.
+
+        Args:
+            kind: if there are several, not all of them must have been warned of before; None: the message itself.
+        """
+        kinds = {kind or message} if kind is None or isinstance(kind, str) else set(kind)
+        if new := kinds - self._warned:
+            self._warned |= new
             warn(message)

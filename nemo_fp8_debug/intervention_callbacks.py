@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from .arguments import check_strings, checked_number, checks_arguments
 from .capture.layers import find_gemms, select, without_ends
-from .errors import ConfigError
 from .interventions.applied import apply_plan, check_named
 from .interventions.emulate import Emulation
 from .interventions.transformer_engine import EngineChanges
@@ -70,6 +70,7 @@ class _Intervention(pl.Callback):
             self._acting.load_state_dict(state_dict)
 
 
+@checks_arguments()
 class FP8EmulationCallback(_Intervention):
     """Trains with FP8-quantised GEMM operands and high-precision GEMMs, without editing the model."""
 
@@ -92,10 +93,10 @@ class FP8EmulationCallback(_Intervention):
         """
         super().__init__()
         self._recipe = parse_recipe(recipe)
+        check_strings("layers", layers)
         self._layers = list(layers)
-        self._ends = (first_layers_bf16, last_layers_bf16)
-        if min(self._ends) < 0:
-            raise ConfigError("first_layers_bf16 and last_layers_bf16 cannot be negative")
+        ends = {"first_layers_bf16": first_layers_bf16, "last_layers_bf16": last_layers_bf16}
+        self._ends = tuple(checked_number(name, value, 0) for name, value in ends.items())
         compile_patterns(self._layers)
         self.plan = read_plan(plan)
 
@@ -108,6 +109,7 @@ class FP8EmulationCallback(_Intervention):
         return emulation
 
 
+@checks_arguments()
 class FP8PlanCallback(_Intervention):
     """Changes how a run quantises, as a plan says: what Transformer Engine casts, or what `FP8EmulationCallback` does.
 

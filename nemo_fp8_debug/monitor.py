@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from . import inspection
+from .arguments import checks_arguments, shown
 from .capture.dtensors import is_counted, is_dtensor
 from .capture.homecoming import Homecoming
 from .capture.hooks import Capture, Taker
@@ -29,7 +30,7 @@ from .config import Config
 from .control import Control
 from .distributed import Family, Ranks
 from .dumping import Dumping
-from .errors import ConfigError
+from .errors import ConfigError, run_failed
 from .faults import Faults
 from .measuring import Measuring, Outcome, Sampled, Steps
 from .names import compile_patterns
@@ -42,19 +43,26 @@ from .record.fingerprint import fingerprint
 from .record.place import Place
 from .record.recording import Recording
 from .record.store import RunRecord
+from .record.summary import Summary
 from .sample import SHOWN_AS, Recorder, Sample
 from .schedule import Schedule
 from .steering import Steering
-from .steps import noted, read, read_all
+from .step_order import StepOrder
+from .steps import kept, read, read_all, usable
 from .triggers import Triggers, parse_rule
 
 #: steps whose scalars are kept on the device between samples, at the most
 STEPS_HELD = 1000
 #: options by which ranks come to meet at a step
 SAME_ON_ALL_RANKS = ("interval", "first_step", "last_step", "triggers", "trigger_steps", "output_rows")
+#: stands for a step whose number is not valid
+_INVALID = -1
+#: the last one of each folder
+_open_monitors: weakref.WeakValueDictionary[str, Monitor] = weakref.WeakValueDictionary()
 _MULTIPLIER = "while measuring what dY is multiplied by"
 
 
+@checks_arguments(options_of=Config)
 class Monitor:
     """Looks at the GEMM operands of every N-th step of any training loop.
 
@@ -104,6 +112,7 @@ class Monitor:
         self._attempt: int = told["attempt"]
         self._idle = self._ranks.world == 1 and not self._recording.recorders
         place = Place(told["output"]) if told["output"] is not None else None
+        self._summary = Summary(self.config, self._recording.recorders, len(self.gemms))
         self._prepare(next((r.place for r in records if r.place == place), place))
         self._meet()
         self._capture: Capture | None = None
@@ -114,8 +123,20 @@ class Monitor:
         self._operands: dict[tuple[str, str], Operand] = {}
         self._products: dict[str, Products] = {}
         self._steps: dict[int, dict[str, Any]] = {}
+        self._order = StepOrder(self._faults.warn if self._ranks.writes else _ignore)
+        self._lost: dict[str, list[tuple[str, str]]] = {}
+        self._closed = False
+        self._summary.open()
+        if records:
+            self._warn_of_another_monitor(str(records[0].place))
         self._at_exit = partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
+
+    def _warn_of_another_monitor(self, folder: str) -> None:
+        earlier = _open_monitors.get(folder)
+        if earlier is not None and not earlier._closed:
+            self._faults.warn(f"another monitor of this process records to {folder} too, as another attempt; close that one")
+        _open_monitors[folder] = self
 
     def _meet(self) -> None:
         """Find the ranks that hold parts of the same tensors."""
@@ -134,7 +155,9 @@ class Monitor:
         self._measuring.over = over
 
     def _find_gemms(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        roots = [model] if isinstance(model, nn.Module) else list(model)
+        roots = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
+        if not roots or not all(isinstance(root, nn.Module) for root in roots):
+            raise ConfigError(f"model is {shown(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks")
         self._roots = roots
         found = find_gemms(roots)
         self._known = [g for g in found if not g.compiled]
@@ -176,8 +199,9 @@ class Monitor:
         self._dump = TensorDump(place, self._ranks.rank, *limits, self._recording.submit_job) if place else None
         self._schedule = Schedule(config)
         triggers = Triggers([parse_rule(rule) for rule in config.triggers], self._ranks)
-        self._steering = Steering(self._schedule, triggers, self._ranks, place, self._check)
+        self._steering = Steering(self._schedule, triggers, self._ranks, place, self._check, self._summary.say)
         self._recording.submit_job(self._steering.read)
+        self._report(None)
 
     def _check(self, control: Control) -> None:
         """Refuse a control file that names no layer of this model; on several ranks another one may have it."""
@@ -195,29 +219,58 @@ class Monitor:
     def step(self, step: int) -> Iterator[Any]:
         """A training step; yields a function that takes its scalars: `report(loss=..., lr=...)`."""
         scalars: dict[str, Any] = {}
+
+        def report(*unnamed: Any, **named: Any) -> None:
+            self._warn_of_unnamed(unnamed, "report")
+            scalars.update(named)
+
         self.begin_step(step)
         try:
-            yield scalars.update
+            yield report
             self.end_step(**scalars)
         finally:
             self.abandon_step()
 
     def begin_step(self, step: int) -> None:
-        """Before the forward pass: installs the hooks if `step` is sampled. On several ranks, called on all."""
-        self.abandon_step()
+        """Before the forward pass: installs the hooks if `step` is sampled. On several ranks, called on all.
+
+        Args:
+            step: a whole number, at least 0 and greater than that of the step before. A step with another number is not
+                sampled, and the first one is warned of.
+        """
+        if self._closed:
+            self._faults.warn("the monitor is closed, and the steps after that are not recorded", kind="closed")
+            return
+        number = None
+        with self._faults.guard("while beginning a step"):
+            number = self._order.begin(step)
+        self._drop_sample()
         if self._idle:
             return
-        if self._begun not in (None, step):  # broken off here, and perhaps not on other ranks, which have told
+        if self._begun not in (None, number):  # broken off here, and perhaps not on other ranks, which have told
             self._tell_triggers(None)
-        self._faults.step = self._begun = step
+        self._begun = _INVALID if number is None else number
+        if number is None:
+            return
+        self._faults.step = number
         with self._faults.guard("while starting to sample"):
-            self._steering.start_step(step)
-            if self._schedule.samples(step) and not self._steering.stopped:
-                self._start_sample(step)
+            self._steering.start_step(number)
+            if self._schedule.samples(number) and not self._steering.stopped:
+                self._start_sample(number)
             return
         self._detach()
 
+    def expect_steps(self, first: int, last: int) -> None:
+        """Tell which steps the run will take, both inclusive: a warning says so if none of them is sampled."""
+        if self._ranks.writes and not self.config.triggers and first <= last and not self.config.samples_any(first, last):
+            self._faults.warn(
+                f"no step of this run will be sampled: it takes steps {first} to {last}, and {self.config.turns()} is "
+                "sampled; choose a smaller interval",
+                kind="nothing sampled",
+            )
+
     def _start_sample(self, step: int) -> None:
+        self._order.sampled = True
         self._due, self._expected = step, set()  # whatever happens to this rank's part of the sample
         # Scales emulated from a history need the sample before.
         self._measuring.settle()
@@ -282,6 +335,10 @@ class Monitor:
 
     def abandon_step(self) -> None:
         """The step broke off: removes the hooks and forgets the sample."""
+        self._order.give_up()
+        self._drop_sample()
+
+    def _drop_sample(self) -> None:
         self._detach()
         if (step := self._due) is not None:
             self._due, self._operands, self._products = None, {}, {}
@@ -294,6 +351,12 @@ class Monitor:
             if watching is not None:
                 watching.detach()
         self._capture = self._multiplier = None
+        lost, self._lost = self._lost, {}
+        for why, keys in lost.items():
+            first, *more = (f"{SHOWN_AS[role]} of {layer}" for layer, role in keys)
+            those = f"{first} and {len(more)} more operands are" if more else f"{first} is"
+            message = f"{those} missing from the sample of step {self._faults.step}: {why}"
+            self._faults.warn(message, kind=[f"{layer} {role} {why.partition(':')[0]}" for layer, role in keys])
 
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Show the loss of a micro-batch before it is scaled, divided and backpropagated: dY is recorded in its units too.
@@ -314,28 +377,41 @@ class Monitor:
                 return {"grad_multiplier": found}
         return {}
 
-    def end_step(self, **scalars: Any) -> None:
+    def end_step(self, *unnamed: Any, **scalars: Any) -> None:
         """After the backward pass: removes the hooks, measures and records. On several ranks, called on all.
 
         Args:
             scalars: of the step, numbers or scalar tensors, which are read in the background: `loss`, `grad_norm`, `lr`,
                 `loss_scale`, `skipped`, `consumed_samples`, as far as they are known; and `grad_multiplier`, what dY is
-                multiplied by, where it is not to be measured.
+                multiplied by, where it is not to be measured. Others are not recorded, which a warning says.
         """
+        if self._closed:
+            return
+        began, step, sampled = self._order.is_open, self._order.end(), self._due is not None
         if self._idle:
             return
-        step, sampled = self._faults.step, self._due is not None
+        writes_steps = self._ranks.rank in self._family.heads
+        if writes_steps:
+            self._warn_of_unnamed(unnamed, "end_step")
+        with self._faults.guard("while reading the scalars of a step"):
+            scalars = usable(scalars, self._faults.warn if writes_steps else _ignore, self._dump is not None)
+        if step is None:
+            if began:  # other ranks may have begun it with a valid number
+                self._begun = None
+                self._tell_triggers(scalars.get("loss"))
+            return
         # Other ranks may have looked at what this one has not.
         opened = self._capture is not None or (self._ranks.world > 1 and not self._recording.stuck)
-        scalars = self._measured_multiplier() | {name: value for name, value in scalars.items() if value is not None}
+        scalars = self._measured_multiplier() | scalars
         self._detach()
         self._due = self._begun = None
         self._tell_triggers(scalars.get("loss"))
-        if self._ranks.rank in self._family.heads:
+        if writes_steps:
             with self._faults.guard("while noting the step"):
-                self._steps[step] = {"time": time.time(), **noted(scalars, self._faults.warn)}
+                self._steps[step] = {"time": time.time(), **kept(scalars)}
                 self._recording.deliver(wait=False)
         if sampled:
+            self._summary.due += 1
             self._end_sample(step)
             with self._faults.guard("while measuring"):
                 self._submit(step, opened)
@@ -346,6 +422,12 @@ class Monitor:
             self._recording.submit_job(self._steering.read)
         if self._faults.raises:
             self.flush()
+
+    def _warn_of_unnamed(self, unnamed: Sequence[Any], called: str) -> None:
+        if unnamed:
+            self._faults.warn(
+                f"what {called} was given without a name is not recorded: use {called}(loss=...)", kind="unnamed"
+            )
 
     def _tell_triggers(self, loss: Any) -> None:
         with self._faults.guard("while watching the loss"):
@@ -361,8 +443,12 @@ class Monitor:
         steps[step] |= {"trigger": why} if why else {}
         if opened:
             self._recording.submit(lambda: self._sample(step, outcome, steps))
-            self._recording.submit_job(lambda: self._steering.report(step, self._dump.progress() if self._dump else {}))
+            self._report(step)
         self._recording.submit_steps(lambda: read_all(steps))
+
+    def _report(self, step: int | None, ended: bool = False) -> None:
+        progress = self._dump.progress if self._dump else dict
+        self._recording.submit_job(lambda: self._steering.report(step, progress(), ended))
 
     def _sampled(self, step: int, steps: Callable[[], Steps]) -> Sampled:
         plan, patterns = self._schedule.config, self._schedule.dumped(step) if self._dump else []
@@ -389,17 +475,40 @@ class Monitor:
         why = steps[step].get("trigger")
         sample = Sample(step, figures, scalars, measured.sketches, what_if, why, measured.outputs)
         self._steering.see_sample(sample)
+        if self._ranks.world > 1 and self.config.layers is not None and not len(sample):
+            message = f"the sample of step {step} is empty: no layer on any rank matches {shown(self.config.layers)}"
+            self._faults.warn(message, kind="empty sample")
         return sample
 
     def close(self) -> None:
-        """The run is over: records what is left."""
+        """The run is over: records what is left. To close a second time does nothing."""
+        if self._closed:
+            return
+        self._closed, failed = True, run_failed()
+        if not failed:
+            self._order.warn_if_open()
         self.abandon_step()
         self._measuring.close()
         self._flush_steps()
+        self._report(None, ended=True)
         self._idle = True
         atexit.unregister(self._at_exit)
         with self._faults.guard("while closing the record"):
             self._recording.close()
+        if self._ranks.writes and not failed:
+            self._warn_if_nothing_sampled()
+        self._summary.close(self._measuring.over, self._recording.stuck)
+
+    def _warn_if_nothing_sampled(self) -> None:
+        order, turns = self._order, self._schedule.config.turns()
+        if not order.used:
+            self._faults.warn("the monitor was told of no step: call begin_step and end_step around each training step")
+        elif order.ended and not order.sampled and not self._measuring.over:
+            self._faults.warn(
+                f"no step was sampled: the run took {order.ended} steps ({order.first} to {order.last}), and {turns} is "
+                "sampled; choose a smaller interval",
+                kind="nothing sampled",
+            )
 
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
@@ -416,22 +525,25 @@ class Monitor:
     def _hook_fault(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         if self._faults.raises:
             raise error
-        what = f"{SHOWN_AS[role]} of {layer}"
         if lost:
             counted = self._operands.pop((layer, role), None)
             if self._ranks.world == 1:
                 self._expected.discard((layer, role))
             elif counted and is_dtensor(raw_weight(counted.gemm.module)):  # a part that no other rank has
                 self._expected.add((layer, role))
-            message = f"{what} is missing from the sample of step {self._faults.step}"
+            self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
         else:
-            message = f"what casts {what} cannot be read, and its figures are under an emulated scale"
-        self._faults.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
+            message = f"what casts {SHOWN_AS[role]} of {layer} cannot be read, and its figures are under an emulated scale"
+            self._faults.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
 
 
 def _never(x: torch.Tensor) -> bool:
     """Another rank counts it."""
     return False
+
+
+def _ignore(*anything: Any) -> None:
+    """The first rank says it."""
 
 
 def _close(monitor: weakref.ref[Monitor]) -> None:

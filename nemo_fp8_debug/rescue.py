@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from .arguments import shown
+from .errors import ConfigError
 from .plan import Plan
 
 #: absolute path of the plan
@@ -40,6 +42,8 @@ def read_plan(plan: AnyPlan | None) -> Plan | None:
     """A plan that may be given as a file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or is neither a plan nor a path.
     """
+    if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
+        raise ConfigError(f"plan is {shown(plan)}; it takes the path of a plan, or a Plan")
     return Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import time
-import zlib
+import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from .control import LONGEST, NAME, STATUS, Control
@@ -16,6 +13,7 @@ from .errors import warn
 from .record.place import Place
 from .sample import Sample
 from .schedule import Schedule
+from .status import ControlFile, Status
 from .triggers import Triggers
 
 
@@ -23,41 +21,45 @@ class Steering:
     """Tells the schedule what the control file and the triggers say, on all ranks alike."""
 
     def __init__(
-        self, schedule: Schedule, triggers: Triggers, ranks: Ranks, place: Place | None, check: Callable[[Control], None]
+        self,
+        schedule: Schedule,
+        triggers: Triggers,
+        ranks: Ranks,
+        place: Place | None,
+        check: Callable[[Control], None],
+        say: Callable[[str], None],
     ) -> None:
         """
         Args:
             place: folder of the run record; None: there is none, and no control file.
             check: raises ConfigError where a control file cannot be obeyed in this run.
+            say: prints a line.
         """
         self._schedule, self._triggers, self._ranks = schedule, triggers, ranks
-        self._place, self._check = place if ranks.writes else None, check
-        self._text: str | None = None  # the control file as it was read last
-        self._known: str | None = None  # as it was when a sampled step last began
+        self._place, self._check, self._say = place if ranks.writes else None, check, say
+        self._file: ControlFile | None = None  # as it was read last
+        self._known: ControlFile | None = None  # as it was when a sampled step last began
         #: whether the first rank has said how to sample the step that is under way
         self.heard = True
         #: whether it has said that no step is sampled any longer
         self.stopped = False
-        #: what became of the control file
-        self.state: dict[str, Any] = self._earlier_state()
+        self._status = Status.read(self._place)
 
-    def _earlier_state(self) -> dict[str, Any]:
-        """What an earlier start of the run made of the control file."""
-        try:
-            state = json.loads(self._place.read(STATUS))["control"] if self._place else {}
-            return state if isinstance(state, dict) else {}
-        except Exception:  # whatever it holds, the run can do without
-            return {}
+    @property
+    def state(self) -> dict[str, Any]:
+        """What became of the control file."""
+        return self._status.control
 
     def read(self) -> None:
         """Read the control file; called in the background before a sampled step."""
         if self._place:
             try:
                 with self._place.open(NAME) as file:
-                    self._text = file.read(LONGEST + 1).decode(errors="replace")
+                    text = file.read(LONGEST + 1).decode(errors="replace")
+                self._file = ControlFile(text, self._place.modified(NAME))
             except FileNotFoundError:
                 if self._place.is_there:
-                    self._text = None
+                    self._file = None
             except (IsADirectoryError, PermissionError):
                 raise
             except Exception:  # the record cannot be reached, and says so
@@ -65,6 +67,7 @@ class Steering:
 
     def start_step(self, step: int) -> None:
         """Before a step, on all ranks: triggers may have it sampled."""
+        self._status.start_step(step)
         if why := self._triggers.fired():
             self._schedule.trigger(step, why)
 
@@ -103,29 +106,33 @@ class Steering:
 
     def _order(self, step: int) -> str | None:
         """What all ranks are to obey from `step` on; None where the control file is as before, or cannot be used."""
-        if self._text == self._known:
+        if self._file == self._known:
             return None
-        self._known, text = self._text, self._text or ""
+        self._known, file = self._file, self._file or ControlFile("", None)
+        if self._status.is_left_over(file):
+            self._ignore(file, step)
+            return None
         try:
-            control = self._what_is_left_of(Control.parse(text), text, step)
+            control = self._status.what_is_left_of(Control.parse(file.text), file, step)
             self._check(control)
         except Exception as error:  # the other ranks wait for a word in any case
-            self.state = {"refused": str(error), "step": step}
+            self._status.control = {"refused": str(error), "step": step}
             warn(f"the control file changes nothing at step {step}: {error}")
             return None
-        self.state = {"obeyed": str(control), "step": step, "checksum": zlib.crc32(text.encode())}
+        self._status.control = {"obeyed": str(control), "step": step, **file.identity}
         if control.steps is not None:
-            self.state["last_step"] = step + control.steps - 1
+            self._status.control["last_step"] = step + control.steps - 1
+        self._say(f"from step {step} on {NAME} holds: {control.in_words()}")
         return str(control)
 
-    def _what_is_left_of(self, control: Control, text: str, step: int) -> Control:
-        """A resumed run finds the control file again; the steps that it asked for are not sampled twice."""
-        last = self.state.get("last_step")
-        if self.state.get("checksum") != zlib.crc32(text.encode()) or control.steps is None or not isinstance(last, int):
-            return control
-        if step > last:
-            return Control({key: value for key, value in control.changes.items() if key != "dump"})
-        return replace(control, steps=last - step + 1)
+    def _ignore(self, file: ControlFile, step: int) -> None:
+        assert self._place
+        path = self._place.path(NAME)
+        self._status.control = {"ignored": "it was written for an earlier run", "step": step, **file.identity}
+        warn(
+            f"{path} was written for an earlier run in this folder, and changes nothing: this run starts over at step "
+            f"{self._status.first_step}. To have it hold for this run, write it again, as by: touch {shlex.quote(path)}"
+        )
 
     def see_sample(self, sample: Sample) -> None:
         """Let triggers see a sample; called in the background."""
@@ -135,9 +142,14 @@ class Steering:
         """After a step, on all ranks: let triggers see its loss."""
         self._triggers.see_loss(step, loss)
 
-    def report(self, step: int, dumped: Mapping[str, Any]) -> None:
-        """Tell those who watch the record how the control file fared and how far dumps are; called in the background."""
+    def report(self, step: int | None, dumped: Mapping[str, Any], ended: bool = False) -> None:
+        """Tell those who watch the record how the control file fared and how far dumps are; called in the background.
+
+        Args:
+            step: that was sampled; None: there is no later one.
+            ended: whether the run is over.
+        """
         if self._place:
-            status = {"step": step, "time": time.time(), "control": self.state, "dump": dict(dumped)}
+            self._status.step = self._status.step if step is None else step
             with contextlib.suppress(Exception):  # a record that cannot be written says so
-                self._place.write(STATUS, json.dumps(status, indent=2).encode())
+                self._place.write(STATUS, self._status.text(dumped, ended).encode())

@@ -8,18 +8,53 @@ from typing import Any
 
 import torch
 
+from .arguments import nearest
+from .record.schema import STEP_SCALARS
 
-def noted(scalars: Mapping[str, Any], warn: Callable[[str], None]) -> dict[str, Any]:
-    """Scalars as they are now; tensors stay on their device until they are read."""
+
+def usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: bool = True) -> dict[str, Any]:
+    """The scalars of a step that can be recorded: numbers, and tensors of one element, which are not looked at.
+
+    Args:
+        warn: told of each of the others, and what is valid.
+        in_record: whether a run record takes them, which has no place for other names. Recorders of the user get all, and
+            then only a name that is nearly one of `STEP_SCALARS` is warned of.
+    """
     found: dict[str, Any] = {}
     for name, value in scalars.items():
-        if torch.is_tensor(value) and value.numel() == 1:
-            found[name] = value.detach().clone()
-        elif isinstance(value, (int, float)):
-            found[name] = value
+        number = _number(value)
+        if number is not None:
+            found[name] = number
         elif value is not None:
-            warn(f"{name} of a step is not recorded: it is no scalar but {type(value).__name__}")
+            warn(f"{name} of a step is not recorded: it is no scalar but {_described(value)}")
+    for name in found:
+        meant = nearest(name, STEP_SCALARS)
+        if name not in STEP_SCALARS and (meant or in_record):
+            warn(f"{name} of a step is not in the record{meant}; the record takes {', '.join(STEP_SCALARS)}")
     return found
+
+
+def _number(value: Any) -> Any:
+    """A number or a tensor of one element; None if it is neither."""
+    if torch.is_tensor(value):
+        return value if value.numel() == 1 and not value.is_complex() and not value.is_meta else None
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # more than one element, or more than a float holds
+        return None
+    return value if isinstance(value, (int, float)) else number
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind} of {value.numel()} elements" if torch.is_tensor(value) and value.numel() != 1 else kind
+
+
+def kept(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Scalars as they are now; tensors stay on their device until they are read."""
+    return {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in scalars.items()}
 
 
 def read_all(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

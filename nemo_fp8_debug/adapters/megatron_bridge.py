@@ -5,8 +5,11 @@ Bridge logs the losses of a step under the number of steps that are then complet
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import checks_arguments
+from ..config import Config
 from .run import Run
 
 if TYPE_CHECKING:
@@ -16,6 +19,7 @@ else:
     Callback = object
 
 
+@checks_arguments(options_of=Config)
 class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
     """Looks at every GEMM's operands every `interval` steps; takes the fields of `Config` as arguments.
 
@@ -34,11 +38,13 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Find the GEMMs and open the record."""
-        folder = None
+        folder, steps = None, None
         with self._run.faults.guard("while looking for the output folder"):
             config = context.state.cfg
             folder = config.logger.tensorboard_dir or config.checkpoint.save
-        self._run.start(context.model, folder)
+        with contextlib.suppress(Exception):  # it is only known so that a warning can come early
+            steps = context.state.train_state.step + 1, int(context.state.cfg.train.train_iters)
+        self._run.start(context.model, folder, steps)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Open a sample where one is due."""

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
+from ..arguments import checks_arguments
 from ..capture.units import loss_and_tokens
+from ..config import Config
 from ..errors import ConfigError
 from .run import Run
 
 
+@checks_arguments(options_of=Config)
 class FP8DebugForwardStep:
     """A script's `forward_step` that is watched; takes the fields of `Config` as arguments.
 
@@ -33,6 +36,8 @@ class FP8DebugForwardStep:
     """
 
     def __init__(self, forward_step: Callable[..., Any], **options: Any) -> None:
+        if not callable(forward_step):
+            raise ConfigError(f"forward_step is {forward_step!r}; it must be the script's function of that name")
         self._run = Run(options)
         self._forward_step = forward_step
         self._step: int | None = None
@@ -63,7 +68,8 @@ class FP8DebugForwardStep:
                 "a virtual pipeline splits the model, and forward_step is shown one part of it at a time; "
                 "use a Monitor with all parts in a loop of your own, or train without a virtual pipeline"
             )
-        self._run.start(model, args.tensorboard_dir or args.save)
+        first, last = args.curr_iteration + 1, getattr(args, "train_iters", None)
+        self._run.start(model, args.tensorboard_dir or args.save, (first, last) if last else None)
 
     def _watched(self, loss_function: Callable[..., Any]) -> Callable[..., Any]:
         """The loss of a micro-batch is computed on the last stage of the pipeline, after `forward_step` is over."""

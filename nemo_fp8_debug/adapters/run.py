@@ -30,12 +30,15 @@ class Run:
         self._options = dict(options)
         self._monitor: Monitor | None = None
 
-    def start(self, model: nn.Module | Sequence[nn.Module], folder: str | None) -> bool:
+    def start(
+        self, model: nn.Module | Sequence[nn.Module], folder: str | None, steps: tuple[int, int] | None = None
+    ) -> bool:
         """Before the first step: find the GEMMs and open the record; a run before this one that broke off is closed.
 
         Args:
             model: as for `Monitor`.
             folder: where the host writes; the record goes to `fp8_debug` in it, unless `output` says otherwise.
+            steps: the first and the last one that the run will take, if the host knows them.
 
         Returns:
             Whether the run is monitored.
@@ -54,6 +57,8 @@ class Run:
                 raise
             warn(f"this run is not monitored, a fault at its start: {type(error).__name__}: {error}")
             return False
+        if steps:
+            self._monitor.expect_steps(*steps)
         # These hosts tell no one of an exception that ends the run.
         atexit.register(self.close)
         return True

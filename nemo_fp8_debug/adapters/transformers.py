@@ -15,12 +15,15 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..arguments import checks_arguments
 from ..capture.hooks import Hook
 from ..capture.units import scale_of, was_skipped
+from ..config import Config
 from ..errors import ConfigError
 from .run import Run
 
 
+@checks_arguments(options_of=Config)
 class FP8DebugTrainerCallback(TrainerCallback):
     """Looks at every GEMM's operands every `interval` steps; takes the fields of `Config` as arguments.
 
@@ -54,7 +57,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
                 "the Trainer compiles the whole model (torch_compile, or dynamo_backend of accelerate), where a hook would "
                 "change the graph; train without that, or compile parts of the model yourself"
             )
-        if self._run.start(model, args.output_dir):
+        if self._run.start(model, args.output_dir, (state.global_step + 1, state.max_steps)):
             self._hook = model.register_forward_hook(Hook(self._see_loss), with_kwargs=True)
 
     def _see_loss(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:

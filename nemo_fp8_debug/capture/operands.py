@@ -77,9 +77,9 @@ class Operand:
             self.copies += 1
             return
         if x.dtype not in MEASURED:
-            raise TypeError(f"{self.role} is {x.dtype}, which FP8 does not stand in for")
+            raise TypeError(f"it is {x.dtype}, which FP8 does not stand in for; bfloat16, float16 and float32 are measured")
         if self.dtype not in (None, x.dtype):
-            raise TypeError(f"{self.role} is {self.dtype} in one call and {x.dtype} in another of the same step")
+            raise TypeError(f"it is {self.dtype} in one call and {x.dtype} in another of the same step")
         x = local(x)
         use = use or self.in_use
         counted = self._count(x.detach(), use)

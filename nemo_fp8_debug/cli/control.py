@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -38,10 +39,35 @@ def command(
     if reset or wanted or steps is not None:
         # Read back as the run will read it, so that it is refused here and not there.
         control = Control.parse("" if reset else str(Control(wanted, steps)))
+        heard = _last_heard_of(place)
         _write(place, str(control))
-        console().print(f"wrote {place.path(NAME)}; the run obeys from its next sampled step on", soft_wrap=True)
+        console().print(f"wrote {place.path(NAME)}; the run obeys from its next sampled step on{heard}", soft_wrap=True)
     else:
         _show(place)
+
+
+def _last_heard_of(place: Place) -> str:
+    """When the run last wrote its status, in words.
+
+    Raises:
+        RecordError: that was when it ended.
+    """
+    try:
+        status = json.loads(place.read(STATUS))
+        step = "before its first sample" if status["step"] is None else f"at step {int(status['step'])}"
+        time, ended = _as_time(status["time"]), status.get("ended") is not None
+    except Exception:  # an earlier version's, or damaged: the run itself can do without
+        return ""
+    if ended:
+        raise RecordError(
+            f"the run in {place} ended on {time}, {step} or later, and obeys nothing any longer; nothing was written. "
+            f"To have it hold when the run is resumed or started again, write {place.path(NAME)} yourself"
+        )
+    return f" (last heard of on {time}, {step})"
+
+
+def _as_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
 def _write(place: Place, text: str) -> None:
@@ -60,10 +86,13 @@ def _show(place: Place) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{place.path(STATUS)} cannot be read: {error}") from None
     table = Table(show_header=False)
-    for key, value in {**{f"control: {k}": v for k, v in control.items()}, **_progress(dump)}.items():
+    shown = {f"control: {k}": v for k, v in control.items() if k not in ("checksum", "written")}
+    ended = {"ended": _as_time(status["ended"])} if isinstance(status.get("ended"), float) else {}
+    for key, value in {**ended, **shown, **_progress(dump)}.items():
         table.add_row(escape(key), escape(str(value).strip()))
     out = console()
-    out.print(f"{place}, at step {status.get('step')}", soft_wrap=True, markup=False, highlight=False)
+    at = "not sampled yet" if status.get("step") is None else f"at step {status['step']}"
+    out.print(f"{place}, {at}", soft_wrap=True, markup=False, highlight=False)
     out.print(table)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..config import Config
+from ..errors import ConfigError
 from ..sample import Recorder
 from .place import Place
 from .store import RunRecord
@@ -16,11 +17,10 @@ def default_recorders(config: Config) -> Iterator[Recorder]:
     """A run record, TensorBoard events and a table.
 
     Raises:
-        TypeError: there is no folder for them.
-        ConfigError: it cannot be written.
+        ConfigError: there is no folder for them, or it cannot be written.
     """
     if config.output is None:
-        raise TypeError("Monitor needs an output folder, or recorders")
+        raise ConfigError('Monitor needs the folder of the record: Monitor(model, "runs/a")')
     yield RunRecord(config.output)
     yield TensorBoardRecorder(EventFile(str(Place(config.output))), config.max_tags, log_losses=True)
     if config.table_rows:

@@ -59,8 +59,11 @@ class RunRecord:
         """
         self.place = Place(address)
         self.attempt = 0
+        #: samples that were written, or wait in the backlog
+        self.samples = 0
+        #: parts that could not be written
+        self.lost = 0
         self._backlog: deque[tuple[str, Part, bytes]] = deque()
-        self._lost = 0
         self._warned = False
         self._unmerged: dict[str, list[Part]] = defaultdict(list)
         self._tidy = False
@@ -112,6 +115,7 @@ class RunRecord:
                 if table != "sketches":
                     keys["consumed_samples"] = [sample.scalars.get("consumed_samples")] * rows
                 self.write_part(table, {**keys, **columns}, sample.step)
+        self.samples += 1
         self._tidy_up()
 
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
@@ -129,10 +133,10 @@ class RunRecord:
                 self._make_folders()
                 self.place.create(self.place.anchor, self._fingerprint)
             self._write_backlog()
-        self._lost += len(self._backlog)
+        self.lost += len(self._backlog)
         self._backlog.clear()
-        if self._lost:
-            warn(f"{self._lost} parts of the record were lost, since {self.place} could not be written")
+        if self.lost:
+            warn(f"{self.lost} parts of the record were lost, since {self.place} could not be written")
 
     def write_part(self, table: str, columns: Mapping[str, Any], first: int, last: int | None = None) -> None:
         """Write a part of a table, with the rows of step `first`, or of all steps to `last`."""
@@ -165,7 +169,7 @@ class RunRecord:
             # Sketches are large, and what is lost with one is least.
             doomed = next((entry for entry in self._backlog if entry[0] == "sketches"), self._backlog[0])
             self._backlog.remove(doomed)
-            self._lost += 1
+            self.lost += 1
 
     def _merge_when_due(self, table: str, part: Part) -> None:
         if table in _MERGED_TABLES and not part.merged:

@@ -14,6 +14,13 @@ _TEXTS = ("layer", "tensor")
 _HEADINGS = (*_TEXTS, "amin", "amax", "current scale", "delayed scale", "cosine", "MSE", "underflow %", "overflow %")
 
 
+def show(text: str, file: TextIO | None = None) -> None:
+    """Print on standard output, or to a file, what its encoding has."""
+    file = file or sys.stdout
+    encoding = file.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), file=file, flush=True)
+
+
 class TableRecorder:
     """Prints the rows that lose most to underflow, overflow and rounding, in this order; of a layer's experts the worst."""
 
@@ -33,9 +40,7 @@ class TableRecorder:
 
     def record(self, sample: Sample) -> None:
         """Print one sampled step."""
-        file = self._file or sys.stdout
-        encoding = file.encoding or "utf-8"
-        print(self.table(sample).encode(encoding, "replace").decode(encoding), file=file, flush=True)
+        show(self.table(sample), self._file)
 
     def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
         """Not shown."""
@@ -58,7 +63,7 @@ class TableRecorder:
         title = f"FP8 at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
         title += f": {len(worst)} of {len(ranked)} tensors, worst first" + (f"; {sample.remarks}" if sample.remarks else "")
         rows = [_cells({name: values[i] for name, values in columns.items()}) for i in worst]
-        return "\n".join([title, *_ruled([_HEADINGS, *rows])])
+        return "\n".join([title, *(_ruled([_HEADINGS, *rows]) if rows else [])])
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from ..names import few_experts, fold_key, fold_of, is_fold
 from ..numerics.catalogue import FIGURES, UNITS, WORSE
 from ..numerics.scaling import ROLES
 from ..sample import SHOWN_AS, Sample
+from .place import Place
 
 #: streamed as scalars, each tensor its own tag
 STREAMED = ("scale", *FIGURES)
@@ -192,6 +193,12 @@ class TensorBoardRecorder(ScalarRecorder):
         self._log_losses = log_losses
         self._layout: dict[str, Any] = {}
 
+    @property
+    def folder(self) -> str | None:
+        """Where events go, as an absolute path or address."""
+        folder = getattr(self._writer, "log_dir", None)
+        return str(Place(folder)) if isinstance(folder, (str, os.PathLike)) else None
+
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Write the fingerprint."""
         self._writer.add_text("fp8_debug/fingerprint", _as_markdown(fingerprint), 0)
@@ -231,7 +238,7 @@ class EventFile:
 
     def __init__(self, folder: str) -> None:
         self.file_writer = self
-        self._folder = folder
+        self.log_dir = folder
         self._file: Any = None
         self._flushed = time.monotonic()
         tf.io.gfile.makedirs(folder)
@@ -262,7 +269,7 @@ class EventFile:
 
     def _begun(self) -> Any:
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
-        file = tf.io.gfile.GFile(f"{self._folder}/{name}", "wb")
+        file = tf.io.gfile.GFile(f"{self.log_dir}/{name}", "wb")
         self._write(file, Event(wall_time=time.time(), file_version="brain.Event:2"))
         return file
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from processes import finished
 
-from nemo_fp8_debug import ConfigError
+from nemo_fp8_debug import ConfigError, FP8DebugWarning
 from nemo_fp8_debug.adapters.megatron_lm import FP8DebugForwardStep
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -118,6 +118,9 @@ def test_megatron_lm_refuses_what_it_cannot_see(megatron: None, args: SimpleName
         FP8DebugForwardStep(print, interval=0)
     with pytest.raises(ConfigError, match="no GEMM layer matches"):
         pretrain(args, {"layers": ["no_such"]})
+    args.train_iters = 5
+    with pytest.warns(FP8DebugWarning, match="it takes steps 1 to 5, and every 100 steps is sampled"):
+        pretrain(args, {"interval": 100, "table_rows": 0})
     args.virtual_pipeline_model_parallel_size = 2
     with pytest.raises(ConfigError, match="a virtual pipeline splits the model"):
         pretrain(args, {})

@@ -175,7 +175,7 @@ def test_the_callback_and_the_model_can_be_copied_and_pickled(tmp_path: Path) ->
 def test_configuration_errors_come_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="interval is 0"):
         FP8DebugTrainerCallback(interval=0)
-    with pytest.raises(TypeError, match="intervall"):
+    with pytest.raises(ConfigError, match=r"no option 'intervall' \(did you mean 'interval'"):
         FP8DebugTrainerCallback(intervall=10)
 
     def refused(message: str, **options: Any) -> None:
@@ -189,6 +189,16 @@ def test_configuration_errors_come_before_the_first_step(tmp_path: Path, monkeyp
     refused("cannot be written to", output=str(tmp_path / "file"))
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     refused("compiles the whole model")
+
+
+def test_a_run_too_short_for_its_interval_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(FP8DebugWarning) as caught:
+        fit(tmp_path, [watch(interval=100, table_rows=1)])
+    (message,) = [str(w.message) for w in caught if w.category is FP8DebugWarning]
+    assert "no step of this run will be sampled: it takes steps 1 to 6, and every 100 steps is sampled" in message
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nemo_fp8_debug: ")]
+    assert lines[0].endswith(f"GEMMs, every 100 steps, to {tmp_path}/fp8_debug")
+    assert lines[1:] == [f"nemo_fp8_debug: recorded 0 samples in {tmp_path}/fp8_debug."]
 
 
 def test_faults_cost_the_monitor_and_not_the_run(tmp_path: Path) -> None:

@@ -110,6 +110,29 @@ def test_table_is_printed_each_sampled_step(tmp_path: Path, capsys: pytest.Captu
     assert "FP8 at step 3, loss" in out
 
 
+def test_lines_at_the_start_and_the_end_name_the_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, [FP8DebugCallback(interval=3, table_rows=2)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nemo_fp8_debug: ")]
+    assert lines == [
+        f"nemo_fp8_debug: recording 2 GEMMs, every 3 steps, to {tmp_path}/run/fp8_debug",
+        f"nemo_fp8_debug: recorded 2 samples in {tmp_path}/run/fp8_debug. "
+        f"View: tensorboard --logdir {tmp_path}/run or nemo-fp8-debug diagnose {tmp_path}/run/fp8_debug",
+    ]
+
+
+def test_a_run_too_short_for_its_interval_is_told_before_its_first_step(tmp_path: Path) -> None:
+    class First(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.seen = getattr(self, "seen", len(caught))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, [FP8DebugCallback(interval=100, first_step=5), first := First()], max_steps=4)
+    ours = [i for i, w in enumerate(caught) if w.category is FP8DebugWarning]
+    assert len(ours) == 1 and ours[0] < first.seen
+    assert "it takes steps 0 to 3, and every 100 steps from step 5 on is sampled" in str(caught[ours[0]].message)
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_training_is_bit_identical_with_the_callback(tmp_path: Path, recipe: str) -> None:
     def weights(name: str, callbacks: list[pl.Callback]) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +27,14 @@ from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.schedule import Schedule
 
 
-def run(folder: Path, edits: Mapping[int, str | bytes | None], steps: int = 60, start: int = 0, **options: Any) -> list[str]:
+def run(
+    folder: Path,
+    edits: Mapping[int, str | bytes | None],
+    steps: int = 60,
+    start: int = 0,
+    close: bool = True,
+    **options: Any,
+) -> list[str]:
     """Train; the control file is as `edits` say after each step (None: removed). Returns what was warned."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
@@ -42,7 +50,7 @@ def run(folder: Path, edits: Mapping[int, str | bytes | None], steps: int = 60, 
                 text = edits[step]
                 file = folder / "control.yaml"
                 file.unlink() if text is None else file.write_bytes(text if isinstance(text, bytes) else text.encode())
-        monitor.close()
+        monitor.close() if close else monitor.flush()
     return [str(w.message) for w in caught if w.category is FP8DebugWarning]
 
 
@@ -91,6 +99,59 @@ class TestObeyed:
         run(tmp_path, {}, start=18, steps=40)
         again = {step for attempt, step, _, _ in dumped_files(Place(tmp_path)) if attempt == 1}
         assert again == {20, 21, 22, 23}
+
+
+class TestLeftOver:
+    """In a folder that a run has used before."""
+
+    def test_a_run_that_starts_over_ignores_it_and_says_so_once(self, tmp_path: Path) -> None:
+        run(tmp_path, {3: "interval: 15"})
+        (warning,) = run(tmp_path, {})
+        assert f"{tmp_path}/control.yaml was written for an earlier run in this folder, and changes nothing" in warning
+        assert "starts over at step 0" in warning and f"touch {tmp_path}/control.yaml" in warning
+        assert sampled(tmp_path, attempt=1) == [0, 10, 20, 30, 40, 50]
+        assert (tmp_path / "control.yaml").read_text() == "interval: 15"
+        assert "ignored" in json.loads((tmp_path / "status.json").read_text())["control"]
+
+    def test_so_do_those_that_resume_it_and_those_that_start_over_again(self, tmp_path: Path) -> None:
+        run(tmp_path, {3: "interval: 15"})
+        run(tmp_path, {}, steps=25)
+        assert len(run(tmp_path, {}, start=25, steps=41)) == 1
+        assert len(run(tmp_path, {}, steps=21)) == 1
+        assert sampled(tmp_path, attempt=2) == [30, 40] and sampled(tmp_path, attempt=3) == [0, 10, 20]
+
+    def test_a_resumed_run_goes_on_by_it(self, tmp_path: Path) -> None:
+        assert not run(tmp_path, {3: "interval: 15"}, steps=50)
+        assert not run(tmp_path, {}, start=40, steps=70)  # from a checkpoint before the end
+        assert not run(tmp_path, {}, start=41, steps=80)
+        assert sampled(tmp_path, attempt=2) == [50, 60, 75]  # it is read before a sampled step, and 50 is the first
+
+    def test_written_again_it_holds_and_its_steps_are_counted_from_then(self, tmp_path: Path) -> None:
+        run(tmp_path, {3: "dump: ['0']\nsteps: 4"}, steps=30)
+        os.utime(tmp_path / "control.yaml")
+        assert not run(tmp_path, {}, steps=30)
+        assert sampled(tmp_path, attempt=1) == [0, 1, 2, 3, 10, 20]
+
+    def test_the_same_text_written_again_is_obeyed_again(self, tmp_path: Path) -> None:
+        text = "dump: ['0']\nsteps: 3"
+        assert not run(tmp_path, {3: text, 23: text}, steps=40)
+        assert sampled(tmp_path) == [0, 10, 11, 12, 20, 30, 31, 32]
+
+    def test_written_before_the_first_run_it_holds_and_is_named(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "control.yaml").write_text("interval: 15\nlayers: ['1']")
+        assert not run(tmp_path, {}, steps=31, table_rows=1)
+        assert sampled(tmp_path) == [0, 15, 30]
+        assert "nemo_fp8_debug: from step 0 on control.yaml holds: interval 15; layers 1\n" in capsys.readouterr().out
+
+    def test_one_of_a_run_that_the_first_version_recorded(self, tmp_path: Path) -> None:
+        run(tmp_path, {3: "interval: 15"})
+        status = json.loads((tmp_path / "status.json").read_text())
+        del status["first_step"], status["ended"], status["control"]["written"]
+        (tmp_path / "status.json").write_text(json.dumps(status))
+        assert len(run(tmp_path, {}, steps=21)) == 1
+        assert sampled(tmp_path, attempt=1) == [0, 10, 20]
 
 
 REFUSED = {
@@ -185,7 +246,11 @@ class TestSchedule:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Iterator[Path]:
+    """The record of a run that was killed after it had sampled steps 0 and 10: it never said that it ended."""
     run(tmp_path / "run", {}, steps=11)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    del status["ended"]
+    (tmp_path / "run" / "status.json").write_text(json.dumps(status))
     yield tmp_path
 
 
@@ -231,6 +296,22 @@ class TestCommandLine:
         assert result.exit_code == 1
         assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
         assert not (recorded / "run" / "control.yaml").exists()
+
+    def test_a_run_that_has_ended_is_named_and_nothing_is_written(self, tmp_path: Path) -> None:
+        run(tmp_path, {}, steps=31)
+        for arguments in (["--interval", 3], ["--reset"]):
+            result = cli(tmp_path, *arguments)
+            assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+            assert f"error: the run in {tmp_path} ended on 20" in result.stderr and "at step 30" in result.stderr
+        assert not (tmp_path / "control.yaml").exists()
+        assert "ended" in cli(tmp_path).stdout
+
+    def test_a_run_that_is_started_again_in_the_folder_can_be_told(self, tmp_path: Path) -> None:
+        run(tmp_path, {}, steps=31)
+        run(tmp_path, {}, start=31, steps=35, close=False)  # before its first sample
+        result = cli(tmp_path, "--interval", 3)
+        assert result.exit_code == 0 and "last heard of on 20" in result.stdout, result.output
+        assert (tmp_path / "control.yaml").read_text() == "interval: 3\n"
 
     def test_no_record(self, tmp_path: Path) -> None:
         result = cli(tmp_path / "nothing", "--interval", 3)
