@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,11 +28,16 @@ def usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: b
             found[name] = number
         elif value is not None:
             warn(f"{name} of a step is not recorded: it is no scalar but {_described(value)}")
-    for name in found:
-        meant = nearest(name, STEP_SCALARS)
-        if name not in STEP_SCALARS and (meant or in_record):
+    for name in sorted(found.keys() - STEP_SCALARS):
+        meant = _meant(name)
+        if meant or in_record:
             warn(f"{name} of a step is not in the record{meant}; the record takes {', '.join(STEP_SCALARS)}")
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _meant(name: str) -> str:
+    return nearest(name, STEP_SCALARS)
 
 
 def _number(value: Any) -> Any:
