@@ -57,6 +57,8 @@ STEPS_HELD = 1000
 SAME_ON_ALL_RANKS = ("interval", "first_step", "last_step", "triggers", "trigger_steps", "output_rows")
 #: stands for a step whose number is not valid
 _INVALID = -1
+#: operands that a warning names, at the most
+_NAMED = 4
 #: the last one of each folder
 _open_monitors: weakref.WeakValueDictionary[str, Monitor] = weakref.WeakValueDictionary()
 _MULTIPLIER = "while measuring what dY is multiplied by"
@@ -353,8 +355,9 @@ class Monitor:
         self._capture = self._multiplier = None
         lost, self._lost = self._lost, {}
         for why, keys in lost.items():
-            first, *more = (f"{SHOWN_AS[role]} of {layer}" for layer, role in keys)
-            those = f"{first} and {len(more)} more operands are" if more else f"{first} is"
+            named = ", ".join(f"{SHOWN_AS[role]} of {layer}" for layer, role in keys[:_NAMED])
+            more = f" and {len(keys) - _NAMED} more operands" if len(keys) > _NAMED else ""
+            those = f"{named}{more} {'is' if len(keys) == 1 else 'are'}"
             message = f"{those} missing from the sample of step {self._faults.step}: {why}"
             self._faults.warn(message, kind=[f"{layer} {role} {why.partition(':')[0]}" for layer, role in keys])
 

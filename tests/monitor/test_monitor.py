@@ -176,7 +176,7 @@ def test_a_fault_in_a_hook_costs_that_operand_and_one_warning(monkeypatch: pytes
                 model(torch.randn(2, 4)).sum().backward()
         monitor.close()
     messages = [str(w.message) for w in caught if w.category is FP8DebugWarning]
-    missing = "X of 1 and 2 more operands are missing from the sample of step 0: ZeroDivisionError: injected"
+    missing = "X of 1, W of 1, dY of 1 are missing from the sample of step 0: ZeroDivisionError: injected"
     assert messages == [f"nemo_fp8_debug: {missing}"]
     assert {layer for layer, _ in samples.rows(2)} == {"0"}
 
