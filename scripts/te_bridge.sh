@@ -22,6 +22,6 @@ for packages in \
       2> >(grep -v "^WARNING: Location" >&2)
     touch "$folder/installed"
   fi
-  PYTHONPATH="$PWD:$folder:.venv/te:tests/te" .venv/bin/python -W ignore scripts/te_bridge.py "$@" 2> "$log" \
+  PYTHONPATH="$PWD:$folder:.venv/te:tests/te:scripts/validation" .venv/bin/python -W ignore scripts/te_bridge.py "$@" 2> "$log" \
     || { tail -n 30 "$log"; exit 1; }
 done

@@ -58,7 +58,7 @@ LIGHTNING = (
 )
 TORCH = ("2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0")
 TRANSFORMER_ENGINE = ("1.13.0", "2.4.0", "2.8.0", "2.14.0", "2.20.2")
-#: the release whose kernels tests/te emulates
+#: the release whose kernels scripts/validation/emulated_te emulates
 EMULATED = "2.20.2"
 #: what NeMo's language models import up to 2.4, by way of its older text models, and 2.5 does without
 OLD_NEMO: tuple[str, ...] = (
@@ -367,7 +367,7 @@ def run_over_emulated_kernels(folder: Path) -> str:
     """
     tests = str(REPOSITORY / "tests/te/inside/test_host.py")
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
-    done = run(command, [folder, REPOSITORY / "tests/te", REPOSITORY], INSIDE_EMULATED_TE="1")
+    done = run(command, [folder, REPOSITORY / "scripts/validation", REPOSITORY], INSIDE_EMULATED_TE="1")
     last = (done.stdout.strip().splitlines() or ["no answer"])[-1]
     if done.returncode:
         raise Failed(f"over emulated kernels: {last}")

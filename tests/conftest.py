@@ -19,7 +19,10 @@ import torch
 
 _here = Path(__file__).parent
 _root = _here.parent
-_helpers = _here, _here / "hosts", _here / "interventions", _root / "recipes", _root / "scripts/truth"
+_helpers = (
+    *(_here, _here / "hosts", _here / "interventions"),
+    *(_root / "recipes", _root / "scripts/truth", _root / "scripts/validation"),
+)
 sys.path[:0] = [str(p) for p in _helpers]
 
 from processes import GUARD  # noqa: E402

@@ -8,20 +8,17 @@ from __future__ import annotations
 from dataclasses import fields
 
 import numpy as np
-import numpy.typing as npt
-import simulator  # noqa: F401
 import torch
+from cuda_simulator import block_sums as sums
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8_debug.kernels import cuda_blocks, cuda_sums, sketch
-from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks, scales_of_amax
-from nemo_fp8_debug.numerics.figures import QuantizationSums
+from nemo_fp8_debug.kernels import cuda_blocks, sketch
+from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.scaling import parse_recipe
 from nemo_fp8_debug.numerics.sketch import DTYPES
 
-Patterns = npt.NDArray[np.uint16]
 BF16, FP16 = DTYPES
 GRIDS = (1, 32), (2, 32), (1, 64)
 
@@ -49,20 +46,6 @@ def at(address: int, x: torch.Tensor) -> torch.Tensor:
     """A copy that starts so many values behind an 8-byte boundary."""
     room = torch.from_numpy(np.zeros(x.numel() // 4 + 2, np.uint64).view(np.int16)).view(x.dtype)
     return room[address : address + x.numel()].view(x.shape).copy_(x)
-
-
-def patterns(x: torch.Tensor) -> Patterns:
-    return x.view(torch.int16).numpy().view(np.uint16).reshape(-1)
-
-
-def sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: tuple[int, int]) -> QuantizationSums:
-    bits, out = patterns(x), np.full(grid[0] * cuda_sums.SUMS, np.nan)
-    words = bits.view(np.uint64) if cuda_blocks.whole_words(x.data_ptr(), x.shape[1]) else np.zeros(0, np.uint64)
-    whole = cuda_blocks.amax_of(sketch(x)) if rule.two_level else torch.zeros(())
-    _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
-    known = cuda_blocks.arguments(x.shape, rule.block(role), x.dtype, fmt)
-    cuda_blocks.launch(bits, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)
-    return cuda_sums.total(torch.from_numpy(out).view(grid[0], -1))
 
 
 def check(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: tuple[int, int] = GRIDS[0]) -> None:

@@ -5,38 +5,21 @@ A process of its own, with `NUMBA_ENABLE_CUDASIM=1`: Numba looks at that when it
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import fields
 
 import numpy as np
-import numpy.typing as npt
-import simulator  # noqa: F401
 import torch
+from cuda_simulator import float32_moments as moments
+from cuda_simulator import float32_sums as sums
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8_debug.kernels import cuda_float32, cuda_sums
+from nemo_fp8_debug.kernels import cuda_float32
 from nemo_fp8_debug.numerics.figures import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
 from nemo_fp8_debug.numerics.formats import BF16, E4M3, E5M2, FP16, FloatFormat
 
 FORMATS = E4M3, E5M2, BF16, FP16
 GRIDS = (1, 16), (3, 8), (1, 32), (2, 1)
-
-
-def patterns(x: torch.Tensor) -> npt.NDArray[np.uint32]:
-    return x.view(torch.int32).numpy().view(np.uint32).reshape(-1)
-
-
-def moments(x: torch.Tensor, grid: tuple[int, int]) -> Moments:
-    out = np.full(grid[0] * (cuda_float32.MOMENTS + 2), np.nan)
-    cuda_float32.launch_moments(patterns(x), out, grid)
-    return cuda_float32.moments_of_parts(torch.from_numpy(out), x.numel())
-
-
-def sums(x: torch.Tensor, scale: float, fmt: FloatFormat, grid: tuple[int, int]) -> QuantizationSums:
-    out = np.full(grid[0] * cuda_sums.SUMS, np.nan)
-    cuda_float32.launch_sums(patterns(x), np.array([scale], np.float32), fmt, out, grid)
-    return cuda_sums.total(torch.from_numpy(out).view(grid[0], -1))
 
 
 def equal(got: Moments | QuantizationSums, expected: Moments | QuantizationSums, what: str) -> None:
@@ -133,10 +116,6 @@ def nothing_depends_on_the_run() -> None:
 
 
 if __name__ == "__main__":
-    # NumPy warns of overflow, which the kernels mean to happen, and notes it among the module's names while the simulator's
-    # other threads go through these: the place for it has to be there before.
-    warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
-    vars(cuda_float32).setdefault("__warningregistry__", {})
     torch.manual_seed(0)
     of_any_size_and_grid()
     under_scales_that_overflow_and_underflow()

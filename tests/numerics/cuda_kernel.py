@@ -5,10 +5,11 @@ A process of its own, with `NUMBA_ENABLE_CUDASIM=1`: Numba looks at that when it
 
 from __future__ import annotations
 
+import cuda_simulator
 import numpy as np
 import numpy.typing as npt
-import simulator  # noqa: F401
 import torch
+from cuda_simulator import bits
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -29,9 +30,7 @@ def at(address: int, patterns: Patterns) -> Patterns:
 
 def counted(values: Patterns, infinity: int, grid: tuple[int, int], before: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     counts = before.copy()
-    head, body = cuda.words_of(values.ctypes.data, len(values))
-    words = values[head : head + 4 * body].view(np.uint64)
-    cuda.launch(values, words, (head, body), infinity, counts, grid)
+    cuda_simulator.count(values, infinity, counts, grid)
     return counts
 
 
@@ -42,10 +41,6 @@ def check(values: Patterns, infinity: int, grid: tuple[int, int] = (1, 2)) -> No
     on_cpu = np.zeros(BINS, np.int64)
     cpu.count_patterns(values, on_cpu, 1)
     np.testing.assert_array_equal(got, on_cpu)
-
-
-def bits(x: torch.Tensor) -> Patterns:
-    return x.view(torch.int16).numpy().view(np.uint16)
 
 
 def around(middle: int) -> st.SearchStrategy[int]:

@@ -17,7 +17,7 @@ BRIDGE, TE = Path(sys.prefix) / "bridge", Path(sys.prefix) / "te"
 def test_the_recipe_trains_the_same_and_its_scales_are_the_kernels() -> None:
     assert (BRIDGE / "megatron").is_dir(), f"no Megatron-Bridge in {BRIDGE}; scripts/setup.sh installs it"
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, BRIDGE, TE, HERE))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, BRIDGE, TE, HERE, ROOT / "scripts/validation"))),
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }

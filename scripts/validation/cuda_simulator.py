@@ -1,0 +1,79 @@
+"""Our CUDA kernels in Numba's simulator, which runs a kernel's source in threads of the host; made fit for many of them.
+
+Imported under `NUMBA_ENABLE_CUDASIM=1`, which Numba looks at when it is imported itself. A grid is how many blocks there
+are, and how many threads each has.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba.cuda.simulator.kernelapi import FakeCUDAShared
+from numba.np.numpy_support import as_dtype
+
+from nemo_fp8_debug.kernels import cuda, cuda_blocks, cuda_float32, cuda_sums, sketch
+from nemo_fp8_debug.numerics.blocks import BlockRule, scales_of_amax
+from nemo_fp8_debug.numerics.figures import Moments, QuantizationSums
+from nemo_fp8_debug.numerics.formats import FloatFormat
+
+Grid = tuple[int, int]
+
+
+def _array(self: Any, shape: int, dtype: Any) -> Any:
+    frame = sys._getframe(1)
+    return self._allocations.setdefault((frame.f_code.co_filename, frame.f_lineno), np.empty(shape, as_dtype(dtype)))
+
+
+# Its own looks whether this line has its array and then makes one: of threads that look at the same time each got its own.
+FakeCUDAShared.array = _array
+sys.setswitchinterval(1e-4)  # it waits for its threads in a busy loop
+# NumPy warns of overflow, which the kernels mean to happen, and notes it among the module's names while the simulator's
+# other threads go through these: the place for it has to be there before.
+warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
+vars(cuda_float32).setdefault("__warningregistry__", {})
+
+
+def bits(x: torch.Tensor) -> npt.NDArray[np.uint16]:
+    """The patterns of 16-bit values, in one row."""
+    return x.view(torch.int16).numpy().view(np.uint16).reshape(-1)
+
+
+def count(values: npt.NDArray[np.uint16], infinity: int, counts: npt.NDArray[np.int64], grid: Grid) -> None:
+    """Add to `counts` how often each magnitude pattern occurs."""
+    head, body = cuda.words_of(values.ctypes.data, len(values))
+    words = values[head : head + 4 * body].view(np.uint64)
+    cuda.launch(values, words, (head, body), infinity, counts, grid)
+
+
+def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: Grid) -> QuantizationSums:
+    """The sums of a matrix of 16-bit values under the scales of its blocks."""
+    patterns, out = bits(x), np.full(grid[0] * cuda_sums.SUMS, np.nan)
+    words = patterns.view(np.uint64) if cuda_blocks.whole_words(x.data_ptr(), x.shape[1]) else np.zeros(0, np.uint64)
+    whole = cuda_blocks.amax_of(sketch(x)) if rule.two_level else torch.zeros(())
+    _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
+    known = cuda_blocks.arguments(x.shape, rule.block(role), x.dtype, fmt)
+    cuda_blocks.launch(patterns, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)
+    return cuda_sums.total(torch.from_numpy(out).view(grid[0], -1))
+
+
+def float32_moments(x: torch.Tensor, grid: Grid) -> Moments:
+    """The moments of a float32 tensor."""
+    out = np.full(grid[0] * (cuda_float32.MOMENTS + 2), np.nan)
+    cuda_float32.launch_moments(_bits32(x), out, grid)
+    return cuda_float32.moments_of_parts(torch.from_numpy(out), x.numel())
+
+
+def float32_sums(x: torch.Tensor, scale: float, fmt: FloatFormat, grid: Grid) -> QuantizationSums:
+    """The sums of a float32 tensor under one scale."""
+    out = np.full(grid[0] * cuda_sums.SUMS, np.nan)
+    cuda_float32.launch_sums(_bits32(x), np.array([scale], np.float32), fmt, out, grid)
+    return cuda_sums.total(torch.from_numpy(out).view(grid[0], -1))
+
+
+def _bits32(x: torch.Tensor) -> npt.NDArray[np.uint32]:
+    return x.view(torch.int32).numpy().view(np.uint32).reshape(-1)
