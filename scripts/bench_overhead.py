@@ -3,7 +3,7 @@
 `OMP_NUM_THREADS=1 python scripts/bench_overhead.py [--pairs 200] [--groups 24] [--blocks 3]`, about 4 minutes. One thread
 for torch, BF16 and no emulation, so that a step is short and a sample weighs most; everything is recorded: the run record,
 TensorBoard and the printed table. What is compared takes turns within one process; figures are medians, intervals 95% by
-bootstrap. On a GPU: bench_gpu_step.py.
+bootstrap. On a GPU: validation/gpu/run.sh.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main() -> None:
             lambda: whole_runs(options.blocks) if options.blocks else [],
             memory,
             lambda: data_loader(options.groups),
-            lambda: hook_time(SmallGPT(), 10),
+            lambda: hook_time(SmallGPT(), 10).rows(),
         )
         show(parts)
 

@@ -26,7 +26,7 @@ from peer_tools import TOOLS
 from small_gpt import SmallGPT, one_process
 
 WARMUP = 3
-#: whose statistics are computed by CUDA kernels; bench_gpu_step.py runs them
+#: whose statistics are computed by CUDA kernels; validation/gpu/run.sh runs them
 ON_GPU = (
     ("Transformer Engine LogTensorStats", "min, max, mean, std, l1, l2, cur_amax, dynamic_range", "no"),
     ("Transformer Engine LogFp8TensorStats", "underflows%, overflows%, scale_inv_min, scale_inv_max, mse", "yes"),
@@ -106,7 +106,9 @@ def main() -> None:
     found = {tool: measured(tool, options.rounds) for tool in options.tools}
     print(f"load of the machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch {torch.__version__}\n")
     rows = [row(tool, of, found.get("ours")) for tool, of in found.items()]
-    rows += [[name, "needs a GPU: bench_gpu_step.py", *[""] * 5, computes, "X W dY", fp8] for name, computes, fp8 in ON_GPU]
+    rows += [
+        [name, "needs a GPU: validation/gpu/run.sh", *[""] * 5, computes, "X W dY", fp8] for name, computes, fp8 in ON_GPU
+    ]
     for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows):
         print("| " + " | ".join(cells) + " |")
 

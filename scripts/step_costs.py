@@ -74,9 +74,13 @@ class Unsampled:
     #: that were installed meanwhile
     hooks: int
 
+    @property
+    def within_noise(self) -> bool:
+        """Whether steps without a monitor differ as much among themselves."""
+        return self.ratio.low <= max(1, self.control.high) and self.ratio.high >= min(1, self.control.low)
+
     def rows(self) -> list[Row]:
-        # What steps without a monitor show among themselves is noise.
-        within = kept(self.ratio.low <= max(1, self.control.high) and self.ratio.high >= min(1, self.control.low))
+        within = kept(self.within_noise)
         measured = f"{self.ratio.show(3)} ({self.pairs} pairs; none / none {self.control.show(3)})"
         return [
             ("unsampled step, attached / none", measured, f"within none / none: {within}"),
@@ -122,18 +126,22 @@ class Sampled:
     #: an unsampled step, in seconds
     base: float
 
+    @property
+    def average(self) -> Estimate:
+        """What samples add to all steps, in per cent."""
+        return Estimate(*(100 * (of - 1) / INTERVAL for of in (self.whole.median, self.whole.low, self.whole.high)))
+
     def rows(self, limit: float, until: float | None = None) -> list[Row]:
         """With the most that each may be."""
 
         def row(what: str, found: Estimate, most: float | None) -> Row:
             return what, f"{found.show()} unsampled steps", "" if most is None else at_most(found, most)
 
-        average = Estimate(*(100 * (of - 1) / INTERVAL for of in (self.whole.median, self.whole.low, self.whole.high)))
         return [
             row("sampled step, until the next can start", self.until, until),
             row("sampled step, with all that it costs the next four", self.whole, limit),
             row("the same in processor time of all threads", self.processor, None),
-            (f"average at interval {INTERVAL}", f"{average.show()} %", at_most(average, 0.5, " %")),
+            (f"average at interval {INTERVAL}", f"{self.average.show()} %", at_most(self.average, 0.5, " %")),
         ]
 
 
@@ -155,7 +163,28 @@ def sampled(gpt: Training, groups: int) -> Sampled:
     return Sampled(Estimate.of(own), Estimate.of(whole), Estimate.of(processor), statistics.median(bases))
 
 
-def hook_time(gpt: Training, steps: int) -> list[Row]:
+@dataclass(frozen=True)
+class HookTimes:
+    """How long hooks of a sampled step hold the training thread up, by their kind."""
+
+    #: on modules and parameters
+    hooks: int
+    #: median of a call
+    microseconds: dict[str, float]
+    #: in a step
+    calls: dict[str, int]
+    #: of all calls in a step
+    milliseconds: dict[str, float]
+
+    def rows(self) -> list[Row]:
+        rows = [("hooks in a sampled step", f"{self.hooks}, and one on each output", "")]
+        for kind in sorted(self.microseconds):
+            what = f"{self.microseconds[kind]:.0f} us ({self.calls[kind]} calls, {self.milliseconds[kind]:.1f} ms a step)"
+            rows.append((f"host time of a {kind}", what, ""))
+        return rows
+
+
+def hook_time(gpt: Training, steps: int) -> HookTimes:
     """How long each hook of sampled steps holds the training thread up; on a CPU that is with counting."""
     times = defaultdict[str, list[float]](list)
     run, register = Hook.__call__, torch.Tensor.register_hook
@@ -185,12 +214,12 @@ def hook_time(gpt: Training, steps: int) -> list[Row]:
                 monitor.flush()  # no other thread of ours is under way
         finally:
             Hook.__call__, torch.Tensor.register_hook = run, register
-    rows = [("hooks in a sampled step", f"{max(counted)}, and one on each output", "")]
-    for kind, found in sorted(times.items()):
-        calls, sums = len(found) / steps, 1e3 * sum(found) / steps
-        what = f"{1e6 * statistics.median(found):.0f} us ({calls:.0f} calls, {sums:.1f} ms a step)"
-        rows.append((f"host time of a {kind}", what, ""))
-    return rows
+    return HookTimes(
+        max(counted),
+        {kind: 1e6 * statistics.median(found) for kind, found in times.items()},
+        {kind: round(len(found) / steps) for kind, found in times.items()},
+        {kind: 1e3 * sum(found) / steps for kind, found in times.items()},
+    )
 
 
 def at_most(found: Estimate, limit: float, unit: str = "") -> str:

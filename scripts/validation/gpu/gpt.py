@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gc
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-RECIPES = ("delayed", "tensorwise", "blockwise")
+from .parts import Part
+
 #: (layers, hidden size, sequence, micro-batch): about 1.1 billion parameters, and what a CPU can do
 SIZES = {"1b": (20, 2048, 2048, 2), "tiny": (2, 32, 16, 2)}
 VOCABULARY = {"1b": 32000, "tiny": 64}
@@ -27,6 +25,12 @@ class Setup:
     recipe: str
     size: str
     device: str
+
+    @classmethod
+    def of(cls, part: Part, device: str) -> Setup:
+        """Of a part of a recipe; a CPU trains the tiny one."""
+        assert part.recipe
+        return cls(part.recipe, "tiny" if device == "cpu" else "1b", device)
 
     def model(self) -> Any:
         from megatron.core.models.gpt import GPTModel
@@ -96,7 +100,6 @@ def megatron(emulate: bool) -> Iterator[str]:
     """One rank, and the device that it trains on; over emulated kernels where there is no GPU."""
     with ExitStack() as stack, tempfile.TemporaryDirectory() as store:
         if emulate:
-            sys.path[:0] = [str(ROOT / "tests" / "te"), str(ROOT / "recipes")]
             import emulated_te  # noqa: F401
             from megatron_on_cpu import megatron_on_cpu
         from megatron.core import parallel_state
