@@ -93,7 +93,11 @@ def run(options: argparse.Namespace) -> int:
 
 def attempted(part: Part, machine: Machine, limit: float) -> dict[str, Any]:
     """Run a part; what is noted of it."""
-    noted = {"title": part.title, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit()}
+    noted: dict[str, Any] = {
+        "title": part.title,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+    }
     if cannot := machine.cannot(part.recipe):
         return noted | {"status": cannot[0], "reason": cannot[1], "seconds": 0.0}
     if lacking := machine.lacks(part):

@@ -69,7 +69,7 @@ class Device:
     """A CUDA device."""
 
     device = "cuda"
-    sizes = tuple(mib << 20 for mib in MIB)
+    sizes: tuple[int, ...] = tuple(mib << 20 for mib in MIB)
     columns = COLUMNS
 
     def in_use(self, kernel: str) -> bool:
@@ -115,7 +115,7 @@ class Simulator:
     """Numba's simulator, on a CPU: its times are of Python."""
 
     device = "cpu"
-    sizes = (1 << 12, 1 << 13)
+    sizes: tuple[int, ...] = (1 << 12, 1 << 13)
     columns = 64
     grid = (2, 32)
 
@@ -236,7 +236,7 @@ def _on_cpu(found: Moments) -> Moments:
     return Moments(**{field.name: getattr(found, field.name).cpu() for field in fields(found)})
 
 
-def rates(engine: Engine, x: torch.Tensor, kernel: Callable[[], object], plain: Callable[[], object]) -> dict[str, float]:
+def rates(engine: Engine, x: torch.Tensor, kernel: Callable[[], object], plain: Callable[[], object]) -> dict[str, Any]:
     """Times of the kernel, of the device's copy, which reads and writes each byte, and of the same by plain torch."""
     size = x.numel() * x.element_size()
     ours, copy = engine.milliseconds(kernel), engine.milliseconds(x.clone)
@@ -246,9 +246,17 @@ def rates(engine: Engine, x: torch.Tensor, kernel: Callable[[], object], plain: 
         "rate": rate,
         "copy_rate": copied,
         "ratio": rate / copied,
-        "plain_ms": engine.milliseconds(plain),
+        "plain_ms": _if_it_fits(engine, plain),
         "host_us": engine.host_microseconds(kernel),
     }
+
+
+def _if_it_fits(engine: Engine, plain: Callable[[], object]) -> float | None:
+    """Plain torch operations keep float64 copies, for which a device may be too small."""
+    try:
+        return engine.milliseconds(plain)
+    except torch.cuda.OutOfMemoryError:
+        return None
 
 
 def same(ours: QuantizationSums | Moments, theirs: QuantizationSums | Moments) -> dict[str, Any]:

@@ -21,7 +21,11 @@ ROOT = Path(__file__).parents[3]
 #: modules whose name is not that of their distribution
 MODULES = {"pyyaml": "yaml"}
 #: what is measured, and what measures it; tables are printed from the JSON
-SOURCES = ("nemo_fp8_debug/**/*.py", "scripts/validation/**/*.py", "scripts/paired.py", "scripts/step_costs.py")
+SOURCES = (
+    "nemo_fp8_debug/**/*.py",
+    *(f"scripts/validation/{name}.py" for name in ("gpu/*", "emulated_te/*", "cuda_simulator")),
+    *(f"scripts/{name}.py" for name in ("paired", "step_costs", "bench_homecoming")),
+)
 NOT_MEASURED = ("scripts/validation/gpu/tables.py",)
 
 
@@ -41,7 +45,8 @@ class Machine:
 
     def lacking(self) -> dict[str, str]:
         """Modules that are not there, or cannot be imported, and why."""
-        return dict.fromkeys(self.found["missing"], "is not there") | self.found["broken"]
+        missing: dict[str, str] = dict.fromkeys(self.found["missing"], "is not there")
+        return {**missing, **self.found["broken"]}
 
     def wanted(self, part: Part) -> set[str]:
         """Modules that a part needs."""

@@ -25,7 +25,7 @@ def main() -> int:
         traceback.print_exc()
         found = {"status": "failed", "reason": (f"{type(error).__name__}: {error}".splitlines() or [""])[0]}
     Path(file).write_text(json.dumps(found))
-    return found["status"] == "failed"
+    return int(found["status"] == "failed")
 
 
 if __name__ == "__main__":

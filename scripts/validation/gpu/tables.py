@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from .results import Refused, last_attempts, read, write
 PAGE = Path(__file__).parents[3] / "docs/gpu.md"
 FOLDER = Path(__file__).parent / "results"
 EMULATED = "emulated"
+WIDTH = 120
 
 #: a key of a line -> (heading, format, whether it depends on how fast something ran)
 COLUMNS: dict[str, tuple[str, str, bool]] = {
@@ -86,15 +88,19 @@ def tables_of(data: dict[str, Any]) -> str:
 def _heading(data: dict[str, Any], attempts: dict[str, dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     if data["emulated"]:
-        return f"**Emulated kernels on a CPU: no time here means anything, and none is shown.** {versions}."
+        return _wrapped(f"**Emulated kernels on a CPU: no time here means anything, and none is shown.** {versions}.")
     device = data["device"]
     dates = sorted(attempt["date"][:10] for attempt in attempts.values())
     commits = sorted({attempt["commit"] or f"unknown (sources {data['sources']})" for attempt in attempts.values()})
     driver = f", driver {device['driver']}" if device["driver"] else ""
-    return (
+    return _wrapped(
         f"**{device['name']}**, compute capability {device['capability']}{driver}, {data['machine']['processor']}, "
         f"{data['machine']['cores']} cores; {versions}; commit {', '.join(commits)}; {dates[0] if dates else 'no part yet'}."
     )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _overview(attempts: dict[str, dict[str, Any]]) -> str:

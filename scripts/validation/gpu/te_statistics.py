@@ -11,6 +11,7 @@ import contextlib
 import logging
 import statistics
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +78,21 @@ def run(part: Part, emulate: bool) -> dict[str, Any]:
             try:
                 lines.append(of_theirs(setup, tool, groups))
             except Exception as error:  # whatever another release of theirs raises
-                measures.append(measure(f"{tool} does not run", f"{type(error).__name__}: {error}".splitlines()[0]))
+                measures.append(_does_not_run(tool, error))
         forget_models()
-        equality = compared(setup)
-    return {"measures": [*measures, *agreed(equality)], "lines": lines, "equality": equality}
+        equality: list[dict[str, Any]] = []
+        try:
+            equality = compared(setup)
+            measures += agreed(equality)
+        except Exception as error:  # likewise; what was measured is kept
+            measures.append(_does_not_run("the comparison", error))
+    return {"measures": measures, "lines": lines, "equality": equality}
+
+
+def _does_not_run(what: str, error: Exception) -> Measure:
+    traceback.print_exception(error)
+    told = f"{type(error).__name__}: {error}".splitlines()[0]
+    return measure(what, f"does not run: {told}", limit="runs", kept=False)
 
 
 def of_ours(setup: Setup, pairs: int, groups: int) -> dict[str, Any]:

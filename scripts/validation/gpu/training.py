@@ -109,8 +109,8 @@ def of_scales(setup: Setup, folder: Path) -> list[Measure]:
 
     steps = 4
     train(setup, steps, RATE, watched)
-    rows = read_table(folder, "figures", where={"step": steps - 1}).filter(scale_source="engine")
-    rows = rows.filter(rows["role"] != "grad_output").drop_nulls("scale").to_dicts()
+    table = read_table(folder, "figures", where={"step": steps - 1}).filter(scale_source="engine")
+    rows = table.filter(table["role"] != "grad_output").drop_nulls("scale").to_dicts()
     if setup.recipe == "tensorwise":
         rows = [row for row in rows if (row["layer"].rpartition(".")[2], row["role"]) != SAVED_IN_BF16]
     carried = sum(float(1 / torch.tensor(row["scale"]).float()) in notes.get(row["layer"], set()) for row in rows)
