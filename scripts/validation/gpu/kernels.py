@@ -24,6 +24,7 @@ from .measures import Measure, all_of, measure
 from .parts import Part
 from .tensors import KINDS, normal
 
+RAN = "what ran"
 ROUNDS = 30
 MIB = (64, 256, 1024)
 RECIPES = ("blockwise", "mxfp8", "nvfp4")
@@ -43,8 +44,8 @@ class Engine(Protocol):
     device: str
     columns: int
 
-    def in_use(self, kernel: str) -> bool:
-        """Whether it is the kernel that runs, and not plain torch operations."""
+    def ran(self, kernel: str) -> Measure:
+        """What is timed and compared: promised is the kernel, where there is a device for it."""
 
     def count(self, into: Sketch, x: torch.Tensor) -> None:
         """Add the magnitudes of a 16-bit tensor to a histogram."""
@@ -72,8 +73,9 @@ class Device:
     sizes: tuple[int, ...] = tuple(mib << 20 for mib in MIB)
     columns = COLUMNS
 
-    def in_use(self, kernel: str) -> bool:
-        return _kernel_on(torch.device("cuda", torch.cuda.current_device()), kernel) is not None
+    def ran(self, kernel: str) -> Measure:
+        used = _kernel_on(torch.device("cuda", torch.cuda.current_device()), kernel) is not None
+        return measure(RAN, "the kernel" if used else "plain torch operations", limit="the kernel", kept=used)
 
     def count(self, into: Sketch, x: torch.Tensor) -> None:
         count_into(into, x)
@@ -119,8 +121,8 @@ class Simulator:
     columns = 64
     grid = (2, 32)
 
-    def in_use(self, kernel: str) -> bool:
-        return True
+    def ran(self, kernel: str) -> Measure:
+        return measure(RAN, "the kernel's source in Numba's simulator")
 
     def count(self, into: Sketch, x: torch.Tensor) -> None:
         from cuda_simulator import bits, count
@@ -151,9 +153,6 @@ class Simulator:
         return 1e3 * self.milliseconds(call)
 
 
-Found = tuple[str, list[dict[str, Any]], str]
-
-
 def run(part: Part, emulate: bool) -> dict[str, Any]:
     """Lines of every tensor; promised is that each finds what a CPU does."""
     engine: Engine = Simulator() if emulate else Device()
@@ -163,10 +162,9 @@ def run(part: Part, emulate: bool) -> dict[str, Any]:
         "block-sums": ("cuda_blocks", blocks, f"counts equal, sums within {CLOSE}"),
         "float32": ("cuda_float32", float32, f"counts and extremes equal, sums within {CLOSE}"),
     }[part.name]
-    used = engine.in_use(kernel)
     lines = list(of(engine))
-    measures: list[Measure] = [
-        measure("what ran", "the kernel" if used else "plain torch operations", limit="the kernel", kept=used),
+    measures = [
+        engine.ran(kernel),
         all_of(f"tensors in which it finds what a CPU does ({exact})", sum(line["equal"] for line in lines), len(lines)),
     ]
     return {"measures": measures, "lines": lines}

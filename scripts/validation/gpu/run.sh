@@ -4,4 +4,5 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
 export PYTHONPATH="$root:$root/scripts/validation:$root/scripts${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONSAFEPATH=1 # nothing of the folder that it is called in
 exec "${PYTHON:-python3}" -m gpu "$@"
