@@ -10,7 +10,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / "scripts/validation/gpu/run.sh"
 #: seconds: a guard
-LIMIT = 600
+LIMIT = 1200
 
 
 def start_command(*arguments: str | Path, python: str | Path = sys.executable, **environment: str) -> subprocess.Popen[str]:

@@ -28,6 +28,11 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+def found_in(*folders: str | Path) -> str:
+    """PYTHONPATH of a process that finds modules in `folders` first, and then where this one does."""
+    return os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
+
+
 def finished(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """What a command printed and how it ended. A test that gives up ends all processes that came of it."""
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import finished, found_in
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -17,11 +17,11 @@ BRIDGE, TE = Path(sys.prefix) / "bridge", Path(sys.prefix) / "te"
 def test_the_recipe_trains_the_same_and_its_scales_are_the_kernels() -> None:
     assert (BRIDGE / "megatron").is_dir(), f"no Megatron-Bridge in {BRIDGE}; scripts/setup.sh installs it"
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, BRIDGE, TE, HERE, ROOT / "scripts/validation"))),
+        "PYTHONPATH": found_in(ROOT, BRIDGE, TE, HERE, ROOT / "scripts/validation"),
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts/te_bridge.py")]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = finished(*command, env=environment, cwd=ROOT)
     if done.returncode != 0:
         pytest.fail(done.stdout[-2_000:] + done.stderr[-8_000:], pytrace=False)

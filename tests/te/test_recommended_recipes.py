@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from processes import finished, found_in
 from recommendations import BF16, CURRENT, recommendation, run
 
 from nemo_fp8_debug.analysis.recommend import Ends
@@ -42,11 +42,11 @@ def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_pa
     values = yaml.safe_load(options.text)
     assert len(values) == 5
     (tmp_path / modules.name).write_text(modules.text)
-    path = map(str, (ROOT, BRIDGE, TE, HERE, ROOT / "scripts/validation", ROOT / "recipes"))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    path = found_in(ROOT, BRIDGE, TE, HERE, ROOT / "scripts/validation", ROOT / "recipes")
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     arguments = str(tmp_path / modules.name), json.dumps(flags_of(values)), json.dumps(values)
     command = [sys.executable, "-W", "ignore", str(HERE / "recommended_run.py"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = finished(*command, env=environment)
     if done.returncode != 0:
         pytest.fail(done.stderr[-8_000:], pytrace=False)
     found = json.loads(done.stdout.splitlines()[-1])

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from processes import GUARD
 from sketch_rows import Question
 
 _CAST_JS = Path(__file__).parents[2] / "nemo_fp8_debug/tensorboard_plugin/frontend/src/cast.js"
@@ -66,4 +67,4 @@ def cast_js() -> Iterator[CastJs]:
         finally:
             assert process.stdin
             process.stdin.close()
-            process.wait(10)
+            process.wait(GUARD)

@@ -17,6 +17,7 @@ import polars as pl
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import wait_until
 from samples import sample
 from tab import FC1, FC2, Tab, start, write_odd_run, write_sketched_run
 
@@ -486,7 +487,7 @@ def test_a_record_that_grows_is_read_whole_at_each_look(tmp_path: Path) -> None:
     for step in range(1, 70):
         record.record(sample(step, [{"mse": float(step)}]))
     record.close()
-    stop.wait(1.2)
+    wait_until(lambda: faults or 70 in seen)
     stop.set()
     for thread in threads:
         thread.join()
