@@ -34,7 +34,7 @@ _longest = (
     *("tensorboard_plugin/test_map", "distributed/test_deepspeed", "adapters/test_transformers", "distributed/test_faults"),
     *("callback/test_nemo", "tensorboard_plugin/test_jobs", "record/test_store", "monitor/test_experts", "te/test_bridge"),
     *("tensorboard_plugin/test_fingerprints", "adapters/test_loops", "tensorboard_plugin/test_distribution"),
-    *("callback/test_rescue", "callback/test_ddp", "analysis/test_diagnose", "te/test_gpu_parts"),
+    *("callback/test_rescue", "callback/test_ddp", "analysis/test_diagnose", "te/test_gpu_parts", "test_gpu_command"),
 )
 
 
