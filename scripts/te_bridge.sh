@@ -3,7 +3,7 @@
 # Installs them into folders of their own beside the environment's packages, 30 to 150 MB each.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/setup.sh
+scripts/setup.sh tests
 export TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 log=$(mktemp)

@@ -5,7 +5,7 @@
 #     scripts/truth.sh [FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/setup.sh
+scripts/setup.sh tests
 output=${1:-runs/truth}
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
 
