@@ -18,7 +18,7 @@ else
 fi
 for python in "${candidates[@]}"; do
   if "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2> /dev/null; then
-    exec "$python" scripts/setup "$@"
+    exec "$python" -B scripts/setup "$@"
   fi
 done
 found=$("${PYTHON:-python3}" -c 'import sys; print("Python %d.%d" % sys.version_info[:2])' 2> /dev/null || echo "not a Python")

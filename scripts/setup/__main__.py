@@ -25,7 +25,8 @@ def main() -> int:
     # One at a time. What a killed setup has left running holds the lock until it ends.
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return make([piece for piece in wanted if piece.is_missing()], Processes(lock.fileno()))
+        missing = [piece for piece in wanted if piece.is_missing()]
+        return make(missing, Processes(lock.fileno())) if missing else 0
 
 
 def make(missing: list[Piece], processes: Processes) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pieces import LOCKED, ROOT, Piece
-from pip_config import PipConfig
+from pip_config import PipConfig, bundled_pip
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 #: seconds in which an index must answer, if pip waits no shorter
@@ -79,7 +79,7 @@ def check(missing: Sequence[Piece], config: PipConfig, torch: Torch | None) -> i
         raise CannotStart(
             f"glibc {'.'.join(map(str, GLIBC))} or later is needed, and this is {library or 'musl'} {version}."
         )
-    if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
+    if importlib.util.find_spec("venv") is None or not bundled_pip():
         package = "python{}.{}-venv".format(*sys.version_info)
         raise CannotStart(f"Python's venv module is needed: on Debian and Ubuntu, apt-get install {package}.")
     if not os.access(ROOT, os.W_OK):

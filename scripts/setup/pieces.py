@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pip_config import PipConfig
+from pip_config import PipConfig, bundled_pip
 from processes import Processes
 
 if TYPE_CHECKING:
@@ -33,17 +32,17 @@ class Workshop:
     config: PipConfig
     torch: Torch | None
 
-    def pip_install(self, *arguments: str | Path) -> None:
+    def pip_install(self, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> None:
         """The same with pip, which reads its configuration itself."""
         pip = (PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "-q")
-        self.processes.run(*pip, "--no-deps", "--require-hashes", *arguments)
+        self.processes.run(*pip, "--no-deps", "--require-hashes", *arguments, environment=environment)
 
-    def uv_install(self, *arguments: str | Path) -> None:
+    def uv_install(self, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> None:
         """Install packages that a locked list names, and nothing else."""
         self.processes.run(
             *(VENV / "bin" / "uv", "pip", "install", "--python", PYTHON, "--no-deps", "--require-hashes"),
             *("--no-build-isolation", "--no-python-downloads", *self.config.uv_arguments, *arguments),
-            environment=self.config.environment,
+            environment=self.config.environment | dict(environment or {}),
         )
 
 
@@ -106,11 +105,14 @@ def _make_venv(workshop: Workshop, _: bool) -> None:
     elif VENV.exists():
         shutil.rmtree(VENV)
     # Not the interpreter of the old .venv, which runs this when PYTHON is not set.
-    workshop.processes.run(getattr(sys, "_base_executable", sys.executable), "-m", "venv", VENV)
+    base = getattr(sys, "_base_executable", sys.executable)
+    workshop.processes.run(base, "-m", "venv", "--without-pip", VENV)
 
 
 def _install_uv(workshop: Workshop, _: bool) -> None:
-    workshop.pip_install("--only-binary", ":all:", "-r", LOCKED / "uv.txt")
+    # With the pip that Python brings along, from its wheel: putting it into the venv first takes longer than all of this.
+    environment = {"PYTHONPATH": bundled_pip()[0]}
+    workshop.pip_install("--no-compile", "--only-binary", ":all:", "-r", LOCKED / "uv.txt", environment=environment)
 
 
 def _install_demo(workshop: Workshop, interrupted: bool) -> None:
@@ -134,8 +136,8 @@ def _install_tests(workshop: Workshop, interrupted: bool) -> None:
 
 def _build_deepspeed(workshop: Workshop, _: bool) -> None:
     # Against this torch; its C++ parts are not built.
-    os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
-    workshop.uv_install("--reinstall", "-r", LOCKED / "deepspeed.txt")
+    environment = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+    workshop.uv_install("--reinstall", "-r", LOCKED / "deepspeed.txt", environment=environment)
 
 
 def _install_transformer_engine(workshop: Workshop, _: bool) -> None:
@@ -195,7 +197,7 @@ TESTS = (
     Piece("test packages", _install_tests, (LOCKED / f"tests-{VERSION}.txt",), ("demo packages", "nemo_fp8_debug"), 800),
     Piece("deepspeed", _build_deepspeed, (LOCKED / "deepspeed.txt", *_TORCH_LISTS), ("test packages",), 20),
     Piece("Transformer Engine", _install_transformer_engine, (LOCKED / "te.txt",), ("uv",), 15),
-    Piece("Megatron-Bridge", _install_bridge, (LOCKED / "bridge.txt",), ("venv",), 30),
+    Piece("Megatron-Bridge", _install_bridge, (LOCKED / "bridge.txt",), ("uv",), 30),
     Piece("node_modules", _install_node_modules, (_PACKAGE_LOCK,), ("test packages",), 120),
     Piece("Chromium", _unpack_chromium, (_PACKAGE_LOCK,), ("node_modules",), 220, uses_network=False),
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import base64
+import contextlib
 import os
 import re
 import ssl
 import subprocess
 import sys
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +77,7 @@ class PipConfig:
         Raises:
             OSError: it cannot be had; an answer with a status of 400 or more is a urllib.error.HTTPError.
         """
-        proxy = self.values.get("proxy")
+        request, proxy = _without_password(url), self.values.get("proxy")
         context = ssl.create_default_context(cafile=self.values.get("cert"))
         if any(host.split(":")[0] in url for host in self._list("trusted-host")):
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -82,7 +85,7 @@ class PipConfig:
             urllib.request.ProxyHandler({"http": proxy, "https": proxy} if proxy else None),
             urllib.request.HTTPSHandler(context=context),
         )
-        with opener.open(url, timeout=timeout) as answer:
+        with opener.open(request, timeout=timeout) as answer:
             text: str = answer.read().decode(errors="replace")
             return text
 
@@ -91,6 +94,16 @@ class PipConfig:
 
     def _is_on(self, name: str) -> bool:
         return self.values.get(name, "").lower() in ("1", "true", "yes", "on")
+
+
+def bundled_pip() -> list[str]:
+    """The wheels of pip that Python, or Debian, has to make a venv with."""
+    folders = [Path("/usr/share/python-wheels")]
+    with contextlib.suppress(ImportError):
+        import ensurepip
+
+        folders.insert(0, Path(ensurepip.__file__).with_name("_bundled"))
+    return [str(wheel) for folder in folders for wheel in folder.glob("pip-*.whl")][:1]
 
 
 def read_pip_config() -> PipConfig:
@@ -104,14 +117,18 @@ def read_pip_config() -> PipConfig:
 
 def _pip_config_list() -> str:
     """What `pip config list` prints; by the pip that a new venv would get, where this Python has none of its own."""
-    bundled = [Path("/usr/share/python-wheels")]
-    try:
-        import ensurepip
-
-        bundled.insert(0, Path(ensurepip.__file__).with_name("_bundled"))
-    except ImportError:
-        pass
-    wheels = [str(wheel) for folder in bundled for wheel in folder.glob("pip-*.whl")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((os.environ.get("PYTHONPATH", ""), *wheels)).strip(os.pathsep)}
+    found = [os.environ.get("PYTHONPATH", ""), *bundled_pip()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, found))}
     command = [sys.executable, "-W", "ignore", "-m", "pip", "--disable-pip-version-check", "config", "list"]
     return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+
+def _without_password(url: str) -> urllib.request.Request:
+    """A request whose name and password stand in its header, where they belong, and not in the URL."""
+    parts = urllib.parse.urlsplit(url)
+    if not parts.username:
+        return urllib.request.Request(url)
+    name, password = (urllib.parse.unquote(part or "") for part in (parts.username, parts.password))
+    token = base64.b64encode(f"{name}:{password}".encode()).decode()
+    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2])
+    return urllib.request.Request(bare.geturl(), headers={"Authorization": f"Basic {token}"})

@@ -33,17 +33,20 @@ class Processes:
         with self._guard:
             if self._ended:
                 raise Failed("interrupted")
-            process = subprocess.Popen(
-                arguments,
-                cwd=cwd,
-                env=os.environ | dict(environment or {}),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-                pass_fds=[self._lock],
-            )
+            try:
+                process = subprocess.Popen(
+                    arguments,
+                    cwd=cwd,
+                    env=os.environ | dict(environment or {}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                    pass_fds=[self._lock],
+                )
+            except OSError as error:
+                raise Failed(f"{arguments[0]} cannot be started: {error.strerror}") from error
             self._running.add(process)
         printed, _ = process.communicate()
         self._running.discard(process)
