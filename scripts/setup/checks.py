@@ -24,7 +24,7 @@ PATIENCE = 10.0
 #: of the wheels that are installed: manylinux_2_31
 GLIBC = (2, 31)
 #: what PyPI's torch takes more than a CPU build, with its CUDA packages
-CUDA_MEGABYTES = 5200
+CUDA_MEGABYTES = 3900
 
 
 class CannotStart(Exception):
