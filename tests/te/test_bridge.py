@@ -15,7 +15,7 @@ BRIDGE, TE = Path(sys.prefix) / "bridge", Path(sys.prefix) / "te"
 
 
 def test_the_recipe_trains_the_same_and_its_scales_are_the_kernels() -> None:
-    assert (BRIDGE / "megatron").is_dir(), f"no Megatron-Bridge in {BRIDGE}; scripts/setup.sh installs it"
+    assert (BRIDGE / "megatron").is_dir(), f"no Megatron-Bridge in {BRIDGE}; scripts/setup.sh tests installs it"
     environment = os.environ | {
         "PYTHONPATH": found_in(ROOT, BRIDGE, TE, HERE, ROOT / "scripts/validation"),
         "OMP_NUM_THREADS": "1",

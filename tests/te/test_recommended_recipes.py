@@ -30,7 +30,7 @@ SHOWN = ("X", "W", "dY")
 
 
 def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_path: Path) -> None:
-    assert (BRIDGE / "megatron").is_dir(), f"no Megatron-Bridge in {BRIDGE}; scripts/setup.sh installs it"
+    assert (BRIDGE / "megatron").is_dir(), f"no Megatron-Bridge in {BRIDGE}; scripts/setup.sh tests installs it"
     ways = {
         (LEAVES, "input"): BF16,
         (RESCALED, "weight"): CURRENT,

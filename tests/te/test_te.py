@@ -20,7 +20,7 @@ TE = Path(sys.prefix) / "te"
 
 
 def test_inside_emulated_te() -> None:
-    assert (TE / "transformer_engine").is_dir(), f"no Transformer Engine in {TE}; scripts/setup.sh installs it"
+    assert (TE / "transformer_engine").is_dir(), f"no Transformer Engine in {TE}; scripts/setup.sh tests installs it"
     environment = os.environ | {
         "INSIDE_EMULATED_TE": "1",
         "PYTHONPATH": found_in(TE, ROOT / "scripts/validation"),

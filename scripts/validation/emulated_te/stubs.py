@@ -188,7 +188,7 @@ def import_te() -> ModuleType:
     sys.modules[extension.__name__] = extension
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.loader is None:
-        raise ImportError("transformer_engine is not on the path; scripts/setup.sh puts it into .venv/te")
+        raise ImportError("transformer_engine is not on the path; scripts/setup.sh tests puts it into .venv/te")
     package = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = package
     building = os.environ.get("NVTE_PROJECT_BUILDING")
