@@ -33,10 +33,10 @@ class CannotStart(Exception):
 
 @dataclass(frozen=True)
 class Torch:
-    """Which build of torch to install, and from where."""
+    """Which build of torch to install, and from which index, if not from pip's."""
 
     requirements: Path
-    arguments: tuple[str, ...] = ()
+    index: str | None = None
     megabytes: int = 0
     remark: str = ""
 
@@ -50,14 +50,14 @@ def find_torch(missing: Sequence[Piece], config: PipConfig) -> Torch | None:
     if not any(piece.uses_network for piece in missing):
         return None
     pages = [_page(f"{index}/torch/", config) for index in config.indexes]
-    if not any(piece.name == "demo packages" for piece in missing):
+    if not any(piece.name == "torch" for piece in missing):
         return None
     requirements = LOCKED / "torch-cpu.txt"
     if any(_has_cpu_wheel(text) for text in (*pages, *(_listing(place, config) for place in config.find_links))):
         return Torch(requirements)
     try:
         if _has_cpu_wheel(_page(f"{CPU_INDEX}/torch/", config)):
-            return Torch(requirements, ("--index", CPU_INDEX))
+            return Torch(requirements, CPU_INDEX)
     except CannotStart:
         pass
     version = "{}.{}".format(*sys.version_info)

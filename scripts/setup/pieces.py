@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,17 +109,23 @@ def _make_venv(workshop: Workshop, _: bool) -> None:
     workshop.processes.run(base, "-m", "venv", "--without-pip", VENV)
 
 
-def _install_uv(workshop: Workshop, _: bool) -> None:
+def _install_uv(workshop: Workshop, interrupted: bool) -> None:
     # With the pip that Python brings along, from its wheel: putting it into the venv first takes longer than all of this.
     environment = {"PYTHONPATH": bundled_pip()[0]}
-    workshop.pip_install("--no-compile", "--only-binary", ":all:", "-r", LOCKED / "uv.txt", environment=environment)
+    again = ["--force-reinstall"] if interrupted else []
+    workshop.pip_install("--no-compile", "--only-binary", ":all:", *again, "-r", LOCKED / "uv.txt", environment=environment)
+
+
+def _install_torch(workshop: Workshop, interrupted: bool) -> None:
+    assert workshop.torch, "find_torch looks for it when this piece is missing"
+    requirements, index = workshop.torch.requirements, workshop.torch.index
+    if index:
+        workshop = replace(workshop, config=workshop.config.of_index(index))
+    workshop.uv_install(*_again(interrupted), "-r", requirements)
 
 
 def _install_demo(workshop: Workshop, interrupted: bool) -> None:
-    assert workshop.torch
-    again = ["--reinstall"] if interrupted else []
-    lists = ("-r", workshop.torch.requirements, "-r", LOCKED / f"demo-{VERSION}.txt")
-    workshop.uv_install(*again, *workshop.torch.arguments, *lists)
+    workshop.uv_install(*_again(interrupted), "-r", LOCKED / f"demo-{VERSION}.txt")
 
 
 def _install_package(workshop: Workshop, _: bool) -> None:
@@ -131,7 +137,12 @@ def _install_package(workshop: Workshop, _: bool) -> None:
 
 
 def _install_tests(workshop: Workshop, interrupted: bool) -> None:
-    workshop.uv_install(*(["--reinstall"] if interrupted else []), "-r", LOCKED / f"tests-{VERSION}.txt")
+    workshop.uv_install(*_again(interrupted), "-r", LOCKED / f"tests-{VERSION}.txt")
+
+
+def _again(interrupted: bool) -> list[str]:
+    """A package that is half there looks installed."""
+    return ["--reinstall"] if interrupted else []
 
 
 def _build_deepspeed(workshop: Workshop, _: bool) -> None:
@@ -186,7 +197,8 @@ _PACKAGE_LOCK = FRONTEND / "package-lock.json"
 DEMO = (
     Piece("venv", _make_venv, megabytes=20, uses_network=False),
     Piece("uv", _install_uv, (LOCKED / "uv.txt",), ("venv",), 50),
-    Piece("demo packages", _install_demo, (*_TORCH_LISTS, LOCKED / f"demo-{VERSION}.txt"), ("uv",), 1900),
+    Piece("torch", _install_torch, _TORCH_LISTS, ("uv",), 600),
+    Piece("demo packages", _install_demo, (LOCKED / f"demo-{VERSION}.txt",), ("torch",), 1400),
     Piece(
         *("nemo_fp8_debug", _install_package, (ROOT / "setup.cfg", ROOT / "pyproject.toml")),
         needs=("demo packages",),

@@ -43,6 +43,10 @@ class PipConfig:
         """Seconds that a connection may say nothing."""
         return float(self.values.get("timeout", self.values.get("default-timeout", 15)))
 
+    def of_index(self, url: str) -> PipConfig:
+        """The same ways, to one index alone."""
+        return PipConfig(self.values | {"index-url": url, "extra-index-url": "", "find-links": "", "no-index": "no"})
+
     @property
     def uv_arguments(self) -> list[str]:
         """The same for `uv pip install`."""

@@ -105,7 +105,7 @@ def test_a_killed_setup_goes_on_where_it_ended_and_needs_no_network_when_complet
         first.send_signal(signal.SIGTERM)
         first.communicate(timeout=PATIENCE)
     marks = tree / ".venv" / "pieces"
-    finished = {name: (marks / name).stat().st_mtime_ns for name in ("venv", "uv")}
+    finished = {name: (marks / name).stat().st_mtime_ns for name in ("venv", "uv", "torch")}
     assert not (marks / "demo-packages").exists()
 
     (tmp_path / "go").touch()
