@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass, replace
-from typing import Any
 
 from .background import Worker
 from .capture.collect import collect
@@ -15,7 +15,7 @@ from .capture.homecoming import Homecoming
 from .capture.operands import Operand
 from .capture.products import Products
 from .capture.scales import Scales
-from .distributed import Family, Ranks, Reduction, family
+from .distributed import Family, Ranks, Reduction
 from .distributed.reduction import Plan
 from .errors import warn
 from .faults import Faults
@@ -79,10 +79,14 @@ class Measuring:
         self._others: dict[str, EmulatedScales] = {}
         self._reduction = Reduction(ranks, family, outputs)
         self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
+        #: of the sample under way: its outcome, or None as soon as ranks are out of sync
         self._last: Future[Outcome | None] | None = None
         self._last_step = -1
-        #: ranks have come apart, and none of them samples any longer
+        #: ranks are out of sync, and none of them samples any longer
         self.over = False
+        self._ending = threading.Lock()
+        self._speaking: threading.Thread | None = None
+        ranks.listen(self.end_because)
 
     def submit(self, sampled: Sampled) -> Callable[[], Outcome | None]:
         """Measure a sample; on several ranks in the background.
@@ -93,8 +97,12 @@ class Measuring:
         """
         if self._worker is None:
             return lambda: Outcome(self._alone(sampled), {})
-        self._last_step, self._last = sampled.step, self._worker.submit(lambda: self._together(sampled))
-        return functools.partial(_outcome, self._last)
+        self._last_step, self._last = sampled.step, Future[Outcome | None]()
+        worked = self._worker.submit(lambda: self._together(sampled))
+        worked.add_done_callback(functools.partial(_pass_on, self._last))
+        if self.over:
+            _resolve(self._last, None)
+        return self._last.result
 
     def take_part(self, sampled: Sampled) -> None:
         """In a sample that was given up here, and perhaps not elsewhere."""
@@ -103,27 +111,47 @@ class Measuring:
 
     def settle(self) -> None:
         """Wait for the sample before: histories that scales are emulated from move on with it."""
-        if self._last and not _is_done(self._last, 0 if self.over else longest()):
-            self.end(self._last_step, TimeoutError(f"it was not measured within {longest():.0f} s"))
+        if self._last is None:
+            return
+        with self._ranks.patience.spending() as seconds:
+            done = wait([self._last], seconds).done
+        if not done:
+            self.end(self._last_step, TimeoutError(f"it was not measured within {seconds:.0f} s"))
 
     def end(self, step: int, error: Exception) -> None:
-        """Ranks have come apart: none goes on, and the first to notice says so."""
-        if self.over:
-            return
-        self.over = True
-        with contextlib.suppress(Exception):
-            if not self._ranks.first_to_say("over", step):
+        """Ranks are out of sync: none goes on, and one of them says so. Waits for nobody."""
+        self.end_because(step, str(error).splitlines()[0] if str(error) else type(error).__name__)
+
+    def end_because(self, step: int, why: str) -> None:
+        """As `end`, for a reason in words."""
+        with self._ending:
+            if self.over:
                 return
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        warn(f"ranks did not take part in the sample of step {step}; the run goes on, and is no longer monitored: {why}")
+            self.over = True
+        if self._last:
+            _resolve(self._last, None)
+        why = self._ranks.silence() or why
+        self._speaking = threading.Thread(target=self._speak, args=(step, why[:500]), daemon=True)
+        self._speaking.start()
+
+    def _speak(self, step: int, why: str) -> None:
+        if self._ranks.speaks_first(step, why):
+            warn(f"ranks are out of sync since step {step}; the run goes on, and is no longer monitored: {why}")
 
     def close(self) -> None:
         """The run is over; what is under way is waited for."""
         self.settle()
-        if self._worker:
-            self._worker.close(1.0)
+        with self._ranks.patience.spending(reserve=True) as seconds:
+            if self._speaking:
+                self._speaking.join(seconds)
+            if self._worker:
+                self._worker.submit(self._leave)
+                self._worker.close(min(seconds, 1.0) if self.over else seconds)
+
+    def _leave(self) -> None:
         for group in filter(None, (self._family.group, self._family.heads_group)):
             group.close()
+        self._ranks.close()
 
     def _alone(self, sampled: Sampled) -> Measured:
         found = sampled.collected(self._weighed(sampled.weighed))
@@ -220,14 +248,14 @@ class Measuring:
         return Outcome(first.and_those_of(rest), of_others)
 
 
-def longest() -> float:
-    """Seconds that training waits for a sample to be measured: a rank that is gone costs one timeout, or two."""
-    return 2 * family.TIMEOUT
+def _pass_on(outcome: Future[Outcome | None], worked: Future[Outcome | None]) -> None:
+    if error := worked.exception():
+        with contextlib.suppress(InvalidStateError):
+            outcome.set_exception(error)
+    else:
+        _resolve(outcome, worked.result())
 
 
-def _is_done(future: Future[Any], seconds: float) -> bool:
-    return bool(wait([future], seconds).done)
-
-
-def _outcome(future: Future[Outcome | None]) -> Outcome | None:
-    return future.result() if _is_done(future, longest()) else None
+def _resolve(outcome: Future[Outcome | None], value: Outcome | None) -> None:
+    with contextlib.suppress(InvalidStateError):  # the other one of the two that end a sample came first
+        outcome.set_result(value)

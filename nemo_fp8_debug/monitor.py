@@ -434,7 +434,10 @@ class Monitor:
 
     def _tell_triggers(self, loss: Any) -> None:
         with self._faults.guard("while watching the loss"):
-            self._steering.end_step(self._faults.step, loss)
+            try:
+                self._steering.end_step(self._faults.step, loss)
+            except TimeoutError as error:
+                self._measuring.end(self._faults.step, error)
 
     def _submit(self, step: int, opened: bool) -> None:
         steps, self._steps = self._steps, {}

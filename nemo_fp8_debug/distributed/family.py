@@ -12,11 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from . import patience
 from .group import Group
 from .ranks import Ranks
-
-#: seconds that a rank waits for another one in a reduction
-TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,12 @@ class Family:
     def told(ranks: Ranks, kinds: Mapping[str, str]) -> None:
         """Let other ranks know the names of this one's GEMMs; called before all have started."""
         if ranks.world > 1:
-            ranks.publish(f"digest/{ranks.rank}", digest_of(kinds))
-            ranks.first_to_say(f"kinds/{digest_of(kinds)}", dict(kinds))
+            try:
+                ranks.publish(f"digest/{ranks.rank}", digest_of(kinds))
+                ranks.first_to_say(f"kinds/{digest_of(kinds)}", dict(kinds))
+                ranks.introduce()
+            except TimeoutError as error:
+                ranks.go_alone(error)
 
     @classmethod
     def met(cls, ranks: Ranks, kinds: Mapping[str, str]) -> Family:
@@ -56,6 +58,7 @@ class Family:
         """
         if ranks.world == 1:
             return cls.alone(ranks.rank, kinds)
+        ranks.meet()
         if ranks.writes:
             _publish(ranks)
         told = ranks.read(f"family-of/{digest_of(kinds)}")
@@ -118,4 +121,4 @@ def _families(kinds: Mapping[str, Iterable[str]]) -> list[list[str]]:
 def _group(name: str, ranks: Ranks, members: Sequence[int]) -> Group | None:
     if len(members) == 1 or ranks.rank not in members:
         return None
-    return Group(ranks.store_for(name), ranks.rank, members, TIMEOUT)
+    return ranks.group(name, members, patience.LONGEST)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .networks import interfaces
+
 
 class Group:
     """Between host memories. What takes longer than the timeout, or meets a rank that is gone, raises.
@@ -35,20 +37,26 @@ class Group:
         """
         self._ranks = list(ranks)
         self._timeout = timedelta(seconds=seconds)
-        self._gloo: Any = dist.ProcessGroupGloo(store, self._ranks.index(rank), len(ranks), *_lazy(self._timeout))
+        self._gloo: Any = dist.ProcessGroupGloo(store, self._ranks.index(rank), len(ranks), *_options(self._timeout))
 
     def maximum(self, x: torch.Tensor) -> None:
         """The largest of each element over all ranks, in place."""
         self._reduce(x, dist.ReduceOp.MAX)
 
-    def add_up(self, x: torch.Tensor) -> None:
-        """The sum of each element over all ranks, in place."""
-        self._reduce(x, dist.ReduceOp.SUM)
+    def add_up(self, x: torch.Tensor, seconds: float | None = None) -> None:
+        """The sum of each element over all ranks, in place.
 
-    def _reduce(self, x: torch.Tensor, operation: Any) -> None:
+        Args:
+            seconds: to wait at the most; those of the group unless told.
+        """
+        self._reduce(x, dist.ReduceOp.SUM, seconds)
+
+    def _reduce(self, x: torch.Tensor, operation: Any, seconds: float | None = None) -> None:
         options: Any = dist.AllreduceOptions()
         options.reduceOp = operation
-        self._gloo.allreduce([x], options).wait()
+        # Gloo's own timeout, which names the rank that is missing, does not hold while it looks for that in the store.
+        limit = self._timeout + timedelta(seconds=1) if seconds is None else timedelta(seconds=seconds)
+        self._gloo.allreduce([x], options).wait(limit)
 
     def send(self, value: Any, rank: int) -> None:
         """Hand a value to another rank, which receives it."""
@@ -65,16 +73,25 @@ class Group:
         return pickle.loads(data.numpy().tobytes())
 
     def close(self) -> None:
-        """Part."""
+        """Part; waits for what is under way, which may be long or for ever: not called in the training thread."""
         self._gloo = None
 
 
-def _lazy(timeout: timedelta) -> tuple[Any]:
+def _options(timeout: timedelta) -> tuple[Any]:
     """How a process group is told to connect when it must; its timeout alone, where torch knows no such thing."""
     try:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+        options._devices = _devices()
+        options._threads = 2 * len(options._devices)
         options._timeout = timeout
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError):  # which torch then reads the names of interfaces with, too
         return (timeout,)
     return (options,)
+
+
+def _devices() -> list[Any]:
+    """The network interfaces that torch would take by itself, which it does for groups with a timeout alone."""
+    gloo: Any = dist.ProcessGroupGloo
+    if named := interfaces():
+        return [gloo.create_device(interface=name, lazy_init=True) for name in named]
+    return [gloo.create_default_device(lazy_init=True)]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, warn
+from . import patience
+from .group import Group
+from .networks import Network, unreachable
+from .patience import Patience
+from .peers import Peers
+from .run_store import RunStore
 
+T = TypeVar("T")
 #: seconds that a rank waits for the others to start their monitors
 START = 120.0
-#: seconds that a rank waits for the first one's word on a sampled step
-WORD = 60.0
 
 _instances = itertools.count()
 
@@ -31,9 +36,13 @@ class Ranks:
         self.world = dist.get_world_size() if there else 1
         # The same on all ranks, which start their monitors in the same order.
         self._prefix = f"nemo_fp8_debug/{next(_instances) if self.world > 1 else 'alone'}"
-        # Kept alive by us, it would keep its port and its connections from the run's next one.
-        self._met = weakref.ref(dist.group.WORLD) if there else lambda: None
+        self._run_store = RunStore()
+        #: of the training thread, with other ranks
+        self.patience = Patience()
+        self._peers: Peers | None = None
+        self._everyone: Group | None = None
         self._words = 0
+        self._sums_apart = False
 
     @property
     def writes(self) -> bool:
@@ -49,10 +58,15 @@ class Ranks:
         Raises:
             ConfigError: another rank has something else.
         """
-        if self.world > 1 and not self.first_to_say(name, value):
-            other = self.read(name)
-            if other != json.loads(json.dumps(value)):
-                raise ConfigError(f"ranks differ in their {name}: rank {self.rank} has {value}, another one {other}")
+        if self.world == 1:
+            return
+        try:
+            other = value if self.first_to_say(name, value) else self.read(name)
+        except TimeoutError as error:
+            self.go_alone(error)
+            return
+        if json.dumps(other) != json.dumps(json.loads(json.dumps(value))):
+            raise ConfigError(f"ranks differ in their {name}: rank {self.rank} has {value}, another one {other}")
 
     def start(self, word: dict[str, Any] | None, fault: Exception | None = None) -> dict[str, Any]:
         """Every rank's monitor has started, or failed to; returns the word of the first rank.
@@ -65,18 +79,30 @@ class Ranks:
             ConfigError: that is the fault on another rank.
             RuntimeError: another rank has another fault.
         """
-        if self.world == 1:
-            return word or {}
+        if self.world > 1:
+            try:
+                return self._start(word, fault)
+            except TimeoutError as error:
+                self.go_alone(error)
+        return word or {}
+
+    def go_alone(self, error: Exception) -> None:
+        """Before training: other ranks cannot be reached. The first rank is looked at alone, and any other not at all."""
+        self.world = 1
+        warn(f"ranks cannot reach each other, and the first one alone is looked at: {error}")
+
+    def _start(self, word: dict[str, Any] | None, fault: Exception | None) -> dict[str, Any]:
         if fault is not None:
             self.publish("fault", {"config": isinstance(fault, ConfigError), "message": str(fault)})
         elif self.writes:
             self.publish("word", word)
-        if self._store.add(self._key("started"), 1) == self.world:
+        if self._ask(lambda store: store.add(self._key("started"), 1)) == self.world:
             self.first_to_say("together", True)
         if fault is not None:
             return {}
         # Said once and for all: a rank that comes later must not take those who went alone for companions.
-        if not self._waits_for("together", START) and self.first_to_say("together", False):
+        all_there = self._ask(lambda store: self._waits_for(store, "together", START), START + patience.grace())
+        if not all_there and self.first_to_say("together", False):
             warn(f"not all ranks have started a monitor within {START:.0f} s; the first rank alone is looked at")
         if not self.read("together"):
             self.world = 1
@@ -89,36 +115,57 @@ class Ranks:
 
     def publish(self, name: str, value: Any) -> None:
         """Let other ranks read a plain value."""
-        self._store.set(self._key(name), json.dumps(value))
+        self._ask(lambda store: store.set(self._key(name), json.dumps(value)))
 
-    def read(self, name: str) -> Any:
+    def read(self, name: str, seconds: float | None = None) -> Any:
         """What was published; waits for it.
 
         Raises:
             TimeoutError: nobody publishes it.
         """
-        if not self._waits_for(name, WORD):
-            raise TimeoutError(f"no rank said within {WORD:.0f} s what {name} is")
-        return json.loads(self._store.get(self._key(name)))
+        limit = patience.LONGEST if seconds is None else seconds
+
+        def published(store: Any) -> str | None:
+            return store.get(self._key(name)) if self._waits_for(store, name, limit) else None
+
+        if (found := self._ask(published, limit + patience.grace())) is None:
+            raise TimeoutError(f"no rank said within {limit:.0f} s what {name} is")
+        return json.loads(found)
 
     def read_of_all(self, name: str) -> list[Any]:
         """What each rank published under `NAME/RANK`, before all had started."""
-        return [json.loads(v) for v in self._store.multi_get([self._key(f"{name}/{rank}") for rank in range(self.world)])]
+        keys = [self._key(f"{name}/{rank}") for rank in range(self.world)]
+        return [json.loads(value) for value in self._ask(lambda store: store.multi_get(keys))]
 
-    def store_for(self, name: str) -> Any:
-        """A corner of the store."""
-        return dist.distributed_c10d.PrefixStore(self._key(name), self._store)
+    def group(self, name: str, members: Sequence[int], seconds: float) -> Group:
+        """Gloo among some ranks, this one too; called on all of them.
 
-    def first_to_say(self, name: str, value: Any) -> bool:
+        Args:
+            seconds: that one rank waits for another.
+
+        Raises:
+            RuntimeError: gloo cannot be used here, or the others do not come.
+        """
+
+        def made(store: Any) -> Group:
+            return Group(dist.distributed_c10d.PrefixStore(self._key(name), store), self.rank, members, seconds)
+
+        return self._ask(made)
+
+    def first_to_say(self, name: str, value: Any, seconds: float | None = None) -> bool:
         """Publish a plain value, unless another rank has; whether this one did."""
-        if self._store.add(self._key(f"{name}/by"), 1) > 1:
-            return False
-        self.publish(name, value)
-        return True
+
+        def said(store: Any) -> bool:
+            if store.add(self._key(f"{name}/by"), 1) > 1:
+                return False
+            store.set(self._key(name), json.dumps(value))
+            return True
+
+        return self._ask(said, seconds)
 
     def said(self, name: str) -> bool:
         """Whether any rank has published this."""
-        return self.world > 1 and bool(self._store.check([self._key(name)]))
+        return self.world > 1 and self._ask(lambda store: bool(store.check([self._key(name)])))
 
     def share(self, value: Any) -> Any:
         """What the first rank says; called on all ranks, at the same steps.
@@ -133,10 +180,14 @@ class Ranks:
             return value
         self._words += 1
         if not self.writes:
-            return self.read(self._word)
-        self.publish(self._word, value)
-        # Training itself has kept the ranks together since the sample before the last.
-        self._store.delete_key(self._key(f"word-{self._words - 2}"))
+            with self.patience.spending() as seconds:
+                value = self.read(self._word, seconds)
+        else:
+            with self.patience.spending() as seconds:
+                self._ask(lambda store: store.set(self._key(self._word), json.dumps(value)), seconds)
+                # Training itself has kept the ranks together since the sample before the last.
+                self._ask(lambda store: store.delete_key(self._key(f"word-{self._words - 2}")), seconds)
+        self.patience.renew()
         return value
 
     def shared_late(self) -> Any:
@@ -145,24 +196,53 @@ class Ranks:
         Raises:
             TimeoutError: it still has not.
         """
-        if not self.said(self._word):
-            raise TimeoutError("the first rank has said nothing")
-        return self.read(self._word)
+
+        def published(store: Any) -> str | None:
+            return store.get(self._key(self._word)) if store.check([self._key(self._word)]) else None
+
+        with self.patience.spending(reserve=True) as seconds:
+            if (found := self._ask(published, seconds)) is None:
+                raise TimeoutError("the first rank has said nothing")
+        self.patience.renew()
+        return json.loads(found)
+
+    def silence(self) -> str | None:
+        """In words, that the store does not answer; None: it does, as far as is known."""
+        return self._run_store.silence()
 
     @property
     def _word(self) -> str:
         return f"word-{self._words}"
 
     def total(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sums over all ranks, float64 on the device of the run, not yet waited for; called on all ranks, at the same steps.
+        """Sums over all ranks, float64 on the device of the run; called on all ranks, at the same steps.
+
+        On a GPU they are not yet waited for.
 
         Args:
             values: scalar tensors.
+
+        Raises:
+            TimeoutError: a rank does not take part in time.
         """
         sums = torch.stack([value.double() for value in values])
-        if self.world > 1:
-            dist.all_reduce(sums)
+        if self.world > 1 and sums.device.type != "cpu":
+            dist.all_reduce(
+                sums
+            )  # the run's own: all ranks take part in each, or the next one of the run would meet another
+        elif self.world > 1 and not self._sums_apart:
+            try:
+                self._add_up(sums)
+            except Exception as error:
+                self._sums_apart = True
+                raise TimeoutError(str(error)) from error
         return sums
+
+    def _add_up(self, sums: torch.Tensor) -> None:
+        with self.patience.spending() as seconds:
+            self._everyone = self._everyone or self.group("everyone", range(self.world), patience.LONGEST)
+            self._everyone.add_up(sums, seconds)
+        self.patience.renew()
 
     @property
     def device(self) -> torch.device:
@@ -171,18 +251,70 @@ class Ranks:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    @property
-    def _store(self) -> Any:
-        if self._met() is not dist.group.WORLD:
-            raise RuntimeError("the process group in which the ranks met is gone")
-        return dist.distributed_c10d._get_default_store()
+    def introduce(self) -> None:
+        """Let other ranks know where this one is; called before all have started."""
+        network, port = Network.here(self._run_store.address()), None
+        with contextlib.suppress(OSError):
+            self._peers = Peers(self.rank, network)
+            port = self._peers.port
+        self.publish(f"network/{self.rank}", {"network": network.plain(), "port": port})
+
+    def meet(self) -> None:
+        """Know where others are; called on all ranks, which have introduced themselves.
+
+        Raises:
+            RuntimeError: gloo cannot connect their hosts; says what to set.
+        """
+        if self.writes:
+            found = self.read_of_all("network")
+            networks = [Network(**one["network"]) for one in found]
+            peers = {rank: found[rank] for rank in Peers.chosen(networks) if found[rank]["port"]}
+            self.publish("networks", {"peers": peers, "token": Peers.new_token(), "fault": unreachable(networks)})
+        met = self.read("networks")
+        if self._peers:
+            peers = {int(rank): (Network(**one["network"]), one["port"]) for rank, one in met["peers"].items()}
+            self._peers.meet(met["token"], peers, (self._run_store.address() or (None,))[0])
+        if met["fault"]:
+            raise RuntimeError(met["fault"])
+
+    def listen(self, told: Callable[[int, str], None]) -> None:
+        """Hear when another rank finds that ranks are out of sync.
+
+        Args:
+            told: a method, called in the background with a step and a reason.
+        """
+        if self._peers:
+            self._peers.listen(told)
+
+    def speaks_first(self, step: int, why: str) -> bool:
+        """Tell all ranks that they are out of sync since a step; whether this rank is to warn of it.
+
+        That is the lowest rank that is alive. If ranks cannot be asked directly, the store tells who was first; if that
+        does not answer either, this rank is cut off, and on its own. Takes some seconds; called in the background.
+        """
+        first = self._peers is None or self._peers.speaks_first(step, why)
+        with contextlib.suppress(Exception):  # the run may have ended the store with its process group
+            first = first and self.first_to_say("over", step, seconds=patience.RESERVE * patience.LONGEST)
+        if first and self._peers:
+            self._peers.has_said()
+        return first
+
+    def close(self) -> None:
+        """Part; called in a thread that nobody waits for long, since connections to ranks that are gone close late."""
+        if self._peers:
+            self._peers.close()
+        if self._everyone:
+            self._everyone.close()
+
+    def _ask(self, question: Callable[[Any], T], seconds: float | None = None) -> T:
+        return self._run_store.ask(question, patience.LONGEST if seconds is None else seconds)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
-    def _waits_for(self, name: str, seconds: float) -> bool:
+    def _waits_for(self, store: Any, name: str, seconds: float) -> bool:
         try:
-            self._store.wait([self._key(name)], timedelta(seconds=seconds))
+            store.wait([self._key(name)], timedelta(seconds=seconds))
         except (RuntimeError, dist.DistError):
             return False
         return True

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_fp8_debug import ConfigError, Monitor
 from nemo_fp8_debug.capture.hooks import Capture
 from nemo_fp8_debug.capture.operands import Operand
-from nemo_fp8_debug.distributed import family, ranks
+from nemo_fp8_debug.distributed import patience, ranks
 from nemo_fp8_debug.record import recording
 from nemo_fp8_debug.record.store import RunRecord
 
@@ -240,9 +240,8 @@ def main(rank: int, world: int, folder: Path, scenarios: Sequence[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     found = {}
     for scenario in scenarios:
-        family.TIMEOUT = 3.0 if scenario in ("is_blocked", "no_group") else 60.0
+        patience.LONGEST = 10.0 if scenario in ("is_blocked", "no_group") or scenario.startswith("numbers_of") else 60.0
         ranks.START = 3.0 if scenario == "never_started" else 60.0
-        ranks.WORD = 2.0 if scenario.startswith("numbers_of") else 60.0
         recording.STUCK = 1.0 if scenario == "hanging" else 60.0
         found[scenario] = (end if scenario in ENDS else compare)(scenario, rank, folder)
         (folder / f"rank-{rank}.json").write_text(json.dumps(found))

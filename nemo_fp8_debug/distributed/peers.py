@@ -1,0 +1,129 @@
+"""Which rank says that ranks are out of sync: the lowest one that is alive.
+
+It is found without the store, whose host may be gone. Each rank has a UDP port. A rank that finds others missing tells them,
+and waits a moment: a lower one that is alive answers, and will say it for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from .networks import Network, is_loopback
+
+#: seconds that a lower rank has for its answer, and how often it is asked
+ANSWER, TIMES = 2.0, 4
+#: ranks that are asked: the lowest ones, and the lowest of as many hosts
+LOWEST = 8
+
+
+class Peers:
+    """The ports of this rank and of those that may speak before it."""
+
+    def __init__(self, rank: int, network: Network) -> None:
+        """
+        Raises:
+            OSError: there is no such port here.
+        """
+        family = socket.AF_INET6 if ":" in network.route else socket.AF_INET
+        self._rank, self._network = rank, network
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.bind(("", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self._token = ""
+        self._changed = threading.Condition()
+        self._alive: set[int] = set()
+        self._said = False
+
+    @staticmethod
+    def chosen(networks: Sequence[Network]) -> list[int]:
+        """Ranks that others ask."""
+        first = {network.loopback_of: rank for rank, network in reversed(list(enumerate(networks)))}
+        return sorted({*range(min(LOWEST, len(networks))), *sorted(first.values())[:LOWEST]})
+
+    @staticmethod
+    def new_token() -> str:
+        """By which ranks of one run know each other."""
+        return secrets.token_hex(16)
+
+    def meet(self, token: str, peers: Mapping[int, tuple[Network, int]], store_host: str | None) -> None:
+        """Know the others.
+
+        Args:
+            peers: network and port of each rank that is asked.
+            store_host: a rank beside the store may know its own host by a loopback address alone; this one leads there.
+        """
+        self._token = token
+        for rank, (network, port) in peers.items():
+            there = network.route
+            if is_loopback(there) and network.loopback_of != self._network.loopback_of and store_host:
+                there = store_host
+            if rank != self._rank:
+                self._addresses[rank] = there, port
+
+    def listen(self, told: Callable[[int, str], None]) -> None:
+        """Begin to answer.
+
+        Args:
+            told: a method, called with a step and a reason when another rank finds that ranks are out of sync.
+        """
+        weak = weakref.WeakMethod(told)  # whoever has it ends this by `close`, or never did, and is forgotten
+        threading.Thread(target=self._answer, args=(weak,), name="nemo_fp8_debug peers", daemon=True).start()
+
+    def speaks_first(self, step: int, why: str) -> bool:
+        """Tell the others, and wait whether a lower rank is there; whether this one is to say it."""
+        for _ in range(TIMES):
+            self._send("out of sync", self._addresses, step=step, why=why)
+            with self._changed:
+                if self._changed.wait_for(lambda: self._said or bool(self._alive), ANSWER / TIMES):
+                    return False
+        return True
+
+    def has_said(self) -> None:
+        """Let ranks that wake up later keep silent."""
+        self._said = True
+        self._send("said", self._addresses)
+
+    def close(self) -> None:
+        """Answer no longer."""
+        with contextlib.suppress(OSError):
+            own = "::1" if self._socket.family == socket.AF_INET6 else "127.0.0.1"
+            self._socket.sendto(self._message("close"), (own, self.port))
+
+    def _message(self, kind: str, **values: Any) -> bytes:
+        return json.dumps({"token": self._token, "rank": self._rank, "kind": kind, **values}).encode()
+
+    def _send(self, kind: str, ranks: Iterable[int], **values: Any) -> None:
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                self._socket.sendto(self._message(kind, **values), self._addresses[rank])
+
+    def _answer(self, weak: Callable[[], Callable[[int, str], None] | None]) -> None:
+        while True:
+            try:
+                data, address = self._socket.recvfrom(4096)
+                message = json.loads(data)
+                if message["token"] != self._token:
+                    continue
+                kind, rank = message["kind"], int(message["rank"])
+            except (ValueError, KeyError, TypeError, OSError):
+                continue
+            if kind == "close":
+                self._socket.close()
+                return
+            with self._changed:
+                self._alive |= {rank} if rank < self._rank and kind != "said" else set()
+                self._said |= kind == "said"
+                self._changed.notify_all()
+            if kind == "out of sync":
+                with contextlib.suppress(OSError):
+                    self._socket.sendto(self._message("here"), address)
+                if told := weak():
+                    told(message["step"], message["why"])

@@ -1,0 +1,91 @@
+"""The store that the ranks of a run met at, asked such that nobody waits longer than agreed.
+
+Most calls of a TCPStore have no timeout: they wait for ever if its host is frozen or cut off, and keep the lock of their
+connection meanwhile. So every question is asked in a thread of its own, and on a connection of its own if torch can make it.
+"""
+
+from __future__ import annotations
+
+import resource
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..background import Worker
+
+T = TypeVar("T")
+_TCPStore: Any = getattr(dist, "TCPStore", None)
+#: file descriptors that the process that hosts the store needs beside two connections a rank
+DESCRIPTORS = 256
+
+
+class RunStore:
+    """Asks the default store of torch.distributed, as long as the process group that it belongs to is there."""
+
+    def __init__(self) -> None:
+        # Kept alive by us, the run's store would keep its port and its connections from the run's next one.
+        there = dist.is_available() and dist.is_initialized()
+        self._met = weakref.ref(dist.group.WORLD) if there else lambda: None
+        self._worker: Worker | None = None
+        self._clone: Any = None
+        self._unanswered: Future[Any] | None = None
+
+    def ask(self, question: Callable[[Any], T], seconds: float) -> T:
+        """What `question(store)` returns or raises.
+
+        Once the store has not answered in time, further questions fail at once until it does.
+
+        Raises:
+            TimeoutError: the store does not answer.
+            RuntimeError: the process group is gone.
+        """
+        if self._met() is not dist.group.WORLD:
+            self._clone = None
+            raise RuntimeError("the process group in which the ranks met is gone")
+        if silence := self.silence():
+            raise TimeoutError(silence)
+        self._worker = self._worker or Worker("nemo_fp8_debug store")
+        answer: Future[T] = self._worker.submit(lambda: question(self._connection()))
+        if not wait([answer], seconds).done:
+            self._unanswered = answer
+            raise TimeoutError(self.silence() or f"the store answered after more than {seconds:.0f} s")
+        return answer.result()
+
+    def silence(self) -> str | None:
+        """In words, that the store has not answered an earlier question, and still does not."""
+        if self._unanswered is None or self._unanswered.done():
+            return None
+        return f"the store that the ranks met at{_address()} does not answer"
+
+    def _connection(self) -> Any:
+        store: Any = dist.distributed_c10d._get_default_store()
+        if self._clone is None and _can_be_cloned(store):
+            self._clone = store.clone()
+        return store if self._clone is None else self._clone
+
+    def address(self) -> tuple[str, int] | None:
+        """Host and port, as this rank has them; None: it is no TCPStore."""
+        inner = _inner(dist.distributed_c10d._get_default_store())
+        return (inner.host, inner.port) if isinstance(inner, _TCPStore) else None
+
+
+def _inner(store: Any) -> Any:
+    return getattr(store, "_underlying_non_prefix_store", store)
+
+
+def _can_be_cloned(store: Any) -> bool:
+    """A connection more from each rank must not keep the host of the store from opening files."""
+    room = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    fits = room == resource.RLIM_INFINITY or 2 * dist.get_world_size() + DESCRIPTORS <= room
+    return fits and hasattr(store, "clone") and isinstance(_inner(store), _TCPStore)
+
+
+def _address() -> str:
+    try:
+        inner = _inner(dist.distributed_c10d._get_default_store())
+        return f" ({inner.host}:{inner.port})" if isinstance(inner, _TCPStore) else ""
+    except Exception:  # the run has ended its process group meanwhile
+        return ""
