@@ -116,7 +116,7 @@ class Measuring:
         with self._ranks.patience.spending() as seconds:
             done = wait([self._last], seconds).done
         if not done:
-            self.end(self._last_step, TimeoutError(f"it was not measured within {seconds:.0f} s"))
+            self.end(self._last_step, TimeoutError(f"not all ranks took part in its sample within {seconds:.0f} s"))
 
     def end(self, step: int, error: Exception) -> None:
         """Ranks are out of sync: none goes on, and one of them says so. Waits for nobody."""

@@ -84,7 +84,7 @@ class Steering:
         try:
             word = self._ranks.share({"over": over, "control": order})
         except Exception:  # the first rank is late, or at another step: its word comes by the end of the step, or never
-            self.heard = False
+            self.heard = self.stopped = over
             return
         self.heard = True
         self._hear(word, step)

@@ -6,7 +6,9 @@ different numbers of them, as stages of a pipeline are, would not meet in ours. 
 
 from __future__ import annotations
 
+import ctypes
 import pickle
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -36,8 +38,11 @@ class Group:
             RuntimeError: gloo cannot be used here, or the others do not come.
         """
         self._ranks = list(ranks)
-        self._timeout = timedelta(seconds=seconds)
-        self._gloo: Any = dist.ProcessGroupGloo(store, self._ranks.index(rank), len(ranks), *_options(self._timeout))
+        self._seconds = seconds
+        #: something was given up that gloo still waits for
+        self._pending = False
+        options = _options(timedelta(seconds=seconds))
+        self._gloo: Any = dist.ProcessGroupGloo(store, self._ranks.index(rank), len(ranks), *options)
 
     def maximum(self, x: torch.Tensor) -> None:
         """The largest of each element over all ranks, in place."""
@@ -54,26 +59,41 @@ class Group:
     def _reduce(self, x: torch.Tensor, operation: Any, seconds: float | None = None) -> None:
         options: Any = dist.AllreduceOptions()
         options.reduceOp = operation
-        # Gloo's own timeout, which names the rank that is missing, does not hold while it looks for that in the store.
-        limit = self._timeout + timedelta(seconds=1) if seconds is None else timedelta(seconds=seconds)
-        self._gloo.allreduce([x], options).wait(limit)
+        self._wait_for(self._gloo.allreduce([x], options), seconds)
+
+    def _wait_for(self, work: Any, seconds: float | None = None) -> None:
+        """Wait in Python: a thread that comes back from C++ while the interpreter ends would end the process with an error.
+
+        Gloo's own timeout, which says more, does not hold while it looks for a rank in the store.
+        """
+        limit = time.monotonic() + (self._seconds + 1.0 if seconds is None else seconds)
+        pause = 1e-5
+        while not work.is_completed():
+            if time.monotonic() > limit:
+                self._pending = True
+                raise TimeoutError("Timed out waiting for other ranks")
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+        work.wait()
 
     def send(self, value: Any, rank: int) -> None:
         """Hand a value to another rank, which receives it."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         for part in (torch.tensor([len(data)]), data):
-            self._gloo.send([part], self._ranks.index(rank), 0).wait(self._timeout)
+            self._wait_for(self._gloo.send([part], self._ranks.index(rank), 0))
 
     def receive(self, rank: int) -> Any:
         """What another rank sends."""
         size = torch.empty(1, dtype=torch.int64)
-        self._gloo.recv([size], self._ranks.index(rank), 0).wait(self._timeout)
+        self._wait_for(self._gloo.recv([size], self._ranks.index(rank), 0))
         data = torch.empty(int(size), dtype=torch.uint8)
-        self._gloo.recv([data], self._ranks.index(rank), 0).wait(self._timeout)
+        self._wait_for(self._gloo.recv([data], self._ranks.index(rank), 0))
         return pickle.loads(data.numpy().tobytes())
 
     def close(self) -> None:
-        """Part; waits for what is under way, which may be long or for ever: not called in the training thread."""
+        """Part. What is still under way is left alone: to end it, gloo would wait for it."""
+        if self._pending and self._gloo is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # not even the end of the interpreter ends it
         self._gloo = None
 
 

@@ -235,7 +235,7 @@ class Ranks:
                 self._add_up(sums)
             except Exception as error:
                 self._sums_apart = True
-                raise TimeoutError(str(error)) from error
+                raise TimeoutError(f"not all ranks reported their loss: {error}") from error
         return sums
 
     def _add_up(self, sums: torch.Tensor) -> None:
@@ -300,7 +300,7 @@ class Ranks:
         return first
 
     def close(self) -> None:
-        """Part; called in a thread that nobody waits for long, since connections to ranks that are gone close late."""
+        """Part."""
         if self._peers:
             self._peers.close()
         if self._everyone:

@@ -6,9 +6,12 @@ connection meanwhile. So every question is asked in a thread of its own, and on 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
+import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -31,12 +34,13 @@ class RunStore:
         self._met = weakref.ref(dist.group.WORLD) if there else lambda: None
         self._worker: Worker | None = None
         self._clone: Any = None
+        self._socket: socket.socket | None = None
         self._unanswered: Future[Any] | None = None
 
     def ask(self, question: Callable[[Any], T], seconds: float) -> T:
         """What `question(store)` returns or raises.
 
-        Once the store has not answered in time, further questions fail at once until it does.
+        Once the store has not answered in time, further questions fail at once.
 
         Raises:
             TimeoutError: the store does not answer.
@@ -51,25 +55,49 @@ class RunStore:
         answer: Future[T] = self._worker.submit(lambda: question(self._connection()))
         if not wait([answer], seconds).done:
             self._unanswered = answer
-            raise TimeoutError(self.silence() or f"the store answered after more than {seconds:.0f} s")
+            self._hang_up()
+            raise TimeoutError(self.silence())
         return answer.result()
 
     def silence(self) -> str | None:
-        """In words, that the store has not answered an earlier question, and still does not."""
-        if self._unanswered is None or self._unanswered.done():
+        """In words, that the store has not answered an earlier question; None: it has answered all."""
+        if self._unanswered is None or (self._unanswered.done() and self._socket is None):
             return None
         return f"the store that the ranks met at{_address()} does not answer"
+
+    def _hang_up(self) -> None:
+        """End the call that waits for an answer.
+
+        A thread that comes back from one while the interpreter ends would end the process with an error.
+        """
+        if self._socket:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _connection(self) -> Any:
         store: Any = dist.distributed_c10d._get_default_store()
         if self._clone is None and _can_be_cloned(store):
+            port = _inner(store).port
+            before = set(_sockets_to(port))
             self._clone = store.clone()
+            if len(made := set(_sockets_to(port)) - before) == 1:
+                self._socket = socket.socket(fileno=os.dup(made.pop()))
         return store if self._clone is None else self._clone
 
     def address(self) -> tuple[str, int] | None:
         """Host and port, as this rank has them; None: it is no TCPStore."""
         inner = _inner(dist.distributed_c10d._get_default_store())
         return (inner.host, inner.port) if isinstance(inner, _TCPStore) else None
+
+
+def _sockets_to(port: int) -> Iterator[int]:
+    """File descriptors of this process that are connected to a port of another one, or its own."""
+    for fd in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []):
+        with contextlib.suppress(OSError):
+            seen = socket.socket(fileno=os.dup(fd))
+            with seen:
+                if seen.getpeername()[1:2] == (port,):
+                    yield fd
 
 
 def _inner(store: Any) -> Any:

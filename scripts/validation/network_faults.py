@@ -1,8 +1,8 @@
-"""Runs over hosts whose network or processes fail: how long training is held up, who says so, and whether losses stay the same.
+"""Runs over hosts that fail: how long training is held up, which rank says so, and whether losses stay the same.
 
     python scripts/validation/network_faults.py --output results.json
 
-Hosts are network namespaces that a bridge connects; it takes root. Each rank trains a model of its own, so that training itself
+Hosts are network namespaces (`network_hosts.py`), which takes root. Each rank trains a model of its own, so that training itself
 waits for no other host. `--limit` is what the monitor promises, 60 s; a fault lasts longer.
 """
 
@@ -10,36 +10,38 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import json
 import os
+import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas  # noqa: F401  # what writes tables looks for it
 import torch
 import torch.distributed as dist
+from network_hosts import INTERFACE, Hosts, hosts
 from torch import nn
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.distributed import patience
 from nemo_fp8_debug.kernels import sketch
 
-WORLD, INTERVAL, PORT, INTERFACE = 4, 5, 29600, "fp8net"
+WORLD, INTERVAL, PORT = 4, 5, 29600
 #: seconds of a step, and those after which a call of the monitor counts as a wait
 STEP, A_WAIT = 0.05, 0.5
 #: host of each rank; the store is on the first one, or on a host of its own
 HOST_OF = (0, 0, 1, 1)
 STORE_ALONE = 2
-CLONE_NEWNET = 0x40000000
+WHOLE = [["grad_output", 4, 0], ["input", 4, 0], ["weight", 1, 0]]
 
 
 @dataclass(frozen=True)
@@ -58,120 +60,264 @@ class Case:
     closes: bool = False
     #: gloo finds the network interface that is named
     named: bool = True
+    #: ranks that warn; None: one at the most, as not every rank comes to know before the run ends
+    speakers: Sequence[int] | None = (0,)
 
     @property
-    def spared(self) -> list[int]:
-        """Ranks that run all the time."""
-        return [r for r in range(WORLD) if HOST_OF[r] not in self.frozen_hosts and r not in self.frozen_ranks]
+    def stopped(self) -> list[int]:
+        """Ranks that are stopped; -1 is the process of the store."""
+        ranks = [r for r in range(WORLD) if HOST_OF[r] in self.frozen_hosts or r in self.frozen_ranks]
+        return ranks + ([-1] if STORE_ALONE in self.frozen_hosts else [])
 
 
 CASES = {
-    "no fault": Case(),
-    "interface not named": Case(named=False),
-    "store's host frozen": Case(frozen_hosts=[0]),
+    "no fault": Case(speakers=()),
+    "interface not named": Case(named=False, speakers=None),
+    "store's host frozen": Case(frozen_hosts=[0], speakers=[2]),
     "store's process frozen": Case(frozen_hosts=[STORE_ALONE], store_alone=True),
     "store's host cut off": Case(cut=[STORE_ALONE], store_alone=True),
-    "partition": Case(cut=[1]),
-    "partition, with triggers": Case(cut=[1], triggers=True),
+    "partition": Case(cut=[1], speakers=[0, 2]),
+    "partition, with triggers": Case(cut=[1], triggers=True, speakers=[0, 2]),
     "rank frozen": Case(frozen_ranks=[3]),
     "rank frozen, and the run ends": Case(frozen_ranks=[3], closes=True),
-    "store's host frozen, and the run ends": Case(frozen_hosts=[0], closes=True),
+    "store's host frozen, and the run ends": Case(frozen_hosts=[0], closes=True, speakers=None),
 }
 
 
-class Hosts:
-    """Network namespaces with an address each, connected by a bridge in one more."""
-
-    def __init__(self, count: int) -> None:
-        self._names = [f"fp8-{os.getpid()}-{i}" for i in range(count)]
-        self._switch = f"fp8-{os.getpid()}-switch"
-        try:
-            self._connect()
-        except BaseException:
-            self.close()
-            raise
-
-    def _connect(self) -> None:
-        ip("netns", "add", self._switch)
-        self._on_switch("link", "add", "bridge", "type", "bridge")
-        self._on_switch("link", "set", "bridge", "up")
-        for i, name in enumerate(self._names):
-            ip("netns", "add", name)
-            self._on_switch("link", "add", f"port{i}", "type", "veth", "peer", "name", INTERFACE, "netns", name)
-            self._on_switch("link", "set", f"port{i}", "master", "bridge", "up")
-            ip("-n", name, "addr", "add", f"{self.address(i)}/24", "dev", INTERFACE)
-            for interface in ("lo", INTERFACE):
-                ip("-n", name, "link", "set", interface, "up")
-
-    def _on_switch(self, *command: str) -> None:
-        ip("-n", self._switch, *command)
-
-    @staticmethod
-    def address(host: int) -> str:
-        return f"10.213.7.{host + 1}"
-
-    def enter(self, host: int) -> None:
-        """Be on a host from now on."""
-        with Path(f"/var/run/netns/{self._names[host]}").open() as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
-
-    def cut(self, host: int) -> None:
-        """Let no packet of it pass any longer."""
-        self._on_switch("link", "set", f"port{host}", "down")
-
-    def close(self) -> None:
-        for name in (*self._names, self._switch):
-            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
-
-
-def ip(*command: str) -> None:
-    subprocess.run(["ip", *command], check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def hosts(count: int) -> Iterator[Hosts]:
-    made = Hosts(count)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 class Board:
-    """What processes of a run show each other: memory that they share."""
+    """What the processes of a run show each other: memory that they share."""
 
     def __init__(self) -> None:
         self.steps = torch.zeros(WORLD, dtype=torch.int64).share_memory_()
-        self.flags = torch.zeros(2, dtype=torch.int64).share_memory_()
-
-    @property
-    def over(self) -> bool:
-        return bool(self.flags[0])
-
-    def end(self) -> None:
-        self.flags[0] = 1
+        #: by the clock, 0 before: the store is there, a fault began, the run is to end
+        self.served, self.failed, self.over = torch.zeros(3, 1, dtype=torch.float64).share_memory_()
 
 
-def losses_of(rank: int, steps: int | None, around: Callable[[int, Callable[[], float]], float | None]) -> list[float]:
-    """Train; `around` is given each step and does it, or ends the run."""
-    torch.manual_seed(rank)
-    model = around_model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    data, losses = torch.Generator().manual_seed(rank), []
-    around.model = around_model  # type: ignore[attr-defined]
+class Training:
+    """A small model that a rank trains alone."""
 
-    def train() -> float:
-        x = torch.randn(8, 16, generator=data).bfloat16()
-        loss = model(x).float().square().mean()
-        optimizer.zero_grad()
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(rank)
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).bfloat16()
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self._data = torch.Generator().manual_seed(rank)
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        x = torch.randn(8, 16, generator=self._data).bfloat16()
+        loss = self.model(x).float().square().mean()
+        self._optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        return loss.item()
+        self._optimizer.step()
+        self.losses.append(loss.item())
+        return self.losses[-1]
 
-    while steps is None or len(losses) < steps:
-        loss = around(len(losses), train)
-        if loss is None:
-            break
-        losses.append(loss)
-    return losses
+
+class Timed:
+    """How long calls of the monitor took since a fault."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self.waits: list[tuple[str, int, float]] = []
+        self.seconds = 0.0
+
+    def call(self, step: int, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        began = time.monotonic()
+        call(*arguments, **named)
+        took = time.monotonic() - began
+        if self._board.failed:
+            self.seconds += took
+            self.waits += [(call.__name__, step, round(took, 2))] if took > A_WAIT else []
+
+
+def join(rank: int, address: str, case: Case) -> None:
+    """The process group of the run; without a named interface one that needs no gloo, as those of GPUs do not."""
+    master = rank == 0 and not case.store_alone
+    store = dist.TCPStore(address, PORT, None if case.store_alone else WORLD, is_master=master)
+    if case.named:
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    else:
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    dist.init_process_group("gloo" if case.named else "fake", store=store, rank=rank, world_size=WORLD)
+
+
+def train(rank: int, case: Case, board: Board, folder: Path) -> dict[str, Any]:
+    """A monitored run until the board says that it is over, and the same steps without a monitor."""
+    timed, run, plain, sampled = Timed(board), Training(rank), Training(rank), []
+    options: dict[str, Any] = {"triggers": ["loss_spike"]} if case.triggers else {}
+    options |= {"interval": INTERVAL, "on_error": "warn", "table_rows": 0}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor, step = Monitor(run.model, str(folder / "run"), **options), 0
+        while not board.over or step % INTERVAL != 1:  # it ends with a sample under way
+            timed.call(step, monitor.begin_step, step)
+            sampled += [step] if monitor.sampling else []
+            loss = run.step()
+            timed.call(step, monitor.end_step, loss=loss)
+            step += 1
+            board.steps[rank] = step
+            time.sleep(STEP)
+        timed.call(step, monitor.close)
+    for _ in range(step):
+        plain.step()
+    return {
+        "rank": rank,
+        "steps": step,
+        "last_sampled": max(sampled, default=None),
+        "held_up_s": round(timed.seconds, 2),
+        "waits": timed.waits,
+        "warnings": [str(w.message) for w in caught if "nemo_fp8_debug:" in str(w.message)],
+        "losses_identical": run.losses == plain.losses,
+        "finished": time.time(),
+    }
+
+
+def process_of(work: Callable[..., None], *arguments: Any) -> int:
+    """A process that ends as any interpreter does."""
+    if not (process := os.fork()):
+        work(*arguments)
+        sys.exit()
+    return process
+
+
+def serve(network: Hosts, board: Board) -> None:
+    """Host the store of a run, and nothing else."""
+    network.enter(STORE_ALONE)
+    store = dist.TCPStore(network.address(STORE_ALONE), PORT, is_master=True, wait_for_workers=False)
+    board.served[0] = time.time()
+    signal.pause()
+    del store
+
+
+def take_part(rank: int, case: Case, network: Hosts, board: Board, folder: Path) -> None:
+    torch.set_num_threads(1)
+    network.enter(HOST_OF[rank])
+    join(rank, network.address(STORE_ALONE if case.store_alone else 0), case)
+    found = train(rank, case, board, folder)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+class Ended:
+    """When and how a process ended."""
+
+    def __init__(self, process: int) -> None:
+        self.status: int | None = None
+        self.time = 0.0
+        threading.Thread(target=self._wait, args=(process,), daemon=True).start()
+
+    def _wait(self, process: int) -> None:
+        status = os.waitpid(process, 0)[1]
+        self.time = time.time()
+        self.status = os.waitstatus_to_exitcode(status)
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > seconds:
+            raise TimeoutError(f"not within {seconds:.0f} s: {what}")
+        time.sleep(0.05)
+
+
+def run_case(case: Case, lasts: float, folder: Path) -> dict[str, Any]:
+    """One run; what each of its ranks found.
+
+    Args:
+        lasts: seconds that processes are stopped, and that a run goes on after a host was cut off.
+    """
+    board, owner, processes = Board(), os.getpid(), dict[int, int]()
+    with hosts(3 if case.store_alone else 2) as network:
+        try:
+            if case.store_alone:
+                processes[-1] = process_of(serve, network, board)
+                until(lambda: bool(board.served), "the store is there")
+            for rank in range(WORLD):
+                processes[rank] = process_of(take_part, rank, case, network, board, folder)
+            ended = [Ended(processes[rank]) for rank in range(WORLD)]
+            until(lambda: int(board.steps.min()) > 2 * INTERVAL, "all ranks train")
+            fail(case, network, board, processes, lasts)
+            until(lambda: all(rank.status is not None for rank in ended), "all ranks end")
+        finally:
+            for process in processes.values() if os.getpid() == owner else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+    for rank, end in zip(ranks, ended, strict=True):
+        rank |= {"exit": end.status, "ends_after_s": round(end.time - rank.pop("finished"), 2)}
+    return {"stopped": case.stopped, "cut": list(case.cut), "ranks": ranks, "recorded": recorded(folder / "run")}
+
+
+def fail(case: Case, network: Hosts, board: Board, processes: dict[int, int], lasts: float) -> None:
+    """The fault, and what follows to the end of the run."""
+    for host in case.cut:
+        network.cut(host)
+    for rank in case.stopped:
+        os.kill(processes[rank], signal.SIGSTOP)
+    board.failed[0] = time.time()
+    if case.closes:
+        board.over[0] = time.time()
+    time.sleep(lasts if case.stopped or case.cut else 0.0)
+    for rank in case.stopped:
+        os.kill(processes[rank], signal.SIGCONT)
+    seen = board.steps.clone()
+    until(lambda: bool(board.over) or int((board.steps - seen).min()) > 3 * INTERVAL, "ranks train on")
+    board.over[0] = time.time()
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    """Steps of the record, and of how many ranks its rows are made."""
+    from nemo_fp8_debug.record.reader import find_run, read_table
+
+    rows = list(read_table(find_run(run), "figures", ["step", "role", "shards", "shards_missing"]).rows())
+    return {"steps": sorted({row[0] for row in rows}), "shards": sorted({tuple(row[1:]) for row in rows})}
+
+
+def broken(found: dict[str, Any]) -> list[str]:
+    """Promises that results do not keep, in words."""
+    wrong = []
+    for name, result in found["cases"].items():
+        case, ranks = CASES[name], result["ranks"]
+        said = [(r["rank"], w) for r in ranks for w in r["warnings"] if "out of sync" in w or "cannot be connected" in w]
+        speakers = [rank for rank, _ in said]
+        if len(speakers) > 1 if case.speakers is None else speakers != list(case.speakers):
+            wrong.append(f"{name}: ranks {speakers} warned")
+        if not case.named and not any("set GLOO_SOCKET_IFNAME" in warning for _, warning in said):
+            wrong.append(f"{name}: no rank says what to set")
+        if case.named and result["recorded"]["shards"] != WHOLE:
+            wrong.append(f"{name}: rows are made of {result['recorded']['shards']}")
+        for rank in ranks:
+            if not rank["losses_identical"] or rank["exit"]:
+                wrong.append(f"{name}: rank {rank['rank']} is not as without a monitor")
+            if rank["rank"] not in case.stopped and rank["held_up_s"] > found["limit_s"]:
+                wrong.append(f"{name}: rank {rank['rank']} was held up for {rank['held_up_s']} s")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON")
+    parser.add_argument("--limit", type=float, default=patience.LONGEST, help="seconds that training waits at the most")
+    parser.add_argument("--lasts", type=float, default=100.0, help="seconds that a fault lasts")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
+    given = parser.parse_args()
+    patience.LONGEST = given.limit
+    sketch(torch.zeros(1, dtype=torch.bfloat16))  # compiled once, and imported, for all ranks
+    gc.freeze()
+    found: dict[str, Any] = {"torch": torch.__version__, "limit_s": given.limit, "lasts_s": given.lasts, "cases": {}}
+    for name in given.cases:
+        folder = Path(tempfile.mkdtemp())
+        result = json.loads(json.dumps(run_case(CASES[name], given.lasts, folder)))
+        shutil.rmtree(folder)
+        found["cases"][name] = result
+        given.output.write_text(json.dumps(found, indent=1) + "\n")
+        print(
+            name, *({k: r[k] for k in ("held_up_s", "waits", "warnings")} for r in result["ranks"]), sep="\n  ", flush=True
+        )
+    if wrong := broken(found):
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
