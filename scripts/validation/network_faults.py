@@ -2,8 +2,8 @@
 
     python scripts/validation/network_faults.py --output results.json
 
-Hosts are network namespaces (`network_hosts.py`), which takes root. Each rank trains a model of its own, so that training itself
-waits for no other host. `--limit` is what the monitor promises, 60 s; a fault lasts longer.
+Hosts are network namespaces (`network_hosts.py`), which takes root. Each rank trains a model of its own, so that training
+itself waits for no other host. `--limit` is what the monitor promises, 60 s; a fault lasts longer.
 """
 
 from __future__ import annotations
@@ -150,8 +150,9 @@ def train(rank: int, case: Case, board: Board, folder: Path) -> dict[str, Any]:
     options |= {"interval": INTERVAL, "on_error": "warn", "table_rows": 0}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monitor, step = Monitor(run.model, str(folder / "run"), **options), 0
-        while not board.over or step % INTERVAL != 1:  # it ends with a sample under way
+        monitor, step, failed = Monitor(run.model, str(folder / "run"), **options), 0, 0
+        while not board.over or step % INTERVAL != 1 or step < failed + INTERVAL:  # it ends with a sample under way
+            failed = failed or (step if board.failed else 0)
             timed.call(step, monitor.begin_step, step)
             sampled += [step] if monitor.sampling else []
             loss = run.step()
