@@ -127,12 +127,11 @@ class Measuring:
         with self._ending:
             if self.over:
                 return
-            self.over = True
+            speaking = threading.Thread(target=self._speak, args=(step, (self._ranks.silence() or why)[:500]), daemon=True)
+            speaking.start()
+            self._speaking, self.over = speaking, True
         if self._last:
             _resolve(self._last, None)
-        why = self._ranks.silence() or why
-        self._speaking = threading.Thread(target=self._speak, args=(step, why[:500]), daemon=True)
-        self._speaking.start()
 
     def _speak(self, step: int, why: str) -> None:
         if self._ranks.speaks_first(step, why):
@@ -140,15 +139,16 @@ class Measuring:
 
     def close(self) -> None:
         """The run is over; what is under way is waited for."""
+        with self._faults.guard("while ranks part"):
+            self._close()
+
+    def _close(self) -> None:
         self.settle()
         with self._ranks.patience.spending(reserve=True) as seconds:
             if self._speaking:
                 self._speaking.join(seconds)
             if self._worker:
-                self._worker.submit(self._leave)
                 self._worker.close(min(seconds, 1.0) if self.over else seconds)
-
-    def _leave(self) -> None:
         for group in filter(None, (self._family.group, self._family.heads_group)):
             group.close()
         self._ranks.close()

@@ -7,9 +7,10 @@ different numbers of them, as stages of a pipeline are, would not meet in ours. 
 from __future__ import annotations
 
 import ctypes
+import functools
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,7 +40,7 @@ class Group:
         """
         self._ranks = list(ranks)
         self._seconds = seconds
-        #: something was given up that gloo still waits for
+        #: gloo waits for other ranks, perhaps for longer than anybody here does
         self._pending = False
         options = _options(timedelta(seconds=seconds))
         self._gloo: Any = dist.ProcessGroupGloo(store, self._ranks.index(rank), len(ranks), *options)
@@ -59,35 +60,36 @@ class Group:
     def _reduce(self, x: torch.Tensor, operation: Any, seconds: float | None = None) -> None:
         options: Any = dist.AllreduceOptions()
         options.reduceOp = operation
-        self._wait_for(self._gloo.allreduce([x], options), seconds)
+        self._do(lambda: self._gloo.allreduce([x], options), seconds)
 
-    def _wait_for(self, work: Any, seconds: float | None = None) -> None:
+    def _do(self, begin: Callable[[], Any], seconds: float | None = None) -> None:
         """Wait in Python: a thread that comes back from C++ while the interpreter ends would end the process with an error.
 
         Gloo's own timeout, which says more, does not hold while it looks for a rank in the store.
         """
         limit = time.monotonic() + (self._seconds + 1.0 if seconds is None else seconds)
-        pause = 1e-5
+        self._pending, pause = True, 1e-5
+        work = begin()
         while not work.is_completed():
             if time.monotonic() > limit:
-                self._pending = True
                 raise TimeoutError("Timed out waiting for other ranks")
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
+        self._pending = False
         work.wait()
 
     def send(self, value: Any, rank: int) -> None:
         """Hand a value to another rank, which receives it."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         for part in (torch.tensor([len(data)]), data):
-            self._wait_for(self._gloo.send([part], self._ranks.index(rank), 0))
+            self._do(functools.partial(self._gloo.send, [part], self._ranks.index(rank), 0))
 
     def receive(self, rank: int) -> Any:
         """What another rank sends."""
         size = torch.empty(1, dtype=torch.int64)
-        self._wait_for(self._gloo.recv([size], self._ranks.index(rank), 0))
+        self._do(lambda: self._gloo.recv([size], self._ranks.index(rank), 0))
         data = torch.empty(int(size), dtype=torch.uint8)
-        self._wait_for(self._gloo.recv([data], self._ranks.index(rank), 0))
+        self._do(lambda: self._gloo.recv([data], self._ranks.index(rank), 0))
         return pickle.loads(data.numpy().tobytes())
 
     def close(self) -> None:

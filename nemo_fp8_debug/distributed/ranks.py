@@ -305,6 +305,7 @@ class Ranks:
             self._peers.close()
         if self._everyone:
             self._everyone.close()
+        self._run_store.close()
 
     def _ask(self, question: Callable[[Any], T], seconds: float | None = None) -> T:
         return self._run_store.ask(question, patience.LONGEST if seconds is None else seconds)

@@ -40,14 +40,14 @@ class RunStore:
     def ask(self, question: Callable[[Any], T], seconds: float) -> T:
         """What `question(store)` returns or raises.
 
-        Once the store has not answered in time, further questions fail at once.
+        Once the store has not answered in time, further questions fail at once until it does.
 
         Raises:
             TimeoutError: the store does not answer.
             RuntimeError: the process group is gone.
         """
         if self._met() is not dist.group.WORLD:
-            self._clone = None
+            self.close()
             raise RuntimeError("the process group in which the ranks met is gone")
         if silence := self.silence():
             raise TimeoutError(silence)
@@ -55,24 +55,26 @@ class RunStore:
         answer: Future[T] = self._worker.submit(lambda: question(self._connection()))
         if not wait([answer], seconds).done:
             self._unanswered = answer
-            self._hang_up()
-            raise TimeoutError(self.silence())
+            raise TimeoutError(self.silence() or f"the store answered after more than {seconds:.0f} s")
         return answer.result()
 
     def silence(self) -> str | None:
-        """In words, that the store has not answered an earlier question; None: it has answered all."""
-        if self._unanswered is None or (self._unanswered.done() and self._socket is None):
+        """In words, that the store has not answered an earlier question, and still does not; None: it has answered all."""
+        if self._unanswered is None or self._unanswered.done():
             return None
         return f"the store that the ranks met at{_address()} does not answer"
 
-    def _hang_up(self) -> None:
-        """End the call that waits for an answer.
+    def close(self) -> None:
+        """Ask no longer, and end the call that waits for an answer, if there is one.
 
-        A thread that comes back from one while the interpreter ends would end the process with an error.
+        A thread that came back from it while the interpreter ends would end the process with an error.
         """
-        if self._socket:
+        if self._socket and self.silence():
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
+        if self._worker:
+            self._worker.close(1.0)
+        self._worker = self._clone = self._socket = None
 
     def _connection(self) -> Any:
         store: Any = dist.distributed_c10d._get_default_store()

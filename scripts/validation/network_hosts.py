@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces with an address each, that a bridge connects. Takes root, and `ip` of iproute2."""
+"""Hosts on one machine: network namespaces with an address each, that a bridge connects. Takes root and `ip` (iproute2)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,33 @@
+"""Hosts that are frozen or cut off, the store's too: training is held up once, one rank warns, and losses stay the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import network_faults
+import pytest
+from network_hosts import possible
+from processes import run_script
+
+SCRIPT = Path(network_faults.__file__)
+#: some of its cases, of a monitor that promises fewer seconds
+SOON = ("interface not named", "store's host frozen", "partition", "rank frozen, and the run ends")
+
+
+def test_faults_hold_training_up_no_longer_than_promised(tmp_path: Path) -> None:
+    if why := possible():
+        pytest.skip(why)
+    results = tmp_path / "results.json"
+    run_script(SCRIPT, "--output", str(results), "--limit", "12", "--lasts", "14", "--cases", *SOON, timeout=420)
+    found = json.loads(results.read_text())
+    assert list(found["cases"]) == list(SOON)
+    assert network_faults.broken(found) == []
+    assert any(rank["waits"] for rank in found["cases"]["store's host frozen"]["ranks"])
+
+
+def test_the_results_of_faults_of_full_length_keep_what_is_promised() -> None:
+    found = json.loads(SCRIPT.with_suffix(".json").read_text())
+    assert (found["limit_s"], found["lasts_s"]) == (60.0, 100.0)
+    assert set(found["cases"]) == set(network_faults.CASES)
+    assert network_faults.broken(found) == []
