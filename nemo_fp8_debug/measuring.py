@@ -230,17 +230,16 @@ class Measuring:
         heads, group = self._family.heads, self._family.heads_group
         if self._ranks.rank not in heads:
             return None
+        steps: Steps = {}
         if not self._ranks.writes:
-            steps: Steps = {}
             with self._faults.guard("while reading what steps reported"):
                 steps = sampled.steps()
-            if group:
-                group.send((mine, steps), heads[0])
+        found = group.gather((mine, steps)) if group else [(mine, steps)]
+        if found is None:
             return None
-        parts, of_others = [mine], dict[int, dict[str, float]]()
-        for part, steps in (group.receive(head) for head in heads[1:]) if group else ():
-            parts.append(part)
-            for step, numbers in steps.items():
+        parts, of_others = [part for part, _ in found], dict[int, dict[str, float]]()
+        for _, numbers_of in found:
+            for step, numbers in numbers_of.items():
                 of_others.setdefault(step, {}).update(numbers)
         if self.over and not any(parts):
             return None

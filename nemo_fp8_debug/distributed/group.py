@@ -7,7 +7,6 @@ different numbers of them, as stages of a pipeline are, would not meet in ours. 
 from __future__ import annotations
 
 import ctypes
-import functools
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ class Group:
         Raises:
             RuntimeError: gloo cannot be used here, or the others do not come.
         """
-        self._ranks = list(ranks)
+        self._ranks, self._first = list(ranks), rank == ranks[0]
         self._seconds = seconds
         #: gloo waits for other ranks, perhaps for longer than anybody here does
         self._pending = False
@@ -78,19 +77,18 @@ class Group:
         self._pending = False
         work.wait()
 
-    def send(self, value: Any, rank: int) -> None:
-        """Hand a value to another rank, which receives it."""
+    def gather(self, value: Any) -> list[Any] | None:
+        """What each rank brings, on the first one; None on others."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        for part in (torch.tensor([len(data)]), data):
-            self._do(functools.partial(self._gloo.send, [part], self._ranks.index(rank), 0))
-
-    def receive(self, rank: int) -> Any:
-        """What another rank sends."""
-        size = torch.empty(1, dtype=torch.int64)
-        self._do(lambda: self._gloo.recv([size], self._ranks.index(rank), 0))
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self._do(lambda: self._gloo.recv([data], self._ranks.index(rank), 0))
-        return pickle.loads(data.numpy().tobytes())
+        longest = torch.tensor([len(data)])
+        self.maximum(longest)
+        padded = torch.zeros(int(longest), dtype=torch.uint8)
+        padded[: len(data)] = data
+        parts = [[torch.empty_like(padded) for _ in self._ranks]] if self._first else []
+        options: Any = dist.GatherOptions()
+        options.rootRank = 0
+        self._do(lambda: self._gloo.gather(parts, [padded], options))
+        return [pickle.loads(part.numpy().tobytes()) for part in parts[0]] if parts else None
 
     def close(self) -> None:
         """Part. What is still under way is left alone: to end it, gloo would wait for it."""
