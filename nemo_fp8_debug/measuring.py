@@ -144,10 +144,11 @@ class Measuring:
 
     def _close(self) -> None:
         self.settle()
-        with self._ranks.patience.spending(reserve=True) as seconds:
-            if self._speaking:
+        if self._speaking:
+            with self._ranks.patience.spending(reserve=True) as seconds:
                 self._speaking.join(seconds)
-            if self._worker:
+        if self._worker:
+            with self._ranks.patience.spending(reserve=True) as seconds:
                 self._worker.close(min(seconds, 1.0) if self.over else seconds)
         for group in filter(None, (self._family.group, self._family.heads_group)):
             group.close()

@@ -17,6 +17,11 @@ def grace() -> float:
     return RESERVE * LONGEST / 2
 
 
+def brief() -> float:
+    """Seconds for an answer in the background, of which the reserve of a run that ends has room for two."""
+    return RESERVE * LONGEST / 3
+
+
 class Patience:
     """Seconds that training still waits, whatever it waits for; all of them again once every rank has taken part."""
 

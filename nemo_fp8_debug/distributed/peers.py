@@ -15,10 +15,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from . import patience
 from .networks import Network, is_loopback
 
-#: seconds that a lower rank has for its answer, and how often it is asked
-ANSWER, TIMES = 2.0, 4
+#: how often a lower rank is asked: a packet may be lost
+TIMES = 4
 #: ranks that are asked: the lowest ones, and the lowest of as many hosts
 LOWEST = 8
 
@@ -82,7 +83,7 @@ class Peers:
         for _ in range(TIMES):
             self._send("out of sync", self._addresses, step=step, why=why)
             with self._changed:
-                if self._changed.wait_for(lambda: self._said or bool(self._alive), ANSWER / TIMES):
+                if self._changed.wait_for(lambda: self._said or bool(self._alive), patience.brief() / TIMES):
                     return False
         return True
 

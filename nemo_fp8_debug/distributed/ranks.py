@@ -294,7 +294,7 @@ class Ranks:
         """
         first = self._peers is None or self._peers.speaks_first(step, why)
         with contextlib.suppress(Exception):  # the run may have ended the store with its process group
-            first = first and self.first_to_say("over", step, seconds=patience.RESERVE * patience.LONGEST)
+            first = first and self.first_to_say("over", step, seconds=patience.brief())
         if first and self._peers:
             self._peers.has_said()
         return first
