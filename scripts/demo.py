@@ -148,11 +148,11 @@ def last_sample(log: Path) -> tuple[int, str]:
 
 
 def progress(reached: dict[str, tuple[int, str]], steps: int, seconds: float) -> str:
-    """A line that fits 80 columns: share of the work, where each run is, and an estimate of what is left."""
+    """A line that fits 80 columns: how far the slowest run is, an estimate of what is left, and the losses."""
     done = min(step for step, _ in reached.values())
     left = f"about {seconds * (steps - done) / done:.0f} s left" if done else "starting"
-    runs = "  ".join(f"{name} {loss}" for name, (_, loss) in reached.items())
-    return f"[{seconds:4.0f} s] step {done} of {steps}, {left}; loss: {runs}"
+    losses = ", ".join(f"{name} {loss}" for name, (_, loss) in reached.items())
+    return f"[{seconds:4.0f} s] step {done} of {steps}, {left}; {losses}"
 
 
 def end(runs: dict[str, BaseProcess]) -> None:

@@ -177,8 +177,8 @@ class Torture:
         process = self.start(folder, says)
         says.close()
         # Half of the kills may hit the opening of the record; the others hit training, however slow the machine is.
-        if self.chance.random() < 0.5:
-            hears.poll(60)
+        steps = self.chance.randrange(3 * CHECKPOINT)
+        last = last_word(hears, steps) if self.chance.random() < 0.5 else None
         time.sleep(self.chance.uniform(0, LIFE if self.chance.random() < 0.5 else LIFE / 3))
         if self.chance.random() < 0.5:
             self.aim(run.folder)
@@ -187,7 +187,7 @@ class Torture:
         self.found["kills"] += process.exitcode == -9
         if process.exitcode not in (0, -9):
             raise SystemExit(f"the run ended with exit code {process.exitcode}")
-        self.found["before the first step"] += not run.listen(hears)
+        self.found["before the first step"] += not run.listen(hears, last)
         return bool(process.exitcode == 0)
 
     def aim(self, folder: Path) -> None:
@@ -280,9 +280,8 @@ class Watched:
     dumps_read: set[str] = field(default_factory=set)
     leftovers: set[Path] = field(default_factory=set)
 
-    def listen(self, hears: Connection) -> bool:
-        """Take in what a run said before it died; returns whether it said anything."""
-        word = None
+    def listen(self, hears: Connection, word: tuple[int, int, int] | None) -> bool:
+        """Take in what a run said after `word` and before it died; returns whether it said anything."""
         try:
             while hears.poll():
                 word = hears.recv()
@@ -293,6 +292,17 @@ class Watched:
             self.recorded |= dict.fromkeys(range(first, step), attempt)
             self.in_flight = {(attempt, step)}
         return word is not None
+
+
+def last_word(hears: Connection, steps: int) -> tuple[int, int, int] | None:
+    """What a run says as it begins the step after so many, or the last that it said if it ended before."""
+    word = None
+    try:
+        while word is None or word[2] - word[1] < steps:
+            word = hears.recv()
+    except EOFError:
+        pass
+    return word
 
 
 def names(folder: Path) -> set[str]:

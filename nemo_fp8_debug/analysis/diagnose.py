@@ -110,7 +110,8 @@ class Diagnosis:
                 if self.harm == "harmful"
                 else "The record cannot tell whether anything is wrong."
             )
-        return f"{CAUSES[self.cause].capitalize()} ({sure})."
+        told = CAUSES[self.cause]
+        return f"{told[0].upper()}{told[1:]} ({sure})."
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import PATIENCE
+from processes import GUARD
 from small_tree import clean_environment, copy_tree, run_setup, small_lists
 
 NO_NETWORK = ("unshare", "-rn")
@@ -103,7 +103,7 @@ def test_a_killed_setup_goes_on_where_it_ended_and_needs_no_network_when_complet
         _wait_for(tmp_path / "begun", first)
     finally:
         first.send_signal(signal.SIGTERM)
-        first.communicate(timeout=PATIENCE)
+        first.communicate(timeout=GUARD)
     marks = tree / ".venv" / "pieces"
     finished = {name: (marks / name).stat().st_mtime_ns for name in ("venv", "uv", "torch")}
     assert not (marks / "demo-packages").exists()
