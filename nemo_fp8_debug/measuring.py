@@ -149,7 +149,7 @@ class Measuring:
                 self._speaking.join(seconds)
         if self._worker:
             with self._ranks.patience.spending(reserve=True) as seconds:
-                self._worker.close(min(seconds, 1.0) if self.over else seconds)
+                self._worker.close(0.0 if self.over else seconds)
         for group in filter(None, (self._family.group, self._family.heads_group)):
             group.close()
         self._ranks.close()

@@ -150,15 +150,16 @@ def train(rank: int, case: Case, board: Board, folder: Path) -> dict[str, Any]:
     options |= {"interval": INTERVAL, "on_error": "warn", "table_rows": 0}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monitor, step, failed = Monitor(run.model, str(folder / "run"), **options), 0, 0
-        while not board.over or step % INTERVAL != 1 or step < failed + INTERVAL:  # it ends with a sample under way
-            failed = failed or (step if board.failed else 0)
+        monitor, step, last = Monitor(run.model, str(folder / "run"), **options), 0, None
+        while step != last:
             timed.call(step, monitor.begin_step, step)
             sampled += [step] if monitor.sampling else []
             loss = run.step()
             timed.call(step, monitor.end_step, loss=loss)
             step += 1
             board.steps[rank] = step
+            if board.over and last is None:  # it ends with a sample under way, of a step that begins after the fault
+                last = (step // INTERVAL + 1) * INTERVAL + 1
             time.sleep(STEP)
         timed.call(step, monitor.close)
     for _ in range(step):
@@ -276,7 +277,7 @@ def recorded(run: Path) -> dict[str, Any]:
 
 
 def broken(found: dict[str, Any]) -> list[str]:
-    """Promises that results do not keep, in words."""
+    """Promises that results do not keep, in words; the monitor's own work on a busy machine is not what is promised."""
     wrong = []
     for name, result in found["cases"].items():
         case, ranks = CASES[name], result["ranks"]
@@ -291,7 +292,7 @@ def broken(found: dict[str, Any]) -> list[str]:
         for rank in ranks:
             if not rank["losses_identical"] or rank["exit"]:
                 wrong.append(f"{name}: rank {rank['rank']} is not as without a monitor")
-            if rank["rank"] not in case.stopped and rank["held_up_s"] > found["limit_s"]:
+            if rank["rank"] not in case.stopped and rank["held_up_s"] > found["limit_s"] + found["work_s"]:
                 wrong.append(f"{name}: rank {rank['rank']} was held up for {rank['held_up_s']} s")
     return wrong
 
@@ -301,12 +302,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON")
     parser.add_argument("--limit", type=float, default=patience.LONGEST, help="seconds that training waits at the most")
     parser.add_argument("--lasts", type=float, default=100.0, help="seconds that a fault lasts")
+    parser.add_argument("--work", type=float, default=0.0, help="seconds that the monitor may work besides")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
     given = parser.parse_args()
     patience.LONGEST = given.limit
     sketch(torch.zeros(1, dtype=torch.bfloat16))  # compiled once, and imported, for all ranks
     gc.freeze()
-    found: dict[str, Any] = {"torch": torch.__version__, "limit_s": given.limit, "lasts_s": given.lasts, "cases": {}}
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "limit_s": given.limit,
+        "lasts_s": given.lasts,
+        "work_s": given.work,
+    }
+    found["cases"] = {}
     for name in given.cases:
         folder = Path(tempfile.mkdtemp())
         result = json.loads(json.dumps(run_case(CASES[name], given.lasts, folder)))
