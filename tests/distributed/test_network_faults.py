@@ -20,7 +20,7 @@ def test_faults_hold_training_up_no_longer_than_promised(tmp_path: Path) -> None
         pytest.skip(why)
     results = tmp_path / "results.json"
     fault = ("--limit", "12", "--work", "10", "--lasts", "25")  # which no wait is mistaken for
-    run_script(SCRIPT, "--output", str(results), *fault, "--cases", *SOON, timeout=420)
+    run_script(SCRIPT, "--output", str(results), *fault, "--cases", *SOON)
     found = json.loads(results.read_text())
     assert list(found["cases"]) == list(SOON)
     assert network_faults.broken(found) == []

@@ -14,6 +14,8 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+from processes import finished
+
 ROOT = Path(__file__).parents[2]
 VERSION = "{}.{}".format(*sys.version_info)
 _TAG = "cp{}{}".format(*sys.version_info)
@@ -64,10 +66,7 @@ def small_lists(tree: Path, wheels: Path) -> None:
 
 def run_setup(tree: Path, *before: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run scripts/setup.sh, behind a command such as `unshare`."""
-    command = [*before, "scripts/setup.sh"]
-    return subprocess.run(
-        command, cwd=tree, env=clean_environment(**environment), capture_output=True, text=True, timeout=300
-    )
+    return finished(*before, "scripts/setup.sh", cwd=tree, env=clean_environment(**environment))
 
 
 def clean_environment(**values: str) -> dict[str, str]:

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import yaml
+from processes import finished
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def _run(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).with_name(program), *arguments]
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    return finished(Path(sys.executable).with_name(program), *arguments)
 
 
 def test_they_are_as_github_wants_them() -> None:
