@@ -10,6 +10,7 @@ import contextlib
 import os
 import resource
 import socket
+import stat
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -96,8 +97,9 @@ def _sockets_to(port: int) -> Iterator[int]:
     """File descriptors of this process that are connected to a port of another one, or its own."""
     for fd in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []):
         with contextlib.suppress(OSError):
-            seen = socket.socket(fileno=os.dup(fd))
-            with seen:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as seen:
                 if seen.getpeername()[1:2] == (port,):
                     yield fd
 
