@@ -151,8 +151,8 @@ class Measuring:
             with self._ranks.patience.spending(reserve=True) as seconds:
                 self._worker.close(0.0 if self.over else seconds)
         for group in filter(None, (self._family.group, self._family.heads_group)):
-            group.close()
-        self._ranks.close()
+            group.close(in_sync=not self.over)
+        self._ranks.close(in_sync=not self.over)
 
     def _alone(self, sampled: Sampled) -> Measured:
         found = sampled.collected(self._weighed(sampled.weighed))

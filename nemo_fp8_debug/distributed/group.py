@@ -39,7 +39,7 @@ class Group:
         """
         self._ranks, self._first = list(ranks), rank == ranks[0]
         self._seconds = seconds
-        #: gloo waits for other ranks, perhaps for longer than anybody here does
+        #: gloo waits for other ranks, perhaps for longer than anybody here does, or has failed
         self._pending = False
         options = _options(timedelta(seconds=seconds))
         self._gloo: Any = dist.ProcessGroupGloo(store, self._ranks.index(rank), len(ranks), *options)
@@ -74,8 +74,8 @@ class Group:
                 raise TimeoutError("Timed out waiting for other ranks")
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
-        self._pending = False
         work.wait()
+        self._pending = False
 
     def gather(self, value: Any) -> list[Any] | None:
         """What each rank brings, on the first one; None on others."""
@@ -90,9 +90,14 @@ class Group:
         self._do(lambda: self._gloo.gather(parts, [padded], options))
         return [pickle.loads(part.numpy().tobytes()) for part in parts[0]] if parts else None
 
-    def close(self) -> None:
-        """Part. What is still under way is left alone: to end it, gloo would wait for it."""
-        if self._pending and self._gloo is not None:
+    def close(self, in_sync: bool) -> None:
+        """Part.
+
+        Args:
+            in_sync: all ranks have done the same. Otherwise gloo is left alone: to end it would wait for what is under way,
+                and after a failure the thread of its connections may never end.
+        """
+        if (self._pending or not in_sync) and self._gloo is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # not even the end of the interpreter ends it
         self._gloo = None
 

@@ -299,12 +299,16 @@ class Ranks:
             self._peers.has_said()
         return first
 
-    def close(self) -> None:
-        """Part."""
+    def close(self, in_sync: bool = True) -> None:
+        """Part.
+
+        Args:
+            in_sync: all ranks have done the same.
+        """
         if self._peers:
             self._peers.close()
         if self._everyone:
-            self._everyone.close()
+            self._everyone.close(in_sync)
         self._run_store.close()
 
     def _ask(self, question: Callable[[Any], T], seconds: float | None = None) -> T:

@@ -89,8 +89,14 @@ class Board:
 
     def __init__(self) -> None:
         self.steps = torch.zeros(WORLD, dtype=torch.int64).share_memory_()
-        #: by the clock, 0 before: the store is there, a fault began, the run is to end
-        self.served, self.failed, self.over = torch.zeros(3, 1, dtype=torch.float64).share_memory_()
+        #: by the clock, 0 before: the store is there, a fault began
+        self.served, self.failed = torch.zeros(2, 1, dtype=torch.float64).share_memory_()
+        #: steps of the whole run, 0 until they are known
+        self.last = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def end(self) -> None:
+        """Let all ranks end at the same step, with a sample under way."""
+        self.last[0] = (int(self.steps.max()) // INTERVAL + 1) * INTERVAL + 1
 
 
 class Training:
@@ -144,22 +150,20 @@ def join(rank: int, address: str, case: Case) -> None:
 
 
 def train(rank: int, case: Case, board: Board, folder: Path) -> dict[str, Any]:
-    """A monitored run until the board says that it is over, and the same steps without a monitor."""
+    """A monitored run until the board says where it ends, and the same steps without a monitor."""
     timed, run, plain, sampled = Timed(board), Training(rank), Training(rank), []
     options: dict[str, Any] = {"triggers": ["loss_spike"]} if case.triggers else {}
     options |= {"interval": INTERVAL, "on_error": "warn", "table_rows": 0}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monitor, step, last = Monitor(run.model, str(folder / "run"), **options), 0, None
-        while step != last:
+        monitor, step = Monitor(run.model, str(folder / "run"), **options), 0
+        while not board.last or step < board.last:
             timed.call(step, monitor.begin_step, step)
             sampled += [step] if monitor.sampling else []
             loss = run.step()
             timed.call(step, monitor.end_step, loss=loss)
             step += 1
             board.steps[rank] = step
-            if board.over and last is None:  # it ends with a sample under way, of a step that begins after the fault
-                last = (step // INTERVAL + 1) * INTERVAL + 1
             time.sleep(STEP)
         timed.call(step, monitor.close)
     for _ in range(step):
@@ -259,13 +263,14 @@ def fail(case: Case, network: Hosts, board: Board, processes: dict[int, int], la
         os.kill(processes[rank], signal.SIGSTOP)
     board.failed[0] = time.time()
     if case.closes:
-        board.over[0] = time.time()
+        board.end()
     time.sleep(lasts if case.stopped or case.cut else 0.0)
     for rank in case.stopped:
         os.kill(processes[rank], signal.SIGCONT)
     seen = board.steps.clone()
-    until(lambda: bool(board.over) or int((board.steps - seen).min()) > 3 * INTERVAL, "ranks train on")
-    board.over[0] = time.time()
+    until(lambda: bool(board.last) or int((board.steps - seen).min()) > 3 * INTERVAL, "ranks train on")
+    if not board.last:
+        board.end()
 
 
 def recorded(run: Path) -> dict[str, Any]:
