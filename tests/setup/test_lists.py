@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import re
 import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -92,5 +93,6 @@ def test_torch_is_one_release_in_all_its_builds() -> None:
 def test_what_is_installed_is_what_is_locked() -> None:
     python = "{}.{}".format(*sys.version_info)
     expected = pins("uv") | pins(f"demo-{python}") | pins(f"tests-{python}") | pins("deepspeed")
-    installed = {canonicalize_name(one.metadata["Name"]): one.version for one in metadata.distributions()}
+    found = metadata.distributions(path=[sysconfig.get_path("purelib")])  # without what setuptools brings for itself
+    installed = {canonicalize_name(one.metadata["Name"]): one.version for one in found}
     assert {name: installed.get(canonicalize_name(name)) for name in expected} == expected
