@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from ..capture.hooks import Hook
 from ..capture.layers import Gemm
 from ..errors import ConfigError
+from ..kernels import amax, quantize_dequantize
 from ..numerics.blocks import BlockRule
 from ..numerics.history import DelayedState
-from ..numerics.scaling import ROLES, CurrentScaling, DelayedScaling, Recipe, Unscaled, amax_of, quantize_dequantize
+from ..numerics.scaling import ROLES, CurrentScaling, DelayedScaling, Recipe, Unscaled
 from ..plan import NO_CHANGES, Plan
 from .active import EMULATED
 
@@ -86,13 +87,14 @@ class EmulatedGemm:
             return x
         if isinstance(scaling, BlockRule):
             return scaling.quantize(x.detach(), role, fmt).dequantize().to(x.dtype)
-        amax = amax_of(x)
+        x = x.detach()
+        largest = amax(x)
         if isinstance(scaling, CurrentScaling):
-            return quantize_dequantize(x.detach(), scaling.scale(amax, fmt.max), fmt)
+            return quantize_dequantize(x, scaling.scale(largest, fmt.max), fmt)
         state, slot = self._history(role)
         if role == "grad_output" or torch.is_grad_enabled():  # evaluation leaves no trace in the history
-            state.amax[slot] = torch.maximum(state.amax[slot], amax)
-        return quantize_dequantize(x.detach(), state.scale[slot], fmt)
+            state.amax[slot] = torch.maximum(state.amax[slot], largest)
+        return quantize_dequantize(x, state.scale[slot], fmt)
 
     def restore(self) -> None:
         """Give the module its own weight back; torch skips hooks when a forward is interrupted from the keyboard."""

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from ..errors import warn
+from ..numerics import scaling
 from ..numerics.blocks import BlockRule, quantization_sums_in_blocks
 from ..numerics.figures import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
 from ..numerics.formats import FloatFormat
 from ..numerics.scaling import CurrentScaling, Unscaled, amax_of
 from ..numerics.sketch import BINS, DTYPES, Sketch, infinity_bin
-from . import anywhere, cpu, cpu_blocks
+from . import anywhere, cpu, cpu_blocks, cpu_quantize
 from .memory import bits_of
 
 #: what each kernel of a CUDA device does with tensors
@@ -128,6 +129,34 @@ def quantization_sums(
         x.float(), scale.to(x.device), fmt
     )
     return found
+
+
+def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """`numerics.scaling.quantize_dequantize`, bit for bit; on a CPU in one read of `x` where it has no gaps.
+
+    Args:
+        x: any shape and floating dtype.
+        scale: float32 scalar.
+    """
+    if fmt.bits == 8 and scale.is_cpu and _has_cpu_loop(x):
+        return cpu_quantize.quantize_dequantize(x, float(scale), float(1.0 / scale), fmt, torch.get_num_threads())
+    return scaling.quantize_dequantize(x, scale, fmt)
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """`numerics.scaling.amax_of`; on a CPU in one read of `x` where it has no gaps."""
+    return cpu_quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else amax_of(x)
+
+
+def _has_cpu_loop(x: torch.Tensor) -> bool:
+    return (
+        type(x) is torch.Tensor  # others may have no memory of their own
+        and x.is_cpu
+        and x.dtype in cpu_quantize.DTYPES
+        and x.numel() > 0
+        and _in_order_of_memory(x).is_contiguous()
+        and x.data_ptr() != 0
+    )
 
 
 def _in_order_of_memory(x: torch.Tensor) -> torch.Tensor:
