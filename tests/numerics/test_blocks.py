@@ -91,31 +91,30 @@ def nvfp4_scale(amax: np.float32, whole: np.float32) -> tuple[Any, np.float32, f
 
 
 def reference(x: torch.Tensor, name: str, width: int, high: int, fmt: str) -> Reference:
-    """A matrix, one block after the other."""
+    """A matrix, scales one block after the other."""
     values, limit = x.float().numpy(), LIMIT[fmt]
     whole = amax_of(values)
     rows, columns = values.shape
-    codes, q = np.empty(values.shape, np.uint8), np.empty(values.shape, np.float64)
-    scaled, stored = np.empty_like(values), []
+    stored, scales, worths = [], [], []
     for r in range(0, rows, high):
-        stored.append([])
-        for c in range(0, columns, width):
-            at = np.s_[r : r + high, c : c + width]
-            amax = amax_of(values[at])
-            if name.startswith("blockwise"):
-                kept, scale, worth = blockwise_scale(amax, limit, name, x.dtype)
-            elif name.startswith("mxfp8"):
-                kept, scale, worth = mxfp8_scale(amax, limit)
-            else:
-                kept, scale, worth = nvfp4_scale(amax, whole)
-            stored[-1].append(kept)
-            scaled[at] = values[at] * scale
-            # NVIDIA's FP4 has no NaN and takes 6, ml_dtypes takes -0.
-            real = np.where(np.isnan(scaled[at]) & (fmt == "e2m1"), np.float32(6), scaled[at])
-            cast = np.clip(real, -limit, limit).astype(TARGET[fmt])
-            codes[at] = cast.view(np.uint8)
-            q[at] = cast.astype(np.float64) * worth
-    return Reference(codes, np.array(stored), scaled, q)
+        amaxes = [amax_of(values[r : r + high, c : c + width]) for c in range(0, columns, width)]
+        if name.startswith("blockwise"):
+            found = [blockwise_scale(amax, limit, name, x.dtype) for amax in amaxes]
+        elif name.startswith("mxfp8"):
+            found = [mxfp8_scale(amax, limit) for amax in amaxes]
+        else:
+            found = [nvfp4_scale(amax, whole) for amax in amaxes]
+        for row, of in zip((stored, scales, worths), zip(*found, strict=True), strict=True):
+            row.append(of)
+
+    def spread(of_blocks: list[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
+        return np.array(of_blocks, dtype).repeat(high, 0).repeat(width, 1)[:rows, :columns]
+
+    scaled = values * spread(scales, np.float32)
+    # NVIDIA's FP4 has no NaN and takes 6, ml_dtypes takes -0.
+    real = np.where(np.isnan(scaled) & (fmt == "e2m1"), np.float32(6), scaled)
+    cast = np.clip(real, -limit, limit).astype(TARGET[fmt])
+    return Reference(cast.view(np.uint8), np.array(stored), scaled, cast.astype(np.float64) * spread(worths, np.float64))
 
 
 def bits_of_codes(codes: torch.Tensor, fmt: str) -> npt.NDArray[np.uint8]:
