@@ -67,7 +67,6 @@ def train_all(output: Path, steps: int) -> None:
     signal.signal(signal.SIGTERM, stop)
     print(f"Three runs of {steps} steps, recorded in {output}; NeMo takes half a minute to start.", flush=True)
     import_nemo(output / "imports.log")
-    gc.freeze()  # or each run would go through the objects of all modules, and copy their memory
     fork = multiprocessing.get_context("fork")  # importing NeMo takes as long as a fourth of a run
     runs: dict[str, BaseProcess] = {n: fork.Process(target=run, args=(n, output, steps)) for n in VARIANTS}
     try:
@@ -86,8 +85,11 @@ def import_nemo(log: Path) -> None:
     """Import what the runs share. The number of threads is set by demo.sh, which is before torch is imported."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # megatron-core's fusions compile for longer than this model trains
     sys.path.append(str(ROOT / "recipes"))
+    gc.disable()  # importing makes objects to keep, a fifth of the time is spent on going through them
     with printing_to(log):
         import nemo_gpt  # noqa: F401
+    gc.freeze()  # nor shall each run go through them, and copy their memory
+    gc.enable()
 
 
 @contextlib.contextmanager

@@ -24,12 +24,14 @@ _helpers = (
     *(_root / "recipes", _root / "scripts/truth", _root / "scripts/validation"),
 )
 sys.path[:0] = [str(p) for p in _helpers]
+gc.disable()  # until all tests are imported, which makes objects to keep
 
 from processes import GUARD  # noqa: E402
 
 #: files that take longest come first, so that no worker is left with one in the end
 _longest = (
-    *("scripts/test_demo", "distributed/test_megatron_layouts", "distributed/test_fsdp", "numerics/test_blocks"),
+    *("scripts/test_demo", "distributed/test_network_faults", "distributed/test_megatron_layouts", "distributed/test_fsdp"),
+    "numerics/test_blocks",
     *("record/test_torture", "analysis/test_replay", "tensorboard_plugin/test_verdict", "te/test_te"),
     *("tensorboard_plugin/test_map", "distributed/test_deepspeed", "adapters/test_transformers", "distributed/test_faults"),
     *("callback/test_nemo", "tensorboard_plugin/test_jobs", "record/test_store", "monitor/test_experts", "te/test_bridge"),
@@ -45,6 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # or each collection, which trainers ask for at every end, would go through the objects of all modules
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
