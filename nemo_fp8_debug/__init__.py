@@ -9,18 +9,18 @@ from ._version import __version__
 from .errors import ConfigError, FP8DebugWarning, RecordError
 
 if TYPE_CHECKING:
-    from .callback import FP8DebugCallback
-    from .intervention_callbacks import FP8EmulationCallback, FP8PlanCallback
-    from .interventions.applied import apply_plan
-    from .monitor import Monitor
+    from .adapters.lightning.callback import FP8DebugCallback
+    from .adapters.lightning.interventions import FP8EmulationCallback, FP8PlanCallback
+    from .interventions.apply import apply_plan
+    from .monitor.monitor import Monitor
 
 #: where names are from: Lightning is only imported by those who use its callbacks, torch by those who look at a run
 _FROM = {
-    "FP8DebugCallback": "callback",
-    "FP8EmulationCallback": "intervention_callbacks",
-    "FP8PlanCallback": "intervention_callbacks",
-    "Monitor": "monitor",
-    "apply_plan": "interventions.applied",
+    "FP8DebugCallback": "adapters.lightning.callback",
+    "FP8EmulationCallback": "adapters.lightning.interventions",
+    "FP8PlanCallback": "adapters.lightning.interventions",
+    "Monitor": "monitor.monitor",
+    "apply_plan": "interventions.apply",
 }
 
 __all__ = [

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_fp8_debug.numerics.catalogue import FIGURES
-from nemo_fp8_debug.record.store import RunRecord
-from nemo_fp8_debug.sample import SHOWN_AS, Sample
+from nemo_fp8_debug.core.sample import SHOWN_AS, Sample
+from nemo_fp8_debug.numerics.metric_names import FIGURES
+from nemo_fp8_debug.record.writer import RunRecord
 
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 USUAL = {"underflow_pct": 0.3, "overflow_pct": 0.001, "relative_error": 0.027, "mse": 1e-5, "amax": 4.0, "outlier_log2": 4.0}

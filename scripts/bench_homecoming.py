@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_fp8_debug.capture.parcel import Asked, brought
-from nemo_fp8_debug.kernels import cpu_figures, sketch
-from nemo_fp8_debug.numerics.ahead import Sketches
+from nemo_fp8_debug.capture.packed_transfer import Asked, brought
+from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.kernels.cpu import metrics
 from nemo_fp8_debug.numerics.formats import E4M3
-from nemo_fp8_debug.numerics.sketch import Sketch
+from nemo_fp8_debug.numerics.histogram import Sketch
+from nemo_fp8_debug.numerics.precomputed import Sketches
 
 ROUNDS = 10
 #: values of an operand; what it occupies of its sketch grows slowly with them
@@ -70,7 +71,7 @@ def milliseconds_on_host(sketches: Sequence[Sketch], scales: int) -> float:
     for _ in range(ROUNDS):
         here = [Sketch(of.dtype, of.counts) for of in sketches]
         start = time.perf_counter()
-        cpu_figures.find(asked_of(here, scales))
+        metrics.find(asked_of(here, scales))
         found.append(1e3 * (time.perf_counter() - start))
     return statistics.median(found)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.sample import Sample
+from nemo_fp8_debug.core.sample import Sample
 
 #: rows and columns; the last is more than any output has
 ROWS = (32, 64, 128, 10_000)

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.numerics.catalogue import FIGURES
-from nemo_fp8_debug.numerics.scaling import ROLES
+from nemo_fp8_debug.numerics.metric_names import FIGURES
+from nemo_fp8_debug.numerics.tensor_scaling import ROLES
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.store import RunRecord
-from nemo_fp8_debug.sample import Sample
+from nemo_fp8_debug.record.writer import RunRecord
 
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from nemo_fp8_debug.kernels import cpu_figures, sketch
-from nemo_fp8_debug.kernels.cpu import count_patterns
+from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.kernels.cpu import metrics
+from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
 from nemo_fp8_debug.kernels.memory import bits_of
-from nemo_fp8_debug.numerics import figures
-from nemo_fp8_debug.numerics.ahead import Sketches
+from nemo_fp8_debug.numerics import metrics as figures
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
-from nemo_fp8_debug.numerics.sketch import BINS
+from nemo_fp8_debug.numerics.histogram import BINS
+from nemo_fp8_debug.numerics.precomputed import Sketches
 
 #: values, in 2^20
 SIZES = (1, 4, 16, 64, 256)
@@ -103,7 +104,7 @@ def figures_of_500_sketches() -> float:
     def once() -> float:
         counted = [sketch((1 + i) * torch.randn(1 << 16).bfloat16()) for i in range(500)]
         start = time.perf_counter()
-        cpu_figures.find([(of, [(torch.tensor(scale), fmt) for scale, fmt in scalings]) for of in counted])
+        metrics.find([(of, [(torch.tensor(scale), fmt) for scale, fmt in scalings]) for of in counted])
         sketches = Sketches(counted)
         for scale, fmt in scalings:
             scales = torch.full((500,), scale)

@@ -170,7 +170,7 @@ def end(runs: dict[str, BaseProcess]) -> None:
 
 def report(output: Path) -> None:
     """Print the verdict, and where to see what it rests on."""
-    from nemo_fp8_debug.analysis.diagnose import diagnose
+    from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 
     good, bad, twin = (output / name for name in VARIANTS)
     print(f"\n{diagnose(bad, good, twin).verdict()}\n")
@@ -197,7 +197,7 @@ def free_port(wanted: int) -> int:
 
 def worst_tensor(good: Path, bad: Path, port: int) -> str:
     """The address at which the tab shows the tensor that drifted farthest."""
-    from nemo_fp8_debug.analysis.compare import compare
+    from nemo_fp8_debug.analysis.comparison.compare import compare
     from nemo_fp8_debug.tensorboard_plugin.links import link
 
     layer, role = compare(good, bad).tensors.select("layer", "role").row(0)

@@ -126,7 +126,7 @@ def keys_of(tree: ast.AST, attribute: str) -> set[str]:
 
 def recipes_read(root: Path) -> dict[str, list[str]]:
     """What is wrong with the host's reading of each of this release's recipes: the one file of it that runs anywhere."""
-    from nemo_fp8_debug.capture.hosts.transformer_engine.casts import recipe_of
+    from nemo_fp8_debug.capture.backends.transformer_engine.casts import recipe_of
 
     module = imported(f"recipes_of_{root.parent.name}", root / "common/recipe/__init__.py")
     options = {"margin": 1, "amax_history_len": 4, "amax_compute_algo": "max"}

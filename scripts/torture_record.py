@@ -34,14 +34,14 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.control import STATUS
-from nemo_fp8_debug.kernels.cpu import count_patterns
-from nemo_fp8_debug.record import store
+from nemo_fp8_debug.core.sample import SHOWN_AS
+from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
+from nemo_fp8_debug.monitor.control_file import STATUS
+from nemo_fp8_debug.record import writer
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
-from nemo_fp8_debug.record.place import Place
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 from nemo_fp8_debug.record.schema import Part
-from nemo_fp8_debug.sample import SHOWN_AS
+from nemo_fp8_debug.record.storage import Place
 
 # Compiled once, and not in each run that is forked.
 count_patterns(np.zeros(8, np.uint16), np.zeros(1 << 15, np.int64), threads=1)
@@ -83,7 +83,7 @@ def train(folder: Path, length: int, says: Connection | None) -> None:
     """Train from the last checkpoint on, or from the start; says which step begins, once those before are recorded."""
     torch.set_num_threads(1)
     warnings.showwarning = end_at_a_warning
-    store.MERGED = MERGED
+    writer.MERGED = MERGED
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 512), nn.Linear(512, 96)).bfloat16()
     checkpoint = folder / "checkpoint.pt"

@@ -52,9 +52,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_fp8_debug.record import recording
+    from nemo_fp8_debug.monitor import recorder_queue
 
-    monkeypatch.setattr(recording, "PATIENCE", GUARD)
+    monkeypatch.setattr(recorder_queue, "PATIENCE", GUARD)
 
 
 @pytest.fixture(scope="session")

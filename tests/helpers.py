@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_fp8_debug.sample import Sample
+from nemo_fp8_debug.core.sample import Sample
 
 
 class Samples:

@@ -102,9 +102,9 @@ def _prepare() -> None:
     import torch
 
     from nemo_fp8_debug.kernels import sketch
-    from nemo_fp8_debug.record import recording
+    from nemo_fp8_debug.monitor import recorder_queue
 
-    recording.PATIENCE = GUARD
+    recorder_queue.PATIENCE = GUARD
     sketch(torch.zeros(1, dtype=torch.bfloat16))
 
 

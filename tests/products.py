@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from nemo_fp8_debug.sample import Sample
+from nemo_fp8_debug.core.sample import Sample
 
 LIMIT = {"e4m3": 448.0, "e5m2": 57344.0}
 _CODES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}

@@ -7,11 +7,11 @@ from typing import Any
 
 import polars as pl
 
-from nemo_fp8_debug.analysis.compare import Run
-from nemo_fp8_debug.analysis.loss import LossCurve
-from nemo_fp8_debug.analysis.options import Budget, Errors, Option
-from nemo_fp8_debug.analysis.recommend import Ends, Finding, Recommendation
-from nemo_fp8_debug.plan import Plan
+from nemo_fp8_debug.analysis.comparison.compare import Run
+from nemo_fp8_debug.analysis.recommendation.options import Budget, Errors, Option
+from nemo_fp8_debug.analysis.recommendation.recommend import Ends, Finding, Recommendation
+from nemo_fp8_debug.analysis.runs.loss import LossCurve
+from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.schema import SCHEMAS
 
 #: kinds of changes with their recipes, in order of cost, all of which keep the budget

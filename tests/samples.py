@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_fp8_debug.capture.backends import torch_linear
+from nemo_fp8_debug.capture.backends.base import ScaleInUse
 from nemo_fp8_debug.capture.collect import collect
-from nemo_fp8_debug.capture.hosts import torch_linear
-from nemo_fp8_debug.capture.hosts.base import ScaleInUse
-from nemo_fp8_debug.capture.layers import Gemm
+from nemo_fp8_debug.capture.gemms import Gemm
 from nemo_fp8_debug.capture.operands import Operand
-from nemo_fp8_debug.measure import measure
+from nemo_fp8_debug.core.sample import Sample
+from nemo_fp8_debug.measurement.measure import measure
 from nemo_fp8_debug.numerics.formats import E4M3
-from nemo_fp8_debug.numerics.rows import in_true_units
-from nemo_fp8_debug.numerics.scaling import CurrentScaling
+from nemo_fp8_debug.numerics.metric_columns import in_true_units
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 from nemo_fp8_debug.record.schema import SCHEMAS
-from nemo_fp8_debug.sample import Sample
 
 FINGERPRINT = {"versions": {"torch": "2.8.0"}, "recipe": {"measured_against": "delayed-hybrid"}}
 #: what FP8 makes of an ordinary tensor

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import checks_arguments
-from ..config import Config
-from .run import Run
+from ..core.arguments import checks_arguments
+from ..monitor.config import Config
+from .session import Run
 
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback, CallbackContext

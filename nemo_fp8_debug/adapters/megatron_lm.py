@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..arguments import checks_arguments
-from ..capture.units import loss_and_tokens
-from ..config import Config
+from ..capture.grad_scale import loss_and_tokens
+from ..core.arguments import checks_arguments
 from ..errors import ConfigError
-from .run import Run
+from ..monitor.config import Config
+from .session import Run
 
 
 @checks_arguments(options_of=Config)

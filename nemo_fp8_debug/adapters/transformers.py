@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..arguments import checks_arguments
+from ..capture.grad_scale import scale_of, was_skipped
 from ..capture.hooks import Hook
-from ..capture.units import scale_of, was_skipped
-from ..config import Config
+from ..core.arguments import checks_arguments
 from ..errors import ConfigError
-from .run import Run
+from ..monitor.config import Config
+from .session import Run
 
 
 @checks_arguments(options_of=Config)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..numerics import figures
-from ..numerics.ahead import Sketches
-from ..numerics.figures import Moments, QuantizationSums
-from ..numerics.scaling import CurrentScaling, scales_of
-from ..numerics.sketch import Sketch
-from ..shards import Cast, Shard
-from .hosts.base import ScaleInUse
+from ..measurement.operand_stats import Cast, Shard
+from ..numerics import metrics
+from ..numerics.histogram import Sketch
+from ..numerics.metrics import Moments, QuantizationSums
+from ..numerics.precomputed import Sketches
+from ..numerics.tensor_scaling import CurrentScaling, scales_of
+from .backends.base import ScaleInUse
 from .operands import Operand
 
 
@@ -25,7 +25,7 @@ def collect(operands: Sequence[Operand]) -> list[Shard]:
 
 def _shard(operand: Operand, known: _UnderScales) -> Shard:
     total = operand.total
-    moments = figures.merge(Moments.concat(operand.moments).cpu()) if operand.moments else None
+    moments = metrics.merge(Moments.concat(operand.moments).cpu()) if operand.moments else None
     cast = cast_of(operand.casts[0], operand)
     mine = known.of.get(operand.key)
     return Shard(

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import inspection
-from ..interventions.active import emulated
-from .hosts.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later
-from .layers import Gemm
-from .products import Products
+from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later
+from .backends.transformer_engine import inspection
+from .gemms import Gemm
+from .output_samples import Products
+from .overrides import emulated
 
 #: told of (GEMM name, role, error, whether the operand is lost)
 Fault = Callable[[str, str, Exception, bool], None]

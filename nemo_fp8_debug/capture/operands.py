@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..kernels import count_into, moments, nonfinite, quantization_sums, sketch
-from ..numerics import figures
-from ..numerics.ahead import Ask
-from ..numerics.blocks import BlockRule
-from ..numerics.history import EmulatedScales
-from ..numerics.scaling import CurrentScaling, Recipe, Unscaled, amax_of
-from ..numerics.sketch import DTYPES, Sketch
-from .dtensors import local
-from .hosts.base import ScaleInUse
-from .layers import Gemm
+from ..numerics import metrics
+from ..numerics.block_scaling import BlockRule
+from ..numerics.delayed_state import EmulatedScales
+from ..numerics.histogram import DTYPES, Sketch
+from ..numerics.precomputed import Ask
+from ..numerics.tensor_scaling import CurrentScaling, Recipe, Unscaled, amax_of
+from .backends.base import ScaleInUse
+from .dtensor import local
+from .gemms import Gemm
 
 #: sketches of an operand that are kept apart, because each may have been cast with another scale; what comes after is
 #: measured as it passes, so that many micro-batches take no more of a device's memory
@@ -46,13 +46,13 @@ class Operand:
     #: calls beyond those, counted into one sketch: the cast of each, and its sums under its scale
     rest: Sketch | None = None
     rest_casts: list[ScaleInUse] = field(default_factory=list)
-    rest_sums: list[figures.QuantizationSums] = field(default_factory=list)
+    rest_sums: list[metrics.QuantizationSums] = field(default_factory=list)
     #: float32 operands only: what was measured directly, a row a call
-    moments: list[figures.Moments] = field(default_factory=list)
+    moments: list[metrics.Moments] = field(default_factory=list)
     #: the same, of float32 operands and under block recipes
-    sums: list[figures.QuantizationSums] = field(default_factory=list)
+    sums: list[metrics.QuantizationSums] = field(default_factory=list)
     #: the same under recipes that are weighed, by their names
-    weighed: dict[str, list[figures.QuantizationSums]] = field(default_factory=dict)
+    weighed: dict[str, list[metrics.QuantizationSums]] = field(default_factory=dict)
     calls: int = 0
     #: calls with a copy of what another rank counts
     copies: int = 0
@@ -107,7 +107,7 @@ class Operand:
             use = replace(use, scale=use.scale.scale(amax, use.format.max))
         self.rest_casts.append(use)
         if isinstance(use.scale, torch.Tensor):
-            self.rest_sums.append(figures.quantization_sums_of_counts(mine, use.scale, use.format))
+            self.rest_sums.append(metrics.quantization_sums_of_counts(mine, use.scale, use.format))
         if self.rest:
             self.rest.counts += mine.counts
         else:

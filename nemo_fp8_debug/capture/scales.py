@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..interventions.active import SWITCHED, emulated
-from ..numerics.history import EmulatedScales, Key
-from ..numerics.scaling import ROLES, CurrentScaling, Recipe, parse_recipe
-from .hosts.base import ScaleInUse
-from .layers import Gemm
+from ..numerics.delayed_state import EmulatedScales, Key
+from ..numerics.tensor_scaling import ROLES, CurrentScaling, Recipe, parse_recipe
+from .backends.base import ScaleInUse
+from .gemms import Gemm
+from .overrides import SWITCHED, emulated
 
 #: what a run without FP8 is measured against: it needs nothing but the tensor itself
 _RULE = CurrentScaling()

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from ..analysis.checkpoint.audit import audit
 from ..analysis.checkpoint.report import Audit
-from ..analysis.compare import number
+from ..analysis.comparison.compare import number
+from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
-from ..names import compile_patterns
 from .console import console
 
 

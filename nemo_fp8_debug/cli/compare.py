@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.compare import COLUMNS, Comparison, Run, compare, number
+from ..analysis.comparison.compare import COLUMNS, Comparison, Run, compare, number
 from .console import console
 
 
@@ -30,7 +30,7 @@ def command(
 ) -> None:
     """Tell a good run from a bad one: loss, and the tensors ranked by how far they drifted apart."""
     if html is not None:
-        from ..analysis.html import check_page
+        from ..analysis.report import check_page
 
         check_page(html)
     first, *others = _read([good, *bad, *([twin] if twin else [])], by)
@@ -43,7 +43,7 @@ def command(
         for found in comparisons:
             _print(found, top)
     if html is not None:
-        from ..analysis.html import write_page
+        from ..analysis.report import write_page
 
         write_page(html, comparisons)
 

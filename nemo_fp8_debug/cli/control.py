@@ -10,10 +10,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..control import NAME, STATUS, Control
 from ..errors import RecordError
-from ..record.place import Place
+from ..monitor.control_file import NAME, STATUS, Control
 from ..record.reader import find_run
+from ..record.storage import Place
 from .console import console
 
 Patterns = list[str] | None

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.diagnose import Diagnosis, diagnose
+from ..analysis.diagnosis.diagnose import Diagnosis, diagnose
 from .console import console
 
 

@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.compare import Run, number
-from ..analysis.diagnose import diagnose
-from ..analysis.options import STAY, Budget, Errors
-from ..analysis.recommend import Finding, Recommendation, flagged_by, over_budget, recommend
-from ..analysis.snippets import PLAN, snippets_of, write
-from ..analysis.snippets.snippet import Snippet
+from ..analysis.comparison.compare import Run, number
+from ..analysis.diagnosis.diagnose import diagnose
+from ..analysis.recommendation.options import STAY, Budget, Errors
+from ..analysis.recommendation.recommend import Finding, Recommendation, flagged_by, over_budget, recommend
+from ..analysis.recommendation.snippets import PLAN, snippets_of, write
+from ..analysis.recommendation.snippets.snippet import Snippet
+from ..core.sample import SHOWN_AS
 from ..errors import ConfigError
-from ..numerics.history import Key
-from ..numerics.scaling import ROLES
-from ..sample import SHOWN_AS
+from ..numerics.delayed_state import Key
+from ..numerics.tensor_scaling import ROLES
 from .console import console
 
 _DEFAULT = Budget()

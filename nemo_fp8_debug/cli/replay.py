@@ -9,12 +9,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.compare import experts_apart, number
-from ..analysis.replay import SOURCES, add_to_record, replay
+from ..analysis.comparison.compare import experts_apart, number
+from ..analysis.replay.replay import SOURCES, add_to_record, replay
+from ..core.sample import SHOWN_AS
 from ..errors import ConfigError, RecordError
-from ..numerics.scaling import parse_recipe
+from ..numerics.tensor_scaling import parse_recipe
 from ..record.reader import find_run
-from ..sample import SHOWN_AS
 from .console import console
 
 _SHOWN = ("relative_error", "underflow_pct", "overflow_pct")

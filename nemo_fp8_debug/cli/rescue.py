@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from ..core.sample import SHOWN_AS
 from ..errors import ConfigError, warn
-from ..plan import Plan
-from ..rescue import PLAN, TAKEN
-from ..sample import SHOWN_AS
+from ..plan.environment import PLAN, TAKEN
+from ..plan.plan import Plan
 from .console import console
 
 

@@ -1,7 +1,7 @@
 """What the ranks of a run do together: agree, and add up what each of them holds of a tensor."""
 
-from .family import Family
-from .ranks import Ranks
+from .rank_store import Ranks
 from .reduction import Reduction
+from .shard_group import Family
 
 __all__ = ["Family", "Ranks", "Reduction"]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from ..numerics.figures import Moments, QuantizationSums
-from ..numerics.sketch import BINS
-from ..shards import Shard
+from ..measurement.operand_stats import Shard
+from ..numerics.histogram import BINS
+from ..numerics.metrics import Moments, QuantizationSums
 
 #: bins of a sketch that are sent together: a binade of bfloat16, an eighth of one of float16
 BINADE = 128

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..numerics.history import Key
-from ..numerics.products import PRODUCTS, SUMS
-from ..numerics.scaling import ROLES
-from ..numerics.sketch import Sketch
-from ..shards import Cast, Collected, OutputSums, Shard
-from .family import Family
+from ..measurement.operand_stats import Cast, Collected, OutputSums, Shard
+from ..numerics.delayed_state import Key
+from ..numerics.gemm_error import PRODUCTS, SUMS
+from ..numerics.histogram import Sketch
+from ..numerics.tensor_scaling import ROLES
 from .packing import EXTREMES, NONE, Added, Brought, Layout
-from .ranks import Ranks
+from .rank_store import Ranks
+from .shard_group import Family
 
 
 class Mismatch(RuntimeError):

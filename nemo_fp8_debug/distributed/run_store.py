@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..background import Worker
+from ..core.worker import Worker
 
 T = TypeVar("T")
 _TCPStore: Any = getattr(dist, "TCPStore", None)

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..capture.gemms import Gemm
 from ..capture.hooks import Hook
-from ..capture.layers import Gemm
+from ..capture.overrides import EMULATED
 from ..errors import ConfigError
 from ..kernels import amax, quantize_dequantize
-from ..numerics.blocks import BlockRule
-from ..numerics.history import DelayedState
-from ..numerics.scaling import ROLES, CurrentScaling, DelayedScaling, Recipe, Unscaled
-from ..plan import NO_CHANGES, Plan
-from .active import EMULATED
+from ..numerics.block_scaling import BlockRule
+from ..numerics.delayed_state import DelayedState
+from ..numerics.tensor_scaling import ROLES, CurrentScaling, DelayedScaling, Recipe, Unscaled
+from ..plan.plan import NO_CHANGES, Plan
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..capture.hosts.transformer_engine.casts import state_manager
+from ..capture.backends.transformer_engine.casts import state_manager
 from ..errors import ConfigError
-from ..numerics.blocks import BlockScaling, MXFP8Scaling
+from ..numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ..numerics.formats import E5M2
-from ..numerics.scaling import CurrentScaling, DelayedScaling, Recipe
+from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling, Recipe
 
 _CLASSES = {
     "delayed": "DelayedScaling",

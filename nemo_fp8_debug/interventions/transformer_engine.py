@@ -20,16 +20,16 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..capture.backends.base import raw_weight
+from ..capture.backends.transformer_engine import LINEAR
+from ..capture.backends.transformer_engine.casts import state_manager
+from ..capture.backends.transformer_engine.linear import first_argument
+from ..capture.gemms import Gemm
 from ..capture.hooks import Hook
-from ..capture.hosts.base import raw_weight
-from ..capture.hosts.transformer_engine import LINEAR
-from ..capture.hosts.transformer_engine.casts import state_manager
-from ..capture.hosts.transformer_engine.linear import first_argument
-from ..capture.layers import Gemm
+from ..capture.overrides import SWITCHED
 from ..errors import ConfigError, warn
-from ..numerics.scaling import ROLES, Unscaled, parse_recipe
-from ..plan import Change, Plan
-from .active import SWITCHED
+from ..numerics.tensor_scaling import ROLES, Unscaled, parse_recipe
+from ..plan.plan import Change, Plan
 from .emulate import Emulation
 from .te_recipes import autocast, te_recipe
 

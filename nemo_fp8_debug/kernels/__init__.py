@@ -10,17 +10,18 @@ import numpy as np
 import torch
 
 from ..errors import warn
-from ..numerics import scaling
-from ..numerics.blocks import BlockRule, quantization_sums_in_blocks
-from ..numerics.figures import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from ..numerics import tensor_scaling
+from ..numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from ..numerics.formats import FloatFormat
-from ..numerics.scaling import CurrentScaling, Unscaled, amax_of
-from ..numerics.sketch import BINS, DTYPES, Sketch, infinity_bin
-from . import anywhere, cpu, cpu_blocks, cpu_quantize
+from ..numerics.histogram import BINS, DTYPES, Sketch, infinity_bin
+from ..numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of
+from . import torch_fallback
+from .cpu import blocks, histogram, quantize
 from .memory import bits_of
 
 #: what each kernel of a CUDA device does with tensors
-_DONE = {"cuda": "counted", "cuda_blocks": "measured in blocks", "cuda_float32": "measured in float32"}
+_DONE = {"histogram": "counted", "blocks": "measured in blocks", "float32": "measured in float32"}
 #: columns below which a copy without gaps costs less than counting row by row
 SHORT = 64
 
@@ -50,25 +51,25 @@ def count_into(sketch: Sketch, x: torch.Tensor) -> None:
     if x.device.type != "cpu":
         values = values if contiguous else _in_order_of_memory(values).contiguous()
         _count_on_device(values.reshape(-1).view(torch.int16), sketch)
-    elif contiguous and (n := values.numel()) < cpu.SMALL and (address := values.data_ptr()):
-        cpu.count_few(address, n, sketch.counts.data_ptr())
+    elif contiguous and (n := values.numel()) < histogram.SMALL and (address := values.data_ptr()):
+        histogram.count_few(address, n, sketch.counts.data_ptr())
     else:
         rows = _in_rows(_in_order_of_memory(values))
-        cpu.count_patterns(bits_of(rows), sketch.counts.numpy(), torch.get_num_threads())
+        histogram.count_patterns(bits_of(rows), sketch.counts.numpy(), torch.get_num_threads())
 
 
 def _count_on_device(patterns: torch.Tensor, sketch: Sketch) -> None:
-    if kernel := _kernel_on(patterns.device, "cuda"):
+    if kernel := _kernel_on(patterns.device, "histogram"):
         kernel.count_patterns(patterns, sketch.counts, infinity_bin(sketch.dtype))
     else:
-        anywhere.count_patterns(patterns, sketch.counts)
+        torch_fallback.count_patterns(patterns, sketch.counts)
 
 
 def nonfinite(sketch: Sketch) -> torch.Tensor | int:
     """How many values that are not finite were counted so far; on a device a tensor, without host synchronisation."""
     end = infinity_bin(sketch.dtype)
     if sketch.counts.device.type == "cpu":
-        return int(cpu.last_counts(sketch.counts.data_ptr(), end))
+        return int(histogram.last_counts(sketch.counts.data_ptr(), end))
     return sketch.counts[end:].sum()
 
 
@@ -78,7 +79,7 @@ def _kernel_on(device: torch.device, module: str) -> Any:
     if device.type != "cuda" or not torch.version.cuda:
         return None
     try:
-        kernel = importlib.import_module(f".{module}", __name__)
+        kernel = importlib.import_module(f".cuda.{module}", __name__)
         kernel.try_out(device)
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -93,7 +94,7 @@ def _kernel_on(device: torch.device, module: str) -> Any:
 
 def moments(x: torch.Tensor) -> Moments:
     """Moments (one row, on x's device) of a float32 tensor; no host synchronisation. The median is NaN."""
-    kernel = _kernel_on(x.device, "cuda_float32")
+    kernel = _kernel_on(x.device, "float32")
     found: Moments = (kernel.moments if kernel else moments_of_float32)(x)
     return found
 
@@ -115,16 +116,16 @@ def quantization_sums(
         counted: the sketch of `x`, where there is one; the kernels of block sums take it, and `x` would be counted first.
     """
     if isinstance(scale, BlockRule):
-        if x.dtype in DTYPES and (kernel := _kernel_on(x.device, "cuda_blocks")):
+        if x.dtype in DTYPES and (kernel := _kernel_on(x.device, "blocks")):
             return kernel.block_sums(x, scale, role, fmt, counted or sketch(x))  # type: ignore[no-any-return]
         if x.device.type == "cpu" and x.dtype in DTYPES and x.numel():
-            return cpu_blocks.quantization_sums_in_blocks(x, scale, role, fmt, counted or sketch(x))
+            return blocks.quantization_sums_in_blocks(x, scale, role, fmt, counted or sketch(x))
         return quantization_sums_in_blocks(x, scale, role, fmt)
     if isinstance(scale, Unscaled):
         scale = torch.ones((), device=x.device)
     if isinstance(scale, CurrentScaling):
         scale = scale.scale(amax_of(x), fmt.max)
-    kernel = _kernel_on(x.device, "cuda_float32")
+    kernel = _kernel_on(x.device, "float32")
     found: QuantizationSums = (kernel.quantization_sums if kernel else quantization_sums_of_float32)(
         x.float(), scale.to(x.device), fmt
     )
@@ -139,20 +140,20 @@ def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) 
         scale: float32 scalar.
     """
     if fmt.bits == 8 and scale.is_cpu and _has_cpu_loop(x):
-        return cpu_quantize.quantize_dequantize(x, float(scale), float(1.0 / scale), fmt, torch.get_num_threads())
-    return scaling.quantize_dequantize(x, scale, fmt)
+        return quantize.quantize_dequantize(x, float(scale), float(1.0 / scale), fmt, torch.get_num_threads())
+    return tensor_scaling.quantize_dequantize(x, scale, fmt)
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """`numerics.scaling.amax_of`; on a CPU in one read of `x` where it has no gaps."""
-    return cpu_quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else amax_of(x)
+    return quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else amax_of(x)
 
 
 def _has_cpu_loop(x: torch.Tensor) -> bool:
     return (
         type(x) is torch.Tensor  # others may have no memory of their own
         and x.is_cpu
-        and x.dtype in cpu_quantize.DTYPES
+        and x.dtype in quantize.DTYPES
         and x.numel() > 0
         and _in_order_of_memory(x).is_contiguous()
         and x.data_ptr() != 0

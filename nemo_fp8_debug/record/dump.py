@@ -23,9 +23,9 @@ import safetensors.torch
 import torch
 
 from ..numerics.formats import FORMATS, FloatFormat
-from ..numerics.scaling import ROLES, CurrentScaling, amax_of, quantize
-from ..numerics.sketch import DTYPES
-from .place import Place
+from ..numerics.histogram import DTYPES
+from ..numerics.tensor_scaling import ROLES, CurrentScaling, amax_of, quantize
+from .storage import Place
 
 FOLDER = "tensors"
 #: bytes of tensors that wait to be written, at the most; a run that dumps faster than it can write waits

@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 
 from ..errors import ConfigError, RecordError, warn
 from . import parquet
-from .place import Place
 from .schema import READABLE, SCHEMAS, Part, arrow_schema, attempt_of_fingerprint, completed
+from .storage import Place
 
 Address = str | os.PathLike[str]
 

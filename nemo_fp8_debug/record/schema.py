@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ..numerics.catalogue import FIGURES, OUTPUT_FIGURES, UNITS
+from ..numerics.metric_names import FIGURES, OUTPUT_FIGURES, UNITS
 
 VERSION = 3
 #: versions that this release reads

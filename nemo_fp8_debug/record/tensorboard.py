@@ -20,11 +20,11 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import summary as summaries
 
-from ..names import few_experts, fold_key, fold_of, is_fold
-from ..numerics.catalogue import FIGURES, UNITS, WORSE
-from ..numerics.scaling import ROLES
-from ..sample import SHOWN_AS, Sample
-from .place import Place
+from ..core.layer_names import few_experts, fold_key, fold_of, is_fold
+from ..core.sample import SHOWN_AS, Sample
+from ..numerics.metric_names import FIGURES, UNITS, WORSE
+from ..numerics.tensor_scaling import ROLES
+from .storage import Place
 
 #: streamed as scalars, each tensor its own tag
 STREAMED = ("scale", *FIGURES)

@@ -14,19 +14,19 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import Request, Response
 
-from ..analysis.run import UNITS
-from ..analysis.settings import differences
+from ..analysis.runs.run import UNITS
+from ..analysis.runs.settings import differences
 from ..errors import RecordError, hearing
 from ..record.reader import read_fingerprint
-from . import catalogue, losses, runs, tables
-from .cache import Cache
-from .errors import Refused
-from .jobs import Jobs
-from .logdir import Logdir, roots_of
-from .origin import check_origin
-from .parameters import Parameter, one_of, parsed, some_of, step, text
-from .parts import Parts
-from .plain import encoded, plain
+from .jobs.jobs import Jobs
+from .records import losses, metadata, runs, tables
+from .records.cache import Cache
+from .records.logdir import Logdir, roots_of
+from .records.part_matrices import Parts
+from .web.errors import Refused
+from .web.json_values import encoded, plain
+from .web.query import Parameter, one_of, parsed, some_of, step, text
+from .web.same_origin import check_origin
 
 NAME = "fp8"
 _BUNDLE = Path(__file__).with_name("static") / "index.js"
@@ -38,9 +38,9 @@ _LOSSES = 16
 
 _RUN = Parameter(text)
 _LAYER = Parameter(text)
-_ROLE = Parameter(one_of(catalogue.ROLES))
+_ROLE = Parameter(one_of(metadata.ROLES))
 _STEP = Parameter(step)
-_FIGURE = Parameter(one_of(catalogue.NUMBERS))
+_FIGURE = Parameter(one_of(metadata.NUMBERS))
 _OTHER = Parameter(text, optional=True)
 
 
@@ -77,7 +77,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "extent": Route(self._extent, {"run": _RUN, "figure": _FIGURE}),
             "timeline": Route(
                 self._timeline,
-                {"run": _RUN, "layer": _LAYER, "role": _ROLE, "figures": Parameter(some_of(catalogue.NUMBERS))},
+                {"run": _RUN, "layer": _LAYER, "role": _ROLE, "figures": Parameter(some_of(metadata.NUMBERS))},
             ),
             "loss": Route(self._loss, {"run": _RUN}),
             "sketch": Route(self._sketch, {"run": _RUN, "layer": _LAYER, "role": _ROLE, "step": _STEP}),
@@ -111,9 +111,9 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "runs": plain(runs.listed(self._parts, self._logdir)),
             "logdirs": [root.address for root in self._logdir.roots],
             "refused": [{"name": name, "why": why} for name, why in sorted(found.refused.items())],
-            "figures": catalogue.figures(),
-            "formats": catalogue.FORMATS,
-            "roles": catalogue.ROLES,
+            "figures": metadata.figures(),
+            "formats": metadata.FORMATS,
+            "roles": metadata.ROLES,
         }
 
     def _run(self, run: str) -> Any:

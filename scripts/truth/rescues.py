@@ -20,7 +20,7 @@ from megatron_lm_loop import one_process
 from training import Training
 from verdicts import gap_of, judged, twin_of
 
-from nemo_fp8_debug.plan import Plan
+from nemo_fp8_debug.plan.plan import Plan
 
 
 def resumed(folder: Path, seed: int, fault: Fault, plan: Plan) -> dict[int, float]:

@@ -20,7 +20,7 @@ from megatron_lm_loop import one_process
 from training import Training
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.record.writer import RunRecord
 
 INTERVAL = 5
 #: relative change of the weights of a run that is compared with another: no two real runs are bit-identical

@@ -14,11 +14,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from nemo_fp8_debug.capture.layers import find_gemms, select
+from nemo_fp8_debug.capture.gemms import find_gemms, select
 from nemo_fp8_debug.interventions.emulate import Emulation
-from nemo_fp8_debug.numerics.history import DelayedState
-from nemo_fp8_debug.numerics.scaling import parse_recipe
-from nemo_fp8_debug.plan import NO_CHANGES, Plan
+from nemo_fp8_debug.numerics.delayed_state import DelayedState
+from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.plan.plan import NO_CHANGES, Plan
 
 LAYERS, HIDDEN, SEQUENCE, BATCH, VOCABULARY = 4, 64, 32, 8, 256
 LEARNING_RATE, WARM_UP = 4e-3, 20

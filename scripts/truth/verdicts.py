@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_fp8_debug.analysis.diagnose import Diagnosis, diagnose
-from nemo_fp8_debug.analysis.recommend import recommend
-from nemo_fp8_debug.plan import Plan
+from nemo_fp8_debug.analysis.diagnosis.diagnose import Diagnosis, diagnose
+from nemo_fp8_debug.analysis.recommendation.recommend import recommend
+from nemo_fp8_debug.plan.plan import Plan
 
 #: part of the twin's loss by which a run's is above it, in the mean over the last steps, when a fault has done harm. Runs
 #: without a fault are apart by a fifth of that (a standard deviation of 0.6%).

@@ -16,10 +16,11 @@ import torch
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
 from numba.np.numpy_support import as_dtype
 
-from nemo_fp8_debug.kernels import cuda, cuda_blocks, cuda_float32, cuda_sums, sketch
-from nemo_fp8_debug.numerics.blocks import BlockRule, scales_of_amax
-from nemo_fp8_debug.numerics.figures import Moments, QuantizationSums
+from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.kernels.cuda import blocks, float32, histogram, sums
+from nemo_fp8_debug.numerics.block_scaling import BlockRule, scales_of_amax
 from nemo_fp8_debug.numerics.formats import FloatFormat
+from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums
 
 Grid = tuple[int, int]
 
@@ -35,7 +36,7 @@ sys.setswitchinterval(1e-4)  # it waits for its threads in a busy loop
 # NumPy warns of overflow, which the kernels mean to happen, and notes it among the module's names while the simulator's
 # other threads go through these: the place for it has to be there before.
 warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
-vars(cuda_float32).setdefault("__warningregistry__", {})
+vars(float32).setdefault("__warningregistry__", {})
 
 
 def bits(x: torch.Tensor) -> npt.NDArray[np.uint16]:
@@ -45,34 +46,34 @@ def bits(x: torch.Tensor) -> npt.NDArray[np.uint16]:
 
 def count(values: npt.NDArray[np.uint16], infinity: int, counts: npt.NDArray[np.int64], grid: Grid) -> None:
     """Add to `counts` how often each magnitude pattern occurs."""
-    head, body = cuda.words_of(values.ctypes.data, len(values))
+    head, body = histogram.words_of(values.ctypes.data, len(values))
     words = values[head : head + 4 * body].view(np.uint64)
-    cuda.launch(values, words, (head, body), infinity, counts, grid)
+    histogram.launch(values, words, (head, body), infinity, counts, grid)
 
 
 def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, grid: Grid) -> QuantizationSums:
     """The sums of a matrix of 16-bit values under the scales of its blocks."""
-    patterns, out = bits(x), np.full(grid[0] * cuda_sums.SUMS, np.nan)
-    words = patterns.view(np.uint64) if cuda_blocks.whole_words(x.data_ptr(), x.shape[1]) else np.zeros(0, np.uint64)
-    whole = cuda_blocks.amax_of(sketch(x)) if rule.two_level else torch.zeros(())
+    patterns, out = bits(x), np.full(grid[0] * sums.SUMS, np.nan)
+    words = patterns.view(np.uint64) if blocks.whole_words(x.data_ptr(), x.shape[1]) else np.zeros(0, np.uint64)
+    whole = blocks.amax_of(sketch(x)) if rule.two_level else torch.zeros(())
     _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
-    known = cuda_blocks.arguments(x.shape, rule.block(role), x.dtype, fmt)
-    cuda_blocks.launch(patterns, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)
-    return cuda_sums.total(torch.from_numpy(out).view(grid[0], -1))
+    known = blocks.arguments(x.shape, rule.block(role), x.dtype, fmt)
+    blocks.launch(patterns, words, known, (scale.numpy(), scale_inv.numpy()), out, grid)
+    return sums.total(torch.from_numpy(out).view(grid[0], -1))
 
 
 def float32_moments(x: torch.Tensor, grid: Grid) -> Moments:
     """The moments of a float32 tensor."""
-    out = np.full(grid[0] * (cuda_float32.MOMENTS + 2), np.nan)
-    cuda_float32.launch_moments(_bits32(x), out, grid)
-    return cuda_float32.moments_of_parts(torch.from_numpy(out), x.numel())
+    out = np.full(grid[0] * (float32.MOMENTS + 2), np.nan)
+    float32.launch_moments(_bits32(x), out, grid)
+    return float32.moments_of_parts(torch.from_numpy(out), x.numel())
 
 
 def float32_sums(x: torch.Tensor, scale: float, fmt: FloatFormat, grid: Grid) -> QuantizationSums:
     """The sums of a float32 tensor under one scale."""
-    out = np.full(grid[0] * cuda_sums.SUMS, np.nan)
-    cuda_float32.launch_sums(_bits32(x), np.array([scale], np.float32), fmt, out, grid)
-    return cuda_sums.total(torch.from_numpy(out).view(grid[0], -1))
+    out = np.full(grid[0] * sums.SUMS, np.nan)
+    float32.launch_sums(_bits32(x), np.array([scale], np.float32), fmt, out, grid)
+    return sums.total(torch.from_numpy(out).view(grid[0], -1))
 
 
 def _bits32(x: torch.Tensor) -> npt.NDArray[np.uint32]:

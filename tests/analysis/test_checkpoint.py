@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.checkpoint.audit import audit
 from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.core.layer_names import compile_patterns
 from nemo_fp8_debug.errors import ConfigError, FP8DebugWarning, RecordError
-from nemo_fp8_debug.names import compile_patterns
 
 #: real Transformer Engine modules after three FP8 steps: see make_te_state.py
 TE_STATE = Path(__file__).with_name("te_state.pt")

@@ -17,12 +17,12 @@ import pytest
 from samples import FINGERPRINT, sample
 from typer.testing import CliRunner, Result
 
-from nemo_fp8_debug.analysis.compare import Comparison, compare
-from nemo_fp8_debug.analysis.loss import LossCurve
+from nemo_fp8_debug.analysis.comparison.compare import Comparison, compare
+from nemo_fp8_debug.analysis.runs.loss import LossCurve
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import RecordError
-from nemo_fp8_debug.numerics.catalogue import FIGURES
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.numerics.metric_names import FIGURES
+from nemo_fp8_debug.record.writer import RunRecord
 
 STEPS = range(0, 200, 20)
 CULPRIT = ("decoder.layers.1.mlp.linear_fc2", "input")

@@ -12,10 +12,10 @@ import pytest
 from samples import FINGERPRINT, sample
 from typer.testing import CliRunner, Result
 
-from nemo_fp8_debug.analysis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError, RecordError
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.record.writer import RunRecord
 
 N, EVERY, ONSET = 200, 8, 104
 STEPS = range(0, N, EVERY)

@@ -12,12 +12,12 @@ import pytest
 from samples import FINGERPRINT, sample
 from typer.testing import CliRunner, Result
 
-from nemo_fp8_debug.analysis.compare import compare
-from nemo_fp8_debug.analysis.grid import Paired, median
-from nemo_fp8_debug.analysis.onset import running_median
+from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.comparison.onset import running_median
+from nemo_fp8_debug.analysis.runs.grid import Paired, median
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError, RecordError
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.record.writer import RunRecord
 
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 SIZES = {"linear_qkv": 3 << 10, "linear_proj": 1 << 10, "linear_fc1": 4 << 10, "linear_fc2": 4 << 10}

@@ -13,9 +13,9 @@ import pytest
 from samples import sample
 from typer.testing import CliRunner, Result
 
-from nemo_fp8_debug.analysis.compare import compare
+from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.record.writer import RunRecord
 
 HOSTILE = "decoder.layers.0.</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7*7 }}"
 

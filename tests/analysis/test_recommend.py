@@ -17,14 +17,14 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import ConfigError, Monitor, RecordError
-from nemo_fp8_debug.analysis.compare import Run
-from nemo_fp8_debug.analysis.flops import coverage, flops_of
-from nemo_fp8_debug.analysis.options import Budget, candidates
-from nemo_fp8_debug.analysis.recommend import Recommendation, over_budget, recommend
-from nemo_fp8_debug.analysis.replay import add_to_record, replay
+from nemo_fp8_debug.analysis.comparison.compare import Run
+from nemo_fp8_debug.analysis.recommendation.flops import coverage, flops_of
+from nemo_fp8_debug.analysis.recommendation.options import Budget, candidates
+from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, over_budget, recommend
+from nemo_fp8_debug.analysis.replay.replay import add_to_record, replay
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.plan import Plan
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.plan.plan import Plan
+from nemo_fp8_debug.record.writer import RunRecord
 
 X = ("0", "input")
 FIGURES = ("relative_error", "underflow_pct", "overflow_pct")

@@ -17,15 +17,15 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor, RecordError
-from nemo_fp8_debug.analysis.replay import replay
+from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.numerics.blocks import BlockRule
-from nemo_fp8_debug.numerics.catalogue import FIGURES
-from nemo_fp8_debug.numerics.scaling import parse_recipe
+from nemo_fp8_debug.numerics.block_scaling import BlockRule
+from nemo_fp8_debug.numerics.metric_names import FIGURES
+from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
-from nemo_fp8_debug.record.place import Place
 from nemo_fp8_debug.record.reader import find_run, read_table
-from nemo_fp8_debug.record.store import add_rows
+from nemo_fp8_debug.record.storage import Place
+from nemo_fp8_debug.record.writer import add_rows
 
 
 def train(

@@ -16,16 +16,16 @@ from samples import FINGERPRINT, sample
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.analysis.loss import LossCurve
-from nemo_fp8_debug.analysis.rules.departure import departure, left_at_the_start
-from nemo_fp8_debug.analysis.rules.finding import CAUSES, CONFIDENCE, Finding
-from nemo_fp8_debug.analysis.rules.known import KNOWN
-from nemo_fp8_debug.analysis.rules.multiplier import multiplier
-from nemo_fp8_debug.analysis.rules.operand import Course, why
-from nemo_fp8_debug.analysis.rules.settings import settings
-from nemo_fp8_debug.analysis.rules.spikes import chance, compared, spikes
-from nemo_fp8_debug.analysis.run import Run
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.analysis.diagnosis.rules.divergence import departure, left_at_the_start
+from nemo_fp8_debug.analysis.diagnosis.rules.finding import CAUSES, CONFIDENCE, Finding
+from nemo_fp8_debug.analysis.diagnosis.rules.grad_scale import multiplier
+from nemo_fp8_debug.analysis.diagnosis.rules.known_issues import KNOWN
+from nemo_fp8_debug.analysis.diagnosis.rules.operand import Course, why
+from nemo_fp8_debug.analysis.diagnosis.rules.settings import settings
+from nemo_fp8_debug.analysis.diagnosis.rules.spikes import chance, compared, spikes
+from nemo_fp8_debug.analysis.runs.loss import LossCurve
+from nemo_fp8_debug.analysis.runs.run import Run
+from nemo_fp8_debug.record.writer import RunRecord
 
 LAYER, STEPS, ONSET = "decoder.layers.0.mlp.linear_fc1", range(0, 200, 10), 100
 AT = STEPS.index(ONSET)

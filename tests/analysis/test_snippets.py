@@ -12,11 +12,11 @@ import yaml
 from recommendations import BF16, CURRENT, MARGIN, Ways, recommendation, run
 from test_megatron import gpt
 
-from nemo_fp8_debug.analysis.recommend import Ends, Recommendation
-from nemo_fp8_debug.analysis.snippets import write
-from nemo_fp8_debug.analysis.snippets.megatron import per_module
-from nemo_fp8_debug.analysis.snippets.options import flags_of, run_wide
-from nemo_fp8_debug.analysis.snippets.te_debug import pattern_of
+from nemo_fp8_debug.analysis.recommendation.recommend import Ends, Recommendation
+from nemo_fp8_debug.analysis.recommendation.snippets import write
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import per_module
+from nemo_fp8_debug.analysis.recommendation.snippets.options import flags_of, run_wide
+from nemo_fp8_debug.analysis.recommendation.snippets.te_debug import pattern_of
 from nemo_fp8_debug.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("megatron")

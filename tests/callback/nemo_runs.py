@@ -25,8 +25,8 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from text import Text
 
 from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback, FP8PlanCallback
-from nemo_fp8_debug.plan import Change, Plan
-from nemo_fp8_debug.rescue import PLAN
+from nemo_fp8_debug.plan.environment import PLAN
+from nemo_fp8_debug.plan.plan import Change, Plan
 
 
 class Losses(pl.Callback):

@@ -14,9 +14,9 @@ from recommendations import CURRENT, recommendation, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_fp8_debug.analysis.checkpoint.audit import audit
-from nemo_fp8_debug.analysis.recommend import Ends
-from nemo_fp8_debug.analysis.replay import replay
-from nemo_fp8_debug.analysis.snippets.options import run_wide
+from nemo_fp8_debug.analysis.recommendation.recommend import Ends
+from nemo_fp8_debug.analysis.recommendation.snippets.options import run_wide
+from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 
 FIX = recommendation(run(), {("decoder.layers.4.mlp.linear_fc2", "input"): CURRENT}, Ends(1, 0, 8, None))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.capture.layers import find_gemms, select, without_ends
-from nemo_fp8_debug.names import compile_patterns
+from nemo_fp8_debug.capture.gemms import find_gemms, select, without_ends
+from nemo_fp8_debug.core.layer_names import compile_patterns
 
 NAMES = [
     "decoder.layers.3.mlp.linear_fc1",

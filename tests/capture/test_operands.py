@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_fp8_debug.capture.hosts import torch_linear
-from nemo_fp8_debug.capture.hosts.base import ScaleInUse
-from nemo_fp8_debug.capture.layers import Gemm
+from nemo_fp8_debug.capture.backends import torch_linear
+from nemo_fp8_debug.capture.backends.base import ScaleInUse
+from nemo_fp8_debug.capture.gemms import Gemm
 from nemo_fp8_debug.capture.operands import KEPT_APART, Operand
 from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.numerics.blocks import quantization_sums_in_blocks
-from nemo_fp8_debug.numerics.figures import QuantizationSums
+from nemo_fp8_debug.numerics.block_scaling import quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3
-from nemo_fp8_debug.numerics.scaling import CurrentScaling, parse_recipe
+from nemo_fp8_debug.numerics.metrics import QuantizationSums
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, parse_recipe
 
 #: casts of a step's calls: one sketch of them all, one sketch a call up to `KEPT_APART`, and what comes after
 IN_USE = {

@@ -15,21 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nemo_fp8_debug.capture import parcel
+from nemo_fp8_debug.capture import packed_transfer
+from nemo_fp8_debug.capture.backends import torch_linear
+from nemo_fp8_debug.capture.backends.base import ScaleInUse
 from nemo_fp8_debug.capture.collect import collect
-from nemo_fp8_debug.capture.hosts import torch_linear
-from nemo_fp8_debug.capture.hosts.base import ScaleInUse
-from nemo_fp8_debug.capture.layers import Gemm
+from nemo_fp8_debug.capture.gemms import Gemm
 from nemo_fp8_debug.capture.operands import Operand
-from nemo_fp8_debug.capture.parcel import GROUP, brought, packed, unpacked
+from nemo_fp8_debug.capture.packed_transfer import GROUP, brought, packed, unpacked
 from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.measure import measure
-from nemo_fp8_debug.numerics.ahead import Sketches
-from nemo_fp8_debug.numerics.blocks import MXFP8Scaling
+from nemo_fp8_debug.measurement.measure import measure
+from nemo_fp8_debug.numerics.block_scaling import MXFP8Scaling
+from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
-from nemo_fp8_debug.numerics.history import EmulatedScales
-from nemo_fp8_debug.numerics.scaling import CurrentScaling, parse_recipe
-from nemo_fp8_debug.numerics.sketch import BINS
+from nemo_fp8_debug.numerics.histogram import BINS
+from nemo_fp8_debug.numerics.precomputed import Sketches
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, parse_recipe
 
 DTYPES = [torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3,), (2, 5)]
@@ -175,7 +175,7 @@ def test_what_was_not_asked_for_is_computed() -> None:
 
 @pytest.mark.parametrize("portion", [1, 3000, 1 << 17])
 def test_portions_of_many_sketches_are_put_together(portion: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parcel, "AT_ONCE", portion)
+    monkeypatch.setattr(packed_transfer, "AT_ONCE", portion)
     kinds = [torch.bfloat16, torch.float16]
     sketches = [sketch((10.0**i * torch.randn(100 * (i % 4))).to(kinds[i % 2])) for i in range(2 * GROUP + 3)]
     want = Sketches(sketches).moments

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
 from nemo_fp8_debug.capture import operands
-from nemo_fp8_debug.numerics.blocks import BlockRule
-from nemo_fp8_debug.numerics.products import spread
-from nemo_fp8_debug.numerics.scaling import parse_recipe
+from nemo_fp8_debug.numerics.block_scaling import BlockRule
+from nemo_fp8_debug.numerics.gemm_error import spread
+from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
 from nemo_fp8_debug.record.reader import read_table
 
 #: more than any output here has
@@ -272,14 +272,14 @@ def test_no_activation_outlives_the_step() -> None:
 
 
 def test_a_fault_costs_products_and_no_operand(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_fp8_debug.capture import products
+    from nemo_fp8_debug.capture import output_samples
 
     def faulty(*arguments: Any) -> None:
         raise ZeroDivisionError("injected")
 
     linear, given = linear_operands()
     monitor, samples = watching(linear, on_error="warn")
-    monkeypatch.setattr(products, "product_sums", faulty)
+    monkeypatch.setattr(output_samples, "product_sums", faulty)
     with pytest.warns(FP8DebugWarning, match="while computing parts of outputs.*injected"):
         with monitor.step(0):
             linear(given["input"]).backward(given["grad_output"])

@@ -15,10 +15,10 @@ from helpers import Samples
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.standin import stand_in
-from nemo_fp8_debug.capture.units import GradMultiplier
+from nemo_fp8_debug.capture.grad_scale import GradMultiplier
+from nemo_fp8_debug.capture.patching import stand_in
+from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.record.reader import find_run, read_table
-from nemo_fp8_debug.sample import Sample
 
 UNITS = ("amax", "amin", "mse")
 

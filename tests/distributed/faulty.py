@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_fp8_debug import ConfigError, Monitor
 from nemo_fp8_debug.capture.hooks import Capture
 from nemo_fp8_debug.capture.operands import Operand
-from nemo_fp8_debug.distributed import patience, ranks
-from nemo_fp8_debug.record import recording
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.distributed import patience, rank_store
+from nemo_fp8_debug.monitor import recorder_queue
+from nemo_fp8_debug.record.writer import RunRecord
 
 STEPS, INTERVAL = 9, 2
 FAULTS = (
@@ -171,7 +171,7 @@ def start(run: Run, scenario: str) -> Act:
         run.start(nn.ReLU())
     elif scenario == "never_started" and run.rank == 1:
         if run.watched:  # too late: the others have gone on without it
-            time.sleep(ranks.START + 4)
+            time.sleep(rank_store.START + 4)
             run.start(triggers=["loss_spike"])
     elif scenario == "never_started":
         run.start(triggers=["loss_spike"])
@@ -241,8 +241,8 @@ def main(rank: int, world: int, folder: Path, scenarios: Sequence[str]) -> None:
     found = {}
     for scenario in scenarios:
         patience.LONGEST = 10.0 if scenario in ("is_blocked", "no_group") or scenario.startswith("numbers_of") else 60.0
-        ranks.START = 3.0 if scenario == "never_started" else 60.0
-        recording.STUCK = 1.0 if scenario == "hanging" else 60.0
+        rank_store.START = 3.0 if scenario == "never_started" else 60.0
+        recorder_queue.STUCK = 1.0 if scenario == "hanging" else 60.0
         found[scenario] = (end if scenario in ENDS else compare)(scenario, rank, folder)
         (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     if scenarios[-1] not in ENDS:

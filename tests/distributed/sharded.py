@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.layers import global_name
+from nemo_fp8_debug.capture.gemms import global_name
 
 STEPS, MICRO_BATCHES, SEQUENCE, WIDTH = 3, 4, 8, 16
 

@@ -23,7 +23,7 @@ def test_interfaces_are_those_that_torch_reads(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_an_interface_that_is_not_there_is_refused_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_fp8_debug.distributed.group import Group
+    from nemo_fp8_debug.distributed.gloo import Group
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RuntimeError, match="nowhere0"):

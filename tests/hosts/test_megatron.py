@@ -9,7 +9,7 @@ import torch
 from helpers import Samples
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.layers import find_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms
 
 SEQUENCE, VOCABULARY = 16, 64
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.capture import operands
-from nemo_fp8_debug.capture.layers import find_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms
 from nemo_fp8_debug.interventions.emulate import Emulation
-from nemo_fp8_debug.numerics.scaling import parse_recipe
+from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8DebugWarning, FP8Em
 from nemo_fp8_debug.adapters.megatron_bridge import FP8DebugBridgeCallback
 from nemo_fp8_debug.adapters.megatron_lm import FP8DebugForwardStep
 from nemo_fp8_debug.adapters.transformers import FP8DebugTrainerCallback
-from nemo_fp8_debug.config import Config
+from nemo_fp8_debug.monitor.config import Config
 from nemo_fp8_debug.record.reader import read_table
 
 Loop = Callable[[Monitor, int, Callable[[], torch.Tensor]], Any]
@@ -344,7 +344,7 @@ class TestLinesOfARun:
     def test_a_record_that_failed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from nemo_fp8_debug.record.store import RunRecord
+        from nemo_fp8_debug.record.writer import RunRecord
 
         original = RunRecord.record
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
+from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.record.reader import find_run, read_table
-from nemo_fp8_debug.sample import Sample
 
 STEPS = 4
 RECOMPUTE = {"recompute_method": "uniform", "recompute_granularity": "full", "recompute_num_layers": 1}

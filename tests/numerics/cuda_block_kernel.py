@@ -13,11 +13,12 @@ from cuda_simulator import block_sums as sums
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8_debug.kernels import cuda_blocks, sketch
-from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks
+from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.kernels.cuda import blocks
+from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
-from nemo_fp8_debug.numerics.scaling import parse_recipe
-from nemo_fp8_debug.numerics.sketch import DTYPES
+from nemo_fp8_debug.numerics.histogram import DTYPES
+from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
 
 BF16, FP16 = DTYPES
 GRIDS = (1, 32), (2, 32), (1, 64)
@@ -103,7 +104,7 @@ def tensors_of_zeros_and_of_nothing_finite() -> None:
 def empty_tensors() -> None:
     for shape in ((0, 16), (3, 0), (0,)):
         x, how = torch.zeros(shape, dtype=BF16), (NVFP4, "input", E2M1)
-        got, expected = (cuda_blocks.block_sums(x, *how, sketch(x)), quantization_sums_in_blocks(x, *how))
+        got, expected = (blocks.block_sums(x, *how, sketch(x)), quantization_sums_in_blocks(x, *how))
         assert all(torch.equal(getattr(got, f.name), getattr(expected, f.name)) for f in fields(got))
 
 
@@ -117,8 +118,8 @@ def amax_of_any_tensor() -> None:
     """NaN counts for nothing, infinity does."""
     for dtype in DTYPES:
         for value, expected in ((3.0, 3.0), (-3.0, 3.0), (torch.nan, 1.0), (-torch.inf, torch.inf)):
-            assert cuda_blocks.amax_of(sketch(torch.tensor([1.0, value, 0.5], dtype=dtype))) == expected, (dtype, value)
-        assert cuda_blocks.amax_of(sketch(torch.zeros(0, dtype=dtype))) == 0
+            assert blocks.amax_of(sketch(torch.tensor([1.0, value, 0.5], dtype=dtype))) == expected, (dtype, value)
+        assert blocks.amax_of(sketch(torch.zeros(0, dtype=dtype))) == 0
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from cuda_simulator import float32_sums as sums
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_fp8_debug.kernels import cuda_float32
-from nemo_fp8_debug.numerics.figures import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from nemo_fp8_debug.kernels.cuda import float32
 from nemo_fp8_debug.numerics.formats import BF16, E4M3, E5M2, FP16, FloatFormat
+from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
 
 FORMATS = E4M3, E5M2, BF16, FP16
 GRIDS = (1, 16), (3, 8), (1, 32), (2, 1)
@@ -104,8 +104,8 @@ def tensors_of_zeros_and_of_nothing_finite() -> None:
 
 def empty_tensors() -> None:
     x, scale = torch.zeros(3, 0), torch.tensor(2.0)
-    equal(cuda_float32.moments(x), moments_of_float32(x), "empty")
-    equal(cuda_float32.quantization_sums(x, scale, E4M3), quantization_sums_of_float32(x, scale, E4M3), "empty")
+    equal(float32.moments(x), moments_of_float32(x), "empty")
+    equal(float32.quantization_sums(x, scale, E4M3), quantization_sums_of_float32(x, scale, E4M3), "empty")
 
 
 def nothing_depends_on_the_run() -> None:

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from nemo_fp8_debug.kernels import cpu_figures, sketch
-from nemo_fp8_debug.numerics import figures
-from nemo_fp8_debug.numerics.ahead import Ask, Sketches
+from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.kernels.cpu import metrics
+from nemo_fp8_debug.numerics import metrics as figures
 from nemo_fp8_debug.numerics.formats import BF16, E4M3, E5M2
-from nemo_fp8_debug.numerics.scaling import CurrentScaling, scales_of
-from nemo_fp8_debug.numerics.sketch import Sketch, SketchBatch
+from nemo_fp8_debug.numerics.histogram import Sketch, SketchBatch
+from nemo_fp8_debug.numerics.precomputed import Ask, Sketches
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, scales_of
 
 ANY = hnp.arrays(np.uint16, st.integers(0, 300))
 #: some that lie close together, as those of real tensors do
@@ -51,7 +52,7 @@ def test_found_ahead_is_what_is_computed(
     batch = SketchBatch.of(copy.deepcopy(sketches))
     want = figures.moments(batch)
     scales = scales_of([scale] * len(sketches), [fmt] * len(sketches), want.amax.float())
-    cpu_figures.find([(of, [(scale, fmt)]) for of in sketches])
+    metrics.find([(of, [(scale, fmt)]) for of in sketches])
     for of, (patterns, dtype) in zip(sketches, tensors, strict=True):
         assert of.ahead
         assert np.array_equal(np.concatenate([of.occupied]), np.concatenate([of_bits(patterns, dtype).occupied]))
@@ -68,14 +69,14 @@ def test_all_magnitudes_at_once(dtype: torch.dtype) -> None:
     """As many bins as there can be, each a number of times that needs all bits of a float64."""
     counted = Sketch(dtype, torch.arange(1, 32769) ** 3)
     want = figures.moments(SketchBatch.of([Sketch(dtype, counted.counts.clone())]))
-    cpu_figures.find([(counted, [])])
+    metrics.find([(counted, [])])
     assert same(Sketches([counted]).moments, want)
 
 
 def test_what_is_not_a_cast_to_fp8_is_left_to_the_figures() -> None:
     counted = sketch(torch.randn(1000).bfloat16())
     asks: list[Ask] = [(torch.tensor(1.0), BF16), (torch.tensor(2.0), E4M3)]
-    cpu_figures.find([(counted, asks)])
+    metrics.find([(counted, asks)])
     assert counted.ahead
     assert counted.ahead[0].under([0], torch.tensor([1.0]), [BF16]) is None
     assert counted.ahead[0].under([0], torch.tensor([2.0]), [E4M3])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tensors import all_patterns
 
 from nemo_fp8_debug import kernels
-from nemo_fp8_debug.kernels import cpu_quantize
+from nemo_fp8_debug.kernels.cpu import quantize
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
-from nemo_fp8_debug.numerics.scaling import amax_of
+from nemo_fp8_debug.numerics.tensor_scaling import amax_of
 
 NUMPY = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -84,16 +84,16 @@ def test_any_layout(layout: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("n", [1, cpu_quantize.GRAIN - 1, cpu_quantize.GRAIN + 1, 5 * cpu_quantize.GRAIN + 3])
+@pytest.mark.parametrize("n", [1, quantize.GRAIN - 1, quantize.GRAIN + 1, 5 * quantize.GRAIN + 3])
 def test_shares_of_threads_cover_all_values(n: int, threads: int) -> None:
     x = torch.randn(n, generator=torch.Generator().manual_seed(n)).bfloat16()
     assert_same(
-        cpu_quantize.quantize_dequantize(x, 50.0, float(np.float32(1) / np.float32(50)), E4M3, threads),
+        quantize.quantize_dequantize(x, 50.0, float(np.float32(1) / np.float32(50)), E4M3, threads),
         oracle(x, 50.0, E4M3),
     )
-    assert torch.equal(cpu_quantize.amax(x, threads), amax_of(x))
+    assert torch.equal(quantize.amax(x, threads), amax_of(x))
     x[-1] = -1e30
-    assert torch.equal(cpu_quantize.amax(x, threads), amax_of(x))
+    assert torch.equal(quantize.amax(x, threads), amax_of(x))
 
 
 def test_formats_of_four_bits_are_cast_by_torch() -> None:

@@ -10,8 +10,8 @@ from processes import run_script
 from test_sketch import counted
 
 from nemo_fp8_debug import FP8DebugWarning, kernels
-from nemo_fp8_debug.kernels import anywhere
-from nemo_fp8_debug.numerics.sketch import BINS
+from nemo_fp8_debug.kernels import torch_fallback
+from nemo_fp8_debug.numerics.histogram import BINS
 
 
 def test_it_counts_as_numpy_and_the_cpu_kernel_do() -> None:
@@ -40,5 +40,5 @@ def test_where_numba_cannot_use_the_device_one_warning_says_so(
 
 def test_on_a_device_that_has_no_kernels_plain_torch_counts() -> None:
     x, counts = torch.randn(1000).bfloat16(), torch.zeros(BINS, dtype=torch.int64)
-    anywhere.count_patterns(x.view(torch.int16), counts)
+    torch_fallback.count_patterns(x.view(torch.int16), counts)
     assert counts.tolist() == counted(x).tolist()

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.numerics import figures
+from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
-from nemo_fp8_debug.numerics.scaling import CurrentScaling
-from nemo_fp8_debug.numerics.sketch import SketchBatch
+from nemo_fp8_debug.numerics.histogram import SketchBatch
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
@@ -26,10 +26,10 @@ def test_eager_formulas_give_our_figures(
     x = (torch.randn(100, 100) * (4 * torch.randn(100, 100)).exp()).bfloat16()
     x[0, 0], x[0, 1], x[0, 2] = torch.nan, torch.inf, 0
     batch = SketchBatch.of([sketch(x)])
-    moments = figures.moments(batch)
+    moments = metrics.moments(batch)
     scale = CurrentScaling().scale(batch.amax(), torch.tensor([fmt.max]))
-    ours = figures.figures(moments, figures.quantization_sums(batch, scale, [fmt]), scale, scale)
+    ours = metrics.figures(moments, metrics.quantization_sums(batch, scale, [fmt]), scale, scale)
     ours |= {"nan": moments.nan, "inf": moments.inf}
     theirs = eager_figures(x, fmt.dtype, precision)
-    assert set(NAMES) == {*figures.FIGURES, "nan", "inf"}
+    assert set(NAMES) == {*metrics.FIGURES, "nan", "inf"}
     assert theirs == pytest.approx({name: ours[name].item() for name in NAMES}, rel=digits)

@@ -17,10 +17,10 @@ from hypothesis.extra import numpy as hnp
 from tensors import KINDS, SIXTEEN_BIT, random_patterns
 
 from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.numerics import figures
-from nemo_fp8_debug.numerics.figures import FIGURES, Moments, QuantizationSums
+from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
-from nemo_fp8_debug.numerics.sketch import SketchBatch
+from nemo_fp8_debug.numerics.histogram import SketchBatch
+from nemo_fp8_debug.numerics.metrics import FIGURES, Moments, QuantizationSums
 
 TARGET = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 FLT_MAX = np.finfo(np.float32).max
@@ -81,7 +81,7 @@ def measured(
     moments: Moments, sums: QuantizationSums, scale: npt.ArrayLike, current: npt.ArrayLike
 ) -> list[dict[str, float]]:
     """Figures and counts, a dictionary a row."""
-    columns = figures.figures(moments, sums, torch.tensor(scale), torch.tensor(current))
+    columns = metrics.figures(moments, sums, torch.tensor(scale), torch.tensor(current))
     columns |= {name: getattr(moments, name) for name in COUNTS}
     return [{name: column[i].item() for name, column in columns.items()} for i in range(len(moments.n))]
 
@@ -90,13 +90,13 @@ def from_sketches(jobs: list[tuple[torch.Tensor, np.float32, FloatFormat]]) -> l
     batch = SketchBatch.of([sketch(x) for x, _, _ in jobs])
     scale = np.array([scale for _, scale, _ in jobs], np.float32)
     current = np.array([current_scale(values_of(x), fmt) for x, _, fmt in jobs], np.float32)
-    sums = figures.quantization_sums(batch, torch.from_numpy(scale), [fmt for _, _, fmt in jobs])
-    return measured(figures.moments(batch), sums, scale, current)
+    sums = metrics.quantization_sums(batch, torch.from_numpy(scale), [fmt for _, _, fmt in jobs])
+    return measured(metrics.moments(batch), sums, scale, current)
 
 
 def from_float32(x: torch.Tensor, scale: np.float32, fmt: FloatFormat) -> dict[str, float]:
-    moments = figures.moments_of_float32(x)
-    sums = figures.quantization_sums_of_float32(x, torch.tensor(scale), fmt)
+    moments = metrics.moments_of_float32(x)
+    sums = metrics.quantization_sums_of_float32(x, torch.tensor(scale), fmt)
     return measured(moments, sums, [scale], [current_scale(values_of(x), fmt)])[0]
 
 
@@ -145,7 +145,7 @@ def test_of_sketches_of_any_bits(
 @pytest.fixture(params=[7, None], ids=["small-chunks", "one-chunk"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr(figures, "_CHUNK", request.param)
+        monkeypatch.setattr(metrics, "_CHUNK", request.param)
 
 
 @FORMATS
@@ -217,10 +217,10 @@ def test_fold_adds_up_the_parts_of_each_owner() -> None:
     scale = torch.tensor([3.0, 3.0, 0.5, 3.0])
     tensors = [random_patterns(500, torch.float16, seed) for seed in range(4)]
     formats = [E4M3, E4M3, E5M2, E4M3]
-    parts = figures.quantization_sums(SketchBatch.of([sketch(x) for x in tensors]), scale, formats)
+    parts = metrics.quantization_sums(SketchBatch.of([sketch(x) for x in tensors]), scale, formats)
     folded = parts.fold(torch.tensor([0, 0, 2, 0]), 3)
     whole = [torch.cat([tensors[0], tensors[1], tensors[3]]), torch.zeros(0, dtype=torch.float16), tensors[2]]
-    want = figures.quantization_sums(
+    want = metrics.quantization_sums(
         SketchBatch.of([sketch(x) for x in whole]), torch.tensor([3.0, 1.0, 0.5]), [E4M3, E4M3, E5M2]
     )
     assert torch.equal(folded.underflows, want.underflows)
@@ -231,8 +231,8 @@ def test_fold_adds_up_the_parts_of_each_owner() -> None:
 
 def test_merge_gives_the_moments_of_the_whole() -> None:
     x = KINDS["non-finite"](torch.float32)
-    parts = Moments.concat([figures.moments_of_float32(part) for part in (x[:1], x[1:9], x[9:9], x[9:])])
-    merged, want = figures.merge(parts), figures.moments_of_float32(x)
+    parts = Moments.concat([metrics.moments_of_float32(part) for part in (x[:1], x[1:9], x[9:9], x[9:])])
+    merged, want = metrics.merge(parts), metrics.moments_of_float32(x)
     for name in ("n", "nan", "inf", "amax", "amin"):
         assert torch.equal(getattr(merged, name), getattr(want, name))
     for name in ("sum_x2", "sum_x4"):
@@ -246,8 +246,8 @@ def test_one_sketch_on_its_device_gives_what_a_batch_gives(dtype: torch.dtype, f
     x = (torch.randn(5000) * 2.0 ** torch.randint(-12, 8, (5000,))).to(dtype)
     x[:3] = torch.tensor([torch.nan, torch.inf, 0.0])
     scale = torch.tensor(37.5)
-    alone = figures.quantization_sums_of_counts(sketch(x), scale, fmt)
-    batch = figures.quantization_sums(SketchBatch.of([sketch(x)]), scale[None], [fmt])
+    alone = metrics.quantization_sums_of_counts(sketch(x), scale, fmt)
+    batch = metrics.quantization_sums(SketchBatch.of([sketch(x)]), scale[None], [fmt])
     for name in ("underflows", "overflows"):
         assert torch.equal(getattr(alone, name), getattr(batch, name))
     for name in ("sum_error2", "sum_xq", "sum_q2"):

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tensors import KINDS, SIXTEEN_BIT, all_patterns
 
 from nemo_fp8_debug.errors import ConfigError
-from nemo_fp8_debug.numerics.blocks import BlockScaling, MXFP8Scaling, NVFP4Scaling
+from nemo_fp8_debug.numerics.block_scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
+from nemo_fp8_debug.numerics.delayed_state import DelayedState
 from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FloatFormat
-from nemo_fp8_debug.numerics.history import DelayedState
-from nemo_fp8_debug.numerics.scaling import (
+from nemo_fp8_debug.numerics.tensor_scaling import (
     ROLES,
     CurrentScaling,
     DelayedScaling,

@@ -17,9 +17,10 @@ from hypothesis.extra import numpy as hnp
 from processes import GUARD
 from tensors import KINDS, SIXTEEN_BIT, random_patterns
 
-from nemo_fp8_debug.kernels import anywhere, cpu, sketch
+from nemo_fp8_debug.kernels import sketch, torch_fallback
+from nemo_fp8_debug.kernels.cpu import histogram
 from nemo_fp8_debug.kernels.memory import bits_of
-from nemo_fp8_debug.numerics.sketch import BINS, Sketch, SketchBatch, magnitudes
+from nemo_fp8_debug.numerics.histogram import BINS, Sketch, SketchBatch, magnitudes
 
 PATTERNS = hnp.arrays(np.uint16, st.integers(0, 40), elements=st.integers(0, 0xFFFF))
 
@@ -55,12 +56,12 @@ def test_kinds(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("view", [np.s_[:], np.s_[1:], np.s_[2:], np.s_[3:-1]], ids=str)
 def test_sizes_and_alignments_around_the_kernels_threshold(extra: int, view: slice) -> None:
     start, stop = view.start or 0, view.stop or 0
-    x = random_patterns(cpu.SMALL + extra + start - stop, torch.bfloat16)[view]
-    assert len(x) == cpu.SMALL + extra
+    x = random_patterns(histogram.SMALL + extra + start - stop, torch.bfloat16)[view]
+    assert len(x) == histogram.SMALL + extra
     assert_counts(sketch(x), x)
 
 
-@pytest.mark.parametrize("size", [cpu.GRAIN - 1, cpu.GRAIN + 3, 2 * cpu.GRAIN + 7])
+@pytest.mark.parametrize("size", [histogram.GRAIN - 1, histogram.GRAIN + 3, 2 * histogram.GRAIN + 7])
 @pytest.mark.parametrize("kind", ["random", "constant"])
 def test_sizes_that_are_shared_among_threads(size: int, kind: str, two_threads: None) -> None:
     x = random_patterns(size + 1, torch.float16)[1:] if kind == "random" else torch.full((size,), 0.1, dtype=torch.float16)
@@ -68,7 +69,7 @@ def test_sizes_that_are_shared_among_threads(size: int, kind: str, two_threads: 
 
 
 def test_a_transposed_tensor_above_the_threshold() -> None:
-    x = random_patterns(300 * (cpu.SMALL // 300 + 1), torch.bfloat16).view(300, -1).t()
+    x = random_patterns(300 * (histogram.SMALL // 300 + 1), torch.bfloat16).view(300, -1).t()
     assert_counts(sketch(x), x)
 
 
@@ -87,7 +88,7 @@ def test_private_counters_are_emptied_before_they_run_over() -> None:
     n = (1 << 32) + (1 << 21)
     x = torch.full((), 1.5, dtype=torch.bfloat16).expand(4, n // 4)
     counts = np.zeros(BINS, np.int64)
-    cpu.count_patterns(bits_of(x), counts, threads=1)
+    histogram.count_patterns(bits_of(x), counts, threads=1)
     assert counts[0x3FC0] == counts.sum() == n
 
 
@@ -117,10 +118,10 @@ def test_wider_values_are_rounded_to_bfloat16_and_marked(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_torch_counts_the_same(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anywhere, "CHUNK", 100)
+    monkeypatch.setattr(torch_fallback, "CHUNK", 100)
     x = KINDS[kind](dtype)
     counts = torch.zeros(BINS, dtype=torch.int64)
-    anywhere.count_patterns(x.detach().contiguous().reshape(-1).view(torch.int16), counts)
+    torch_fallback.count_patterns(x.detach().contiguous().reshape(-1).view(torch.int16), counts)
     assert torch.equal(counts, sketch(x).counts)
 
 
@@ -132,12 +133,12 @@ def test_a_bin_stands_for_the_magnitude_of_its_pattern(dtype: torch.dtype) -> No
 
 
 def test_threads_may_count_at_the_same_time() -> None:
-    arrays = [random_patterns(2 * cpu.GRAIN, torch.bfloat16, seed) for seed in range(3)]
+    arrays = [random_patterns(2 * histogram.GRAIN, torch.bfloat16, seed) for seed in range(3)]
 
     def count(job: int) -> bool:
         x = arrays[job % 3]
         counts = np.zeros(BINS, np.int64)
-        cpu.count_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2 + job % 2)
+        histogram.count_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2 + job % 2)
         return np.array_equal(counts, counted(x))
 
     with ThreadPoolExecutor(4) as callers:
@@ -145,12 +146,12 @@ def test_threads_may_count_at_the_same_time() -> None:
 
 
 def test_a_process_forked_after_the_threads_were_used_still_counts(two_threads: None) -> None:
-    x = random_patterns(2 * cpu.GRAIN, torch.bfloat16)
+    x = random_patterns(2 * histogram.GRAIN, torch.bfloat16)
     want = sketch(x).counts.numpy()
 
     def count_in_child() -> None:
         counts = np.zeros(BINS, np.int64)
-        cpu.count_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2)
+        histogram.count_patterns(x.view(torch.int16).numpy().view(np.uint16), counts, threads=2)
         np.testing.assert_array_equal(counts, want)
 
     child = multiprocessing.get_context("fork").Process(target=count_in_child)

@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.record import recording
+from nemo_fp8_debug.monitor import recorder_queue
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -121,7 +121,7 @@ def hang_in_turn() -> None:
 
 def hang_for_ever(begins: int) -> None:
     """A run that says whether it was undisturbed, and what it warned of; nothing is left to do after it but to exit."""
-    recording.STUCK = GUARD  # until something hangs
+    recorder_queue.STUCK = GUARD  # until something hangs
     Hanging.is_there.set()
 
     def fill() -> None:
@@ -130,7 +130,7 @@ def hang_for_ever(begins: int) -> None:
     def hang() -> None:
         Hanging.is_full = False
         Hanging.is_there.clear()
-        recording.STUCK = 2.0
+        recorder_queue.STUCK = 2.0
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -211,7 +211,7 @@ OUTAGES: dict[str, Callable[[Path], tuple[Path, Callable[[], None], Callable[[],
 
 
 def main() -> None:
-    recording.PATIENCE = GUARD
+    recorder_queue.PATIENCE = GUARD
     base = Path(sys.argv[1])
     for name in sys.argv[2:]:
         folder = base / name

@@ -24,14 +24,14 @@ from processes import GUARD
 from torch import nn
 
 from nemo_fp8_debug import ConfigError, Monitor
-from nemo_fp8_debug.analysis.replay import replay
+from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
-from nemo_fp8_debug.numerics.scaling import CurrentScaling
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 from nemo_fp8_debug.record import dump
 from nemo_fp8_debug.record.dump import Dumped, TensorDump, dumped_files, read_dump
-from nemo_fp8_debug.record.place import Place
 from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.storage import Place
 
 NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 

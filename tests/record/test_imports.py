@@ -18,11 +18,11 @@ from processes import run_script
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from nemo_fp8_debug.analysis.compare import compare
+from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
-from nemo_fp8_debug.numerics.figures import figures, moments_of_float32, quantization_sums_of_float32
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
+from nemo_fp8_debug.numerics.metrics import figures, moments_of_float32, quantization_sums_of_float32
 from nemo_fp8_debug.record.imports import import_logs
 from nemo_fp8_debug.record.reader import read_fingerprint, read_table
 

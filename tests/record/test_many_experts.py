@@ -15,14 +15,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from typer.testing import CliRunner
 
-from nemo_fp8_debug.analysis.compare import compare
+from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.names import compile_patterns, few_experts, fold_of, is_fold
-from nemo_fp8_debug.record.store import RunRecord
-from nemo_fp8_debug.record.table import TableRecorder
+from nemo_fp8_debug.core.layer_names import compile_patterns, few_experts, fold_of, is_fold
+from nemo_fp8_debug.core.sample import Sample
+from nemo_fp8_debug.monitor.triggers import parse_rule
+from nemo_fp8_debug.record.console_table import TableRecorder
 from nemo_fp8_debug.record.tensorboard import EXPERTS_SHOWN, STREAMED, EventFile, ScalarRecorder, TensorBoardRecorder
-from nemo_fp8_debug.sample import Sample
-from nemo_fp8_debug.triggers import parse_rule
+from nemo_fp8_debug.record.writer import RunRecord
 
 LAYERS, EXPERTS, ROLES = 4, 128, ("input", "weight", "grad_output")
 GEMMS = ("linear_fc1", "linear_fc2")

@@ -19,12 +19,12 @@ from torch import nn
 from unclosed import ENDS
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.record import recording
+from nemo_fp8_debug.core.sample import Sample
+from nemo_fp8_debug.monitor import recorder_queue
+from nemo_fp8_debug.monitor.recorder_queue import Recording
 from nemo_fp8_debug.record.dump import dumped_files
-from nemo_fp8_debug.record.place import Place
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.recording import Recording
-from nemo_fp8_debug.sample import Sample
+from nemo_fp8_debug.record.storage import Place
 
 
 class Threads(Samples):
@@ -82,13 +82,13 @@ class Slow(Samples):
     def record(self, sample: Sample) -> None:
         if len(self.samples) < self.slow:
             wait_until(training_waits)
-            time.sleep(1.5 * recording.PATIENCE)
+            time.sleep(1.5 * recorder_queue.PATIENCE)
         super().record(sample)
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "PATIENCE", 2.0)
+    monkeypatch.setattr(recorder_queue, "PATIENCE", 2.0)
 
 
 def train_slowly(recorder: Slow) -> list[int]:
@@ -124,7 +124,7 @@ def test_the_first_sample_may_take_its_time(
 
 
 def test_a_step_may_dump_more_tensors_than_may_wait_behind_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "WAITING", 4)
+    monkeypatch.setattr(recorder_queue, "WAITING", 4)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))).bfloat16()
     monitor = Monitor(model, tmp_path, interval=1, dump=["*"], dump_min_free_bytes=0, table_rows=0, on_error="warn")
     for step in range(3):

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from processes import finished
 from samples import COLUMNS, FINGERPRINT, measured_sample, sample
 
+from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.errors import ConfigError, FP8DebugWarning, RecordError
-from nemo_fp8_debug.record import parquet, store
+from nemo_fp8_debug.record import parquet, writer
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 from nemo_fp8_debug.record.schema import SCHEMAS, VERSION, Part, part_name
-from nemo_fp8_debug.record.store import RunRecord
-from nemo_fp8_debug.sample import Sample
+from nemo_fp8_debug.record.writer import RunRecord
 
 
 def measured(step: int) -> Sample:
@@ -301,10 +301,10 @@ class TestDamaged:
     def test_rows_that_two_merged_parts_hold_are_read_once(self, tmp_path: Path) -> None:
         """As two processes leave them that tidy up at the same time."""
         record = start(tmp_path)
-        for step in range(2 * store.MERGED):
+        for step in range(2 * writer.MERGED):
             record.record(sample(step, [{"layer": "l"}]))
         rows = read_table(tmp_path, "figures")
-        store.add_rows(record.place, "figures", rows[store.MERGED // 2 : 3 * store.MERGED // 2])
+        writer.add_rows(record.place, "figures", rows[writer.MERGED // 2 : 3 * writer.MERGED // 2])
         assert len(list((tmp_path / "figures").iterdir())) == 3
         assert read_table(tmp_path, "figures").equals(rows)
 
@@ -369,14 +369,14 @@ class TestMerged:
     def long(self, tmp_path: Path) -> Path:
         """A record of 2.5 times as many samples as are merged into one part."""
         record = start(tmp_path)
-        for step in range(5 * store.MERGED // 2):
+        for step in range(5 * writer.MERGED // 2):
             record.record(sample(step, [{"layer": f"l{i}", "mse": step + i / 4} for i in range(3)]))
             record.record_steps({step: {"loss": float(step)}})
         return tmp_path
 
     def test_there_are_few_parts_and_all_rows(self, long: Path) -> None:
-        assert len(list((long / "figures").iterdir())) == len(list((long / "steps").iterdir())) == 2 + store.MERGED // 2
-        n = 5 * store.MERGED // 2
+        assert len(list((long / "figures").iterdir())) == len(list((long / "steps").iterdir())) == 2 + writer.MERGED // 2
+        n = 5 * writer.MERGED // 2
         figures = read_table(long, "figures")
         assert figures["step"].to_list() == [step for step in range(n) for _ in range(3)]
         assert figures["mse"].to_list() == [step + i / 4 for step in range(n) for i in range(3)]
@@ -386,7 +386,7 @@ class TestMerged:
         whole = read_table(long, "figures")
         for where in (
             {"step": 3},
-            {"step": 2 * store.MERGED + 1},
+            {"step": 2 * writer.MERGED + 1},
             {"layer": "l1"},
             {"layer": "l2", "step": 70},
             {"step": 10**6},
@@ -397,10 +397,10 @@ class TestMerged:
 
     def test_a_merge_cut_short_doubles_no_row(self, tmp_path: Path) -> None:
         record = start(tmp_path)
-        for step in range(store.MERGED - 1):
+        for step in range(writer.MERGED - 1):
             record.record(sample(step, [{"layer": "l"}]))
         small = {p: p.read_bytes() for p in (tmp_path / "figures").iterdir()}
-        record.record(sample(store.MERGED - 1, [{"layer": "l"}]))
+        record.record(sample(writer.MERGED - 1, [{"layer": "l"}]))
         whole = read_table(tmp_path, "figures")
         for part in list(small)[10:]:  # the process was killed while it removed them
             part.write_bytes(small[part])
@@ -411,15 +411,15 @@ class TestMerged:
 
     def test_a_damaged_part_stays_where_it_is_and_is_named(self, tmp_path: Path) -> None:
         record = start(tmp_path)
-        for step in range(store.MERGED):
-            if step == store.MERGED - 1:
+        for step in range(writer.MERGED):
+            if step == writer.MERGED - 1:
                 part = next((tmp_path / "figures").glob("*-00000007-*"))
                 part.write_bytes(part.read_bytes()[:-1])
             record.record(sample(step, [{"layer": "l"}]))
         assert len(list((tmp_path / "figures").iterdir())) == 2
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{part} is left out")):
             steps = read_table(tmp_path, "figures")["step"].to_list()
-        assert steps == [step for step in range(store.MERGED) if step != 7]
+        assert steps == [step for step in range(writer.MERGED) if step != 7]
 
     def test_a_resumed_run_merges_what_earlier_attempts_left(self, tmp_path: Path) -> None:
         for attempt in range(3):
@@ -464,7 +464,7 @@ class TestUnwritable:
         assert {30, 40, 50} <= set(read_table(run, "steps")["step"])
 
     def test_what_does_not_fit_into_the_backlog_is_counted(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(store, "BACKLOG", 40_000)
+        monkeypatch.setattr(writer, "BACKLOG", 40_000)
         record = start(run)
         away = run.rename(run.with_name("away"))
         run.write_text("no folder")
@@ -502,12 +502,12 @@ def test_any_fsspec_address(tmp_path: Path, address: str) -> None:
     for attempt in range(2):
         record = RunRecord(address)
         record.open(FINGERPRINT)
-        for step in range(store.MERGED + 1):
+        for step in range(writer.MERGED + 1):
             record.record(sample(step, [{"layer": f"attempt {attempt}"}]))
         record.close()
     run = find_run(address.removesuffix("/run"))
     assert read_fingerprint(run)["attempt"] == 1
-    assert read_table(run, "figures")["layer"].to_list() == ["attempt 1"] * (store.MERGED + 1)
+    assert read_table(run, "figures")["layer"].to_list() == ["attempt 1"] * (writer.MERGED + 1)
     assert len(run.names("figures")) == 4
 
 

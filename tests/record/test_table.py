@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from samples import sample
 
-from nemo_fp8_debug.record.table import TableRecorder
-from nemo_fp8_debug.sample import Sample
+from nemo_fp8_debug.core.sample import Sample
+from nemo_fp8_debug.record.console_table import TableRecorder
 
 
 def printed(of: Sample, rows: int = 12) -> list[str]:

@@ -24,9 +24,11 @@ from processes import GUARD, finished, run_script, wait_until
 from samples import FINGERPRINT, sample
 
 from nemo_fp8_debug.errors import FP8DebugWarning
-from nemo_fp8_debug.record import dump, recording, store
+from nemo_fp8_debug.monitor import recorder_queue
+from nemo_fp8_debug.record import dump
+from nemo_fp8_debug.record import writer as store
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.record.writer import RunRecord
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "torture_record.py"
 ALL = list(range(STEPS))
@@ -95,8 +97,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         concurrent.futures.wait(futures, seconds)
         ended.append(futures[0].done())
 
-    monkeypatch.setattr(recording, "wait", wait)
-    monkeypatch.setattr(recording, "STUCK", GUARD)  # until something hangs
+    monkeypatch.setattr(recorder_queue, "wait", wait)
+    monkeypatch.setattr(recorder_queue, "STUCK", GUARD)  # until something hangs
     yield ended
 
 
@@ -112,10 +114,10 @@ class TestHangs:
     def test_the_run_goes_on_and_so_does_recording_when_it_ends(self, hanging: str, waits: list[bool]) -> None:
         def leave() -> None:
             Hanging.is_there.clear()
-            recording.STUCK = 2.0
+            recorder_queue.STUCK = 2.0
 
         def come_back() -> None:
-            recording.STUCK = GUARD
+            recorder_queue.STUCK = GUARD
             Hanging.is_there.set()
             wait_until(lambda: LEAVES in read_table(hanging, "figures")["step"])
 
@@ -138,10 +140,10 @@ class TestHangs:
 
         def ask() -> None:
             os.mkfifo(pipe)
-            recording.STUCK = 2.0
+            recorder_queue.STUCK = 2.0
 
         def answer() -> None:
-            recording.STUCK = GUARD
+            recorder_queue.STUCK = GUARD
             with open(pipe, "w") as file:
                 pipe.unlink()  # while it is being read, so that it is not opened again
                 file.write("interval: 1")
@@ -185,10 +187,10 @@ class TestHangs:
 
         def leave() -> None:
             Hanging.is_there.clear()
-            recording.STUCK, dump.PATIENCE = 2.0, 1.0
+            recorder_queue.STUCK, dump.PATIENCE = 2.0, 1.0
 
         def come_back() -> None:
-            recording.STUCK, dump.PATIENCE = GUARD, GUARD
+            recorder_queue.STUCK, dump.PATIENCE = GUARD, GUARD
             Hanging.is_there.set()
 
         with pytest.warns(FP8DebugWarning, match="recording hangs"):

@@ -12,9 +12,9 @@ import yaml
 from processes import finished, found_in
 from recommendations import BF16, CURRENT, recommendation, run
 
-from nemo_fp8_debug.analysis.recommend import Ends
-from nemo_fp8_debug.analysis.snippets.megatron import per_module
-from nemo_fp8_debug.analysis.snippets.options import flags_of, run_wide
+from nemo_fp8_debug.analysis.recommendation.recommend import Ends
+from nemo_fp8_debug.analysis.recommendation.snippets.megatron import per_module
+from nemo_fp8_debug.analysis.recommendation.snippets.options import flags_of, run_wide
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -10,9 +10,9 @@ from tab import start
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.layers import find_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms
 from nemo_fp8_debug.interventions.emulate import Emulation
-from nemo_fp8_debug.numerics.scaling import parse_recipe
+from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
 
 STEPS, EVERY, SPIKE, SKIPPED = 40, 2, 31, 35
 WIDTH = 16

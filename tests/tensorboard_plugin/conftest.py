@@ -13,9 +13,9 @@ from playwright.sync_api import Browser, Page
 from processes import GUARD
 from verdict_records import record_all
 
-from nemo_fp8_debug.tensorboard_plugin import logdir as logdir_module
-from nemo_fp8_debug.tensorboard_plugin import runs
 from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.records import logdir as logdir_module
+from nemo_fp8_debug.tensorboard_plugin.records import runs
 
 Open = Callable[..., Page]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from nemo_fp8_debug.numerics.amax import scale_of_amax
-from nemo_fp8_debug.numerics.figures import Moments, QuantizationSums, figures, merge, moments, quantization_sums
 from nemo_fp8_debug.numerics.formats import FloatFormat
-from nemo_fp8_debug.numerics.sketch import Sketch, SketchBatch
+from nemo_fp8_debug.numerics.histogram import Sketch, SketchBatch
+from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, figures, merge, moments, quantization_sums
+from nemo_fp8_debug.numerics.scale_from_amax import scale_of_amax
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 #: figures that the page shows

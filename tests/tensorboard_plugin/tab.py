@@ -14,7 +14,7 @@ from samples import FINGERPRINT, measured_sample, sample
 from tensorboard.backend.application import TensorBoardWSGIApp
 from werkzeug.test import Client, TestResponse
 
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.record.writer import RunRecord
 from nemo_fp8_debug.tensorboard_plugin import FP8Plugin
 
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"

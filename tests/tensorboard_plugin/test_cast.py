@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sketch_rows import DTYPES, SHOWN, Question, Row, all_by_numerics, row
 
 from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, FloatFormat
-from nemo_fp8_debug.numerics.sketch import BINS
+from nemo_fp8_debug.numerics.histogram import BINS
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 from shown import cells, said, table, taken_away
 from verdict_records import HOSTILE
 
-from nemo_fp8_debug.analysis.settings import differences
+from nemo_fp8_debug.analysis.runs.settings import differences
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint
 
 Open = Callable[..., Page]

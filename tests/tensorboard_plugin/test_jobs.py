@@ -18,9 +18,9 @@ from processes import wait_until
 from samples import sample
 from tab import FC1, FC2, Tab, start, write_sketched_run
 
-from nemo_fp8_debug.analysis.diagnose import diagnose
-from nemo_fp8_debug.analysis.replay import replay
-from nemo_fp8_debug.tensorboard_plugin import child, jobs
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.replay.replay import replay
+from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, worker_process
 
 
 def write_run(folder: Path, harmed: bool) -> Path:
@@ -89,7 +89,7 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
     """In this process: what the child would say."""
 
     def answered(**request: Any) -> str:
-        answer = child.answered(dict(request))
+        answer = worker_process.answered(dict(request))
         assert answer["state"] == "failed"
         return str(answer["error"])
 
@@ -98,14 +98,14 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
     assert "no exact sketches" in answered(kind="weigh", run=run, step=0, recipe="current")
     assert "know nothing of blocks" in answered(kind="weigh", run=run, step=0, recipe="mxfp8")
     assert "samples" in answered(kind="verdict", bad=run, good=None, twin=None, by="samples")
-    monkeypatch.setattr(child, "_MOST_REPLAYED", 79)
+    monkeypatch.setattr(worker_process, "_MOST_REPLAYED", 79)
     assert "has 80 rows" in answered(kind="weigh", run=run, step=0, recipe="current")
 
 
 def test_of_large_records_some_samples_are_left_out_and_that_is_said(logdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "MOST_ROWS", 40)
+    monkeypatch.setattr(worker_process, "MOST_ROWS", 40)
     bad, good = str(logdir / "bad"), str(logdir / "good")
-    answer = child.answered({"kind": "verdict", "bad": bad, "good": good, "twin": None, "by": "step"})
+    answer = worker_process.answered({"kind": "verdict", "bad": bad, "good": good, "twin": None, "by": "step"})
     result = answer["result"]
     assert "one of each 2 samples" in result["diagnosis"]["notes"][-1]
     assert result["recommendation"] is None and result["snippets"] == []
@@ -164,7 +164,7 @@ def test_one_child_at_a_time(asked: Any, logdir: Path) -> None:
 
 def test_a_child_ends_with_tensorboard(logdir: Path) -> None:
     code = (
-        "import sys, time; from nemo_fp8_debug.tensorboard_plugin.jobs import Jobs\n"
+        "import sys, time; from nemo_fp8_debug.tensorboard_plugin.jobs.jobs import Jobs\n"
         "jobs = Jobs(); jobs.ask({'kind': 'verdict', 'bad': sys.argv[1], 'good': None, 'twin': None, 'by': 'step'}, '')\n"
         "while jobs._child is None: time.sleep(0.01)\n"
         "print(jobs._child.pid, flush=True); time.sleep(60)"

@@ -15,8 +15,8 @@ from processes import GUARD, wait_until
 from samples import sample
 from tab import Tab, start
 
-from nemo_fp8_debug.record.place import Place
-from nemo_fp8_debug.tensorboard_plugin import logdir as logdir_module
+from nemo_fp8_debug.record.storage import Place
+from nemo_fp8_debug.tensorboard_plugin.records import logdir as logdir_module
 
 
 def write_run(folder: Any, loss: float = 2.0) -> Any:

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, FrameLocator, Page, expect
 from samples import FINGERPRINT, sample
 
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.store import RunRecord
+from nemo_fp8_debug.record.writer import RunRecord
 from nemo_fp8_debug.tensorboard_plugin.links import link
 
 HOSTILE = "decoder.layers.0.<img src=x onerror='top.hacked=1'>"

@@ -21,13 +21,13 @@ from processes import wait_until
 from samples import sample
 from tab import FC1, FC2, Tab, start, write_odd_run, write_sketched_run
 
-from nemo_fp8_debug.analysis.groups import placed
-from nemo_fp8_debug.numerics.catalogue import FIGURES
+from nemo_fp8_debug.analysis.comparison.groups import placed
 from nemo_fp8_debug.numerics.formats import FORMATS
+from nemo_fp8_debug.numerics.metric_names import FIGURES
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.schema import SCHEMAS
-from nemo_fp8_debug.tensorboard_plugin.catalogue import NUMBERS
-from nemo_fp8_debug.tensorboard_plugin.losses import thinned
+from nemo_fp8_debug.tensorboard_plugin.records.losses import thinned
+from nemo_fp8_debug.tensorboard_plugin.records.metadata import NUMBERS
 
 
 @pytest.fixture(scope="module")

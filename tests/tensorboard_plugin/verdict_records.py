@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.layers import find_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms
 from nemo_fp8_debug.interventions.emulate import Emulation
-from nemo_fp8_debug.numerics.scaling import parse_recipe
+from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
 
 STEPS, EVERY, ONSET = 96, 4, 48
 WIDTH = 32

@@ -13,12 +13,12 @@ import torch
 
 from ...errors import ConfigError, RecordError, warn
 from ...kernels import count_into
-from ...numerics import figures
-from ...numerics.figures import Moments, QuantizationSums
+from ...numerics import metrics
 from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
-from ...numerics.scaling import CurrentScaling, Recipe, parse_recipe, refuse_blocks
-from ...numerics.sketch import DTYPES as SKETCHED
-from ...numerics.sketch import Sketch, SketchBatch
+from ...numerics.histogram import DTYPES as SKETCHED
+from ...numerics.histogram import Sketch, SketchBatch
+from ...numerics.metrics import Moments, QuantizationSums
+from ...numerics.tensor_scaling import CurrentScaling, Recipe, parse_recipe, refuse_blocks
 from .extra_state import StoredScale, weight_scale
 from .readers import open_checkpoint
 from .report import Audit
@@ -140,19 +140,19 @@ def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults:
 # Sums are added up as they come: many small results held among large temporaries keep the heap from being used again.
 def _moments(block: torch.Tensor, total: Moments | None) -> Moments:
     for piece in block.reshape(-1).split(_PIECE):
-        found = figures.moments_of_float32(piece)
-        total = found if total is None else figures.merge(Moments.concat([total, found]))
-    return total if total is not None else figures.moments_of_float32(block)
+        found = metrics.moments_of_float32(piece)
+        total = found if total is None else metrics.merge(Moments.concat([total, found]))
+    return total if total is not None else metrics.moments_of_float32(block)
 
 
 def _sums(weight: Weight, scale: torch.Tensor | None, casts: Sequence[_Cast]) -> tuple[QuantizationSums, ...]:
     """Sums of a weight under each of some casts, from one more reading."""
     empty = torch.zeros(0)
-    totals = [figures.quantization_sums_of_float32(empty, factor[0], formats[0]) for factor, formats in casts]
+    totals = [metrics.quantization_sums_of_float32(empty, factor[0], formats[0]) for factor, formats in casts]
     for block in _blocks(weight, scale):
         for piece in block.reshape(-1).split(_PIECE):
             for i, (factor, formats) in enumerate(casts):
-                found = figures.quantization_sums_of_float32(piece, factor[0], formats[0])
+                found = metrics.quantization_sums_of_float32(piece, factor[0], formats[0])
                 totals[i] = QuantizationSums.concat([totals[i], found]).fold(_BOTH, 1)
     return tuple(totals)
 
@@ -238,17 +238,17 @@ def _rows(seen: Sequence[_Seen], recipe: Recipe) -> list[dict[str, Any]]:
     if not seen:
         return []
     batch = SketchBatch.of([s.sketch for s in seen])
-    counted = figures.moments(batch)
+    counted = metrics.moments(batch)
     moments = Moments.concat(
         [counted.row(i) if s.moments is None else s.moments.with_median(counted.row(i).median) for i, s in enumerate(seen)]
     )
     amax = moments.amax.float()
     tables = []
     for which, (scale, formats) in enumerate(_casts(amax, [s.stored for s in seen], recipe)):
-        summed = figures.quantization_sums(batch, scale, formats)
+        summed = metrics.quantization_sums(batch, scale, formats)
         sums = QuantizationSums.concat([s.sums[which] if s.sums else summed.row(i) for i, s in enumerate(seen)])
         current = _CURRENT.scale(amax, torch.tensor([fmt.max for fmt in formats]))
-        found = figures.figures(moments, sums, scale, current)
+        found = metrics.figures(moments, sums, scale, current)
         tables.append({name: _absent_as_none(column) for name, column in found.items()} | {"scale": scale.double().tolist()})
     now, then, bf16 = tables
     return [

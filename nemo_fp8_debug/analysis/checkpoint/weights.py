@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 
-from ...names import without_wrappers
+from ...core.layer_names import without_wrappers
 from .stored import Contents, Entry, Stored
 
 #: where Megatron leaves out the number of a layer or of an expert, and stacks them along a leading axis instead

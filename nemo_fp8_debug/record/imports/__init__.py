@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from ...errors import RecordError
-from ..store import RunRecord
+from ..writer import RunRecord
 from . import msprobe, nvdlfw
-from .imported import Imported
+from .importer import Imported
 
 _FORMATS = (nvdlfw, msprobe)
 _EXPECTED = "; ".join(f"{tool.TOOL}: {tool.EXPECTED}" for tool in _FORMATS)

@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from .imported import Faults, Imported, Key, first_lines, global_name, numbered_lines
+from .importer import Faults, Imported, Key, first_lines, global_name, numbered_lines
 
 TOOL = "msprobe"
 EXPECTED = "CSV files with the columns vpp_stage, step and name or module_name"

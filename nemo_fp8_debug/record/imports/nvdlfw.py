@@ -23,7 +23,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from ...errors import warn
-from .imported import Faults, Imported, Key, first_lines, global_name, numbered_lines
+from .importer import Faults, Imported, Key, first_lines, global_name, numbered_lines
 
 TOOL = "nvdlfw_inspect"
 EXPECTED = "nvdlfw_inspect_statistics_logs/*.log or TensorBoard event files"

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from bench_homecoming import VALUES, Launches, asked_of, milliseconds, milliseconds_on_host, same, to_host
 
-from nemo_fp8_debug.capture.parcel import brought
+from nemo_fp8_debug.capture.packed_transfer import brought
 from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.numerics.sketch import Sketch
+from nemo_fp8_debug.numerics.histogram import Sketch
 
 from .measures import all_of
 from .parts import Part

@@ -12,22 +12,22 @@ import polars as pl
 import torch
 
 from nemo_fp8_debug.kernels import quantization_sums, sketch
-from nemo_fp8_debug.numerics import figures
-from nemo_fp8_debug.numerics.blocks import BlockRule
+from nemo_fp8_debug.numerics import metrics
+from nemo_fp8_debug.numerics.block_scaling import BlockRule
 from nemo_fp8_debug.numerics.formats import FORMATS, FloatFormat
-from nemo_fp8_debug.numerics.rows import rows
-from nemo_fp8_debug.numerics.scaling import parse_recipe
-from nemo_fp8_debug.numerics.sketch import Sketch, SketchBatch
+from nemo_fp8_debug.numerics.histogram import Sketch, SketchBatch
+from nemo_fp8_debug.numerics.metric_columns import rows
+from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
 from nemo_fp8_debug.record.dump import Dumped, dumped_files, read_dump
-from nemo_fp8_debug.record.place import Place
 from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.storage import Place
 
 
 @dataclass
 class Compared:
     """Figures of a record, and how many of them a CPU finds bit by bit as well."""
 
-    figures: int = 0
+    metrics: int = 0
     equal: int = 0
     #: the largest relative difference of the others
     apart: float = 0.0
@@ -82,13 +82,13 @@ def _found_by_cpu(
     role: str, fmt: FloatFormat, x: torch.Tensor, counted: Sketch, scaling: torch.Tensor | BlockRule
 ) -> dict[str, float | None]:
     batch = SketchBatch.of([counted])
-    moments = figures.moments(batch)
+    moments = metrics.moments(batch)
     if counted.rounded:
-        moments = figures.moments_of_float32(x).with_median(moments.median)
+        moments = metrics.moments_of_float32(x).with_median(moments.median)
     scale = torch.tensor([torch.nan]) if isinstance(scaling, BlockRule) else scaling[None]
     if counted.rounded or isinstance(scaling, BlockRule):
         sums = quantization_sums(x, scaling, role, fmt)
     else:
-        sums = figures.quantization_sums(batch, scale, [fmt])
+        sums = metrics.quantization_sums(batch, scale, [fmt])
     columns = rows(moments, sums, scale, [fmt])
     return {name: values[0] for name, values in columns.items() if name != "format"}

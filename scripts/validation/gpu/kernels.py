@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_fp8_debug.kernels import _kernel_on, anywhere, count_into, moments, quantization_sums, sketch
-from nemo_fp8_debug.numerics.blocks import BlockRule, quantization_sums_in_blocks
-from nemo_fp8_debug.numerics.figures import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from nemo_fp8_debug.kernels import _kernel_on, count_into, moments, quantization_sums, sketch, torch_fallback
+from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3, FloatFormat
-from nemo_fp8_debug.numerics.scaling import parse_recipe
-from nemo_fp8_debug.numerics.sketch import BINS, Sketch, infinity_bin
+from nemo_fp8_debug.numerics.histogram import BINS, Sketch, infinity_bin
+from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
 
 from .measures import Measure, all_of, measure
 from .parts import Part
@@ -182,7 +182,7 @@ def of_counts(engine: Engine, x: torch.Tensor, name: str) -> dict[str, Any]:
     counted = empty(x)
     engine.count(counted, x)
     equal = torch.equal(counted.counts.cpu(), sketch(x.cpu()).counts)
-    plain = lambda: anywhere.count_patterns(x.view(torch.int16), counted.counts)  # noqa: E731
+    plain = lambda: torch_fallback.count_patterns(x.view(torch.int16), counted.counts)  # noqa: E731
     return {"tensor": name, "values": x.numel(), **rates(engine, x, lambda: engine.count(counted, x), plain), "equal": equal}
 
 

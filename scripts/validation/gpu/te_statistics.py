@@ -23,7 +23,7 @@ from step_costs import WARMUP as FIRST
 from step_costs import sampled, step, unsampled
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.numerics.catalogue import FIGURES
+from nemo_fp8_debug.numerics.metric_names import FIGURES
 from nemo_fp8_debug.record.imports import import_logs
 from nemo_fp8_debug.record.reader import read_table
 

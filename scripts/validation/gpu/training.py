@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.analysis.compare import compare
+from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.record.reader import read_table
 
 from .dumped import Operands, compare_with_cpu

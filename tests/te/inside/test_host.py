@@ -14,8 +14,8 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
-from nemo_fp8_debug.record.place import Place
 from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.storage import Place
 
 SHOWN = {"input": "X", "weight": "W", "grad_output": "dY"}
 DELAYED = DelayedScaling(amax_history_len=4, margin=1)

@@ -15,9 +15,9 @@ from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
-from nemo_fp8_debug.capture.layers import find_gemms
+from nemo_fp8_debug.capture.gemms import find_gemms
 from nemo_fp8_debug.interventions.transformer_engine import EngineChanges
-from nemo_fp8_debug.plan import Change, Plan
+from nemo_fp8_debug.plan.plan import Change, Plan
 from nemo_fp8_debug.record.reader import read_table
 
 DELAYED = DelayedScaling(amax_history_len=4)

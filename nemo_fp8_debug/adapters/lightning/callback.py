@@ -1,0 +1,188 @@
+"""Lightning events -> Monitor; nothing else.
+
+A sample opens in `on_train_batch_start` and takes the step number under which Lightning will log this batch's loss
+(`_batches_that_stepped`, which unlike `global_step` does not move before the batch ends). It closes in
+`on_train_batch_end` of the batch that the next one does not accumulate onto, so that accumulated batches are one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from ...capture.grad_scale import scale_of, was_skipped
+from ...capture.patching import Watcher, stand_in
+from ...core.arguments import checks_arguments
+from ...core.sample import Recorder
+from ...errors import ConfigError, warn
+from ...monitor.config import Config
+from ...monitor.monitor import Monitor
+from ...numerics.tensor_scaling import ROLES
+from ...plan.environment import is_rescue
+from ...record.console_table import TableRecorder
+from ...record.tensorboard import ScalarRecorder, TensorBoardRecorder
+from ...record.writer import RunRecord
+from .interventions import FP8EmulationCallback, FP8PlanCallback
+from .trainer import accumulates, roots
+
+_SCALARS = ("lr", "grad_norm", "consumed_samples")
+
+
+@checks_arguments()
+class FP8DebugCallback(pl.Callback):
+    """Looks at every GEMM's operands every `interval` steps; see `Config` for the arguments.
+
+    Raises:
+        ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM layer matches, the output
+            folder cannot be written. Nothing after the first step stops the run.
+    """
+
+    def __init__(
+        self,
+        interval: int = 100,
+        first_step: int = 0,
+        last_step: int | None = None,
+        layers: Sequence[str] | None = None,
+        roles: Sequence[str] = ROLES,
+        recipe: str | Mapping[str, Any] = "auto",
+        weigh: Sequence[str | Mapping[str, Any]] = (),
+        dump: Sequence[str] = (),
+        dump_max_bytes: int = 10 << 30,
+        dump_min_free_bytes: int = 20 << 30,
+        triggers: Sequence[str] = (),
+        trigger_steps: int = 5,
+        trigger_dump: Sequence[str] = (),
+        output: str | None = None,
+        on_error: str = "warn",
+        max_tags: int = 5000,
+        table_rows: int = 12,
+        output_rows: int = 0,
+    ) -> None:
+        self._options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        Config(**self._options)
+        self._monitor: Monitor | None = None
+        #: ends what a step began; None between steps
+        self._leave: Callable[[], None] | None = None
+        self._scale: Any = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """In a run that `nemo-fp8-debug rescue` has started, see to it that the plan is applied."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if is_rescue() and not any(isinstance(c, (FP8EmulationCallback, FP8PlanCallback)) for c in callbacks):
+            callbacks.insert(callbacks.index(self) + 1, FP8PlanCallback())
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the GEMMs and open the record."""
+        self._monitor = None
+        self._stop_watching()
+        try:
+            options = {**self._options, "output": self._options["output"] or self._default_output(trainer)}
+            recorders = _recorders(trainer, Config(**options))
+            self._monitor = Monitor(roots(trainer, pl_module), recorders=recorders, **options)
+            if trainer.max_steps > 0:
+                self._monitor.expect_steps(_logged_step(trainer), trainer.max_steps - 1)
+        except ConfigError:  # on all ranks, or none: one that went on alone would wait for the others for ever
+            raise
+        except Exception as error:
+            if self._options["on_error"] == "raise":
+                raise
+            warn(f"this run is not monitored, a fault at its start: {type(error).__name__}: {error}")
+
+    def _default_output(self, trainer: pl.Trainer) -> str:
+        """`fp8_debug` beside the TensorBoard events; a second callback of the same trainer gets a folder of its own."""
+        own = [c for c in trainer.callbacks if isinstance(c, FP8DebugCallback)].index(self)  # type: ignore[attr-defined]
+        beside = (logger.log_dir for logger in trainer.loggers if isinstance(logger, TensorBoardLogger))
+        return str(Path(next(beside, trainer.default_root_dir)) / ("fp8_debug" + (f"_{own + 1}" if own else "")))
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Open a sample where one is due."""
+        if self._monitor and self._leave is None:
+            self._monitor.begin_step(_logged_step(trainer))
+            self._scale = scale_of(_scaler(trainer))
+            self._leave = self._watch(trainer) if self._monitor.sampling else _nothing
+
+    def _watch(self, trainer: pl.Trainer) -> Callable[[], None]:
+        """See the losses of the step's batches: no event hands them over before Lightning divides and scales them."""
+        assert self._monitor
+        return stand_in(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
+
+    def _stop_watching(self) -> None:
+        if self._leave is not None:
+            self._leave()
+            self._leave = None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Close the sample, unless the next batch accumulates onto this one."""
+        if self._monitor and not accumulates(trainer):
+            scalars = _scalars(trainer) if self._monitor.sampling else {}
+            if self._scale is not None:
+                scalars |= {"loss_scale": self._scale, "skipped": was_skipped(self._scale, _scaler(trainer))}
+            self._monitor.end_step(loss=_loss(trainer, pl_module, outputs), **scalars)
+            self._stop_watching()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record what is left."""
+        self._close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The run failed: record what is left."""
+        self._close()
+
+    def _close(self) -> None:
+        self._stop_watching()
+        if self._monitor:
+            self._monitor.close()
+
+
+def _logged_step(trainer: pl.Trainer) -> int:
+    """The step number that Lightning logs this batch's loss under."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
+def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
+    assert config.output is not None
+    yield RunRecord(config.output)
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            yield TensorBoardRecorder(logger.experiment, config.max_tags)
+        else:
+            yield ScalarRecorder(logger.log_metrics, config.max_tags)
+    if config.table_rows:
+        yield TableRecorder(config.table_rows)
+
+
+def _loss(trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> Any:
+    """The loss of a batch as the model computed it: Lightning hands it over divided by the accumulated batches."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    divided = pl_module.automatic_optimization and trainer.accumulate_grad_batches > 1
+    return loss * trainer.accumulate_grad_batches if divided and loss is not None else loss
+
+
+def _scalars(trainer: pl.Trainer) -> dict[str, Any]:
+    """Learning rate, gradient norm and consumed samples as the host logs them."""
+    return {name: trainer.callback_metrics[name] for name in _SCALARS if name in trainer.callback_metrics}
+
+
+def _training_step(original: Callable[..., Any], tell: Watcher, *arguments: Any, **options: Any) -> Any:
+    """Of a strategy: what it returns is the loss, or has it."""
+    output = original(*arguments, **options)
+    tell(output.get("loss") if isinstance(output, Mapping) else output)
+    return output
+
+
+def _scaler(trainer: pl.Trainer) -> Any:
+    """The GradScaler of mixed precision in FP16."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
+def _nothing() -> None:
+    """Nothing was begun that has to end."""

@@ -1,0 +1,136 @@
+"""Lightning events -> interventions; nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ...capture.gemms import find_gemms, select, without_ends
+from ...core.arguments import check_strings, checked_number, checks_arguments
+from ...core.layer_names import compile_patterns
+from ...interventions.apply import apply_plan, check_named
+from ...interventions.emulate import Emulation
+from ...interventions.transformer_engine import EngineChanges
+from ...numerics.tensor_scaling import parse_recipe
+from ...plan.environment import AnyPlan, plan_in_force, read_plan
+from ...plan.plan import NO_CHANGES
+from .trainer import accumulates, roots
+
+
+class _Intervention(pl.Callback):
+    """Attached for the length of a fit; its scales are part of checkpoints, and a second fit goes on with the first's.
+
+    Raises:
+        ConfigError: when constructed or before the first step.
+    """
+
+    def __init__(self) -> None:
+        self._acting: Emulation | EngineChanges | None = None
+        self._resumed: dict[str, Any] | None = None
+
+    def _attached(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Emulation | EngineChanges | None:
+        raise NotImplementedError
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Attach."""
+        if self._acting:
+            self._resumed = self._acting.state_dict()
+            self._acting.detach()
+        self._acting = self._attached(trainer, pl_module)
+        if self._acting and self._resumed:
+            self._acting.load_state_dict(self._resumed)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move delayed scales on, once a step."""
+        if self._acting and not accumulates(trainer):
+            self._acting.end_step()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Detach."""
+        if self._acting:
+            self._acting.detach()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The run failed: leave the model as it was."""
+        if self._acting:
+            self._acting.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scales and amax histories."""
+        return self._acting.state_dict() if self._acting else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the scales of a checkpoint."""
+        self._resumed = state_dict
+        if self._acting and state_dict:
+            self._acting.load_state_dict(state_dict)
+
+
+@checks_arguments()
+class FP8EmulationCallback(_Intervention):
+    """Trains with FP8-quantised GEMM operands and high-precision GEMMs, without editing the model."""
+
+    def __init__(
+        self,
+        recipe: str | Mapping[str, Any] = "delayed",
+        layers: Sequence[str] = ("layers.*",),
+        first_layers_bf16: int = 0,
+        last_layers_bf16: int = 0,
+        plan: AnyPlan | None = None,
+    ) -> None:
+        """
+        Args:
+            recipe: see `numerics.scaling.parse_recipe`.
+            layers: which GEMMs are quantised; by default those of the transformer layers and not the output layer, as
+                Megatron's FP8 does.
+            first_layers_bf16: transformer layers at the start of the model that are left alone.
+            last_layers_bf16: likewise at its end.
+            plan: or the file of one: operands that are cast otherwise; that of `nemo-fp8-debug rescue` goes before it.
+        """
+        super().__init__()
+        self._recipe = parse_recipe(recipe)
+        check_strings("layers", layers)
+        self._layers = list(layers)
+        ends = {"first_layers_bf16": first_layers_bf16, "last_layers_bf16": last_layers_bf16}
+        self._ends = tuple(checked_number(name, value, 0) for name, value in ends.items())
+        compile_patterns(self._layers)
+        self.plan = read_plan(plan)
+
+    def _attached(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Emulation:
+        gemms = without_ends(select(find_gemms(roots(trainer, pl_module)), self._layers), *self._ends)
+        plan = plan_in_force(self.plan) or NO_CHANGES
+        check_named(plan, gemms, "that this run quantises")
+        emulation = Emulation(gemms, self._recipe, plan)
+        emulation.attach()
+        return emulation
+
+
+@checks_arguments()
+class FP8PlanCallback(_Intervention):
+    """Changes how a run quantises, as a plan says: what Transformer Engine casts, or what `FP8EmulationCallback` does.
+
+    Without a plan it does nothing, unless `nemo-fp8-debug rescue` has started the run.
+    """
+
+    def __init__(self, plan: AnyPlan | None = None) -> None:
+        """
+        Args:
+            plan: or the file of one; that of `nemo-fp8-debug rescue` goes before it.
+        """
+        super().__init__()
+        self._plan = read_plan(plan)
+
+    def _attached(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> EngineChanges | None:
+        if any(isinstance(c, FP8EmulationCallback) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            return None
+        return apply_plan(roots(trainer, pl_module), self._plan)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Hand the plan to what quantises the run by emulation, if anything does."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, FP8EmulationCallback) and self._plan:
+                callback.plan = self._plan

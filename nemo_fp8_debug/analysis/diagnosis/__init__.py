@@ -1,0 +1,1 @@
+"""Which tensor of which layer went wrong, and why."""

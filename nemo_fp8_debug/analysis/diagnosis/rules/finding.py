@@ -1,0 +1,49 @@
+"""What a rule has found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....core.sample import SHOWN_AS
+
+#: what can be the matter, and in a word what it means
+CAUSES = {
+    "stale_scale": "the scale in use has not followed the values",
+    "corrupted_scale": "the scale in use jumped and the values did not",
+    "clipping": "the scale in use is too large, and large values are clipped",
+    "underflow": "small values become zero",
+    "outlier": "few values are far larger than the others, which a scale for all of them leaves little",
+    "dead": "all values are zero",
+    "nonfinite": "values are NaN or infinite",
+    "multiplier": "gradients are multiplied by something that they should not be",
+    "software": "the cause is not how FP8 represents the operands; look at data, learning rate, kernels and communication",
+    "none": "nothing is wrong",
+    "unknown": "cannot tell",
+}
+CONFIDENCE = ("high", "medium", "low")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer of a rule, with what it rests on."""
+
+    rule: str
+    #: one of CAUSES
+    cause: str
+    #: one of CONFIDENCE
+    confidence: str
+    #: figures, in a sentence
+    evidence: str
+    #: what to do, in a sentence; empty where there is nothing to
+    advice: str = ""
+    layer: str | None = None
+    role: str | None = None
+    #: first step that it holds of
+    since: int | None = None
+    #: whether a loss that left before can have brought it about, as it changes values but not what scales do with them
+    may_follow_the_loss: bool = False
+
+    @property
+    def operand(self) -> str | None:
+        """As people write it; None where it is about the run as a whole."""
+        return f"{SHOWN_AS[self.role]} of {self.layer}" if self.layer and self.role else None

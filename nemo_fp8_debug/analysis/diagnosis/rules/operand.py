@@ -1,0 +1,189 @@
+"""Why an operand left the band: what its scale did, and what its values did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from ...comparison.summary import number
+from ...runs.grid import Floats, Ints
+from .finding import Finding
+
+#: bits by which a scale is off that count
+OFF = 1.0
+#: bits that a scale moves by from one sample to the next, without the values, when it jumps; or an outlier within few
+JUMP = 3.0
+#: bits that an outlier stands higher above the median than before, which count
+HIGHER = 2.0
+#: points of a per cent of values that overflow, or underflow, above what is usual, which count; and that underflow at once
+_OVERFLOW, _UNDERFLOW, MOST = 0.01, 1.0, 10.0
+#: samples behind the onset that tell what happened
+_BEHIND = 4
+
+_ADVICE = {
+    "stale_scale": "Let its scale follow: current scaling, or a shorter amax history; check that the history is updated.",
+    "corrupted_scale": "Look at what writes the scale (memory, a checkpoint, a reduction over ranks); current scaling "
+    "keeps none that could be corrupted.",
+    "clipping": "A larger margin, a shorter amax history with the largest of it, or current scaling.",
+    "underflow": "Current or finer scaling (blockwise, MXFP8), E5M2 where range matters more than precision, or BF16.",
+    "outlier": "Finer scaling (blockwise, MXFP8), or BF16 for the GEMMs that read it: one scale cannot serve both.",
+    "dead": "Look at what produces it: a masked or unused path, or a gradient that does not arrive.",
+    "nonfinite": "Dump the layer at this step (`triggers=['nonfinite']`) and look at what produces it.",
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """What an operand did over the samples of a run, oldest first; NaN where a figure is absent."""
+
+    layer: str
+    role: str
+    steps: Ints
+    #: log2 of the scale in use, and by how much that is above the log2 of the one that the values ask for
+    scale: Floats
+    off: Floats
+    #: whether the scale in use is none: infinite, zero or negative
+    broken: npt.NDArray[np.bool_]
+    amax: Floats
+    outlier: Floats
+    underflow: Floats
+    overflow: Floats
+    nonfinite: Floats
+
+    @classmethod
+    def of(cls, figures: pl.DataFrame, layer: str, role: str) -> Course:
+        """From a `figures` table."""
+        rows = figures.filter(layer=layer, role=role).sort("step")
+
+        def column(name: str) -> Floats:
+            values: Floats = rows[name].cast(pl.Float64).fill_null(np.nan).to_numpy()
+            return values
+
+        scale = column("scale")
+        broken = np.isinf(scale) | (scale <= 0)
+        scale = np.log2(np.where(broken, np.nan, scale))
+        off = np.where(np.isfinite(column("scale_ratio_log2")), column("scale_ratio_log2"), np.nan)
+        steps: Ints = rows["step"].to_numpy()
+        amax, outlier, underflow, overflow = map(column, ("amax", "outlier_log2", "underflow_pct", "overflow_pct"))
+        nonfinite = column("nan") + column("inf")
+        return cls(layer, role, steps, scale, off, broken, amax, outlier, underflow, overflow, nonfinite)
+
+
+def why(bad: Course, since: int, good: Course | None = None) -> Finding:
+    """The cause, from the samples around the onset.
+
+    Args:
+        since: step of the onset.
+        good: the same operand of a good run; None: the run's samples before the onset tell what is usual.
+    """
+    at = int(np.searchsorted(bad.steps, since))
+    behind = slice(at, at + _BEHIND)
+    if not len(bad.steps[behind]):
+        return _found(bad, since, "unknown", "low", f"it has no sample from {since} on")
+    reference, before = (bad, slice(None, at)) if good is None else (good, slice(None))
+    if (bad.nonfinite[behind] > 0).any() and not (reference.nonfinite[before] > 0).any():
+        most = int(np.nanmax(bad.nonfinite[behind]))
+        return _found(bad, since, "nonfinite", "high", f"up to {most} values are NaN or infinite")
+    if bad.broken[behind].any():
+        return _found(bad, since, "corrupted_scale", "high", "the scale in use is zero, negative or infinite")
+    if (bad.amax[behind] == 0).all() and _usual(reference.amax[before], 1.0) > 0:
+        return replace(_found(bad, since, "dead", "high", "all values are zero"), may_follow_the_loss=True)
+    error = _farthest(bad.off[behind] - _usual(reference.off[before]))
+    if abs(error) > OFF:
+        return _of_the_scale(bad, since, at, error)
+    return replace(_of_the_values(bad, since, at, good, np.isfinite(error)), may_follow_the_loss=True)
+
+
+def _usual(figure: Floats, otherwise: float = 0.0) -> float:
+    """Median of what is known of it."""
+    known = figure[np.isfinite(figure)]
+    return float(np.median(known)) if len(known) else otherwise
+
+
+def _farthest(bits: Floats) -> float:
+    """From 0; NaN where nothing is known."""
+    known = bits[np.isfinite(bits)]
+    return float(known[np.abs(known).argmax()]) if len(known) else np.nan
+
+
+def _of_the_scale(bad: Course, since: int, at: int, error: float) -> Finding:
+    """The scale is not the one that the values ask for."""
+    around = slice(max(at - _BEHIND, 0), at + _BEHIND)
+    scale, wanted = _moves(bad.scale[around]), _moves((bad.scale - bad.off)[around])
+    moved, asked = float(scale.sum()), float(wanted.sum())
+    fact = f"the scale is {abs(error):.1f} bits {'too large' if error > 0 else 'too small'}"
+    clips_or_not = "clipping" if error > 0 else "underflow"
+    if not len(scale):
+        return _found(bad, since, clips_or_not, "low", f"{fact}; what it was before is not known")
+    facts = f"{fact}; around {since} it moved by {moved:+.1f} bits, and what the values ask for by {asked:+.1f}"
+    if _jumped(scale, wanted, error):
+        return _found(bad, since, "corrupted_scale", "high", facts)
+    still = not _moves(bad.scale[at : around.stop]).any() and len(bad.scale[at : around.stop]) > 1
+    if still and abs(moved) < abs(asked) / 2 and asked * np.sign(error) < -OFF / 2:
+        return _found(bad, since, "stale_scale", "high", facts)
+    return _found(bad, since, clips_or_not, "medium", facts)
+
+
+def _moves(bits: Floats) -> Floats:
+    """From one sample that knows it to the next."""
+    return np.diff(bits[np.isfinite(bits)])
+
+
+def _jumped(scale: Floats, wanted: Floats, error: float) -> bool:
+    """Whether the scale moved at once, to where the error is, and not as the values ask for."""
+    jump = int(np.argmax(np.abs(scale)))
+    most, rest = scale[jump], scale.sum() - scale[jump]
+    asked = wanted[jump] if len(wanted) == len(scale) else np.inf
+    return bool(most * error > 0 and abs(most) >= JUMP and abs(most) > 2 * abs(rest) and abs(asked) < abs(most) / 2)
+
+
+def _of_the_values(bad: Course, since: int, at: int, good: Course | None, scaled: bool) -> Finding:
+    """The scale is right, or there is none to tell by, and the values are such that it does not serve them.
+
+    Without a good run that is no more than a hint, unless it happened at once.
+
+    Args:
+        scaled: whether the scale is known.
+    """
+    behind, before = slice(at, at + _BEHIND), slice(None, at) if good is None else slice(None)
+    reference = bad if good is None else good
+    under, over = (_highest(figure[behind]) for figure in (bad.underflow, bad.overflow))
+    usual = _usual(reference.outlier[before], np.nan)
+    more_under, more_over = (
+        known - _usual(figure[before]) for known, figure in ((under, reference.underflow), (over, reference.overflow))
+    )
+    surely = good is not None or _at_once(bad, at)
+    losses = f"underflow {_shown(under)}, overflow {_shown(over)}"
+    if (higher := _highest(bad.outlier[behind])) - usual > HIGHER:
+        confidence = "high" if good is not None else "medium" if surely else "low"
+        facts = f"its largest value stands {higher:.1f} bits above the median instead of {usual:.1f}; {losses}"
+        return _found(bad, since, "outlier", confidence, facts)
+    facts = f"{'its scale is right' if scaled else 'its scale is not known'}; {losses}"
+    if more_over > _OVERFLOW and over >= np.nan_to_num(under):
+        return _found(bad, since, "clipping", "low", facts)
+    if more_under > _UNDERFLOW:
+        return _found(bad, since, "underflow", "medium" if surely else "low", facts)
+    return _found(bad, since, "unknown", "low", f"{facts}: neither tells why more is lost than before")
+
+
+def _at_once(bad: Course, at: int) -> bool:
+    """Whether values changed within few samples: figures of runs that go well trend, and do not jump."""
+    behind, before = slice(at, at + _BEHIND), slice(max(at - _BEHIND, 0), at)
+    rises = ((bad.outlier, JUMP), (bad.underflow, MOST))
+    return any(_highest(figure[behind]) - _usual(figure[before], np.nan) > least for figure, least in rises)
+
+
+def _highest(figure: Floats) -> float:
+    known = figure[np.isfinite(figure)]
+    return float(known.max()) if len(known) else np.nan
+
+
+def _shown(percent: float) -> str:
+    return number(None if np.isnan(percent) else percent, "%")
+
+
+def _found(bad: Course, since: int, cause: str, confidence: str, evidence: str) -> Finding:
+    return Finding("operand", cause, confidence, evidence, _ADVICE.get(cause, ""), bad.layer, bad.role, since)

@@ -1,0 +1,64 @@
+"""What the GEMMs of a run cost, and how much of that is FP8."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import polars as pl
+
+from ...core.layer_names import is_fold
+from ...numerics.delayed_state import Key
+from ...numerics.tensor_scaling import ROLES
+
+#: the GEMMs of a linear layer: Y = X W, dX = dY W, dW = dY X, and the two operands that each multiplies
+OPERANDS: Mapping[str, tuple[str, str]] = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+#: the GEMMs that read an operand
+READERS: Mapping[str, tuple[str, ...]] = {
+    role: tuple(gemm for gemm, operands in OPERANDS.items() if role in operands) for role in ROLES
+}
+
+
+def flops_of(figures: pl.DataFrame) -> dict[str, float]:
+    """FLOPs of a forward GEMM of each layer, a mean over the sampled steps; those of the two backward ones are the same.
+
+    With T tokens, K inputs and N outputs, X has TK values, W KN and dY TN, so that 2TKN is twice the root of their product.
+    Copies on several ranks and micro-batches are counted as in the record, where X and dY add up and W does not.
+
+    Args:
+        figures: `figures` table.
+
+    Returns:
+        Layers of which all three operands were sampled, without folds, whose experts are there one by one.
+    """
+    values = pl.col("n", "nan", "inf")
+    sizes = (
+        figures.filter(~pl.col("layer").map_elements(is_fold, pl.Boolean))
+        .with_columns(values.fill_null(0))
+        .with_columns(size=(pl.col("n") + pl.col("nan") + pl.col("inf")).cast(pl.Float64))
+        .group_by("layer", "step", maintain_order=True)
+        .agg(pl.col("size").product(), pl.col("role").n_unique().alias("roles"))
+        .filter(roles=len(ROLES))
+        .group_by("layer", maintain_order=True)
+        .agg(pl.col("size").sqrt().mean())
+    )
+    return {layer: 2 * size for layer, size in sizes.iter_rows() if math.isfinite(size)}
+
+
+def coverage(flops: Mapping[str, float], in_fp8: Callable[[Key], bool]) -> float | None:
+    """The share of all GEMMs' FLOPs that are multiplied in FP8: those of GEMMs of which both operands are cast.
+
+    Args:
+        flops: as of `flops_of`.
+        in_fp8: whether an operand, (layer, role), is cast to FP8.
+
+    Returns:
+        0 to 1; None where no layer's FLOPs are known.
+    """
+    gemms = [(f, all(in_fp8((layer, role)) for role in pair)) for layer, f in flops.items() for pair in OPERANDS.values()]
+    total = math.fsum(f for f, _ in gemms)
+    return math.fsum(f for f, fp8 in gemms if fp8) / total if total else None

@@ -1,0 +1,228 @@
+"""What can be changed for an operand, in order of cost, and what each change makes of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import polars as pl
+
+from ...errors import ConfigError
+from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ...numerics.delayed_state import Key
+from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling, Recipe, Scaling, Unscaled, parse_recipe
+from ..comparison.compare import Run
+from ..replay.replay import replay
+
+#: how an operand is cast: two recipes that say the same of it are one
+Cast = tuple[Scaling, str]
+
+STAY = "stay"
+BF16 = Recipe(Unscaled())
+#: block recipes, in order of cost
+BLOCKS = (BlockScaling, MXFP8Scaling)
+_KEY = ["layer", "role"]
+_OTHER_FORMAT = {"e4m3": "e5m2", "e5m2": "e4m3"}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Figures of an operand, each the worst of the samples that were looked at; None where no sample has it."""
+
+    relative_error: float | None
+    underflow_pct: float | None
+    overflow_pct: float | None
+
+
+_NONE = Errors(0.0, 0.0, 0.0)
+#: points of underflow or overflow, and times the relative error, that an operand in use may lose more than its recipe would
+_POINTS, _TIMES = 1.0, 1.5
+_FIGURES = ("relative_error", "underflow_pct", "overflow_pct")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What an operand may lose.
+
+    The defaults let a bell-shaped tensor pass in either format, E5M2's 0.052 and E4M3's 0.026, with an eighth to spare; of
+    values no more than one in a hundred may become zero, and one in ten thousand be clipped: the least rises that `onsets`
+    counts.
+
+    Raises:
+        ConfigError: a limit is below zero.
+    """
+
+    relative_error: float = 0.06
+    underflow_pct: float = 1.0
+    overflow_pct: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in _FIGURES:
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"the limit of {name} is {getattr(self, name)}; it must not be below 0")
+
+    def broken_by(self, errors: Errors) -> list[str]:
+        """The limits that are not kept, in words."""
+        pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _FIGURES]
+        return [f"{name} {value:.3g} > {limit:g}" for name, value, limit in pairs if value is not None and value > limit]
+
+    def met_by(self, errors: Errors | None) -> bool:
+        """Whether errors that are known keep every limit."""
+        return errors is not None and errors != Errors(None, None, None) and not self.broken_by(errors)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to cast an operand."""
+
+    #: stay, margin, history, current, format, block or bf16
+    kind: str
+    #: as in `parse_recipe`; of `stay` as the record has it
+    recipe: str
+    #: None: neither weighed nor to be had from sketches
+    errors: Errors | None
+    #: whether it keeps the budget, as far as is known
+    meets: bool
+
+
+def cast_of(recipe: Recipe, role: str) -> Cast:
+    """What a recipe says of an operand."""
+    return recipe.scaling, recipe.format_of(role).name
+
+
+def candidates(in_use: str, fmt: str, role: str) -> Iterator[tuple[str, Recipe]]:
+    """Kinds of changes and their recipes, in order of cost.
+
+    Args:
+        in_use: the recipe as recorded; a host may have recipes that have no name here.
+        fmt: format that the operand is cast to.
+    """
+    here = _known(in_use)
+    recipe = here or _current_in(fmt, role)
+    scaling = recipe.scaling
+    if isinstance(scaling, DelayedScaling):
+        for more in (1, 2):
+            yield "margin", replace(recipe, scaling=replace(scaling, margin=scaling.margin + more))
+        if scaling.amax_compute_algo == "max" and scaling.amax_history_len > 16:
+            yield "history", replace(recipe, scaling=replace(scaling, amax_history_len=16))
+        if scaling.amax_compute_algo == "max" and scaling.amax_history_len > 1:
+            yield "history", replace(recipe, scaling=replace(scaling, amax_compute_algo="most_recent"))
+    if isinstance(scaling, (DelayedScaling, CurrentScaling)):
+        current = replace(recipe, scaling=CurrentScaling())
+        if current != here:
+            yield "current", current
+        if other := _OTHER_FORMAT.get(fmt):
+            for one in dict.fromkeys([scaling, CurrentScaling()]):
+                yield "format", Recipe(one, other)
+    for block in BLOCKS:
+        for choice in ("e4m3", "hybrid") if role == "grad_output" else ("e4m3",):
+            if Recipe(block(), choice) != here:
+                yield "block", Recipe(block(), choice)
+    yield "bf16", BF16
+
+
+def replayable(in_use: str, fmt: str, role: str) -> Iterator[Recipe]:
+    """What is to be known of an operand to choose: its candidates, and what its own recipe should have made of it."""
+    if own := _known(in_use):
+        yield own
+    for _, recipe in candidates(in_use, fmt, role):
+        yield recipe
+
+
+def _current_in(fmt: str, role: str) -> Recipe:
+    usual = Recipe(CurrentScaling())
+    return Recipe(CurrentScaling(), fmt) if fmt in _OTHER_FORMAT and usual.format_of(role).name != fmt else usual
+
+
+def _known(name: str) -> Recipe | None:
+    try:
+        return parse_recipe(name)
+    except ConfigError:
+        return None
+
+
+class Judged:
+    """Errors of operands under recipes in use, weighed, replayed before, or replayed now from sketches.
+
+    They are the worst of the later half of the samples of an operand that have figures of it: a budget that is kept in the
+    middle of a run only is not kept. A recipe counts where it was weighed in all of those.
+    """
+
+    def __init__(self, run: Run, keys: Sequence[Key]) -> None:
+        self._run = run
+        of_keys = pl.DataFrame(list(keys), schema=dict.fromkeys(_KEY, pl.String), orient="row")
+        known = run.figures.join(of_keys, on=_KEY, how="semi").filter(pl.any_horizontal(pl.col(_FIGURES).is_not_null()))
+        rank, n = pl.col("step").rank().over(_KEY), pl.len().over(_KEY)
+        self._looked_at = known.filter(rank > n // 2)
+        self._samples = {key: n for key, (n,) in _by_key(self._looked_at.group_by(_KEY).len())}
+        self._errors: dict[tuple[Key, Cast], Errors] = {}
+        self._note(run.others)
+
+    def in_use(self) -> dict[Key, Errors]:
+        """Errors under the scales in use, of operands that have figures."""
+        return {key: Errors(*figures) for key, figures in _by_key(_worst(self._looked_at, _KEY))}
+
+    def replay(self, wanted: Mapping[Key, Iterable[Recipe]]) -> None:
+        """Recompute what is not known of per-tensor recipes, where the record has sketches."""
+        missing: dict[Recipe, list[Key]] = {}
+        for key, recipes in wanted.items():
+            for recipe in recipes:
+                if key in self._samples and self.of(key, recipe) is None and not recipe.in_blocks and recipe != BF16:
+                    missing.setdefault(recipe, []).append(key)
+        for recipe, keys in missing.items():
+            steps = self._steps(keys)
+            self._note(replay(self._run.path, recipe, steps=steps, only=set(keys)))
+
+    def of(self, key: Key, recipe: Recipe) -> Errors | None:
+        """Errors under a recipe; None where they cannot be had."""
+        return self._errors.get((key, cast_of(recipe, key[1])))
+
+    def _steps(self, keys: Sequence[Key]) -> set[int]:
+        of_keys = pl.DataFrame(keys, schema=_KEY, orient="row")
+        return set(self._looked_at.join(of_keys, on=_KEY, how="semi")["step"])
+
+    def _note(self, rows: pl.DataFrame) -> None:
+        rows = rows.join(self._looked_at.select(*_KEY, "step"), on=[*_KEY, "step"], how="semi")
+        counted = _worst(rows, [*_KEY, "recipe"], pl.len())
+        for layer, role, name, *figures, samples in counted.iter_rows():
+            recipe, key = _known(name), (layer, role)
+            if recipe is not None and samples == self._samples[key]:
+                self._errors[key, cast_of(recipe, role)] = Errors(*figures)
+
+
+def _worst(rows: pl.DataFrame, by: list[str], *more: pl.Expr) -> pl.DataFrame:
+    return rows.group_by(by, maintain_order=True).agg(pl.max(*_FIGURES), *more)
+
+
+def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
+    for layer, role, *values in rows.iter_rows():
+        yield (layer, role), tuple(values)
+
+
+def options_of(key: Key, in_use: str, fmt: str, dtype: str, judged: Judged, budget: Budget) -> tuple[Option, ...]:
+    """Everything that can be done about an operand that does not keep the budget, in order of cost; BF16 is the last."""
+    options = []
+    astray = _astray(key, in_use, judged)
+    for kind, recipe in candidates(in_use, fmt, key[1]):
+        if astray and isinstance(recipe.scaling, DelayedScaling):
+            continue
+        errors = judged.of(key, recipe)
+        if recipe == BF16:
+            errors = errors or (_NONE if dtype != "float32" else None)  # 16 bits are the run's own precision
+            options.append(Option(kind, recipe.name, errors, True))
+        else:
+            options.append(Option(kind, recipe.name, errors, budget.met_by(errors)))
+    return tuple(options)
+
+
+def _astray(key: Key, in_use: str, judged: Judged) -> bool:
+    """Whether the scale in use loses what its recipe would not: no other delayed scale can be relied on then.
+
+    A replayed history knows the sampled steps only, so that small differences tell nothing.
+    """
+    recipe, now = _known(in_use), judged.in_use().get(key)
+    own = judged.of(key, recipe) if recipe is not None and isinstance(recipe.scaling, DelayedScaling) else None
+    if own is None or now is None:
+        return False
+    more = [(getattr(now, name) or 0.0) - (getattr(own, name) or 0.0) for name in ("underflow_pct", "overflow_pct")]
+    return max(more) > _POINTS or (now.relative_error or 0.0) > _TIMES * (own.relative_error or 0.0)

@@ -1,0 +1,262 @@
+"""The cheapest change for each operand that loses too much, by figures under other recipes, and what it costs in FP8."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import polars as pl
+
+from ...core.layer_names import compile_patterns, is_fold
+from ...core.sample import SHOWN_AS
+from ...errors import RecordError
+from ...numerics.delayed_state import Key
+from ...numerics.tensor_scaling import ROLES
+from ...plan.plan import Change, Plan
+from ..comparison.compare import Run, number, quantised
+from ..diagnosis.diagnose import Diagnosis
+from .flops import coverage, flops_of
+from .options import BF16, STAY, Budget, Errors, Judged, Option, options_of, replayable
+
+#: blocks of the model at either end that may be left in BF16 as a whole, as a share of all
+_AT_THE_ENDS = 0.25
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An operand, and what can be done about it."""
+
+    layer: str
+    role: str
+    why: str
+    #: the first is to leave it as it is; in order of cost
+    options: tuple[Option, ...]
+    #: share of all GEMMs' FLOPs that the change alone takes out of FP8; None where shapes are not known
+    cost: float | None
+
+    @property
+    def chosen(self) -> Option:
+        """The cheapest that keeps the budget."""
+        return next(option for option in self.options if option.meets)
+
+    @property
+    def changes(self) -> bool:
+        """Whether it is to be cast otherwise."""
+        return self.chosen.kind != STAY
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{SHOWN_AS[self.role]} of {self.layer}"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Whole blocks in BF16 at either end, where all that has to leave FP8 lies there."""
+
+    start: int
+    end: int
+    #: of the model
+    blocks: int
+    #: share of FLOPs that stay in FP8
+    coverage: float | None
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to change in a run."""
+
+    run: Run
+    budget: Budget
+    findings: tuple[Finding, ...]
+    plan: Plan
+    #: share of all GEMMs' FLOPs in FP8, as the run is and under the plan; None where shapes are not known
+    before: float | None
+    after: float | None
+    ends: Ends | None
+    #: what could not be weighed, and how to
+    notes: tuple[str, ...]
+
+    @property
+    def to_change(self) -> list[Finding]:
+        """Findings that ask for a change."""
+        return [finding for finding in self.findings if finding.changes]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "run": self.run.path,
+            "budget": asdict(self.budget),
+            "findings": [asdict(f) | {"chosen": asdict(f.chosen)} for f in self.findings],
+            "plan": [asdict(change) for change in self.plan.changes],
+            "fp8_coverage": {"before": self.before, "after": self.after},
+            "ends": asdict(self.ends) if self.ends else None,
+            "notes": list(self.notes),
+        }
+
+
+def recommend(
+    run: Run, flagged: Sequence[Key], budget: Budget | None = None, why: Mapping[Key, str] | None = None
+) -> Recommendation:
+    """The cheapest change for each operand that keeps a budget.
+
+    Args:
+        flagged: (layer, role); a fold stands for the experts of a layer.
+        budget: what an operand may lose at the worst of the later half of its samples.
+        why: what is wrong with an operand, where more is known than its figures.
+
+    Raises:
+        RecordError: the record has no such operand, or no sampled step.
+    """
+    if run.figures.is_empty():
+        raise RecordError(f"{run.path} has no sampled step")
+    budget = budget or Budget()
+    about = _about(run, flagged)
+    judged = Judged(run, flagged)
+    now = judged.in_use()
+    too_bad = [key for key in about if not budget.met_by(now.get(key))]
+    judged.replay({key: list(replayable(*about[key][:2], key[1])) for key in too_bad})
+    flops, in_fp8 = flops_of(run.figures), _in_fp8(run)
+    before = coverage(flops, in_fp8.__contains__)
+
+    def left(plan: Plan) -> float | None:
+        return coverage(flops, (in_fp8 - _taken_out(plan, in_fp8)).__contains__)
+
+    findings = []
+    for key, (recipe, fmt, dtype) in about.items():
+        stay = Option(STAY, recipe, now.get(key), key not in too_bad)
+        options = (stay, *(options_of(key, recipe, fmt, dtype, judged, budget) if key in too_bad else ()))
+        reason = (why or {}).get(key) or _reason(now.get(key), budget)
+        finding = Finding(*key, reason, options, None)
+        alone = left(_plan([finding]))
+        cost = before - alone if before is not None and alone is not None and _known(key[0], flops) else None
+        findings.append(Finding(*key, reason, options, cost))
+    plan = _plan(findings)
+    after = left(plan)
+    return Recommendation(
+        run, budget, tuple(findings), plan, before, after, _ends(run, plan, left), tuple(_notes(run, findings))
+    )
+
+
+def flagged_by(found: Diagnosis) -> dict[Key, str]:
+    """The operands that left the good run's band before the loss left, earliest first, and by which figure; all of them
+    where it stays, and none where they are not to blame."""
+    flagged: dict[Key, str] = {}
+    if found.cause in ("software", "multiplier") or found.comparison is None:
+        return flagged
+    begun = (found.culprit.since or 0) if found.culprit else 0
+    for row in found.comparison.left.iter_rows(named=True):
+        if found.loss_left is not None and row["onset"] > max(found.loss_left, begun):
+            continue
+        what = f"{row['figure']} {number(row['expected'])} -> {number(row['value'])} from step {row['onset']}"
+        flagged.setdefault((row["layer"], row["role"]), what)
+    return flagged
+
+
+def over_budget(run: Run, budget: Budget) -> list[Key]:
+    """Operands of a run that lose more than a budget allows, experts of a layer as one, where there is no good run."""
+    keys = sorted(_in_fp8(run))
+    folds = [key for key in keys if is_fold(key[0])]
+    in_a_fold = {key for key in keys for layer, role in folds if role == key[1] and compile_patterns([layer])(key[0])}
+    kept = [key for key in keys if key in folds or key not in in_a_fold]
+    return [key for key, errors in Judged(run, kept).in_use().items() if not budget.met_by(errors)]
+
+
+def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
+    """Recipe and format in use, and dtype, of each operand in its last sample."""
+    last = run.figures.group_by("layer", "role", maintain_order=True).last()
+    rows = {row[:2]: row[2:] for row in last.select("layer", "role", "recipe", "format", "dtype").iter_rows()}
+    if unknown := next((key for key in flagged if key not in rows), None):
+        some = ", ".join(f"{layer}:{role}" for layer, role in list(rows)[:3])
+        raise RecordError(f"{run.path} has no operand {':'.join(unknown)}; it has {some or 'none'} ...")
+    return {key: rows[key] for key in dict.fromkeys(flagged)}
+
+
+def _in_fp8(run: Run) -> set[Key]:
+    rows = quantised(run.figures).filter(pl.col("recipe") != BF16.name)
+    return set(rows.select("layer", "role").unique().rows())
+
+
+def _known(layer: str, flops: Collection[str]) -> bool:
+    return layer in flops or (is_fold(layer) and any(map(compile_patterns([layer]), flops)))
+
+
+def _reason(errors: Errors | None, budget: Budget) -> str:
+    if errors is None:
+        return "it has no figures"
+    return ", ".join(budget.broken_by(errors)) or "it keeps the budget"
+
+
+def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
+    """Operands that a plan leaves in BF16; `Plan.change_of` of all of them, each pattern compiled once."""
+    out: set[Key] = set()
+    for change in plan.changes:
+        chosen = compile_patterns([change.layer])
+        named = {(layer, role) for layer, role in keys if role in change.roles and (layer == change.layer or chosen(layer))}
+        out = out | named if change.recipe == BF16.name else out - named
+    return out
+
+
+def _plan(findings: Sequence[Finding]) -> Plan:
+    """One change an operand; a layer of which two operands leave FP8 leaves as a whole, for no GEMM of it is left."""
+    layers: dict[str, list[Finding]] = {}
+    for finding in findings:
+        if finding.changes:
+            layers.setdefault(finding.layer, []).append(finding)
+    changes: list[Change] = []
+    for layer, mine in layers.items():
+        whys = [f"{SHOWN_AS[f.role]}: {f.why}" for f in mine]
+        if sum(f.chosen.kind == "bf16" for f in mine) > 1:
+            changes.append(Change(layer, BF16.name, ROLES, why="; ".join(whys)))
+        else:
+            changes += [Change(layer, f.chosen.recipe, (f.role,), why=w) for f, w in zip(mine, whys, strict=True)]
+    return Plan(tuple(changes))
+
+
+_BLOCK = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+def block_of(layer: str) -> int | None:
+    """The place of a GEMM's block in a decoder; None where it has none."""
+    found = _BLOCK.match(layer)
+    return int(found[1]) if found else None
+
+
+def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | None:
+    """The blocks at either end that hold all that the plan takes out of FP8; None where others would have to go too."""
+    at = [block_of(change.layer) for change in plan.changes if change.recipe == BF16.name]
+    known = [block for layer in run.figures["layer"].unique() if (block := block_of(layer)) is not None]
+    n = run.fingerprint.get("host_options", {}).get("num_layers") or max(known, default=-1) + 1
+    if not at or None in at:
+        return None
+    blocks = [block for block in at if block is not None]
+    start = max((b + 1 for b in blocks if b < n / 2), default=0)
+    end = max((n - b for b in blocks if b >= n / 2), default=0)
+    if start + end > max(1, n * _AT_THE_ENDS):
+        return None
+    whole = [*range(start), *range(n - end, n)]
+    return Ends(start, end, n, left(Plan(tuple(Change(f"re:^decoder[.]layers[.]{b}[.]", BF16.name) for b in whole))))
+
+
+def _notes(run: Run, findings: Sequence[Finding]) -> list[str]:
+    notes = []
+    changed = [f for f in findings if f.changes]
+    in_bf16 = [f for f in changed if f.chosen.kind == "bf16"]
+    if in_bf16 and not any(o.errors for f in in_bf16 for o in f.options if o.kind == "block"):
+        notes.append('Block recipes were not weighed: a run with weigh=["blockwise", "mxfp8"] tells whether they would do.')
+    unknown = [f.name for f in changed if not any(o.errors for o in f.options if o.kind not in (STAY, "block", "bf16"))]
+    if unknown:
+        notes.append(
+            f"No recipe with one scale a tensor could be weighed for {_few(unknown)}: the record has no exact sketches of "
+            "it; where these steps were dumped, `nemo-fp8-debug replay --source dumps` adds what is missing."
+        )
+    gaps = run.figures["step"].unique().sort().diff().max()
+    if isinstance(gaps, int) and gaps > 1 and any(o.recipe.startswith("delayed") for f in changed for o in f.options[1:]):
+        notes.append("Not every step was sampled: histories of delayed scaling are replayed from the sampled steps only.")
+    return notes
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,39 @@
+"""A recommendation as files that hosts read; what a host cannot express is said there, with what it has instead."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ....errors import ConfigError
+from ..recommend import Recommendation
+from . import megatron, options, te_debug
+from .snippet import Snippet
+
+PLAN = "plan.json"
+
+
+def snippets_of(found: Recommendation) -> list[Snippet]:
+    """The files of every host that has something to change."""
+    made = (megatron.per_module(found), *options.run_wide(found), te_debug.features(found))
+    return [snippet for snippet in made if snippet]
+
+
+def write(found: Recommendation, folder: str | os.PathLike[str]) -> list[Snippet]:
+    """Write the plan and the files of every host into a folder, which is made.
+
+    Raises:
+        ConfigError: it holds one of them already, or cannot be written.
+    """
+    snippets, place = snippets_of(found), Path(folder)
+    if there := next((name for name in (PLAN, *(s.name for s in snippets)) if (place / name).exists()), None):
+        raise ConfigError(f"{place / there} exists and is not overwritten; name another folder")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        found.plan.save(place / PLAN)
+        for snippet in snippets:
+            with (place / snippet.name).open("x") as file:
+                file.write(snippet.text)
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be written: {error.strerror}") from None
+    return snippets

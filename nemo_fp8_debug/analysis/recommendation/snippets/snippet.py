@@ -1,0 +1,49 @@
+"""What the files of all hosts have in common."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ....core.layer_names import fold_of
+from ....numerics.tensor_scaling import Recipe, parse_recipe
+from ..options import STAY, cast_of
+from ..recommend import Finding
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A file for a host."""
+
+    name: str
+    #: what it is for, in a few words
+    about: str
+    text: str
+    #: what the host cannot express, a sentence each
+    coarser: tuple[str, ...] = ()
+
+
+def commented(*paragraphs: str) -> str:
+    """Text as comments of YAML, shell and Python."""
+    wrapper = textwrap.TextWrapper(118, break_long_words=False, break_on_hyphens=False)
+    return "".join(f"# {line}\n" for text in paragraphs for line in wrapper.wrap(text))
+
+
+def first_for_all(findings: Sequence[Finding], recipes: Iterable[Recipe]) -> Recipe | None:
+    """The first recipe under which every operand keeps the budget, as far as is known."""
+    return next((recipe for recipe in recipes if all(_meets(finding, recipe) for finding in findings)), None)
+
+
+def _meets(finding: Finding, recipe: Recipe) -> bool:
+    wanted = cast_of(recipe, finding.role)
+    others = (option for option in finding.options if option.meets and option.kind != STAY)
+    return any(cast_of(parse_recipe(option.recipe), finding.role) == wanted for option in others)
+
+
+def module_of(layer: str) -> str:
+    """The module that a GEMM is multiplied in, `*` for the number of an expert that has one of its own.
+
+    `decoder.layers.3.mlp.experts.linear_fc1.17` -> `decoder.layers.3.mlp.experts.linear_fc1`: a module multiplies the group.
+    """
+    return (fold_of(layer) or layer).removesuffix(".*")

@@ -1,0 +1,1 @@
+"""Dumped tensors measured again under other recipes."""

@@ -1,0 +1,111 @@
+"""A record as the analysis reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from ...errors import ConfigError, RecordError
+from ...record.reader import find_run, read_fingerprint, read_table
+from .grid import Grid
+from .loss import LossCurve
+
+#: what runs can be matched by, and how one of it is called
+UNITS = {"step": "step", "samples": "sample"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record, read."""
+
+    path: str
+    fingerprint: dict[str, Any]
+    #: `figures` table; where runs are matched by samples, `step` counts those
+    figures: pl.DataFrame
+    #: likewise
+    loss: LossCurve
+    #: what `step` counts: step or sample
+    unit: str = "step"
+    #: samples consumed at each step; None where steps are counted
+    axis: pl.DataFrame | None = None
+    #: names in the record that others stand for here
+    renamed_to: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls, path: str | os.PathLike[str], by: str = "step", columns: Sequence[str] | None = None, every: int = 1
+    ) -> Run:
+        """
+        Args:
+            by: `step`, or `samples`: consumed samples take the place of steps.
+            columns: of `figures`; all by default.
+            every: of the samples that are read; 3 for each third one, which takes a third of the memory.
+
+        Raises:
+            RecordError: there is no record at `path`, it cannot be read, or it does not know the samples consumed.
+            ConfigError: `by` is neither.
+        """
+        if by not in UNITS:
+            raise ConfigError(f"runs cannot be matched by {by!r}; choose from {', '.join(UNITS)}")
+        found = find_run(path)
+        fingerprint = read_fingerprint(found)  # first: it refuses a record of another schema
+        steps = read_table(found, "steps", ["step", "loss", "consumed_samples"])
+        samples = None if every == 1 else read_table(found, "figures", ["step"])["step"].unique().sort()[::every].to_list()
+        figures = read_table(found, "figures", columns, steps=samples)
+        axis = _samples_consumed(str(found), steps, figures) if by == "samples" else None
+        losses = LossCurve.of(_along(axis, steps))
+        return cls(str(found), fingerprint, _along(axis, figures), losses, UNITS[by], axis)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The figures by tensor and step."""
+        return Grid.of_table(self.figures)
+
+    @cached_property
+    def steps(self) -> pl.DataFrame:
+        """`steps` table; read when first asked for."""
+        return _along(self.axis, read_table(self.path, "steps"))
+
+    @cached_property
+    def outputs(self) -> pl.DataFrame:
+        """`outputs` table, empty where outputs were not asked for; read when first asked for."""
+        return _with_names(_along(self.axis, read_table(self.path, "outputs")), self.renamed_to)
+
+    @cached_property
+    def others(self) -> pl.DataFrame:
+        """Figures under recipes that were not in use, weighed in the run or added by replay; read when first asked for."""
+        rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")])
+        return _with_names(_along(self.axis, rows), self.renamed_to)
+
+    def renamed(self, names: Mapping[str, str]) -> Run:
+        """The same with other names for its layers."""
+        return replace(self, figures=_with_names(self.figures, names), renamed_to=names)
+
+
+def _with_names(rows: pl.DataFrame, names: Mapping[str, str]) -> pl.DataFrame:
+    return rows.with_columns(pl.col("layer").replace(dict(names))) if names else rows
+
+
+def _along(axis: pl.DataFrame | None, rows: pl.DataFrame) -> pl.DataFrame:
+    """Rows whose `step` is the samples consumed."""
+    if axis is None:
+        return rows
+    return rows.join(axis, on="step").with_columns(step="sample").drop("sample").sort("step", maintain_order=True)
+
+
+def _samples_consumed(path: str, steps: pl.DataFrame, figures: pl.DataFrame) -> pl.DataFrame:
+    """step, sample: as the host reported them, and between such steps in proportion."""
+    both = pl.concat([table.select("step", "consumed_samples") for table in (steps, figures)])
+    known = both.drop_nulls().unique("step", keep="first").sort("step")
+    if known.is_empty():
+        raise RecordError(f"{path} does not know how many samples were consumed; match the runs by step")
+    within = both["step"].unique().sort()
+    within = within.filter(within.is_between(known["step"][0], known["step"][-1]))
+    samples = np.interp(within.to_numpy(), known["step"].to_numpy(), known["consumed_samples"].to_numpy())
+    return pl.DataFrame({"step": within, "sample": np.rint(samples).astype(np.int64)})

@@ -1,0 +1,91 @@
+"""What the rest of the package asks of a host framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...numerics.block_scaling import BlockRule
+from ...numerics.formats import FloatFormat
+from ...numerics.tensor_scaling import CurrentScaling, Recipe
+from ..dtensor import is_dtensor
+from . import parallel
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ScaleInUse:
+    """How the scale that an operand is cast with is known during one step."""
+
+    #: a float32 scalar tensor that holds through the step, or the rule that finds scales anew for each tensor
+    scale: torch.Tensor | CurrentScaling | BlockRule
+    format: FloatFormat
+    #: name of the recipe that the scale belongs to
+    recipe: str
+    #: "engine": read from what quantises the operand; "emulated": a history kept here; "current": the operand's own amax;
+    #: "not quantised": the engine left this operand in high precision, and current scaling is what it might use
+    source: str
+
+
+@dataclass(frozen=True)
+class Host:
+    """How to find a host's GEMM modules and their operands.
+
+    A module may run several GEMMs, its *parts*; functions get the part that they are asked about, "" where there is one.
+    """
+
+    name: str
+    #: whether a module is one of its GEMMs; the host is never imported from here
+    owns: Callable[[nn.Module], bool]
+    #: X from the arguments of a forward call; None where it cannot be had
+    input: Callable[[nn.Module, Args, Kwargs, str], torch.Tensor | None]
+    #: W; never through `module.weight`, whose getter makes some sharding engines gather
+    weight: Callable[[nn.Module, Args, Kwargs, str], torch.Tensor | None]
+    #: the tensor whose gradient is dY, from what forward returned
+    output: Callable[[Any], torch.Tensor]
+    #: the GEMMs that a module runs, by what is added to its name
+    parts: Callable[[nn.Module], Sequence[str]] = lambda module: ("",)
+    #: dY of a part, from the gradient of the output
+    grad: Callable[[torch.Tensor, nn.Module, Args, Kwargs, str], torch.Tensor | None] = lambda grad, *_: grad
+    #: whether the role of a module on this rank is a copy of what another rank counts; None: the same on all that have it
+    copied: Callable[[nn.Module, str], bool | None] = parallel.copied
+    #: roles of a part that no hook sees
+    unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
+    #: what the engine casts a role of a part with in the forward call that begins, or in the backward of this moment;
+    #: None where it does not quantise; no function where the host never does
+    cast: Callable[[nn.Module, Kwargs, str, str], ScaleInUse | None] | None = None
+    #: whether its modules quantise for themselves when told to
+    has_own_fp8: bool = False
+    #: the FP8 recipe that the module is configured for; None: none
+    recipe: Callable[[nn.Module], Recipe | None] = lambda module: None
+
+
+def raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:
+    """The parameter as the module holds it, without the getters of sharding engines; None where it is computed anew."""
+    weight: torch.Tensor | None = dict.get(module._parameters, name)
+    if weight is None:
+        # FSDP1 without `use_orig_params`: what it has gathered is a plain attribute, a view of its flat parameter.
+        attribute = module.__dict__.get(name)
+        weight = attribute if getattr(getattr(attribute, "_base", None), "_is_flat_param", False) else None
+    return weight
+
+
+def is_prepared_later(module: nn.Module, weight: torch.Tensor | None) -> bool:
+    """Whether a sharding engine has yet to prepare operands, seen before a forward: to gather W, or to cast or split X."""
+    if hasattr(module, "unshard"):  # wrapped by FSDP2, which may have gathered W ahead of time
+        return True
+    return weight is not None and (is_dtensor(weight) or weight.numel() == 0)
+
+
+def as_multiplied(x: torch.Tensor) -> torch.Tensor:
+    """The operand in the dtype that autocast gives it on the way into the GEMM; autocast leaves float64 alone."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x

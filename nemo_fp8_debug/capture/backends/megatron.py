@@ -1,0 +1,56 @@
+"""Megatron-core's own parallel linear layers (those of Transformer Engine are another host)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling, Recipe
+from .base import Args, Host, Kwargs, raw_weight
+
+
+def _owns(module: nn.Module) -> bool:
+    layers: Any = sys.modules.get("megatron.core.tensor_parallel.layers")
+    return layers is not None and isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear))
+
+
+def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    # An output layer tied to the embedding owns no weight and is given it with each call.
+    given: Any = args[1] if len(args) > 1 else kwargs.get("weight")
+    return raw_weight(module) if given is None else given
+
+
+#: Megatron's names of recipes without a history
+_RULES: dict[str, CurrentScaling | BlockScaling | MXFP8Scaling] = {
+    "tensorwise": CurrentScaling(),
+    "blockwise": BlockScaling(),
+    "mxfp8": MXFP8Scaling(),
+}
+
+
+def configured_recipe(module: nn.Module) -> Recipe | None:
+    """The FP8 options of Megatron's TransformerConfig; current scaling stands for recipes that are not known here."""
+    config: Any = getattr(module, "config", None)
+    fp8 = getattr(config, "fp8", None)
+    if not fp8:
+        return None
+    fp8_format = {"e4m3": "e4m3", "hybrid": "hybrid"}.get(str(fp8), "hybrid")
+    name = str(getattr(config, "fp8_recipe", "delayed"))
+    if name != "delayed":
+        return Recipe(_RULES.get(name, CurrentScaling()), fp8_format)
+    delayed = DelayedScaling(config.fp8_margin, config.fp8_amax_history_len, config.fp8_amax_compute_algo)
+    return Recipe(delayed, fp8_format)
+
+
+HOST = Host(
+    name="Megatron ColumnParallelLinear and RowParallelLinear",
+    owns=_owns,
+    input=lambda module, args, kwargs, part: args[0] if args else kwargs["input_"],
+    weight=_weight,
+    output=lambda out: out[0] if isinstance(out, tuple) else out,
+    recipe=configured_recipe,
+)

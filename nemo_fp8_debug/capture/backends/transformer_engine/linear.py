@@ -1,0 +1,47 @@
+"""Linear, and LayerNormLinear, which normalises the operand inside."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
+from .casts import active_recipe, cached_weight_cast, cast_of, is_quantised
+from .layernorm_output import normalised
+
+_SLOTS = {"input": 0, "weight": 1, "grad_output": 0}
+
+
+def first_argument(args: Args, kwargs: Kwargs) -> Any:
+    """What a module's forward was called with."""
+    return args[0] if args else next(kwargs[name] for name in ("inp", "x") if name in kwargs)
+
+
+def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    """X; None where it comes in FP8."""
+    x = first_argument(args, kwargs)
+    if is_quantised(x):
+        return None
+    x = as_multiplied(x)
+    return normalised(module, x, active_recipe(module, "input")) if hasattr(module, "layer_norm_weight") else x
+
+
+def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    """W as it is cast; in high precision as it is multiplied."""
+    weight = raw_weight(module)
+    if weight is None or is_quantised(weight):
+        return None
+    return weight if active_recipe(module, "weight") is not None else as_multiplied(weight)
+
+
+def unseen(module: Any, part: str) -> Collection[str]:
+    """Weights that are stored in FP8 have no values to compare with."""
+    return ("weight",) if is_quantised(raw_weight(module)) else ()
+
+
+def cast(module: Any, kwargs: Kwargs, part: str, role: str) -> ScaleInUse:
+    """How `role` is cast in this call."""
+    use = cast_of(module, role, _SLOTS[role])
+    return cached_weight_cast(module, kwargs, "weight", use) if role == "weight" else use

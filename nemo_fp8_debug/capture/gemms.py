@@ -1,0 +1,149 @@
+"""Which modules of a model are GEMMs, and what they are called on every host and rank."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..core.layer_names import WRAPPERS, compile_patterns
+from ..errors import ConfigError
+from .backends import HOSTS, Host
+from .backends.parallel import first_expert
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A module that multiplies its input by a weight."""
+
+    #: global and stable: wrappers stripped, the pipeline-global layer index, 0-based
+    name: str
+    module: nn.Module
+    host: Host
+    #: runs inside torch.compile, where a hook would become part of the graph and change it
+    compiled: bool = False
+    #: which of the GEMMs that the module runs; "" where it runs one
+    part: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What the GEMM does in its layer, the last part of its name but for an expert's number, as `linear_fc2`."""
+        name = self.name.rpartition(".")[0] if self.part.isdigit() else self.name
+        return name.rpartition(".")[2]
+
+    @property
+    def unseen(self) -> Collection[str]:
+        """Roles that no hook sees."""
+        return self.host.unseen(self.module, self.part)
+
+
+def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
+    """Every GEMM of a model, in module order.
+
+    Args:
+        roots: the model, or its chunks where a virtual pipeline splits it.
+    """
+    compiled = {id(inner) for root in roots for outer in root.modules() if is_compiled(outer) for inner in outer.modules()}
+    return [
+        Gemm(global_name(root, path) + _part_of_name(part, len(parts)), module, host, id(module) in compiled, part)
+        for root in roots
+        for path, module in root.named_modules()
+        if (host := next((h for h in HOSTS if h.owns(module)), None))
+        for parts in (host.parts(module),)
+        for part in parts
+    ]
+
+
+def _part_of_name(part: str, parts: int) -> str:
+    """Experts are numbered over all ranks."""
+    number = str(int(part) + first_expert(parts)) if part.isdigit() else part
+    return f".{number}" if number else ""
+
+
+def unknown_gemms(roots: Sequence[nn.Module]) -> dict[str, str]:
+    """Modules of hosts that quantise for themselves, with a matrix of their own, that no host here owns: name -> class."""
+    found = {global_name(root, path): module for root in roots for path, module in root.named_modules() if path}
+    return {
+        name: f"{type(module).__module__}.{type(module).__qualname__}"
+        for name, module in found.items()
+        if type(module).__module__.partition(".")[0] == "transformer_engine"
+        and any(p is not None and p.dim() == 2 for p in module._parameters.values())
+        and not any(h.owns(module) for h in HOSTS)
+    }
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is one that torch.compile made, or runs inside what that made of it."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return bool(dynamo and isinstance(module, dynamo.OptimizedModule)) or module._compiled_call_impl is not None
+
+
+#: lists of a rank's own experts, in Megatron and DeepSpeed, two levels below what knows their group
+_EXPERT_LISTS = ("local_experts", "deepspeed_experts")
+
+
+def global_name(root: nn.Module, path: str) -> str:
+    """The name of the module at `path` that does not depend on wrappers or on the pipeline stage."""
+    parts = path.split(".")
+    kept: list[str] = []
+    module = root
+    for i, part in enumerate(parts):
+        module = module.get_submodule(part)
+        chunk = part.isdigit() and not kept and isinstance(root, nn.ModuleList) and parts[i + 1 : i + 2] == ["module"]
+        wraps = part in WRAPPERS or chunk
+        number = getattr(module, "layer_number", None)  # Megatron: 1-based, over all pipeline stages
+        if part.isdigit() and isinstance(number, int):
+            kept.append(str(number - 1))
+        elif part.isdigit() and i > 1 and parts[i - 1] in _EXPERT_LISTS:
+            owner, experts = (root.get_submodule(".".join(parts[:end])) for end in (i - 2, i))
+            kept.append(str(int(part) + first_expert(len(experts._modules), owner)))
+        elif not wraps:
+            kept.append(part)
+    return ".".join(kept) or "model"
+
+
+def matching(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
+    """The GEMMs whose names match; perhaps none."""
+    matches = compile_patterns(patterns)
+    return [g for g in gemms if matches(g.name)]
+
+
+def select(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
+    """The GEMMs whose names match.
+
+    Raises:
+        ConfigError: none does; lists names that could have been meant.
+    """
+    gemms = list(gemms)
+    chosen = matching(gemms, patterns)
+    if not gemms:
+        known = ", ".join(h.name for h in HOSTS)
+        raise ConfigError(f"the model has no GEMM layer that is known here (looked for: {known})")
+    if not chosen:
+        names = sorted({g.name for g in gemms})
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        raise ConfigError(f"no GEMM layer matches {list(patterns or ())}; the model has {shown}")
+    if all(g.compiled for g in chosen):
+        raise ConfigError(
+            f"{chosen[0].name} and all other chosen layers run inside torch.compile, where a hook would change the graph; "
+            "compile after the run with nemo_fp8_debug, or only parts of the model"
+        )
+    return [g for g in chosen if not g.compiled]
+
+
+def without_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
+    """Leave out the GEMMs of the first and last so many transformer layers (those numbered `layers.N` in their names).
+
+    Raises:
+        ConfigError: that leaves nothing.
+    """
+    number = {g.name: int(found[1]) for g in gemms if (found := re.search(r"(?:^|\.)layers\.(\d+)\.", g.name))}
+    layers = sorted(set(number.values()))
+    kept = set(layers[first : len(layers) - last])
+    chosen = [g for g in gemms if g.name not in number or number[g.name] in kept]
+    if not chosen:
+        raise ConfigError(f"leaving {first} first and {last} last layers in BF16 leaves none of {len(layers)} to quantise")
+    return chosen

@@ -1,0 +1,1 @@
+"""What every layer above shares: keys of operands, names of layers, samples, a worker thread, a guard around errors."""

@@ -1,0 +1,121 @@
+"""Arguments of what users call: one place that says what is valid, where Python or a library would raise a TypeError."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
+
+from ..errors import ConfigError
+
+C = TypeVar("C", bound=type)
+_OF_SIGNATURE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def checks_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[C], C]:
+    """A class decorator: arguments that the constructor does not take raise `ConfigError`, which lists those that it takes.
+
+        @checks_arguments()
+        class Callback:
+            def __init__(self, interval: int = 100) -> None: ...
+
+        Callback(intervall=5)  # ConfigError: there is no option 'intervall' (did you mean 'interval'?); ...
+
+    Args:
+        options_of: the class that the constructor's `**options` go to. Its options then show in the constructor's signature.
+    """
+
+    def decorated(cls: C) -> C:
+        original = cls.__init__  # type: ignore[misc]
+        signature = _signature(original, options_of)
+
+        @functools.wraps(original)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                known = [name for name in signature.parameters if name != "self"]
+                raise ConfigError(_explained(error, [name for name in kwargs if name not in known], known)) from None
+            original(self, *args, **kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        cls.__init__ = checked  # type: ignore[misc]
+        return cls
+
+    return decorated
+
+
+def _signature(original: Callable[..., None], options_of: Callable[..., Any] | None) -> inspect.Signature:
+    signature = inspect.signature(original)
+    if options_of is None:
+        return signature
+    own = [p for p in signature.parameters.values() if p.kind not in _OF_SIGNATURE]
+    names = {p.name for p in own}
+    more = [p for p in inspect.signature(options_of).parameters.values() if p.name not in names]
+    return signature.replace(parameters=[*own, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in more)])
+
+
+def _explained(error: TypeError, unknown: Sequence[str], known: Sequence[str]) -> str:
+    if unknown:
+        return f"there is no option {unknown[0]!r}{nearest(unknown[0], known)}; the options are {', '.join(known)}"
+    return f"{error}; the arguments are {', '.join(known)}, and options are given by name, as interval=100"
+
+
+def shown(value: Any) -> str:
+    """A value in a message: one line, not too long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:60]} ... ({type(value).__name__})"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question that names what was probably meant, to be put behind a name that is not known; or nothing."""
+    found = difflib.get_close_matches(name, list(known), 1, cutoff=0.75)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def whole_number(value: Any) -> int | None:
+    """A Python, NumPy or torch number as an int; None if it is not whole, not one number, a bool, or not a number."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except Exception:  # more than one element, or none that can be read
+        return None
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return None
+    return int(number) if isinstance(number, int) or number.is_integer() else None
+
+
+def checked_number(name: str, value: Any, least: int) -> int:
+    """A whole number of an option.
+
+    Raises:
+        ConfigError: it is not one, or less than `least`.
+    """
+    number = whole_number(value)
+    if number is None or number < least:
+        raise ConfigError(f"{name} is {shown(value)}; it must be a whole number, at least {least}")
+    return number
+
+
+def check_strings(name: str, value: Any) -> None:
+    """Refuse what is not a list of strings.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or any(not isinstance(v, str) for v in value):
+        meant = f", as [{shown(value)}]" if isinstance(value, str) else ""
+        raise ConfigError(f"{name} is {shown(value)}; it takes a list of strings{meant}")
+
+
+def check_choices(name: str, values: Collection[str], known: Collection[str]) -> None:
+    """Refuse values that are not among the known ones, and an empty list.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    unknown = [value for value in values if value not in known]
+    if unknown or not values:
+        meant = nearest(unknown[0], known) if unknown else ""
+        raise ConfigError(f"unknown {name} {unknown}{meant}; choose from {', '.join(known)}")

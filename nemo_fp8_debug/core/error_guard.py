@@ -1,0 +1,40 @@
+"""What stands between the monitor and the run: a fault costs what was being done, and one warning of its kind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+
+from ..errors import warn
+
+
+class Faults:
+    """Warns, or raises where tests ask for it."""
+
+    def __init__(self, on_error: str) -> None:
+        self.raises = on_error == "raise"
+        #: the step that the run is at
+        self.step = -1
+        self._warned: set[str] = set()
+
+    @contextlib.contextmanager
+    def guard(self, when: str) -> Iterator[None]:
+        """A context that keeps a fault from the run."""
+        try:
+            yield
+        except Exception as error:
+            if self.raises:
+                raise
+            message = f"a fault {when}, at about step {self.step}, cost what was recorded there"
+            self.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{when} {type(error)}")
+
+    def warn(self, message: str, kind: str | Collection[str] | None = None) -> None:
+        """Warn once of each kind.
+
+        Args:
+            kind: if there are several, not all of them must have been warned of before; None: the message itself.
+        """
+        kinds = {kind or message} if kind is None or isinstance(kind, str) else set(kind)
+        if new := kinds - self._warned:
+            self._warned |= new
+            warn(message)

@@ -1,0 +1,85 @@
+"""Layer names as text: what wrappers put into them, which are experts, and patterns that choose them."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from ..errors import ConfigError
+
+#: path components that wrappers put between a model and its layers
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+#: an expert has its number behind `experts`, or the GEMM of a group behind its own name
+_EXPERT = re.compile(r"((?:.*\.)?(?!shared_)(?:\w+_)?experts\.(?:[^.\d][^.]*\.(?=\d+$))?)\d+(\..+)?")
+
+T = TypeVar("T")
+
+
+def without_wrappers(name: str) -> str:
+    """A dotted name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def fold_of(name: str) -> str | None:
+    """The name that all experts' GEMMs like this one share, `*` for the number; None where it is no expert's.
+
+    `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1` -> `decoder.layers.3.mlp.experts.local_experts.*.linear_fc1`
+    """
+    found = _EXPERT.fullmatch(name)
+    return f"{found[1]}*{found[2] or ''}" if found else None
+
+
+def fold_key(layer: str, role: str) -> tuple[str, str] | None:
+    """(fold, role) of an expert's operand; None where it is no expert's."""
+    fold = fold_of(layer)
+    return (fold, role) if fold else None
+
+
+def is_fold(name: str) -> bool:
+    """Whether it stands for all experts of a layer."""
+    return "*" in name.split(".")
+
+
+def few_experts(items: Iterable[T], fold: Callable[[T], Hashable | None], most: int) -> list[T]:
+    """The items in their order, of those that share a fold the first few.
+
+    Args:
+        fold: of an item; None where it is no expert's.
+    """
+    taken: Counter[Hashable] = Counter()
+    kept = []
+    for item in items:
+        group = fold(item)
+        if group is None or taken[group] < most:
+            kept.append(item)
+            taken[group] += 1
+    return kept
+
+
+def compile_patterns(patterns: Sequence[str] | None) -> Callable[[str], bool]:
+    """A test of layer names: whether any pattern matches.
+
+    A glob matches a whole name, its end (`linear_fc2`), or a part of the tree (`decoder.layers.3`); `re:` starts a regular
+    expression, searched for anywhere in the name.
+
+    Raises:
+        ConfigError: a regular expression does not compile.
+    """
+    if patterns is None:
+        return lambda name: True
+    expressions = []
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                expressions.append(re.compile(pattern[3:]))
+            except re.error as error:
+                raise ConfigError(f"layer pattern {pattern!r} is not a regular expression: {error}") from None
+        else:
+            glob = fnmatch.translate(pattern).removesuffix(r"\Z").removesuffix(r"\z")
+            expressions.append(re.compile(rf"(^|\.)(?:{glob})(\.|$)"))
+    return lambda name: any(e.search(name) for e in expressions)

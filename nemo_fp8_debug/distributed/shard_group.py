@@ -1,0 +1,124 @@
+"""Which ranks hold parts of the same tensors, found from the names of their GEMMs: a stage of a pipeline, as a rule.
+
+Nothing is asked of the host: ranks that share a name belong together, whatever it was that split the model. Experts are on
+some ranks of a family only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from . import patience
+from .gloo import Group
+from .rank_store import Ranks
+
+
+@dataclass(frozen=True)
+class Family:
+    """The ranks that reduce together, and what they hold."""
+
+    #: global ranks, ascending; the first one measures for all
+    ranks: Sequence[int]
+    #: names of all GEMMs of these ranks, sorted, and the kind of each
+    kinds: Mapping[str, str]
+    #: the first rank that has each GEMM
+    first: Mapping[str, int]
+    #: None where there is nobody to reduce with
+    group: Group | None = None
+    #: the first ranks of all families, and the rank that writes
+    heads: Sequence[int] = (0,)
+    heads_group: Group | None = None
+
+    @classmethod
+    def alone(cls, rank: int, kinds: Mapping[str, str]) -> Family:
+        """One rank that shares nothing."""
+        return cls([rank], dict(sorted(kinds.items())), dict.fromkeys(kinds, rank))
+
+    @staticmethod
+    def told(ranks: Ranks, kinds: Mapping[str, str]) -> None:
+        """Let other ranks know the names of this one's GEMMs; called before all have started."""
+        if ranks.world > 1:
+            try:
+                ranks.publish(f"digest/{ranks.rank}", digest_of(kinds))
+                ranks.first_to_say(f"kinds/{digest_of(kinds)}", dict(kinds))
+                ranks.introduce()
+            except TimeoutError as error:
+                ranks.go_alone(error)
+
+    @classmethod
+    def met(cls, ranks: Ranks, kinds: Mapping[str, str]) -> Family:
+        """The family of this rank; called on all ranks, which have told their names.
+
+        Raises:
+            RuntimeError: the ranks cannot be connected.
+        """
+        if ranks.world == 1:
+            return cls.alone(ranks.rank, kinds)
+        ranks.meet()
+        if ranks.writes:
+            _publish(ranks)
+        told = ranks.read(f"family-of/{digest_of(kinds)}")
+        heads = ranks.read("heads")
+        mine = ranks.read(f"family/{told}") if told is not None else None
+        if mine is None:  # no GEMM here
+            mine = {"ranks": [ranks.rank], "kinds": {}, "first": {}}
+        return cls(
+            mine["ranks"],
+            mine["kinds"],
+            mine["first"],
+            _group(f"family-{told}", ranks, mine["ranks"]),
+            heads,
+            _group("heads", ranks, heads),
+        )
+
+
+def digest_of(kinds: Mapping[str, str]) -> str:
+    """A short name for a set of GEMMs; ranks that have the same ones publish them once."""
+    return hashlib.sha256(json.dumps(sorted(kinds.items())).encode()).hexdigest()[:16]
+
+
+def _publish(ranks: Ranks) -> None:
+    """On the first rank: put ranks that share names into families, and let each know of its own."""
+    digests = ranks.read_of_all("digest")
+    owners: dict[str, list[int]] = defaultdict(list)
+    for rank, digest in enumerate(digests):
+        owners[digest].append(rank)
+    kinds: dict[str, dict[str, str]] = {digest: ranks.read(f"kinds/{digest}") for digest in owners}
+    heads = {0}
+    for i, family in enumerate(_families(kinds)):
+        members = sorted(rank for digest in family for rank in owners[digest])
+        together = dict(sorted(item for digest in family for item in kinds[digest].items()))
+        first = {name: min(owners[digest][0] for digest in family if name in kinds[digest]) for name in together}
+        ranks.publish(f"family/{i}", {"ranks": members, "kinds": together, "first": first})
+        for digest in family:
+            ranks.publish(f"family-of/{digest}", i)
+        heads.add(members[0])
+    for digest in owners:
+        if not kinds[digest]:
+            ranks.publish(f"family-of/{digest}", None)
+    ranks.publish("heads", sorted(heads))
+
+
+def _families(kinds: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Digests whose names overlap, directly or through others."""
+    family_of: dict[str, set[str]] = {}
+    holder: dict[str, str] = {}
+    for digest, names in kinds.items():
+        mine = {digest}
+        for name in names:
+            mine |= family_of[holder[name]] if name in holder else set()
+            holder[name] = digest
+        for member in mine:
+            family_of[member] = mine
+    found = {id(family): sorted(family) for digest, family in family_of.items() if kinds[digest]}
+    return sorted(found.values())
+
+
+def _group(name: str, ranks: Ranks, members: Sequence[int]) -> Group | None:
+    if len(members) == 1 or ranks.rank not in members:
+        return None
+    return ranks.group(name, members, patience.LONGEST)

@@ -1,0 +1,59 @@
+"""A plan applied to a model, for callbacks and plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..capture.gemms import Gemm, find_gemms, matching
+from ..distributed import Ranks
+from ..errors import ConfigError
+from ..plan.environment import AnyPlan, plan_in_force
+from ..plan.plan import NO_CHANGES, Plan
+from .transformer_engine import EngineChanges
+
+
+def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = None) -> EngineChanges:
+    """Change how Transformer Engine quantises a model, from here on; on several ranks, called on all.
+
+    Args:
+        model: the model, or its chunks where a virtual pipeline splits it.
+        plan: or the file of one; what `nemo-fp8-debug rescue` was given goes before it. None: nothing changes.
+
+    Raises:
+        ConfigError: the plan cannot be read, names no GEMM that Transformer Engine runs on any rank, or asks for what
+            Transformer Engine cannot do.
+    """
+    wanted = plan_in_force(plan) or NO_CHANGES
+    gemms = [g for g in find_gemms([model] if isinstance(model, nn.Module) else model) if g.host.has_own_fp8]
+    check_named(wanted, gemms, "that Transformer Engine runs")
+    changes = EngineChanges(gemms, wanted)
+    changes.attach()
+    return changes
+
+
+def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
+    """Make sure that each change is for a GEMM of some rank.
+
+    Args:
+        gemms: of this rank, that can be changed.
+        which: in words.
+
+    Raises:
+        ConfigError: a change is for none.
+    """
+    if not plan.changes:
+        return
+    ranks, mine = Ranks(), [bool(matching(gemms, [change.layer])) for change in plan.changes]
+    of_all = [mine]
+    if ranks.world > 1:
+        ranks.publish(f"named/{ranks.rank}", mine)
+        ranks.start({})
+        of_all = ranks.read_of_all("named") if ranks.world > 1 else [mine]
+        ranks.close()
+    for change, *named in zip(plan.changes, *of_all, strict=True):
+        if not any(named):
+            names = [g.name for g in gemms]
+            shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+            raise ConfigError(f"the plan is for {change.layer!r}, which is no GEMM {which}; those are: {shown or 'none'}")

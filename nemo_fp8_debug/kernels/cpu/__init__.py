@@ -1,0 +1,1 @@
+"""Loops over CPU memory, compiled by Numba."""

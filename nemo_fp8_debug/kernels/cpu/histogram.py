@@ -1,0 +1,166 @@
+"""Counts the magnitude patterns of 16-bit values in CPU memory: one counter update per value, at the rate of one a cycle."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+from numba.np.numpy_support import carray
+from numpy.lib.stride_tricks import as_strided
+
+from .jit import AHEAD, JOB, Work, add_to, counters_at, counts_at, jit, job_at, next_share, prefetch, values_at, work
+from .threads import Zeros, share_out
+
+Counts = npt.NDArray[np.int64]
+Counters = npt.NDArray[np.uint32]
+Values = npt.NDArray[np.uint16]
+
+#: below this many values clearing and folding private counters costs more than they save, in a step whose caches are full
+SMALL = 1 << 20
+#: values one thread gets at the least
+GRAIN = 1 << 19
+#: values of a row that are counted before it is asked whether private 32-bit counters have room for more
+RUN = 1 << 30
+_private = Zeros((4, 32768), np.uint32)
+
+
+@jit
+def _count_directly(values: Values, counts: Counts) -> None:
+    for r in range(values.shape[0]):
+        for i in range(values.shape[1]):
+            counts[values[r, i] & 0x7FFF] += 1
+
+
+@jit
+def count_few(address: int, n: int, counts: int) -> None:
+    """As `count_patterns` in this thread, of values and counters at addresses; for less than `SMALL` of them."""
+    _count_directly(carray(values_at(address), (1, n)), carray(counts_at(counts), 32768))
+
+
+@jit
+def last_counts(counts: int, first: int) -> int:
+    """The sum of the counters at an address from one of them on."""
+    total: int = carray(counts_at(counts), 32768)[first:].sum()
+    return total
+
+
+@jit
+def occupied(address: int, bins: Counts, counts: Counts) -> int:
+    """Bins of a sketch, at an address, that are not empty, ascending, and their counts; how many."""
+    table, n = carray(counts_at(address), 32768), 0
+    for i in range(0, 32768, 8):  # most are empty
+        prefetch(table, i + AHEAD)
+        some = table[i]
+        for j in range(i + 1, i + 8):
+            some |= table[j]
+        if some:
+            for j in range(i, i + 8):
+                if table[j]:
+                    bins[n], counts[n] = j, table[j]
+                    n += 1
+    return n
+
+
+@jit
+def _move(private: tuple[Counters, ...], counts: int) -> None:
+    a, b, c, d = private
+    for start in range(0, 32768, 8):  # most are empty
+        some = a[start] | b[start] | c[start] | d[start]
+        for i in range(start + 1, start + 8):
+            some |= a[i] | b[i] | c[i] | d[i]
+        if some:
+            for i in range(start, start + 8):
+                count = np.int64(a[i]) + b[i] + c[i] + d[i]
+                if count:
+                    add_to(counts + 8 * i, count)
+                a[i] = b[i] = c[i] = d[i] = 0
+
+
+@jit
+def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]) -> None:
+    # Four tables in turn: equal neighbours, which are common, would otherwise wait for each other.
+    a, b, c, d = private
+    whole = run.size // 32 * 32
+    for start in range(0, whole, 32):
+        for ahead in range(start + AHEAD, start + AHEAD + 32, 8 if run.strides[0] > 2 else 32):
+            if ahead < run.size:
+                prefetch(run, ahead)
+            else:
+                prefetch(following, ahead - run.size)
+        for i in range(start, start + 32, 4):
+            a[run[i] & 0x7FFF] += 1
+            b[run[i + 1] & 0x7FFF] += 1
+            c[run[i + 2] & 0x7FFF] += 1
+            d[run[i + 3] & 0x7FFF] += 1
+    for i in range(whole, run.size):
+        a[run[i] & 0x7FFF] += 1
+
+
+@functools.cache
+def _counting() -> Work:
+    """Counts the values at an address, [rows, columns], so many of them from a row and from a column to the next.
+
+    Each share of the rows, or of the columns where rows are fewer, has four private tables, uint32 [32768], which are zeros
+    before and after, and writes a 1.
+    """
+
+    @work
+    def count(job: int) -> None:
+        numbers = carray(counts_at(job), JOB + job_at(job)[1])
+        shares, address, rows, columns, stride, step = numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
+        counts = numbers[7]
+        while True:
+            share = next_share(job)
+            if share >= shares:
+                return
+            tables = carray(counters_at(numbers[8] + share * 16 * 32768), (4, 32768))
+            private = tables[0], tables[1], tables[2], tables[3]
+            top, bottom, left, right = 0, rows, 0, columns
+            if rows >= shares:
+                top, bottom = rows * share // shares, rows * (share + 1) // shares
+            else:
+                left, right = columns * share // shares, columns * (share + 1) // shares
+            counted, size = 0, (right - left - 1) * step + 1
+            for r in range(top, bottom):
+                row = carray(values_at(address + 2 * (r * stride + left * step)), size)
+                # The row below does not lie behind this one where a view has gaps.
+                below = carray(values_at(address + 2 * (min(r + 1, bottom - 1) * stride + left * step)), size)
+                for first in range(0, right - left, RUN):
+                    end = min(first + RUN, right - left)
+                    if counted + end - first > 1 << 32:
+                        _move(private, counts)
+                        counted = 0
+                    counted += end - first
+                    if step == 1:
+                        _count_in_turn(row[first:end], below, private)
+                    else:
+                        shape, apart = (right - left,), (2 * step,)
+                        _count_in_turn(as_strided(row, shape, apart)[first:end], as_strided(below, shape, apart), private)
+            _move(private, counts)
+            numbers[JOB + share] = 1
+
+    return count
+
+
+def count_patterns(values: Values, counts: Counts, threads: int) -> None:
+    """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs.
+
+    Args:
+        values: uint16 [n] or [rows, columns], of any strides that are not negative; long rows are counted fastest.
+        counts: int64 [32768], in one piece, added to in place.
+        threads: at most this many run at once, see `share_out`.
+    """
+    values = np.atleast_2d(values)
+    if values.size < SMALL:
+        _count_directly(values, counts)
+        return
+    shares = min(threads, max(1, values.size // GRAIN))
+    tables = _private.take(shares)
+    rows, columns = values.shape
+    stride, step = (of // values.itemsize for of in values.strides)
+    where = values.ctypes.data, rows, columns, stride, step, counts.ctypes.data, tables.ctypes.data
+    job = share_out(_counting(), where, shares, 1)
+    if not all(job[JOB:]):
+        raise MemoryError(f"no room to count {values.size} values")
+    _private.give_back(tables)

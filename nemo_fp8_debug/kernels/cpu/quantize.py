@@ -1,0 +1,140 @@
+"""Casts all values of a tensor to an 8-bit format and back, in one read and one write, and finds their amax.
+
+Machine code that is kept on disk is dated by the file of its loop: who changes this file saves those that import it as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba.np.numpy_support import carray
+
+from ...numerics.formats import FloatFormat
+from .casts import rounded, spacing
+from .jit import JOB, Work, counts_at, floats_at, jit, job_at, next_share, values_at, work
+from .jit import counters_at as words_at
+from .threads import share_out
+
+Words = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
+#: scale, its reciprocal, and of `spacing` the limit, the lowest binade and the anchor
+_By = tuple[np.float32, np.float32, np.float32, np.float32, np.float32]
+
+#: dtypes with a loop of their own
+DTYPES = (torch.bfloat16, torch.float32)
+#: values one thread gets at the least
+GRAIN = 1 << 16
+
+
+def quantize_dequantize(x: torch.Tensor, scale: float, scale_inv: float, fmt: FloatFormat, threads: int) -> torch.Tensor:
+    """The same values, to the bit, as `numerics.scaling.quantize_dequantize`.
+
+    Args:
+        x: of one of `DTYPES`, without gaps, not empty.
+        scale: a float32 value,
+        scale_inv: and its float32 reciprocal.
+        fmt: of 8 bits.
+        threads: at most so many run at once.
+    """
+    out = torch.empty_like(x)
+    limit, _, lowest, anchor = spacing(fmt)
+    floats = np.array([scale, scale_inv, limit, lowest, anchor], np.float32)
+    numbers = x.data_ptr(), out.data_ptr(), x.numel(), floats.ctypes.data
+    share_out(_casting(x.dtype), numbers, _shares(x, threads))
+    return out
+
+
+def amax(x: torch.Tensor, threads: int) -> torch.Tensor:
+    """The same value as `numerics.scaling.amax_of`, of a tensor as above."""
+    shares = _shares(x, threads)
+    job = share_out(_reading(x.dtype), (x.data_ptr(), x.numel()), shares, 1)
+    pattern = max(job[JOB:])
+    bits = pattern << 16 if x.dtype == torch.bfloat16 else pattern
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+
+
+def _shares(x: torch.Tensor, threads: int) -> int:
+    return min(threads, -(-x.numel() // GRAIN))
+
+
+@functools.cache
+def _casting(dtype: torch.dtype) -> Work:
+    values, loop = (values_at, _cast_bfloat16) if dtype == torch.bfloat16 else (floats_at, _cast_float32)
+
+    @work
+    def cast(job: int) -> None:
+        numbers = carray(counts_at(job), JOB)
+        shares, n = numbers[1], numbers[4]
+        x, out = carray(values(numbers[2]), n), carray(values(numbers[3]), n)
+        by = carray(floats_at(numbers[5]), 5)
+        while True:
+            share = next_share(job)
+            if share >= shares:
+                return
+            start, end = n * share // shares, n * (share + 1) // shares
+            loop(x[start:end], out[start:end], (by[0], by[1], by[2], by[3], by[4]))
+
+    return cast
+
+
+@functools.cache
+def _reading(dtype: torch.dtype) -> Work:
+    values, loop = (values_at, _amax_bfloat16) if dtype == torch.bfloat16 else (words_at, _amax_float32)
+
+    @work
+    def read(job: int) -> None:
+        numbers = carray(counts_at(job), JOB + job_at(job)[1])
+        shares, n = numbers[1], numbers[3]
+        x = carray(values(numbers[2]), n)
+        while True:
+            share = next_share(job)
+            if share >= shares:
+                return
+            numbers[JOB + share] = loop(x[n * share // shares : n * (share + 1) // shares])
+
+    return read
+
+
+@jit
+def _cast_bfloat16(x: Words, out: Words, by: _By) -> None:
+    scale, scale_inv, limit, lowest, anchor = by
+    for i in range(x.size):
+        pattern = np.uint32(x[i])
+        value = np.uint32((pattern & np.uint32(0x7FFF)) << np.uint32(16)).view(np.float32) * scale
+        value = limit if value > limit else value
+        bits = np.float32(rounded(value, lowest, anchor) * scale_inv).view(np.uint32)
+        # To the nearest bfloat16, ties to even; NaN, which this would turn into infinity, is set apart.
+        nearest = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        nearest = np.uint32(0x7FC0) if bits > np.uint32(0x7F800000) else nearest
+        out[i] = nearest | (pattern & np.uint32(0x8000))
+
+
+@jit
+def _cast_float32(x: Floats, out: Floats, by: _By) -> None:
+    scale, scale_inv, limit, lowest, anchor = by
+    for i in range(x.size):
+        value = abs(x[i]) * scale
+        value = limit if value > limit else value
+        out[i] = np.copysign(rounded(value, lowest, anchor) * scale_inv, x[i])
+
+
+@jit
+def _amax_bfloat16(x: Words) -> np.int64:
+    top = np.uint16(0)
+    for i in range(x.size):
+        magnitude = np.uint16(x[i] & np.uint16(0x7FFF))
+        top = max(top, magnitude if magnitude <= np.uint16(0x7F80) else np.uint16(0))
+    return np.int64(top)
+
+
+@jit
+def _amax_float32(x: Words) -> np.int64:
+    top = np.uint32(0)
+    for i in range(x.size):
+        magnitude = np.uint32(x[i] & np.uint32(0x7FFFFFFF))
+        top = max(top, magnitude if magnitude <= np.uint32(0x7F800000) else np.uint32(0))
+    return np.int64(top)

@@ -1,0 +1,97 @@
+"""Work in several threads at once: torch's own, where they can be had."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .jit import JOB, Work
+
+_PROCESS = os.getpid()
+
+
+def share_out(work: Work, numbers: tuple[int, ...], shares: int, results: int = 0) -> Any:
+    """Run a job of so many shares, in as many threads as torch has: each takes the next share until none is left.
+
+    Args:
+        numbers: of the job, behind how many shares were taken and how many there are.
+        results: numbers that each share writes, behind the first `JOB`.
+
+    Returns:
+        The job, int64; zeros where nothing was written.
+    """
+    job = _numbers(JOB + results * shares)(0, shares, *numbers)
+    if shares == 1:
+        work.alone(job)
+    elif team := _team():
+        team(work.address, job, 0, 0)  # as many threads as torch's next operation will want: other numbers start them anew
+    else:
+        jobs = [_pool().submit(work.alone, job) for _ in range(shares - 1)]
+        work.alone(job)
+        for other in jobs:
+            other.result()
+    return job
+
+
+class Zeros:
+    """Zeros for each share of a job, which leaves them so; kept, since to get memory from the system takes long."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+        """
+        Args:
+            shape: of each share's.
+        """
+        self._shape, self._dtype = shape, dtype
+        self._kept: list[npt.NDArray[Any]] = []
+
+    def take(self, shares: int) -> npt.NDArray[Any]:
+        """[at least so many, *shape], for nobody else until it is given back, which only what is zeros may be."""
+        found = self._kept.pop() if self._kept else None
+        return found if found is not None and len(found) >= shares else np.zeros((shares, *self._shape), self._dtype)
+
+    def give_back(self, zeros: npt.NDArray[Any]) -> None:
+        """Keep it for the next."""
+        self._kept.append(zeros)
+
+
+@functools.cache
+def _numbers(length: int) -> Any:
+    return ctypes.c_int64 * length
+
+
+@functools.cache
+def _team() -> Callable[..., None] | None:
+    """GNU's entry to the OpenMP that torch is linked with, LLVM's and Intel's have it too; None where there is none.
+
+    Threads of our own would compete with torch's, which go on spinning for a while after each operation, and take several
+    times as long to wake.
+    """
+    if os.getpid() != _PROCESS:
+        return None
+    try:
+        team: Callable[..., None] = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    team.argtypes, team.restype = (pointer, pointer, number, number), None  # type: ignore[attr-defined]
+    return team
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads of our own, kept between calls."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="nemo_fp8_debug")
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked child inherits teams and pools without their threads, and would wait for them for ever.
+    os.register_at_fork(after_in_child=_team.cache_clear)
+    os.register_at_fork(after_in_child=_pool.cache_clear)

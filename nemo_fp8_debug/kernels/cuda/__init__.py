@@ -1,0 +1,1 @@
+"""Kernels of a CUDA device, compiled by Numba."""

@@ -1,0 +1,116 @@
+"""The sums of a matrix of 16-bit values under the scales of its blocks, on a CUDA device.
+
+Imported only where there is such a tensor, as `cuda` is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from ...numerics.block_scaling import Block, BlockRule, MXFP8Scaling, matrix, scales_of_amax
+from ...numerics.formats import E4M3, FloatFormat
+from ...numerics.histogram import BINS, Sketch, infinity_bin, magnitudes_of
+from ...numerics.metrics import QuantizationSums
+from ..memory import DeviceMemory
+from .format_constants import Codes, Values
+from .histogram import cuda
+from .sums import SUMS, total
+from .tile import STRIP, THREADS, TILE, sums_of
+
+#: blocks of threads that a multiprocessor has room for, of 66 registers a thread and 37 KiB of shared memory at the most
+RESIDENT = 3
+
+
+def arguments(shape: torch.Size, block: Block, dtype: torch.dtype, fmt: FloatFormat) -> tuple[Any, ...]:
+    """What the kernel has to know of a matrix, its blocks, its values and codes: sizes of blocks as powers of two."""
+    high, wide = block
+    return tuple(shape), (int(math.log2(high)), int(math.log2(wide // STRIP))), Values.of(dtype), Codes.of(fmt)
+
+
+def whole_words(address: int, columns: int) -> bool:
+    """Whether rows of a matrix are whole words of 8 bytes on their boundaries, and 32 bits number those of 128 rows."""
+    return address % 8 == 0 and columns % 4 == 0 and columns < 1 << 26
+
+
+def launch(
+    values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, Any], out: Any, grid: tuple[Any, ...]
+) -> None:
+    """Start the kernel and do not wait for it.
+
+    Args:
+        values: uint16 [n], the matrix row by row.
+        words: uint64 [n / 4], the same where `whole_words`; else empty.
+        known: `arguments` of it.
+        scales: float32 and float64 [32768], scale and scale_inv that each amax leads to.
+        out: float64 [blocks of threads * 5], the sums that each has taken.
+        grid: how many blocks of threads, how many threads each has, and where there are streams the one to run in.
+    """
+    shape, block, kind, codes = known
+    sums_of(kind, grid[1])[grid](values, words, shape, block, *scales, codes, out)
+
+
+def amax_of(sketch: Sketch) -> torch.Tensor:
+    """The amax of what a sketch has counted, NaN ignored: float32 scalar on its device, for which the host does not wait."""
+    end = infinity_bin(sketch.dtype) + 1
+    return torch.where(sketch.counts[:end] > 0, magnitudes_of(sketch.dtype, sketch.counts.device)[:end], 0.0).amax()
+
+
+def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Sketch) -> QuantizationSums:
+    """As `numerics.blocks.quantization_sums_in_blocks`, in torch's current stream; sums are added up in another order.
+
+    The first call on a device compiles.
+
+    Args:
+        x: [..., features], bfloat16 or float16, on a CUDA device.
+        rule: how blocks are cut and their scales found.
+        role: of the operand, which blocks depend on.
+        fmt: format of the codes.
+        counted: the sketch of `x`.
+
+    Raises:
+        ValueError: the memory has been given back; a kernel that read there would end the run.
+    """
+    device = x.device
+    if not x.numel():
+        return total(torch.zeros(1, SUMS, dtype=torch.float64, device=device))
+    rows = matrix(x).contiguous()
+    if not rows.data_ptr():
+        raise ValueError("it has no memory any longer")
+    (high, across), n = (math.ceil(size / TILE) for size in rows.shape), rows.numel()
+    blocks = min(RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count, high * across)
+    known = arguments(rows.shape, rule.block(role), x.dtype, fmt)
+    values = DeviceMemory(rows, "u2", n)
+    words = DeviceMemory(rows, "u8", n // 4 if whole_words(rows.data_ptr(), rows.shape[1]) else 0)
+    parts = torch.empty(blocks, SUMS, dtype=torch.float64, device=device)
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(_kept(rule, fmt, x.dtype, device))
+    with cuda.gpus[device.index]:
+        running = cuda.external_stream(stream.cuda_stream)
+        whole = amax_of(counted) if rule.two_level else torch.zeros((), device=device)
+        _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
+        scales = DeviceMemory(scale, "f4", len(scale)), DeviceMemory(scale_inv, "f8", len(scale_inv))
+        launch(values, words, known, scales, DeviceMemory(parts, "f8", parts.numel()), (blocks, THREADS, running))
+    return total(parts)
+
+
+@functools.cache
+def _kept(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> torch.cuda.Event:
+    """When what is computed once for a rule and kept on the device is there; any stream but the current one has to wait."""
+    scales_of_amax(rule, torch.zeros((), device=device), fmt, dtype)
+    made: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return made
+
+
+def try_out(device: torch.device) -> None:
+    """Add something up on a device.
+
+    Raises:
+        Exception: of many kinds, where Numba cannot use it.
+    """
+    counts = torch.zeros(BINS, dtype=torch.int64, device=device)
+    x = torch.zeros(1, 32, dtype=torch.bfloat16, device=device)
+    block_sums(x, MXFP8Scaling(), "input", E4M3, Sketch(x.dtype, counts))

@@ -1,0 +1,249 @@
+"""Moments of a float32 tensor in the memory of a CUDA device, and its sums under a scale: one read of it for each.
+
+Imported only where there is such a tensor, as `cuda` is. What is computed of a value is what `numerics.figures` computes
+with plain torch operations, bit by bit (to the last bit in the simulator, whose `fma` rounds twice); sums are added up in
+another order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import uint32, uint64
+
+from ...numerics.formats import BF16, E4M3, FloatFormat
+from ...numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from ..memory import DeviceMemory
+from .format_constants import Codes
+from .histogram import cuda, kernel, on_device
+from .sums import SUMS, fold, keep, nearest, total
+
+#: threads of a block: a power of two
+THREADS = 256
+#: blocks of threads that a multiprocessor has room for, of 32 registers a thread
+RESIDENT = 8
+#: values that a thread asks for before it adds the first of them, so that enough of them are under way
+AT_ONCE = 4
+#: sums among the moments: NaN, infinities, squares, fourth powers; behind them come the largest and the smallest magnitude
+MOMENTS = 4
+
+_MAGNITUDE, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+_TOP, _LOW = 0, 1
+_TWICE, _THRICE, _AT_ONCE = np.uint64(2), np.uint64(3), np.uint64(AT_ONCE)
+_MOMENTS_ROOM, _SUMS_ROOM = MOMENTS * THREADS, SUMS * THREADS
+
+
+@on_device
+def _nearest_bfloat16(clamped: Any, codes: Any) -> Any:
+    """As `nearest`; the half that is cut off is rounded as an integer, since nothing may be added to the largest values."""
+    bits = clamped.view(np.uint32)
+    odd = np.uint32(bits >> np.uint32(16) & np.uint32(1))
+    return np.uint32(np.uint32(bits + odd + np.uint32(0x7FFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@on_device
+def _add_moments(pattern: Any, so_far: Any) -> Any:
+    """With one value more: NaN, infinities, squares, fourth powers, the largest pattern, the smallest less one."""
+    nans, infinities, x2, x4, top, low = so_far
+    bits = np.uint32(pattern & _MAGNITUDE)
+    nans = np.uint32(nans + np.uint32(bits > _INFINITY))
+    infinities = np.uint32(infinities + np.uint32(bits == _INFINITY))
+    bits = bits if bits < _INFINITY else np.uint32(0)
+    # That of zero, less one, is the largest of all.
+    top, low = max(top, bits), min(low, np.uint32(bits - np.uint32(1)))
+    x = np.float64(bits.view(np.float32))
+    square = x * x
+    return nans, infinities, x2 + square, x4 + square * square, top, low
+
+
+@on_device
+def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
+    """Sums over the threads of a block, into its row; in shared memory that nobody reads any longer."""
+    thread, half = cuda.threadIdx.x, threads >> 1
+    keep(mine, room, thread, threads)
+    while half:
+        cuda.syncthreads()
+        fold(len(mine), room, thread, half, threads)
+        half >>= 1
+    if thread == 0:
+        for i in range(len(mine)):
+            out[cuda.blockIdx.x * len(mine) + i] = room[i * threads].view(np.float64)
+
+
+@kernel
+def _moments(values: Any, out: Any) -> None:
+    room = cuda.shared.array(_MOMENTS_ROOM, uint64)
+    extremes = cuda.shared.array(2, uint32)
+    if cuda.threadIdx.x == 0:
+        extremes[_TOP], extremes[_LOW] = np.uint32(0), _INFINITY
+    cuda.syncthreads()
+    n, i, stride = np.uint64(values.size), np.uint64(cuda.grid(1)), np.uint64(cuda.gridsize(1))
+    so_far = np.uint32(0), np.uint32(0), np.float64(0), np.float64(0), np.uint32(0), np.uint32(_INFINITY - np.uint32(1))
+    while i + _THRICE * stride < n:
+        a, b, c, d = values[i], values[i + stride], values[i + _TWICE * stride], values[i + _THRICE * stride]
+        so_far = _add_moments(b, _add_moments(a, so_far))
+        so_far = _add_moments(d, _add_moments(c, so_far))
+        i += _AT_ONCE * stride
+    while i < n:
+        so_far = _add_moments(values[i], so_far)
+        i += stride
+    nans, infinities, x2, x4, top, low = so_far
+    cuda.atomic.max(extremes, _TOP, top)
+    cuda.atomic.min(extremes, _LOW, np.uint32(low + np.uint32(1)))
+    _add_up((np.float64(nans), np.float64(infinities), x2, x4), room, cuda.blockDim.x, out)
+    if cuda.threadIdx.x == 0:
+        at = MOMENTS * cuda.gridDim.x + cuda.blockIdx.x
+        out[at] = np.float64(extremes[_TOP].view(np.float32))
+        out[at + cuda.gridDim.x] = np.float64(extremes[_LOW].view(np.float32))
+
+
+@functools.cache
+def _sums_of(is_bfloat16: bool) -> Any:
+    """The kernel of sums for codes in bfloat16, or in a narrower format."""
+    cast = _nearest_bfloat16 if is_bfloat16 else nearest
+
+    @on_device
+    def add(pattern: Any, scale: Any, inverse: Any, codes: Any, so_far: Any) -> Any:
+        underflows, overflows, error2, xq, q2 = so_far
+        bits = np.uint32(pattern & _MAGNITUDE)
+        value = np.uint32(bits if bits < _INFINITY else np.uint32(0)).view(np.float32)  # a zero adds nothing to any sum
+        scaled = np.float32(value * scale)
+        code = cast(min(scaled, codes.limit), codes)
+        underflows = np.uint32(underflows + np.uint32(value != 0 and code == 0))
+        overflows = np.uint32(overflows + np.uint32(scaled > codes.beyond))
+        x, c = np.float64(value), np.float64(code)
+        # c / scale, rounded once (Markstein 1990): a division inverts the scale each time, and is a call where c is zero.
+        near = c * inverse
+        q = cuda.fma(cuda.fma(-near, np.float64(scale), c), inverse, near)
+        error = x - q
+        return underflows, overflows, error2 + error * error, xq + x * q, q2 + q * q
+
+    @kernel
+    def sums(values: Any, scales: Any, codes: Any, out: Any) -> None:
+        room = cuda.shared.array(_SUMS_ROOM, uint64)
+        scale, inverse = scales[0], 1 / np.float64(scales[0])
+        n, i, stride = np.uint64(values.size), np.uint64(cuda.grid(1)), np.uint64(cuda.gridsize(1))
+        so_far = np.uint32(0), np.uint32(0), np.float64(0), np.float64(0), np.float64(0)
+        while i + _THRICE * stride < n:
+            a, b, c, d = values[i], values[i + stride], values[i + _TWICE * stride], values[i + _THRICE * stride]
+            so_far = add(b, scale, inverse, codes, add(a, scale, inverse, codes, so_far))
+            so_far = add(d, scale, inverse, codes, add(c, scale, inverse, codes, so_far))
+            i += _AT_ONCE * stride
+        while i < n:
+            so_far = add(values[i], scale, inverse, codes, so_far)
+            i += stride
+        underflows, overflows, error2, xq, q2 = so_far
+        mine = np.float64(underflows), np.float64(overflows), error2, xq, q2
+        _add_up(mine, room, cuda.blockDim.x, out)
+
+    return sums
+
+
+def launch_moments(values: Any, out: Any, grid: tuple[Any, ...]) -> None:
+    """Start the kernel of moments and do not wait for it.
+
+    Args:
+        values: uint32 [n], the patterns.
+        out: float64 [blocks of threads * 6], what each has found: rows of 4 sums, then the largest magnitude of each, then
+            the smallest of each that is not zero, infinity where there is none.
+        grid: how many blocks of threads, how many threads each has, and where there are streams the one to run in.
+    """
+    _moments[grid](values, out)
+
+
+def launch_sums(values: Any, scale: Any, fmt: FloatFormat, out: Any, grid: tuple[Any, ...]) -> None:
+    """Start the kernel of sums and do not wait for it.
+
+    Args:
+        values: uint32 [n], the patterns.
+        scale: float32 [1].
+        fmt: format of the codes.
+        out: float64 [blocks of threads * 5], the sums that each has taken.
+        grid: as of `launch_moments`.
+    """
+    _sums_of(fmt == BF16)[grid](values, scale, Codes.of(fmt), out)
+
+
+def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
+    """From what `launch_moments` found, float64 [6 * parts], of n values."""
+    blocks = len(parts) // (MOMENTS + 2)
+    sums, extremes = parts[: MOMENTS * blocks].view(blocks, MOMENTS).sum(0), parts[MOMENTS * blocks :].view(2, blocks)
+    counts, amin = sums[:2].long(), extremes[1].amin()[None]
+    return Moments(
+        n=n - counts.sum()[None],
+        nan=counts[:1],
+        inf=counts[1:],
+        amax=extremes[0].amax()[None],
+        amin=amin.masked_fill(amin == torch.inf, torch.nan),
+        median=torch.full_like(amin, torch.nan),
+        sum_x2=sums[2:3],
+        sum_x4=sums[3:],
+    )
+
+
+def moments(x: torch.Tensor) -> Moments:
+    """As `numerics.figures.moments_of_float32`, in torch's current stream. The first call on a device compiles.
+
+    Args:
+        x: float32, any shape and strides, on a CUDA device.
+
+    Raises:
+        ValueError: the memory has been given back; a kernel that read there would end the run.
+    """
+    if not x.numel():
+        return moments_of_float32(x)
+    values, blocks = _values(x)
+    parts = torch.empty(blocks * (MOMENTS + 2), dtype=torch.float64, device=x.device)
+    with cuda.gpus[x.device.index]:
+        launch_moments(DeviceMemory(values, "u4", x.numel()), DeviceMemory(parts, "f8", len(parts)), _grid(blocks, x.device))
+    return moments_of_parts(parts, x.numel())
+
+
+def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
+    """As `numerics.figures.quantization_sums_of_float32`, in torch's current stream. The first call on a device compiles.
+
+    Args:
+        x: float32, any shape and strides, on a CUDA device.
+        scale: float32 scalar there.
+        fmt: format of the codes.
+
+    Raises:
+        ValueError: the memory has been given back; a kernel that read there would end the run.
+    """
+    if not x.numel():
+        return quantization_sums_of_float32(x, scale, fmt)
+    values, blocks = _values(x)
+    parts = torch.empty(blocks, SUMS, dtype=torch.float64, device=x.device)
+    scale = scale.float()
+    with cuda.gpus[x.device.index]:
+        patterns, out = DeviceMemory(values, "u4", x.numel()), DeviceMemory(parts, "f8", parts.numel())
+        launch_sums(patterns, DeviceMemory(scale, "f4", 1), fmt, out, _grid(blocks, x.device))
+    return total(parts)
+
+
+def _values(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The values without gaps, and how many blocks of threads they are worth."""
+    values = x.detach().contiguous()
+    if not values.data_ptr():
+        raise ValueError("it has no memory any longer")
+    most = RESIDENT * torch.cuda.get_device_properties(x.device).multi_processor_count
+    return values, min(most, math.ceil(x.numel() / (AT_ONCE * THREADS)))
+
+
+def _grid(blocks: int, device: torch.device) -> tuple[Any, ...]:
+    return blocks, THREADS, cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
+
+
+def try_out(device: torch.device) -> None:
+    """Measure something on a device.
+
+    Raises:
+        Exception: of many kinds, where Numba cannot use it.
+    """
+    x = torch.zeros(32, device=device)
+    moments(x)
+    quantization_sums(x, torch.ones((), device=device), E4M3)

@@ -1,0 +1,184 @@
+"""Counts the magnitude patterns of 16-bit values in the memory of a CUDA device, in one read of them.
+
+Imported only where there is such a tensor: Numba's CUDA target is a package of its own. Its simulator runs the same source
+without a device (`NUMBA_ENABLE_CUDASIM=1`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba.cuda
+import numpy as np
+import torch
+from numba import int32, uint32
+
+from ...numerics.histogram import BINS
+from ..memory import DeviceMemory
+
+cuda: Any = numba.cuda
+
+#: counters that a block of threads keeps in shared memory: 44 KiB, 88 binades of bfloat16 and 11 of float16
+WINDOW = 11 << 10
+#: of these, so many lie above the largest of the values that are looked at first: 8 binades and 1
+SPARE = 1 << 10
+THREADS = 512
+#: blocks that a multiprocessor has room for, of 64 Ki registers and 228 KiB of shared memory (164 KiB will do)
+RESIDENT = 3
+#: words that a thread asks for before it counts the first of them, so that enough of them are under way
+AT_ONCE = 4
+
+_MAGNITUDE = np.uint64(0x7FFF)
+#: place of what lies outside of the window, where nobody looks
+_OUTSIDE = np.uint32(WINDOW)
+_COUNTERS = WINDOW + 1
+#: places of what a block has to remember besides
+_TOP, _ZEROS = 0, 1
+
+
+def on_device(function: Callable[..., Any]) -> Any:
+    """A function that kernels call."""
+    return cuda.jit(function, device=True)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """A function that the host starts."""
+    return cuda.jit(function)
+
+
+@on_device
+def largest_below(word: Any, end: Any) -> Any:
+    """The largest magnitude pattern in a word that lies below `end`; zero where none does."""
+    largest = int32(0)
+    for _ in range(4):
+        pattern = int32(word & _MAGNITUDE)
+        if pattern < end:
+            largest = max(largest, pattern)
+        word >>= np.uint64(16)
+    return largest
+
+
+@on_device
+def _outside(word: Any, lowest: Any, counts: Any) -> Any:
+    """Count what a word has outside of the window, zeros excepted; how many of those there are."""
+    zeros = uint32(0)
+    for _ in range(4):
+        pattern = int32(word & _MAGNITUDE)
+        if uint32(pattern - lowest) >= _OUTSIDE:
+            if pattern == 0:
+                zeros = uint32(zeros + 1)
+            else:
+                cuda.atomic.add(counts, pattern, 1)
+        word >>= np.uint64(16)
+    return zeros
+
+
+@on_device
+def _tally(word: Any, lowest: Any, window: Any, counts: Any) -> Any:
+    """Count the four values of a word, zeros outside of the window excepted; how many of those there are."""
+    rest, farthest = word, uint32(0)
+    for _ in range(4):
+        # All threads add to something: to ask each value whether it lies within costs more than a counter for those without.
+        place = min(uint32(int32(rest & _MAGNITUDE) - lowest), _OUTSIDE)
+        cuda.atomic.add(window, place, uint32(1))
+        farthest = max(farthest, place)
+        rest >>= np.uint64(16)
+    return _outside(word, lowest, counts) if farthest == _OUTSIDE else uint32(0)
+
+
+@kernel
+def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts: Any) -> None:
+    window = cuda.shared.array(_COUNTERS, uint32)
+    beside = cuda.shared.array(2, uint32)
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    first, stride = cuda.grid(1), cuda.gridsize(1)
+    for i in range(thread, WINDOW, threads):
+        window[i] = 0
+    if thread == 0:
+        beside[_TOP] = beside[_ZEROS] = 0
+    cuda.syncthreads()
+
+    # Values from all over the tensor, the same for all blocks: part of a tensor may be padding, or masked.
+    if words.size:
+        cuda.atomic.max(beside, _TOP, uint32(largest_below(words[thread * apart], infinity)))
+    cuda.syncthreads()
+    lowest = int32(max(0, int32(beside[_TOP]) + SPARE - WINDOW))
+
+    zeros, i = uint32(0), first
+    while i + 3 * stride < words.size:
+        a, b, c, d = words[i], words[i + stride], words[i + 2 * stride], words[i + 3 * stride]
+        zeros += _tally(a, lowest, window, counts) + _tally(b, lowest, window, counts)
+        zeros += _tally(c, lowest, window, counts) + _tally(d, lowest, window, counts)
+        i += AT_ONCE * stride
+    while i < words.size:
+        zeros += _tally(words[i], lowest, window, counts)
+        i += stride
+    for i in range(first, values.size - 4 * words.size, stride):  # before the first word and behind the last
+        edge = values[i if i < head else i + 4 * words.size]
+        cuda.atomic.add(counts, int32(edge & _MAGNITUDE), 1)
+
+    cuda.atomic.add(beside, _ZEROS, zeros)
+    cuda.syncthreads()
+    if thread == 0:
+        cuda.atomic.add(counts, 0, beside[_ZEROS])
+    for i in range(thread, WINDOW, threads):
+        if window[i]:
+            cuda.atomic.add(counts, lowest + i, window[i])
+
+
+def words_of(address: int, n: int) -> tuple[int, int]:
+    """How many of `n` 16-bit values lie before the first 8-byte boundary from `address` on, and whole words behind it."""
+    head = min(n, -address % 8 // 2)
+    return head, (n - head) // 4
+
+
+def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts: Any, grid: tuple[Any, ...]) -> None:
+    """Start the kernel and do not wait for it.
+
+    Args:
+        values: uint16 [n].
+        words: uint64, the same without what lies before the first word and behind the last: four values each.
+        cut: `words_of` the values.
+        infinity: the pattern of infinity; where the window is put depends on finite values only.
+        counts: int64 [32768], added to.
+        grid: how many blocks, how many threads each has, and where there are streams the one to run in, as Numba names it.
+    """
+    (head, body), threads = cut, grid[1]
+    _count[grid](values, words, head, body // threads, infinity, counts)
+
+
+def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) -> None:
+    """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs; no host synchronisation.
+
+    It happens in torch's current stream. The first call on a device compiles.
+
+    Args:
+        values: int16 [n], contiguous, on the device of `counts`.
+        counts: int64 [32768], added to in place.
+        infinity: the pattern of infinity in the format of the values.
+
+    Raises:
+        ValueError: the memory has been given back; a kernel that read there would end the run.
+    """
+    n, start = values.numel(), values.data_ptr()
+    if not n:
+        return
+    if not start:
+        raise ValueError("it has no memory any longer")
+    head, body = words_of(start, n)
+    multiprocessors = torch.cuda.get_device_properties(values.device).multi_processor_count
+    with cuda.gpus[values.device.index]:
+        stream = cuda.external_stream(torch.cuda.current_stream(values.device).cuda_stream)
+        bits, words = DeviceMemory(values, "u2", n), DeviceMemory(values, "u8", body, 2 * head)
+        into = DeviceMemory(counts, "i8", counts.numel())
+        launch(bits, words, (head, body), infinity, into, (RESIDENT * multiprocessors, THREADS, stream))
+
+
+def try_out(device: torch.device) -> None:
+    """Count something on a device.
+
+    Raises:
+        Exception: of many kinds, where Numba cannot use it.
+    """
+    count_patterns(torch.zeros(64, dtype=torch.int16, device=device), torch.zeros(BINS, dtype=torch.int64, device=device), 1)

@@ -1,0 +1,237 @@
+"""The kernel that adds up a matrix of 16-bit values under the scales of its blocks, in one read of a CUDA device's memory.
+
+A block of threads takes a tile of 128x128 values at a time, which blocks of every rule divide, into shared memory: finds the
+amax of each block, looks its scale up among those of all 32,768 magnitudes, and adds up. Threads tell each other the amax
+through shared memory: warps could shuffle, but Numba's simulator cannot, and it would take more instructions.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import uint32, uint64
+
+from .format_constants import Values
+from .histogram import cuda, kernel, on_device
+from .sums import fold, keep, nearest
+
+#: rows and columns of a tile
+TILE = 128
+#: threads of a block: a power of two, from a warp on
+THREADS = 256
+#: values next to one another in a row that one thread handles: no block of any rule is narrower
+STRIP = 16
+
+_STRIPS, _WORDS = TILE // STRIP, STRIP // 4
+#: words from one row of a tile to the next: one more than it has, or the rows of a warp would lie in the same bank
+_PITCH = TILE // 4 + 1
+_ROOM, _BLOCKS = TILE * _PITCH, TILE * _STRIPS
+_MAGNITUDES, _LOWEST_16 = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0xFFFF)
+
+
+@on_device
+def _load(words: Any, row: Any, rows: Any, pitch: Any, place: Any, threads: Any, tile: Any) -> None:
+    """Fill a tile with magnitudes, zeros behind the ends of rows; each warp asks for four rows at once."""
+    lane, warp, warps = np.uint32(cuda.threadIdx.x & 31), np.uint32(cuda.threadIdx.x >> 5), np.uint32(threads >> 5)
+    mask = _MAGNITUDES if place + lane < pitch else np.uint64(0)
+    # Rows below the last, which nobody looks at, and columns behind it are read from there: no load waits for a decision.
+    corner, last = words[row * pitch + place :], np.uint32((rows - 1) * pitch + min(31, pitch - place - 1))
+    r, at, apart, into = warp, np.uint32(warp * pitch + lane), np.uint32(warps * pitch), np.uint64(warp * _PITCH + lane)
+    below = np.uint64(warps * _PITCH)
+    while r < rows:
+        a, b = corner[min(at, last)], corner[min(np.uint32(at + apart), last)]
+        c, d = corner[min(np.uint32(at + 2 * apart), last)], corner[min(np.uint32(at + 3 * apart), last)]
+        tile[into] = a & mask
+        tile[into + below] = b & mask
+        tile[into + np.uint64(2) * below] = c & mask
+        tile[into + np.uint64(3) * below] = d & mask
+        r, at, into = np.uint32(r + 4 * warps), np.uint32(at + 4 * apart), into + np.uint64(4) * below
+
+
+@on_device
+def _gather(values: Any, row: Any, rows: Any, columns: Any, column: Any, threads: Any, tile: Any) -> None:
+    """The same where rows are not whole words: value by value."""
+    i = cuda.threadIdx.x
+    while i < rows * (TILE // 4):
+        r, w = i // (TILE // 4), i % (TILE // 4)
+        word, start = np.uint64(0), column + 4 * w
+        for k in range(4):
+            if start + k < columns:
+                word |= np.uint64(values[(row + r) * columns + start + k]) << np.uint64(16 * k)
+        tile[np.uint32(r * _PITCH + w)] = word & _MAGNITUDES
+        i += threads
+
+
+@on_device
+def _largest(tile: Any, at: Any, infinity: Any) -> Any:
+    """The largest magnitude of a strip but for NaN. What is not finite is taken out of it: it adds nothing to the sums."""
+    largest = np.uint32(0)
+    for w in range(_WORDS):
+        word = tile[at + np.uint64(w)]
+        for _ in range(4):
+            largest = max(largest, np.uint32(word & _LOWEST_16))
+            word >>= np.uint64(16)
+    return largest if largest < infinity else _without_others(tile, at, infinity)
+
+
+@on_device
+def _without_others(tile: Any, at: Any, infinity: Any) -> Any:
+    largest = np.uint32(0)
+    for w in range(_WORDS):
+        word, kept = tile[at + np.uint64(w)], np.uint64(0)
+        for i in range(4):
+            pattern = word >> np.uint64(16 * i) & _LOWEST_16
+            if pattern <= infinity:
+                largest = max(largest, np.uint32(pattern))
+            if pattern < infinity:
+                kept |= pattern << np.uint64(16 * i)
+        tile[at + np.uint64(w)] = kept
+    return largest
+
+
+@on_device
+def _add_word(word: Any, scale: Any, scale_inv: Any, nothing: Any, kind: Any, codes: Any, so_far: Any) -> Any:
+    """Underflows, squared errors, products of values and codes, and squared codes of one word more."""
+    underflows, error2, xc, c2 = so_far
+    for _ in range(4):
+        pattern = np.uint32(word & _LOWEST_16)
+        word >>= np.uint64(16)
+        value = np.float32(np.uint32(pattern << kind.shift).view(np.float32) * kind.lift)
+        clamped = min(np.float32(value * scale), codes.limit)
+        code = nearest(clamped, codes)
+        underflows = np.uint32(underflows + np.uint32(value != 0 and code <= nothing))
+        x, c = np.float64(value), np.float64(code)
+        # Multiplied by a one that the compiler does not know: it would take the product into the difference, rounded once.
+        error = cuda.fma(x, codes.one, -(c * scale_inv))
+        error2 += error * error
+        xc += x * c
+        c2 += c * c
+    return underflows, error2, xc, c2
+
+
+@on_device
+def _overflows(tile: Any, at: Any, scale: Any, kind: Any, beyond: Any) -> Any:
+    overflows = np.uint32(0)
+    for w in range(_WORDS):
+        word = tile[at + np.uint64(w)]
+        for _ in range(4):
+            value = np.float32(np.uint32(np.uint32(word & _LOWEST_16) << kind.shift).view(np.float32) * kind.lift)
+            overflows = np.uint32(overflows + np.uint32(np.float32(value * scale) > beyond))
+            word >>= np.uint64(16)
+    return overflows
+
+
+@on_device
+def _sums_of_strip(tile: Any, at: Any, amax: Any, scale: Any, scale_inv: Any, kind: Any, codes: Any) -> Any:
+    """The sums of a strip of a block of some amax."""
+    lost = scale_inv == 0  # all codes stand for zero, and none overflows
+    nothing = codes.limit if lost else np.float32(0)  # the largest code that does
+    so_far = np.uint32(0), np.float64(0), np.float64(0), np.float64(0)
+    so_far = _add_word(tile[at], scale, scale_inv, nothing, kind, codes, so_far)
+    so_far = _add_word(tile[at + np.uint64(1)], scale, scale_inv, nothing, kind, codes, so_far)
+    so_far = _add_word(tile[at + np.uint64(2)], scale, scale_inv, nothing, kind, codes, so_far)
+    so_far = _add_word(tile[at + np.uint64(3)], scale, scale_inv, nothing, kind, codes, so_far)
+    underflows, error2, xc, c2 = so_far
+    overflows = np.uint32(0)
+    largest = np.float32(np.uint32(amax << kind.shift).view(np.float32) * kind.lift)
+    if not lost and np.float32(largest * scale) > codes.beyond:
+        overflows = _overflows(tile, at, scale, kind, codes.beyond)
+    # Terms of one sign: taking the scale out of the sum loses nothing.
+    return underflows, overflows, error2, xc * scale_inv, c2 * scale_inv * scale_inv
+
+
+@on_device
+def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
+    """Sums over the threads of a block, into its row; in shared memory that nobody reads any longer."""
+    thread, half = cuda.threadIdx.x, threads >> 1
+    keep(mine, room, thread, threads)
+    while half:
+        cuda.syncthreads()
+        fold(len(mine), room, thread, half, threads)
+        half >>= 1
+    if thread == 0:
+        for i in range(len(mine)):
+            out[cuda.blockIdx.x * len(mine) + i] = room[i * threads].view(np.float64)
+
+
+@on_device
+def _find_amax(tile: Any, amax: Any, rows: Any, strips: Any, block: Any, threads: Any, infinity: Any) -> None:
+    """The amax of each block of a tile."""
+    i = np.uint32(cuda.threadIdx.x)
+    while i < TILE * strips:
+        # A warp goes down the rows of one strip: other banks, and other blocks unless they are squares.
+        r, s = np.uint32(i & TILE - 1), np.uint32(i >> 7)
+        if r < rows:
+            largest = _largest(tile, np.uint64(r * _PITCH + s * _WORDS), infinity)
+            cuda.atomic.max(amax, np.uint32((r >> block[0]) * _STRIPS + (s >> block[1])), largest)
+        i = np.uint32(i + threads)
+
+
+@on_device
+def _add_tile(
+    tile: Any,
+    amax: Any,
+    rows: Any,
+    strips: Any,
+    block: Any,
+    threads: Any,
+    scales: Any,
+    scales_inv: Any,
+    kind: Any,
+    codes: Any,
+    so_far: Any,
+) -> Any:
+    """The sums of a thread's strips of a tile, added to what it has so far."""
+    underflows, overflows, error2, xq, q2 = so_far
+    i = np.uint32(cuda.threadIdx.x)
+    while i < TILE * strips:
+        r, s = np.uint32(i & TILE - 1), np.uint32(i >> 7)
+        if r < rows:
+            of = amax[np.uint32((r >> block[0]) * _STRIPS + (s >> block[1]))]
+            u, o, e, x, q = _sums_of_strip(
+                tile, np.uint64(r * _PITCH + s * _WORDS), of, scales[of], scales_inv[of], kind, codes
+            )
+            underflows, overflows = underflows + u, overflows + o
+            error2, xq, q2 = error2 + e, xq + x, q2 + q
+        i = np.uint32(i + threads)
+    return underflows, overflows, error2, xq, q2
+
+
+@functools.cache
+def sums_of(kind: Values, threads: int) -> Any:
+    """The kernel for values of one kind and blocks of so many threads; constants cost no instructions.
+
+    Its arguments are those of `cuda_blocks.launch`.
+    """
+
+    @kernel
+    def sums(values: Any, words: Any, shape: Any, block: Any, scales: Any, scales_inv: Any, codes: Any, out: Any) -> None:
+        tile = cuda.shared.array(_ROOM, uint64)
+        amax = cuda.shared.array(_BLOCKS, uint32)
+        down, across = np.uint32((shape[0] + TILE - 1) // TILE), np.uint32((shape[1] + TILE - 1) // TILE)
+        so_far = np.float64(0), np.float64(0), np.float64(0), np.float64(0), np.float64(0)
+        t = np.uint32(cuda.blockIdx.x)
+        while t < down * across:
+            high = np.uint32(t // across)
+            row, column = TILE * np.int64(high), TILE * np.int64(np.uint32(t - high * across))
+            rows = np.uint32(min(TILE, shape[0] - row))
+            strips = np.uint32(min(_STRIPS, (shape[1] - column + STRIP - 1) // STRIP))
+            i = np.uint32(cuda.threadIdx.x)
+            while i < _BLOCKS:
+                amax[i] = 0
+                i = np.uint32(i + threads)
+            if words.size:
+                _load(words, row, rows, shape[1] >> 2, column >> 2, threads, tile)
+            else:
+                _gather(values, row, rows, shape[1], column, threads, tile)
+            cuda.syncthreads()
+            _find_amax(tile, amax, rows, strips, block, threads, kind.infinity)
+            cuda.syncthreads()
+            so_far = _add_tile(tile, amax, rows, strips, block, threads, scales, scales_inv, kind, codes, so_far)
+            cuda.syncthreads()
+            t = np.uint32(t + cuda.gridDim.x)
+        _add_up(so_far, tile, threads, out)
+
+    return sums

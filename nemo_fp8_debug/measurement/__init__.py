@@ -1,0 +1,1 @@
+"""Statistics of captured operands, and the metrics made of them."""

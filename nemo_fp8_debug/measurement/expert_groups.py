@@ -1,0 +1,64 @@
+"""Experts of a layer as one: the same GEMM and role of all of them, added up.
+
+What is added are sums that each expert has under its own scale, so that figures of a fold are those of all its tensors laid
+end to end, each cast as it was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import torch
+
+from ..core.layer_names import fold_key
+from ..numerics.delayed_state import Key
+from ..numerics.metrics import QuantizationSums
+
+
+class Folds:
+    """Rows of experts that belong together, among those of all operands; rows of folds come behind them, in order."""
+
+    def __init__(self, members: Mapping[Key, Sequence[int]], n: int) -> None:
+        """
+        Args:
+            members: rows of the experts of each fold, by (fold, role).
+            n: how many operands there are.
+        """
+        self.members, self._n = dict(members), n
+
+    @classmethod
+    def of(cls, keys: Sequence[Key], kinds: Sequence[Hashable]) -> Folds:
+        """The folds of experts that are all of one kind; sums of different formats tell nothing."""
+        members: dict[Key, list[int]] = defaultdict(list)
+        for i, (layer, role) in enumerate(keys):
+            if fold := fold_key(layer, role):
+                members[fold].append(i)
+        return cls({key: rows for key, rows in members.items() if len({kinds[i] for i in rows}) == 1}, len(keys))
+
+    def behind(
+        self, chosen: Iterable[int], sums: QuantizationSums, scale: torch.Tensor, amax: torch.Tensor
+    ) -> tuple[list[int], QuantizationSums, torch.Tensor]:
+        """Rows of operands, and behind them those of the folds whose experts are all among them.
+
+        A fold's scale is the smallest of its experts that have something to scale.
+
+        Args:
+            chosen: rows of operands.
+            sums: of each of them, under its own scale.
+            scale: float32 [C].
+            amax: of all operands, [B].
+        """
+        rows = list(chosen)
+        place = {row: i for i, row in enumerate(rows)}
+        whole = [(self._n + f, m) for f, m in enumerate(self.members.values()) if all(row in place for row in m)]
+        if not whole:
+            return rows, sums, scale
+        at = torch.tensor([place[row] for _, members in whole for row in members])
+        owner = torch.tensor([i for i, (_, members) in enumerate(whole) for _ in members])
+        has_values = amax[torch.tensor([row for _, members in whole for row in members])] > 0
+        scales = torch.where(has_values, scale[at], torch.inf)
+        least = torch.full((len(whole),), torch.inf).scatter_reduce_(0, owner, scales, "amin")
+        of_empty = torch.full((len(whole),), torch.inf).scatter_reduce_(0, owner, scale[at], "amin")
+        added = QuantizationSums.concat([sums, sums.rows(at).fold(owner, len(whole))])
+        return [*rows, *(row for row, _ in whole)], added, torch.cat([scale, torch.where(least.isinf(), of_empty, least)])

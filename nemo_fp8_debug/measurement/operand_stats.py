@@ -1,0 +1,95 @@
+"""What is known of an operand after a sampled step: on one rank, or of the whole tensor once ranks have added theirs up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..core.sample import MIXED
+from ..numerics.delayed_state import Key
+from ..numerics.histogram import Sketch
+from ..numerics.metrics import Moments, QuantizationSums, merge
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How an operand was cast, in words."""
+
+    recipe: str
+    format: str
+    #: see `ScaleInUse.source`; MIXED where operands that were added up differ in it
+    source: str
+    #: of the tensor that was looked at
+    dtype: str
+
+
+@dataclass
+class Shard:
+    """The part of an operand that a rank saw in a step, over all its micro-batches; parts of the same operand add up."""
+
+    #: (layer, role)
+    key: Key
+    #: what the GEMM does in its layer, see `Gemm.kind`
+    kind: str
+    cast: Cast
+    #: of all calls together
+    sketch: Sketch
+    #: largest finite magnitude
+    amax: float
+    #: of float32 operands one row, whose sketches are rounded
+    moments: Moments | None
+    #: one row under the scales in use; None: under current scaling, whose scale follows from the amax of the whole
+    sums: QuantizationSums | None
+    #: one row under each recipe that sketches cannot answer for, by its name
+    weighed: dict[str, QuantizationSums] = field(default_factory=dict)
+    #: smallest and largest scale in use; None: not known yet, or blocks have scales of their own
+    scales: tuple[float, float] | None = None
+    #: sketches of what was cast with one scale each, where they are kept apart, and the recipe and format of each
+    parts: Sequence[tuple[Cast, float | None, Sketch]] = ()
+    calls: int = 0
+    #: place in the order of execution of the first call that held NaN or infinity
+    nonfinite_order: int | None = None
+    #: ranks whose shards are in it
+    shards: int = 1
+    #: ranks whose shards should be, and are not
+    missing: int = 0
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether all of it was cast, or is measured, with one scale."""
+        return self.scales is None or self.scales[0] == self.scales[1]
+
+
+#: by (layer, product), float64 [6]: the sums of `numerics.products`, and the ranks whose parts are in them
+OutputSums = Mapping[tuple[str, str], torch.Tensor]
+
+
+@dataclass
+class Collected:
+    """What a rank found in a step, or all ranks of its family together."""
+
+    shards: list[Shard] = field(default_factory=list)
+    outputs: OutputSums = field(default_factory=dict)
+
+
+def added_up(key: Key, shards: Sequence[Shard]) -> Shard:
+    """Whole operands of the same recipe, format and dtype as one, but for their sums: scales may still be unknown."""
+    first = shards[0]
+    direct = [s.moments for s in shards if s.moments]
+    orders = [s.nonfinite_order for s in shards if s.nonfinite_order is not None]
+    sources = {s.cast.source for s in shards}
+    return Shard(
+        key=key,
+        kind=first.kind,
+        cast=replace(first.cast, source=first.cast.source if len(sources) == 1 else MIXED),
+        sketch=Sketch.total([s.sketch for s in shards]),
+        amax=max(s.amax for s in shards),
+        moments=merge(Moments.concat(direct)) if direct else None,
+        sums=None,
+        calls=sum(s.calls for s in shards),
+        nonfinite_order=min(orders, default=None),
+        shards=sum(s.shards for s in shards),
+        missing=sum(s.missing for s in shards),
+    )

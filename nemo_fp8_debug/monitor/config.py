@@ -1,0 +1,116 @@
+"""What to sample, when, and where to write it: plain values, checked before the run's first step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.arguments import check_choices, check_strings, checked_number, checks_arguments, shown
+from ..core.layer_names import compile_patterns
+from ..errors import ConfigError
+from ..numerics.tensor_scaling import ROLES, parse_recipe
+from .triggers import parse_rule
+
+#: options that are whole numbers, and the least that each may be
+_NUMBERS = {
+    "interval": 1,
+    "first_step": -(1 << 62),
+    "last_step": -(1 << 62),
+    "dump_max_bytes": 0,
+    "dump_min_free_bytes": 0,
+    "trigger_steps": 1,
+    "max_tags": 0,
+    "table_rows": 0,
+    "output_rows": 0,
+}
+
+
+@checks_arguments()
+@dataclass(frozen=True)
+class Config:
+    """Plain values only, so that launchers can serialise them. Constructing one checks it.
+
+    Raises:
+        ConfigError: a value cannot be used; says which and why.
+    """
+
+    #: sample every step that this divides
+    interval: int = 100
+    first_step: int = 0
+    #: inclusive; None: to the end of the run
+    last_step: int | None = None
+    #: globs over global names (`decoder.layers.3.*`, `linear_fc2`) or `re:` and a regular expression; None: every GEMM
+    layers: Sequence[str] | None = None
+    #: operands to look at: input (X), weight (W), grad_output (dY)
+    roles: Sequence[str] = ROLES
+    #: "auto" reads what the run itself uses; otherwise a recipe to measure against, see `parse_recipe`
+    recipe: str | Mapping[str, Any] = "auto"
+    #: recipes that were not in use and that each sample is weighed under as well
+    weigh: Sequence[str | Mapping[str, Any]] = ()
+    #: layers whose tensors are dumped at every sampled step, as in `layers`
+    dump: Sequence[str] = ()
+    #: bytes that the dumps of a rank may take, earlier starts of the run included
+    dump_max_bytes: int = 10 << 30
+    #: bytes that a dump leaves free on the disk
+    dump_min_free_bytes: int = 20 << 30
+    #: what makes the next steps be sampled: loss_spike, nonfinite, or a figure past a limit, as `underflow_pct/input > 20`
+    triggers: Sequence[str] = ()
+    #: how many steps a trigger has sampled
+    trigger_steps: int = 5
+    #: layers whose tensors are dumped at those steps
+    trigger_dump: Sequence[str] = ()
+    #: folder of the run record, or any fsspec address; None: `fp8_debug` beside the TensorBoard logger's events
+    output: str | None = None
+    #: "warn": a fault of the monitor costs a sample and one warning;
+    #: "raise": it stops the run, and each
+    #: sample is recorded before the next step (for tests)
+    on_error: str = "warn"
+    #: at most this many scalar tags of single tensors in TensorBoard; beyond it the worst tensors of each role only
+    max_tags: int = 5000
+    #: rows of the table printed at each sampled step, worst first; 0 prints none
+    table_rows: int = 12
+    #: rows of each GEMM's outputs, and as many columns, whose error is measured as well; 0: none
+    output_rows: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in _NUMBERS.items():
+            value = getattr(self, name)
+            if name != "last_step" or value is not None:
+                object.__setattr__(self, name, checked_number(name, value, least))
+        for name in ("layers", "roles", "dump", "triggers", "trigger_dump"):
+            if name != "layers" or self.layers is not None:
+                check_strings(name, getattr(self, name))
+        if not isinstance(self.weigh, Sequence) or isinstance(self.weigh, str):
+            raise ConfigError(f"weigh is {self.weigh!r}; it takes a list of recipes")
+        if not isinstance(self.output, (str, os.PathLike, type(None))) or self.output == "":
+            raise ConfigError(f"output is {shown(self.output)}; it must be a path")
+        if self.last_step is not None and self.last_step < self.first_step:
+            raise ConfigError(f"last_step {self.last_step} is before first_step {self.first_step}: nothing is sampled")
+        check_choices("roles", self.roles, ROLES)
+        if self.on_error not in ("warn", "raise"):
+            raise ConfigError(f"on_error is {self.on_error!r}; use 'warn' or 'raise'")
+        for patterns in (self.layers, self.dump, self.trigger_dump):
+            compile_patterns(patterns)
+        for recipe in (*self.weigh, *(() if self.recipe == "auto" else (self.recipe,))):
+            parse_recipe(recipe)
+        for trigger in self.triggers:
+            parse_rule(trigger)
+
+    def samples(self, step: int) -> bool:
+        """Whether `step` is sampled: a pure function of the step, so that all ranks agree."""
+        in_window = self.first_step <= step and (self.last_step is None or step <= self.last_step)
+        return in_window and step % self.interval == 0
+
+    def samples_any(self, first: int, last: int) -> bool:
+        """Whether one of the steps `first` to `last`, both inclusive, is sampled."""
+        first = max(first, self.first_step)
+        next_one = -(-first // self.interval) * self.interval
+        return next_one <= (last if self.last_step is None else min(last, self.last_step))
+
+    def turns(self) -> str:
+        """Which steps are sampled, in words: `every 100 steps from step 500 on`."""
+        every = "every step" if self.interval == 1 else f"every {self.interval} steps"
+        first = f" from step {self.first_step}{' on' if self.last_step is None else ''}" if self.first_step > 0 else ""
+        return every + first + ("" if self.last_step is None else f" up to step {self.last_step}")

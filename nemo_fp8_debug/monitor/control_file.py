@@ -1,0 +1,90 @@
+"""The control file: what to sample and dump, changed while the run goes on.
+
+    RUN/control.yaml
+
+        interval: 50
+        layers: [layers.3.*]
+        roles: [input, grad_output]
+        weigh: [current-e4m3, delayed(margin=1)]
+        dump: [mlp.linear_fc2]
+        steps: 5
+
+Every key may be left out, and then is as the run was started with. `steps` samples each of that many steps from the next
+sampled one on, and dumps in those only. The file is read before a sampled step, on the rank that writes; one that cannot be
+used changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError
+from .config import Config
+
+NAME = "control.yaml"
+#: what the run made of it, and how far dumps are
+STATUS = "status.json"
+#: fields of Config that the file may change
+FIELDS = ("interval", "layers", "roles", "weigh", "dump")
+#: bytes of the file, at the most
+LONGEST = 1 << 16
+
+
+@dataclass(frozen=True)
+class Control:
+    """What a control file asks for."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    steps: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Control:
+        """Read the text of a control file; an empty one asks for nothing.
+
+        Raises:
+            ConfigError: says what cannot be used.
+        """
+        content = _load(text)
+        if content is None:
+            return cls()
+        if not isinstance(content, dict):
+            raise ConfigError(f"{NAME} must map keys to values; it is a {type(content).__name__}")
+        if unknown := [str(key) for key in content if key not in (*FIELDS, "steps")]:
+            raise ConfigError(f"{NAME} has unknown keys {', '.join(unknown)}; it may have {', '.join(FIELDS)}, steps")
+        steps = content.pop("steps", None)
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise ConfigError(f"steps in {NAME} is {steps!r}; it must be a whole number of steps, at least 1")
+        lists = [content[key] for key in ("layers", "dump") if isinstance(content.get(key), list)]
+        if any(str(pattern).startswith("re:") for patterns in lists for pattern in patterns):
+            raise ConfigError(f"{NAME} takes globs only: a regular expression can be such that it never ends")
+        changes: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
+        replace(Config(), **changes)
+        return cls(changes, steps)
+
+    def in_words(self) -> str:
+        """One line; what is not named is as the run was started with."""
+        content = {**self.changes} | ({} if self.steps is None else {"steps": self.steps})
+        shown = (f"{key} {', '.join(map(str, v)) if isinstance(v, tuple) else v}" for key, v in content.items())
+        return "; ".join(shown) or "all is as the run was started with"
+
+    def __str__(self) -> str:
+        content = {key: list(v) if isinstance(v, tuple) else v for key, v in self.changes.items()}
+        return str(yaml.safe_dump(content | ({} if self.steps is None else {"steps": self.steps}), sort_keys=False))
+
+
+def _load(text: str) -> Any:
+    if len(text.encode(errors="replace")) > LONGEST:
+        raise ConfigError(f"{NAME} is longer than {LONGEST >> 10} KiB")
+    try:
+        # Aliases can make a short text stand for more than memory holds.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ConfigError(f"{NAME} uses aliases (*name), which are not taken; quote patterns that begin with *")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{NAME} is not YAML: {' '.join(str(error).split())[:300]}") from None

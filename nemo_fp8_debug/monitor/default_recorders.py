@@ -1,0 +1,27 @@
+"""Where samples go unless the caller says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..core.sample import Recorder
+from ..errors import ConfigError
+from ..record.console_table import TableRecorder
+from ..record.storage import Place
+from ..record.tensorboard import EventFile, TensorBoardRecorder
+from ..record.writer import RunRecord
+from .config import Config
+
+
+def default_recorders(config: Config) -> Iterator[Recorder]:
+    """A run record, TensorBoard events and a table.
+
+    Raises:
+        ConfigError: there is no folder for them, or it cannot be written.
+    """
+    if config.output is None:
+        raise ConfigError('Monitor needs the folder of the record: Monitor(model, "runs/a")')
+    yield RunRecord(config.output)
+    yield TensorBoardRecorder(EventFile(str(Place(config.output))), config.max_tags, log_losses=True)
+    if config.table_rows:
+        yield TableRecorder(config.table_rows)

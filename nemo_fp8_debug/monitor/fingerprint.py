@@ -1,0 +1,165 @@
+"""What a run is: versions, devices, recipe, parallel layout, model, and what of it is sampled."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..capture.backends.transformer_engine import inspection
+from ..capture.gemms import Gemm
+from .config import Config
+
+#: distributions whose version can explain a difference between two runs
+_PACKAGES = (
+    "nemo-fp8-debug",
+    "torch",
+    "lightning",
+    "nemo-toolkit",
+    "megatron-core",
+    "megatron-bridge",
+    "transformer-engine",
+    "deepspeed",
+    "transformers",
+    "numpy",
+    "numba",
+)
+
+#: options of Megatron's configurations that have been at fault in failed FP8 runs, and are off by default
+_RISKY = (
+    "cpu_offloading",
+    "fine_grained_activation_offloading",
+    "fp8_param",
+    "fp8_param_gather",
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+    "tp_comm_overlap",
+    "overlap_p2p_comm",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "recompute_granularity",
+    "gradient_accumulation_fusion",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "cuda_graph_impl",
+)
+
+#: options of Megatron's TransformerConfig that bear on precision, or tell the model's shape and its layout
+_HOST_OPTIONS = (
+    "fp8",
+    "fp8_recipe",
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "params_dtype",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_moe_experts",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+
+
+def fingerprint(
+    roots: Sequence[nn.Module], gemms: Sequence[Gemm], config: Config, recipe: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Describe a run in plain values, by section."""
+    host = _options(roots, _HOST_OPTIONS)
+    return {
+        "versions": _versions(),
+        "devices": _devices(),
+        "recipe": dict(recipe) | {"fp8_engine": _engine(host, recipe)},
+        "host_options": host,
+        "risky_features_on": {k: v for k, v in _options(roots, _RISKY).items() if v and v != "none"},
+        "model": {
+            "class": type(roots[0]).__name__,
+            "parameters": sum(p.numel() for root in roots for p in root.parameters() if not is_lazy(p)),
+            "parameter_dtypes": dict(Counter(str(p.dtype) for root in roots for p in root.parameters())),
+            # FP8 parameters call themselves bfloat16.
+            "parameter_types": dict(Counter(type(p).__name__ for root in roots for p in root.parameters())),
+            "training_ranks": torch.distributed.get_world_size() if _distributed() else 1,
+        },
+        "sampled": {
+            "gemms": len(gemms),
+            "gemms_inspected": sum(any(inspection.sees(g, role) for role in g.unseen) for g in gemms),
+            "gemm_kinds": dict(Counter(g.kind for g in gemms)),
+            "hosts": sorted({g.host.name for g in gemms}),
+            **{k: v for k, v in asdict(config).items() if k not in ("recipe", "output")},
+        },
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def _devices() -> dict[str, Any]:
+    if not torch.cuda.is_initialized():
+        return {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        "count": torch.cuda.device_count(),
+        "driver": _driver(),
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _driver() -> str | None:
+    try:
+        found = re.search(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _options(roots: Sequence[nn.Module], names: Sequence[str]) -> dict[str, Any]:
+    """Those of the configurations that Megatron modules carry; empty on another host."""
+    modules = [m for root in roots for m in root.modules()]
+    carried = [getattr(m, name, None) for name in ("config", "ddp_config") for m in modules]
+    known = ("tensor_model_parallel_size", "overlap_grad_reduce")
+    options: dict[str, Any] = {}
+    for config in {id(c): c for c in carried if any(hasattr(c, name) for name in known)}.values():
+        options = {name: getattr(config, name) for name in names if hasattr(config, name)} | options
+    return {k: v if isinstance(v, (int, float, str, bool, type(None))) else str(v) for k, v in options.items()}
+
+
+def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
+    """Who quantises; Megatron configured for FP8 without Transformer Engine silently trains in high precision."""
+    if recipe["gemms_quantised_by_emulation"] and not recipe["gemms_switched_in_engine"]:
+        return "emulation"
+    if host.get("fp8"):
+        present = "transformer_engine" in sys.modules
+        return "Transformer Engine" if present else "none: fp8 is configured but has no effect without Transformer Engine"
+    return "none"
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

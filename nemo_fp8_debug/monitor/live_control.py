@@ -1,0 +1,155 @@
+"""What changes the course of a run's sampling while it goes on: the control file and the triggers."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..core.sample import Sample
+from ..distributed import Ranks
+from ..errors import warn
+from ..record.storage import Place
+from .control_file import LONGEST, NAME, STATUS, Control
+from .schedule import Schedule
+from .status import ControlFile, Status
+from .triggers import Triggers
+
+
+class Steering:
+    """Tells the schedule what the control file and the triggers say, on all ranks alike."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        triggers: Triggers,
+        ranks: Ranks,
+        place: Place | None,
+        check: Callable[[Control], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            place: folder of the run record; None: there is none, and no control file.
+            check: raises ConfigError where a control file cannot be obeyed in this run.
+            say: prints a line.
+        """
+        self._schedule, self._triggers, self._ranks = schedule, triggers, ranks
+        self._place, self._check, self._say = place if ranks.writes else None, check, say
+        self._file: ControlFile | None = None  # as it was read last
+        self._known: ControlFile | None = None  # as it was when a sampled step last began
+        #: whether the first rank has said how to sample the step that is under way
+        self.heard = True
+        #: whether it has said that no step is sampled any longer
+        self.stopped = False
+        self._status = Status.read(self._place)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What became of the control file."""
+        return self._status.control
+
+    def read(self) -> None:
+        """Read the control file; called in the background before a sampled step."""
+        if self._place:
+            try:
+                with self._place.open(NAME) as file:
+                    text = file.read(LONGEST + 1).decode(errors="replace")
+                self._file = ControlFile(text, self._place.modified(NAME))
+            except FileNotFoundError:
+                if self._place.is_there:
+                    self._file = None
+            except (IsADirectoryError, PermissionError):
+                raise
+            except Exception:  # the record cannot be reached, and says so
+                return
+
+    def start_step(self, step: int) -> None:
+        """Before a step, on all ranks: triggers may have it sampled."""
+        self._status.start_step(step)
+        if why := self._triggers.fired():
+            self._schedule.trigger(step, why)
+
+    def start_sample(self, step: int, over: bool) -> None:
+        """Before a sampled step, on all ranks: do as the control file says, if it is new.
+
+        Args:
+            over: whether this rank knows that ranks have come apart; the first one tells those that wait for its word.
+        """
+        if over and not self._ranks.writes:
+            self.stopped = True
+            return
+        order = None if over else self._order(step)
+        try:
+            word = self._ranks.share({"over": over, "control": order})
+        except Exception:  # the first rank is late, or at another step: its word comes by the end of the step, or never
+            self.heard = self.stopped = over
+            return
+        self.heard = True
+        self._hear(word, step)
+
+    def end_sample(self, step: int) -> bool:
+        """After a sampled step: whether all ranks have heard what the first one had to say, if late."""
+        if not self.heard:
+            self.heard = True
+            try:
+                self._hear(self._ranks.shared_late(), step)
+            except Exception:
+                return False
+        return True
+
+    def _hear(self, word: Mapping[str, Any], step: int) -> None:
+        self.stopped = word["over"]
+        if word["control"] is not None:
+            self._schedule.obey(Control.parse(word["control"]), step)
+
+    def _order(self, step: int) -> str | None:
+        """What all ranks are to obey from `step` on; None where the control file is as before, or cannot be used."""
+        if self._file == self._known:
+            return None
+        self._known, file = self._file, self._file or ControlFile("", None)
+        if self._status.is_left_over(file):
+            self._ignore(file, step)
+            return None
+        try:
+            control = self._status.what_is_left_of(Control.parse(file.text), file, step)
+            self._check(control)
+        except Exception as error:  # the other ranks wait for a word in any case
+            self._status.control = {"refused": str(error), "step": step}
+            warn(f"the control file changes nothing at step {step}: {error}")
+            return None
+        self._status.control = {"obeyed": str(control), "step": step, **file.identity}
+        if control.steps is not None:
+            self._status.control["last_step"] = step + control.steps - 1
+        self._say(f"from step {step} on {NAME} holds: {control.in_words()}")
+        return str(control)
+
+    def _ignore(self, file: ControlFile, step: int) -> None:
+        assert self._place
+        path = self._place.path(NAME)
+        self._status.control = {"ignored": "it was written for an earlier run", "step": step, **file.identity}
+        warn(
+            f"{path} was written for an earlier run in this folder, and changes nothing: this run starts over at step "
+            f"{self._status.first_step}. To have it hold for this run, write it again, as by: touch {shlex.quote(path)}"
+        )
+
+    def see_sample(self, sample: Sample) -> None:
+        """Let triggers see a sample; called in the background."""
+        self._triggers.see_sample(sample)
+
+    def end_step(self, step: int, loss: Any) -> None:
+        """After a step, on all ranks: let triggers see its loss."""
+        self._triggers.see_loss(step, loss)
+
+    def report(self, step: int | None, dumped: Mapping[str, Any], ended: bool = False) -> None:
+        """Tell those who watch the record how the control file fared and how far dumps are; called in the background.
+
+        Args:
+            step: that was sampled; None: there is no later one.
+            ended: whether the run is over.
+        """
+        if self._place:
+            self._status.step = self._status.step if step is None else step
+            with contextlib.suppress(Exception):  # a record that cannot be written says so
+                self._place.write(STATUS, self._status.text(dumped, ended).encode())

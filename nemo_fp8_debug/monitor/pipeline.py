@@ -1,0 +1,261 @@
+"""What happens to a sample once its step is over: shards are collected, added up over ranks, and measured."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import dataclass, replace
+
+from ..capture.collect import collect
+from ..capture.device_to_host import Homecoming
+from ..capture.operands import Operand
+from ..capture.output_samples import Products
+from ..capture.scales import Scales
+from ..core.error_guard import Faults
+from ..core.sample import SHOWN_AS
+from ..core.worker import Worker
+from ..distributed import Family, Ranks, Reduction
+from ..distributed.reduction import Plan
+from ..errors import warn
+from ..measurement.measure import Measured, measure
+from ..measurement.operand_stats import Collected, Shard
+from ..measurement.output_error import output_columns
+from ..numerics.delayed_state import EmulatedScales, Key
+from ..numerics.tensor_scaling import ROLES, parse_recipe
+
+Steps = Mapping[int, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A sampled step as this rank saw it."""
+
+    step: int
+    operands: list[Operand]
+    products: list[Products]
+    #: operands that this rank was to see
+    expected: Collection[Key]
+    #: by name: recipes to weigh
+    weighed: Sequence[str]
+    #: whether a layer of this name is looked at, on whichever rank it is
+    chosen: Callable[[str], bool]
+    #: numbers of the steps since the sample before and of this one, as far as they are known here
+    steps: Callable[[], Steps]
+    #: of what was collected
+    homecoming: Homecoming
+
+    def collected(self, others: Sequence[EmulatedScales] = ()) -> Collected:
+        """What this rank found.
+
+        Args:
+            others: recipes that it is weighed under alone, without other ranks.
+        """
+        self.homecoming.wait(lambda: [of for operand in self.operands for of in operand.asked(others)])
+        return Collected(collect(self.operands), {key: sums for p in self.products for key, sums in p.sums().items()})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks found together."""
+
+    measured: Measured
+    #: numbers of steps that other ranks know, as the last stage of a pipeline its loss
+    steps: Steps
+
+
+class Measuring:
+    """Measures samples; on several ranks in a thread of its own, in step with the other ranks."""
+
+    def __init__(self, ranks: Ranks, family: Family, scales: Scales, faults: Faults, outputs: bool) -> None:
+        """
+        Args:
+            outputs: whether parts of outputs are computed.
+        """
+        self._ranks, self._family, self._scales, self._faults = ranks, family, scales, faults
+        self._keys = [(name, role) for name in family.kinds for role in ROLES]
+        self._others: dict[str, EmulatedScales] = {}
+        self._reduction = Reduction(ranks, family, outputs)
+        self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
+        #: of the sample under way: its outcome, or None as soon as ranks are out of sync
+        self._last: Future[Outcome | None] | None = None
+        self._last_step = -1
+        #: ranks are out of sync, and none of them samples any longer
+        self.over = False
+        self._ending = threading.Lock()
+        self._speaking: threading.Thread | None = None
+        ranks.listen(self.end_because)
+
+    def submit(self, sampled: Sampled) -> Callable[[], Outcome | None]:
+        """Measure a sample; on several ranks in the background.
+
+        Returns:
+            What gives the outcome, and does the work or waits for it: None on ranks that do not write, or where ranks have
+            come apart.
+        """
+        if self._worker is None:
+            return lambda: Outcome(self._alone(sampled), {})
+        self._last_step, self._last = sampled.step, Future[Outcome | None]()
+        worked = self._worker.submit(lambda: self._together(sampled))
+        worked.add_done_callback(functools.partial(_pass_on, self._last))
+        if self.over:
+            _resolve(self._last, None)
+        return self._last.result
+
+    def take_part(self, sampled: Sampled) -> None:
+        """In a sample that was given up here, and perhaps not elsewhere."""
+        if self._worker:
+            self.submit(sampled)
+
+    def settle(self) -> None:
+        """Wait for the sample before: histories that scales are emulated from move on with it."""
+        if self._last is None:
+            return
+        with self._ranks.patience.spending() as seconds:
+            done = wait([self._last], seconds).done
+        if not done:
+            self.end(self._last_step, TimeoutError(f"not all ranks took part in its sample within {seconds:.0f} s"))
+
+    def end(self, step: int, error: Exception) -> None:
+        """Ranks are out of sync: none goes on, and one of them says so. Waits for nobody."""
+        self.end_because(step, str(error).splitlines()[0] if str(error) else type(error).__name__)
+
+    def end_because(self, step: int, why: str) -> None:
+        """As `end`, for a reason in words."""
+        with self._ending:
+            if self.over:
+                return
+            speaking = threading.Thread(target=self._speak, args=(step, (self._ranks.silence() or why)[:500]), daemon=True)
+            speaking.start()
+            self._speaking, self.over = speaking, True
+        if self._last:
+            _resolve(self._last, None)
+
+    def _speak(self, step: int, why: str) -> None:
+        if self._ranks.speaks_first(step, why):
+            warn(f"ranks are out of sync since step {step}; the run goes on, and is no longer monitored: {why}")
+
+    def close(self) -> None:
+        """The run is over; what is under way is waited for."""
+        with self._faults.guard("while ranks part"):
+            self._close()
+
+    def _close(self) -> None:
+        self.settle()
+        if self._speaking:
+            with self._ranks.patience.spending(reserve=True) as seconds:
+                self._speaking.join(seconds)
+        if self._worker:
+            with self._ranks.patience.spending(reserve=True) as seconds:
+                self._worker.close(0.0 if self.over else seconds)
+        for group in filter(None, (self._family.group, self._family.heads_group)):
+            group.close(in_sync=not self.over)
+        self._ranks.close(in_sync=not self.over)
+
+    def _alone(self, sampled: Sampled) -> Measured:
+        found = sampled.collected(self._weighed(sampled.weighed))
+        self._report(sampled, found.shards)
+        self._scales.observe({shard.key: shard.amax for shard in found.shards})
+        return self._measured(found, sampled)
+
+    def _measured(self, whole: Collected, sampled: Sampled) -> Measured:
+        kinds, casts = self._family.kinds, {shard.key: shard.cast for shard in whole.shards}
+        of_operands = measure(whole.shards, self._weighed(sampled.weighed), {n for n in kinds if sampled.chosen(n)})
+        return replace(of_operands, outputs=output_columns(whole.outputs, kinds, casts))
+
+    def _weighed(self, names: Sequence[str]) -> list[EmulatedScales]:
+        """Keep the histories of recipes that are weighed as before, and begin those of new ones."""
+        self._others = {n: self._others.get(n) or EmulatedScales(parse_recipe(n), self._keys) for n in names}
+        return list(self._others.values())
+
+    def _report(self, sampled: Sampled, shards: Sequence[Shard]) -> None:
+        """Say what is missing."""
+        layers = {layer for layer, _ in sampled.expected}
+        if silent := layers - {layer for layer, _ in (shard.key for shard in shards)}:
+            self._faults.warn(
+                f"{len(silent)} of {len(layers)} layers gave no sample, first {min(silent)}: "
+                "unused in this step, in a CUDA graph (whose replays run no hooks), "
+                "or compiled before the monitor was attached (torch.compile drops later hooks)"
+            )
+        if partial := [shard for shard in shards if shard.missing]:
+            (layer, role), lost, all_of_them = partial[0].key, partial[0].missing, partial[0].missing + partial[0].shards
+            self._faults.warn(
+                f"{len(partial)} operands of step {sampled.step} are measured without the parts of some ranks, "
+                f"first {SHOWN_AS[role]} of {layer} ({lost} of {all_of_them} parts missing)",
+                kind="missing shards",
+            )
+
+    def _together(self, sampled: Sampled) -> Outcome | None:
+        with contextlib.suppress(Exception):  # the run may have ended the store with its process group
+            self.over = self.over or self._ranks.said("over")
+        if self.over:
+            return None
+        mine = None
+        try:
+            mine = self._of_family(sampled)
+        except Exception as error:
+            self.end(sampled.step, error)
+        try:  # the writer waits for what there is
+            return self._brought_to_the_writer(mine, sampled)
+        except Exception as error:
+            self.end(sampled.step, error)
+            return None
+
+    def _of_family(self, sampled: Sampled) -> Measured | None:
+        """Figures of whole tensors, on the first rank of the family."""
+        plan, found = Plan(sampled.step, sampled.weighed), Collected()
+        with self._faults.guard("while collecting a sample"):
+            found = sampled.collected()
+        if self._family.group is None:
+            whole: Collected | None = found
+            amax = {shard.key: shard.amax for shard in found.shards}
+        else:
+            brought = self._reduction.brought(plan, Collected(), sampled.expected)  # this rank takes part, whatever it has
+            with self._faults.guard("while packing a sample"):
+                brought = self._reduction.brought(plan, found, sampled.expected)
+            # Sketches of whole tensors take their place.
+            sampled.operands.clear()
+            found.shards.clear()
+            whole, amax = self._reduction.reduce(plan, brought)
+        self._scales.observe(amax)
+        if whole is None:
+            return None
+        with self._faults.guard("while measuring"):
+            self._report(sampled, whole.shards)
+            return self._measured(whole, sampled)
+        return None
+
+    def _brought_to_the_writer(self, mine: Measured | None, sampled: Sampled) -> Outcome | None:
+        heads, group = self._family.heads, self._family.heads_group
+        if self._ranks.rank not in heads:
+            return None
+        steps: Steps = {}
+        if not self._ranks.writes:
+            with self._faults.guard("while reading what steps reported"):
+                steps = sampled.steps()
+        found = group.gather((mine, steps)) if group else [(mine, steps)]
+        if found is None:
+            return None
+        parts, of_others = [part for part, _ in found], dict[int, dict[str, float]]()
+        for _, numbers_of in found:
+            for step, numbers in numbers_of.items():
+                of_others.setdefault(step, {}).update(numbers)
+        if self.over and not any(parts):
+            return None
+        first, *rest = filter(None, [*parts, measure([])])
+        return Outcome(first.and_those_of(rest), of_others)
+
+
+def _pass_on(outcome: Future[Outcome | None], worked: Future[Outcome | None]) -> None:
+    if error := worked.exception():
+        with contextlib.suppress(InvalidStateError):
+            outcome.set_exception(error)
+    else:
+        _resolve(outcome, worked.result())
+
+
+def _resolve(outcome: Future[Outcome | None], value: Outcome | None) -> None:
+    with contextlib.suppress(InvalidStateError):  # the other one of the two that end a sample came first
+        outcome.set_result(value)

@@ -1,0 +1,137 @@
+"""Measuring and recording off the training thread: in order, one sample at a time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..core.sample import Recorder, Sample
+from ..core.worker import Worker
+from ..errors import warn
+
+#: seconds of training time that waiting for an earlier sample may cost before a warning says so
+PATIENCE = 1.0
+#: seconds after which a write is taken to hang, as on a network file system that is gone: training does not wait for it
+STUCK = 30.0
+#: jobs that may wait behind a write that hangs
+WAITING = 1000
+
+Steps = Mapping[int, Mapping[str, Any]]
+#: hands one thing to a recorder
+Record = Callable[[Recorder], None]
+Faults = Callable[[str], AbstractContextManager[None]]
+
+
+class Recording:
+    """Hands samples to recorders: in a thread of its own, or in the caller's where a recorder asks for that."""
+
+    def __init__(self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], faults: Faults) -> None:
+        """
+        Args:
+            recorders: opened one by one as they come, so that an earlier one can refuse before a later one makes files.
+            faults: a context, named by what it guards, that keeps a fault from the run.
+
+        Raises:
+            ConfigError: a recorder cannot write where it should.
+        """
+        self._faults = faults
+        self.recorders: list[Recorder] = []
+        for recorder in recorders:
+            recorder.open(fingerprint)
+            self.recorders.append(recorder)
+        self._submitted = 0
+        self._impatient = False
+        self.stuck = False
+        self._closing = False
+        self._pending: deque[Future[Record | None]] = deque()
+        self._worker = Worker("nemo_fp8_debug recording")
+
+    def submit(self, measure: Callable[[], Sample | None]) -> None:
+        """Measure and record a sample in the background, if there is one.
+
+        Waits for what is before it, which bounds the memory.
+        """
+        self.deliver(wait=True)
+        self._submitted += 1
+        self._enqueue(lambda: self._record(measure))
+
+    def submit_steps(self, steps: Callable[[], Steps]) -> None:
+        """Record scalars by step in the background."""
+        self._enqueue(lambda: self._record_steps(steps))
+
+    def submit_job(self, job: Callable[[], None]) -> None:
+        """Do something else in the background, after all that was submitted before."""
+
+        def guarded() -> None:
+            with self._faults("in the background"):
+                job()
+
+        self._enqueue(guarded)
+
+    def deliver(self, wait: bool) -> None:
+        """Pass what is ready to the recorders of the caller's thread; wait for what is under way, if asked.
+
+        A wait ends when something hangs for `STUCK` seconds; `stuck` then stays true until it does no longer.
+        """
+        only_first = self._submitted == 1  # which may have to compile, once a machine: no interval avoids that
+        started = time.monotonic()
+        while self._pending and (self._pending[0].done() or (wait and self._wait_for(self._pending[0]))):
+            self.stuck = False
+            if record := self._pending.popleft().result():
+                self._each(True, record)
+        waited = time.monotonic() - started
+        if waited > PATIENCE and not (only_first or self._impatient or self.stuck):
+            self._impatient = True
+            warn(f"training waited {waited:.1f} s for an earlier sample to be recorded; a longer interval avoids it")
+
+    def close(self) -> None:
+        """Wait until all is recorded, and end."""
+        self._closing = True
+        self._enqueue(lambda: self._here(lambda recorder: recorder.close()))
+        self.deliver(wait=True)
+        if self.stuck:
+            warn(f"{len(self._pending)} jobs of recording hang behind a write that does not end; what they hold is lost")
+            return
+        self._worker.close(PATIENCE)
+
+    def _enqueue(self, job: Callable[[], Record | None]) -> None:
+        if self.stuck and len(self._pending) >= WAITING:
+            return
+        self._pending.append(self._worker.submit(job))  # on_error="raise" hands faults to the training thread
+
+    def _wait_for(self, future: Future[Any]) -> bool:
+        """Whether `future` is done, soon enough."""
+        if self.stuck and not self._closing:  # a hang that is over by then costs nothing
+            return False
+        wait([future], STUCK)
+        if not future.done() and not self.stuck:
+            self.stuck = True
+            warn(f"recording hangs for {STUCK:.0f} s; the run goes on, and steps are not sampled until it does no longer")
+        return future.done()
+
+    def _record(self, measure: Callable[[], Sample | None]) -> Record | None:
+        with self._faults("while measuring"):
+            if (sample := measure()) is not None:
+                return self._here(lambda recorder: recorder.record(sample))
+        return None
+
+    def _record_steps(self, steps: Callable[[], Steps]) -> Record | None:
+        with self._faults("while recording steps"):
+            values = steps()
+            return self._here(lambda recorder: recorder.record_steps(values))
+        return None
+
+    def _here(self, record: Record) -> Record:
+        """Serve the recorders of this thread; what is left to do in the caller's is returned."""
+        self._each(False, record)
+        return record
+
+    def _each(self, in_callers_thread: bool, call: Record) -> None:
+        for recorder in self.recorders:
+            if recorder.in_callers_thread == in_callers_thread:
+                with self._faults(f"in {type(recorder).__name__}"):
+                    call(recorder)

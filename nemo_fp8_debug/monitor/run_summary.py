@@ -1,0 +1,75 @@
+"""A line when a run starts, which says where its record goes, and a line when it ends, which says what the record has."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from ..core.sample import Recorder
+from ..record.console_table import show
+from ..record.tensorboard import TensorBoardRecorder
+from ..record.writer import RunRecord
+from .config import Config
+
+
+class Summary:
+    """Prints where the tables of sampled steps are printed, and is turned off with them: by `table_rows=0`."""
+
+    def __init__(self, config: Config, recorders: Sequence[Recorder], gemms: int) -> None:
+        """
+        Args:
+            recorders: of this rank; without a run record among them, nothing is printed.
+            gemms: how many are sampled.
+        """
+        self._config, self._gemms = config, gemms
+        self._record = next((r for r in recorders if isinstance(r, RunRecord)), None) if config.table_rows else None
+        events = (r.folder for r in recorders if isinstance(r, TensorBoardRecorder) and r.folder)
+        self._events = next(events, None)
+        #: sampled steps that ended
+        self.due = 0
+
+    def open(self) -> None:
+        """Print the first line."""
+        if record := self._record:
+            attempt = f" (attempt {record.attempt}: those before it are kept)" if record.attempt else ""
+            self._show(f"recording {self._gemms} GEMMs, {self._config.turns()}, to {record.place}{attempt}")
+
+    def say(self, text: str) -> None:
+        """Print a line in between."""
+        if self._record:
+            self._show(text)
+
+    def close(self, over: bool, stuck: bool) -> None:
+        """Print the last line.
+
+        Args:
+            over: whether sampling ended before the run, because ranks were out of sync.
+            stuck: whether a write hangs.
+        """
+        if not (record := self._record):
+            return
+        found = f"recorded {record.samples} samples" if record.samples >= self.due else _partly(record.samples, self.due)
+        faults = [
+            f"{record.lost} parts of the record could not be written" if record.lost else "",
+            "sampling ended before the run did" if over else "",
+            "a write to the record hangs" if stuck else "",
+        ]
+        what = "; ".join([f"{found} in {record.place}", *filter(None, faults)])
+        view = f"View: tensorboard --logdir {self._logdir()} or nemo-fp8-debug diagnose {shlex.quote(str(record.place))}"
+        self._show(f"{what}. {view}" if record.samples else f"{what}.")
+
+    def _logdir(self) -> str:
+        """The folder above the record if that has the events, so that both are found."""
+        assert self._record
+        place = str(self._record.place)
+        return shlex.quote(self._events if self._events and PurePath(place).is_relative_to(self._events) else place)
+
+    def _show(self, text: str) -> None:
+        with contextlib.suppress(Exception):  # standard output may be closed, which is no matter of the run's
+            show(f"nemo_fp8_debug: {text}")
+
+
+def _partly(samples: int, due: int) -> str:
+    return f"recorded only {samples} of {due} samples (warnings say why)"

@@ -1,0 +1,77 @@
+"""Numbers of steps, as the training thread notes them and as they are read in the background."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..core.arguments import nearest
+from ..record.schema import STEP_SCALARS
+
+
+def usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: bool = True) -> dict[str, Any]:
+    """The scalars of a step that can be recorded: numbers, and tensors of one element, which are not looked at.
+
+    Args:
+        warn: told of each of the others, and what is valid.
+        in_record: whether a run record takes them, which has no place for other names. Recorders of the user get all, and
+            then only a name that is nearly one of `STEP_SCALARS` is warned of.
+    """
+    found: dict[str, Any] = {}
+    for name, value in scalars.items():
+        number = _number(value)
+        if number is not None:
+            found[name] = number
+        elif value is not None:
+            warn(f"{name} of a step is not recorded: it is no scalar but {_described(value)}")
+    for name in sorted(found.keys() - STEP_SCALARS):
+        meant = _meant(name)
+        if meant or in_record:
+            warn(f"{name} of a step is not in the record{meant}; the record takes {', '.join(STEP_SCALARS)}")
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _meant(name: str) -> str:
+    return nearest(name, STEP_SCALARS)
+
+
+def _number(value: Any) -> Any:
+    """A number or a tensor of one element; None if it is neither."""
+    if torch.is_tensor(value):
+        return value if value.numel() == 1 and not value.is_complex() and not value.is_meta else None
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # more than one element, or more than a float holds
+        return None
+    return value if isinstance(value, (int, float)) else number
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind} of {value.numel()} elements" if torch.is_tensor(value) and value.numel() != 1 else kind
+
+
+def kept(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Scalars as they are now; tensors stay on their device until they are read."""
+    return {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in scalars.items()}
+
+
+def read_all(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Numbers of steps, and why they were sampled out of turn."""
+    return {step: read(scalars) | {k: scalars[k] for k in ("trigger",) if k in scalars} for step, scalars in steps.items()}
+
+
+def read(scalars: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a step; waits for the device where they are still there."""
+    numbers = {name: float(value) for name, value in scalars.items() if name != "trigger"}
+    multiplier = numbers.get("grad_multiplier", 1.0)
+    if not math.isfinite(multiplier) or multiplier == 0:  # of micro-batches that differ, or of an overflow
+        del numbers["grad_multiplier"]
+    return numbers

@@ -1,0 +1,177 @@
+"""When to look more closely: a loss that spikes, a value that is not finite, a figure past a threshold."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.layer_names import fold_key, fold_of, is_fold
+from ..core.sample import SHOWN_AS, Sample
+from ..distributed import Ranks
+from ..errors import ConfigError
+from ..numerics.metric_names import FIGURES
+from ..numerics.tensor_scaling import ROLES
+
+#: losses that a spike is judged by, and how many there must be
+_WINDOW, _FEWEST = 128, 16
+#: robust standard deviations above the median that make a spike
+_SIGMAS = 6.0
+#: of the median, the least that a standard deviation is taken to be: a flat loss does not spike by a rounding
+_LEAST_DEVIATION = 0.01
+_RULE = re.compile(r"(?P<figure>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A figure of any tensor, or of those of one role, above or below a limit."""
+
+    figure: str
+    role: str | None
+    sign: str
+    limit: float
+
+    def passed_by(self, sample: Sample) -> str | None:
+        """The first tensor of the sample that is past the limit, in words; experts are tensors each, their fold is none."""
+        columns = sample.columns
+        rows = zip(columns["layer"], columns["role"], columns[self.figure], strict=True)
+        past = [row for row in rows if not is_fold(row[0]) and self._is_past(*row[1:])]
+        if not past:
+            return None
+        layer, role, value = past[0]
+        found = f"{self.figure} of {SHOWN_AS[role]} of {layer} is {value:.4g} ({self.sign} {self.limit:g})"
+        alike = sum(fold_key(*row[:2]) == fold_key(layer, role) for row in past[1:]) if fold_of(layer) else 0
+        return f"{found}, and of {alike} more experts of the layer" if alike else found
+
+    def _is_past(self, role: str, value: float | None) -> bool:
+        sign = 1 if self.sign == ">" else -1
+        return value is not None and self.role in (None, role) and (value - self.limit) * sign > 0
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """NaN or infinity in an operand; the loss is looked at by `Triggers`."""
+
+    def passed_by(self, sample: Sample) -> str | None:
+        """The first operand that held one, in the order of execution, in words."""
+        return sample.first_nonfinite()
+
+
+@dataclass(frozen=True)
+class LossSpike:
+    """The loss, reduced over all ranks; looked at by `Triggers`."""
+
+    def passed_by(self, sample: Sample) -> str | None:
+        """No sample tells."""
+        return None
+
+
+Rule = Threshold | NonFinite | LossSpike
+
+
+def parse_rule(text: Any) -> Rule:
+    """Read a rule: `loss_spike`, `nonfinite`, or a figure past a limit as `underflow_pct > 20` or `sqnr_db/input < 15`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if text == "loss_spike":
+        return LossSpike()
+    if text == "nonfinite":
+        return NonFinite()
+    found = _RULE.fullmatch(text.strip()) if isinstance(text, str) else None
+    try:
+        if found and found["figure"] in FIGURES and found["role"] in (None, *ROLES):
+            return Threshold(found["figure"], found["role"], found["sign"], float(found["limit"]))
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"trigger {text!r} is none; use loss_spike, nonfinite, or FIGURE > LIMIT or FIGURE/ROLE < LIMIT "
+        f"with a figure of {', '.join(FIGURES)} and a role of {', '.join(ROLES)}"
+    )
+
+
+class Triggers:
+    """Watches losses and samples, and says on all ranks alike when the next steps are to be sampled.
+
+    A rule fires when what it is about begins; it fires again only after it has ended.
+    """
+
+    def __init__(self, rules: Sequence[Rule], ranks: Ranks) -> None:
+        self._rules, self._ranks = list(rules), ranks
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._holds = [False] * len(rules)
+        #: what which rule found in samples, not yet known to all ranks; filled in the background
+        self._found: deque[tuple[int, str]] = deque()
+        self._pending: deque[tuple[int, torch.Tensor]] = deque()
+        self._words: dict[int, str] = {}
+
+    def see_sample(self, sample: Sample) -> None:
+        """Take a sample in; called in the background, on the rank that measures."""
+        for i, rule in enumerate(self._rules):
+            if isinstance(rule, LossSpike):
+                continue
+            found = rule.passed_by(sample)
+            if found and not self._holds[i]:
+                self._found.append((i, f"{found} at step {sample.step}"))
+            self._holds[i] = found is not None
+
+    def see_loss(self, step: int, loss: Any) -> None:
+        """Take the loss of a step in, and let all ranks know it and what samples told; called on all ranks at every step."""
+        if not self._rules:
+            return
+        words = dict(self._found.popleft() for _ in range(len(self._found)))
+        self._words |= words
+        value = _scalar(loss).to(self._ranks.device) if self._ranks.world > 1 else _scalar(loss)
+        finite = value.isfinite()
+        # Pipeline stages that have no loss report nothing, or 0.
+        known = finite & (value != 0) if loss is not None else torch.zeros_like(finite)
+        flags = [torch.tensor(float(i in words), device=value.device) for i in range(len(self._rules))]
+        bad = ~finite if loss is not None else torch.zeros_like(finite)
+        self._pending.append((step, self._ranks.total([torch.where(finite, value, 0.0), known, bad, *flags])))
+
+    def fired(self) -> str | None:
+        """Why the step that begins is to be sampled, in words, the same decision on all ranks; None: it is not.
+
+        What a device has computed is looked at a step later, when waiting for it costs nothing.
+        """
+        reasons = []
+        while self._pending and (self._pending[0][1].device.type == "cpu" or len(self._pending) > 1):
+            step, sums = self._pending.popleft()
+            total, known, bad, *flags = sums.tolist()
+            reasons += [self._words.pop(i, "a figure on another rank") for i, flag in enumerate(flags) if flag]
+            reasons += self._of_loss(step, total / known if known else None, bad > 0)
+        return "; ".join(reasons) or None
+
+    def _of_loss(self, step: int, loss: float | None, nonfinite: bool) -> list[str]:
+        reasons = []
+        for i, rule in enumerate(self._rules):
+            if isinstance(rule, NonFinite) and nonfinite:
+                reasons.append(f"the loss of step {step} is not finite")
+            elif isinstance(rule, LossSpike):
+                spikes = loss is not None and self._is_spike(loss)
+                if spikes and not self._holds[i]:
+                    reasons.append(f"loss spike at step {step}: {loss:.4g}, median {statistics.median(self._losses):.4g}")
+                self._holds[i] = spikes
+        if loss is not None:
+            self._losses.append(loss)
+        return reasons
+
+    def _is_spike(self, loss: float) -> bool:
+        if len(self._losses) < _FEWEST:
+            return False
+        median = statistics.median(self._losses)
+        spread = 1.4826 * statistics.median(abs(x - median) for x in self._losses)
+        return loss - median > _SIGMAS * max(spread, _LEAST_DEVIATION * abs(median))
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    """A loss as a float64 scalar tensor of its own; 0 where there is none."""
+    if torch.is_tensor(loss) and loss.numel() == 1:
+        return loss.detach().reshape(()).double().clone()
+    return torch.tensor(float(loss) if isinstance(loss, (int, float)) else 0.0, dtype=torch.float64)

@@ -1,0 +1,249 @@
+"""Block scaling: a scale for each small block of a tensor instead of one for all of it.
+
+An operand is seen as a matrix [tokens, features] (W: [out, in]) and cut into blocks from its first row and column; at the
+edges blocks are smaller, which is what Transformer Engine's padding with zeros comes to. Rules are those of row-wise copies,
+whose blocks run along the last dimension: X and W of the forward GEMM, dY of the GEMM that gives dX. The other GEMMs take
+column-wise copies, which Transformer Engine quantises from the same values in blocks of the transposed shape. Those are not
+measured; of a W in square blocks they are the same.
+
+NaN counts for nothing in the amax of a block. Infinity does, as in Transformer Engine, and spoils the scale of its block.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from .formats import E2M1, E4M3, FloatFormat, e8m0_at_least, e8m0_value, saturating_cast
+from .histogram import magnitudes_of
+from .metrics import QuantizationSums, beyond, sums_of_values
+from .scale_from_amax import FLT_MAX, scale_of_amax
+
+#: rows and columns of a block
+Block = tuple[int, int]
+#: values handled at once
+CHUNK = 1 << 20
+
+
+class BlockScales(NamedTuple):
+    """Scales of the blocks of a matrix, each [blocks of rows, blocks of columns]."""
+
+    #: as kept beside the codes: float32 scale_inv of blockwise FP8, uint8 E8M0 codes of MXFP8, E4M3 of NVFP4
+    stored: torch.Tensor
+    #: float32, multiplies before the cast
+    scale: torch.Tensor
+    #: float64, multiplies a code to give what it stands for
+    scale_inv: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BlockRule(ABC):
+    """How blocks are cut and their scales found."""
+
+    #: values of `Recipe.fp8_format` that go with the rule, its default first
+    formats: ClassVar[tuple[str, ...]]
+    #: whether the scales of blocks depend on the amax of the whole tensor
+    two_level: ClassVar[bool] = False
+
+    @abstractmethod
+    def block(self, role: str) -> Block:
+        """Rows and columns of a block of operand `role`."""
+
+    @abstractmethod
+    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+        """Scales of blocks of the given amax.
+
+        Args:
+            amax: float32 [blocks of rows, blocks of columns].
+            whole: float32 scalar, amax of the whole tensor; only a two-level rule looks at it.
+            fmt: format of the codes.
+            dtype: of the tensor before the cast.
+        """
+
+    def quantize(self, x: torch.Tensor, role: str, fmt: FloatFormat) -> BlockQuantized:
+        """Codes and scales of `x`: [..., features], not empty, any floating dtype."""
+        rows, block = matrix(x), self.block(role)
+        amax = block_amax(rows, block)
+        scales = self.scales(amax, amax.amax(), fmt, x.dtype)
+        codes = saturating_cast(_tiles(rows.float(), block) * _of_each_tile(scales.scale), fmt)
+        return BlockQuantized(_untiled(codes, x), scales, block)
+
+
+@dataclass(frozen=True)
+class BlockQuantized:
+    """A tensor in codes and scales."""
+
+    #: of the tensor's shape, in the dtype of the format
+    codes: torch.Tensor
+    scales: BlockScales
+    block: Block
+
+    def dequantize(self) -> torch.Tensor:
+        """What the codes stand for, float64 of their shape."""
+        codes = _tiles(matrix(self.codes).double(), self.block)
+        return _untiled(codes * _of_each_tile(self.scales.scale_inv), self.codes)
+
+
+@dataclass(frozen=True)
+class BlockScaling(BlockRule):
+    """Transformer Engine's `Float8BlockScaling`: 1x128 for X and dY, 128x128 for W; its defaults.
+
+    Source: `transpose/quantize_transpose_{vector,square}_blockwise.cu` and `recipe/recipe_common.cuh`, release 2.3 on.
+    """
+
+    #: round scales down to powers of two
+    power_of_two: bool = True
+    #: amax below this counts as this
+    epsilon: float = 0.0
+
+    formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid")
+
+    def block(self, role: str) -> Block:
+        """1x128; 128x128 for W."""
+        return (128, 128) if role == "weight" else (1, 128)
+
+    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+        """Format limit / amax, in float32. Figures take the exact inverse, as they do of per-tensor scales."""
+        scale = scale_of_amax(amax, fmt.max, self.epsilon, self.power_of_two, torch.finfo(dtype).max)
+        return BlockScales(scale.reciprocal(), scale, 1 / scale.double())
+
+
+@dataclass(frozen=True)
+class MXFP8Scaling(BlockRule):
+    """Transformer Engine's `MXFP8BlockScaling`: 1x32, scales are powers of two in E8M0, rounded up: nothing overflows.
+
+    OCP MX itself has floor(log2(amax)) - floor(log2(limit)), under which what lies above limit saturates.
+    Source: `cast/mxfp8/quantize_mxfp8.cuh`.
+    """
+
+    formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid")
+
+    def block(self, role: str) -> Block:
+        """1x32."""
+        return 1, 32
+
+    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+        """scale_inv is the power of two at or above amax / limit; the quotient a float32 product with 1 / limit."""
+        reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
+        stored = e8m0_at_least(amax * reciprocal)
+        scale_inv = e8m0_value(stored)
+        return BlockScales(stored, (1 / scale_inv).float(), scale_inv)
+
+
+@dataclass(frozen=True)
+class NVFP4Scaling(BlockRule):
+    """Transformer Engine's `NVFP4BlockScaling`: 1x16, 16x16 for W; E4M3 scales of blocks, under a float32 one of the tensor.
+
+    Codes are rounded to nearest and not transformed: the stochastic rounding of dY and the random Hadamard transform of
+    column-wise copies are left out. The tensor's amax is this rank's, where Transformer Engine may reduce it over ranks.
+    Source: `cast/nvfp4/core_nvfp4.cuh` and `quantize_transpose_nvfp4.cuh`.
+    """
+
+    formats: ClassVar[tuple[str, ...]] = (E2M1.name,)
+    two_level: ClassVar[bool] = True
+
+    def block(self, role: str) -> Block:
+        """1x16; 16x16 for W."""
+        return (16, 16) if role == "weight" else (1, 16)
+
+    def tensor_scale(self, whole: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+        """The second level, float32 scalar: brings the largest scale of a block to E4M3's limit."""
+        limit = torch.full((), E4M3.max * fmt.max, dtype=torch.float32, device=whole.device)
+        scale = (limit / whole).clamp_max(FLT_MAX)
+        return torch.where((whole > 0) & (scale > 0), scale, 1.0)
+
+    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+        """A block whose scale rounds to zero is lost: its codes saturate and stand for zero."""
+        encode = self.tensor_scale(whole, fmt)
+        reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
+        stored = saturating_cast(amax * (encode * reciprocal), E4M3)
+        scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)
+        return BlockScales(stored, scale, stored.double() / encode.double())
+
+
+def scales_of_amax(rule: BlockRule, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
+    """The scales that each amax leads to, [32768] on the device of `whole`: a block's amax is a magnitude of its dtype.
+
+    Args:
+        whole: float32 scalar, amax of the whole tensor; only a two-level rule looks at it.
+        fmt: format of the codes.
+        dtype: of the tensor before the cast, torch.bfloat16 or torch.float16.
+    """
+    if rule.two_level:
+        return BlockScales(
+            *(column[:, 0] for column in rule.scales(_amax_of_a_block(dtype, whole.device), whole, fmt, dtype))
+        )
+    return _scales_of_amax(rule, fmt, dtype, whole.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _scales_of_amax(rule: BlockRule, fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> BlockScales:
+    amax = _amax_of_a_block(dtype, device)
+    return BlockScales(*(column[:, 0] for column in rule.scales(amax, amax[0, 0], fmt, dtype)))
+
+
+def _amax_of_a_block(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return magnitudes_of(dtype, device)[:, None]
+
+
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """[..., features] as [tokens, features]; a copy only where strides demand one."""
+    return x.detach().reshape(-1, x.shape[-1] if x.dim() else 1)
+
+
+def _tiles(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """A matrix filled up with zeros to whole blocks: [blocks of rows, rows, blocks of columns, columns]."""
+    (rows, columns), (high, wide) = x.shape, block
+    filled = pad(x, (0, -columns % wide, 0, -rows % high))
+    return filled.view(math.ceil(rows / high), high, -1, wide)
+
+
+def _of_each_tile(per_block: torch.Tensor) -> torch.Tensor:
+    return per_block[:, None, :, None]
+
+
+def _untiled(tiles: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Tiles of the matrix form of `like`, laid out as `like`."""
+    rows, columns = matrix(like).shape
+    return tiles.flatten(2).flatten(0, 1)[:rows, :columns].reshape(like.shape)
+
+
+def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
+    """Largest magnitude in each block of a matrix, NaN ignored: float32 [blocks of rows, blocks of columns]."""
+    return _tiles(x.float(), block).abs().nan_to_num(0.0, torch.inf).amax((1, 3))
+
+
+def block_sums(x: torch.Tensor, scales: BlockScales, block: Block, fmt: FloatFormat) -> QuantizationSums:
+    """Sums (one row, on x's device) of a matrix under the scales of its blocks, over its finite values."""
+    values = _tiles(x.float(), block)
+    kept = torch.where(values.isfinite(), values, 0.0)  # a zero adds nothing to any sum
+    scaled = kept * _of_each_tile(scales.scale)
+    q = saturating_cast(scaled, fmt).double() * _of_each_tile(scales.scale_inv)
+    return sums_of_values(kept, beyond(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
+
+
+def quantization_sums_in_blocks(
+    x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, chunk: int = CHUNK
+) -> QuantizationSums:
+    """Sums (one row, on x's device) of operand `role` under a block rule, in chunks of rows; no host synchronisation.
+
+    Args:
+        x: [..., features], any floating dtype.
+        fmt: format of the codes.
+        chunk: values handled at once.
+    """
+    block = rule.block(role)
+    rows = matrix(x) if x.numel() else x.new_zeros(1, 1)
+    height = max(1, chunk // rows.shape[1] // block[0]) * block[0]
+    chunks = rows.split(height)
+    whole = torch.zeros((), dtype=torch.float32, device=x.device)
+    if rule.two_level:
+        whole = torch.stack([block_amax(c, block).amax() for c in chunks]).amax()
+    parts = [block_sums(c, rule.scales(block_amax(c, block), whole, fmt, x.dtype), block, fmt) for c in chunks]
+    return QuantizationSums.concat(parts).total()

@@ -1,0 +1,104 @@
+"""Scales that follow the steps of a run: the state behind delayed scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .block_scaling import BlockRule
+from .formats import FloatFormat
+from .tensor_scaling import CurrentScaling, DelayedScaling, Recipe, scales_of
+
+#: (layer, role)
+Key = tuple[str, str]
+
+
+class DelayedState:
+    """Histories and scales of many operands under one delayed scaling, a column an operand."""
+
+    def __init__(self, recipe: Recipe, columns: Sequence[tuple[str, str]], device: torch.device | None = None) -> None:
+        """
+        Args:
+            recipe: one with delayed scaling keeps a history; with another the state stays empty.
+            columns: (layer, role) of each operand.
+        """
+        self.columns = list(columns)
+        self.index = {column: i for i, column in enumerate(self.columns)}
+        n = len(self.columns)
+        self._recipe, self._scaling = recipe, recipe.scaling
+        kind: Any = {"dtype": torch.float32, "device": device}
+        length = recipe.scaling.amax_history_len if isinstance(recipe.scaling, DelayedScaling) else 0
+        self.limit = torch.tensor([recipe.format_of(role).max for _, role in self.columns], **kind)
+        self.scale = torch.ones(n, **kind)
+        self.amax = torch.zeros(n, **kind)
+        self.history = torch.zeros(length, n, **kind)
+
+    def update(self) -> None:
+        """End a step: move the scales by the amax gathered in it, and start the next."""
+        if isinstance(self._scaling, DelayedScaling):
+            self.history, self.scale = self._scaling.update(self.history, self.scale, self.amax, self.limit)
+            self.amax = torch.zeros_like(self.amax)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with the same scales."""
+        return {"recipe": self._recipe.name, "columns": self.columns, "scale": self.scale, "history": self.history}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over the operands that the saved state knows; others start anew.
+
+        Of a state saved under another recipe the newest amaxes are taken, and the scales that this recipe makes of them.
+        """
+        if not isinstance(self._scaling, DelayedScaling):
+            return
+        entries = min(len(saved["history"]), len(self.history))
+        if not entries:
+            return
+        known = [(i, j) for j, column in enumerate(saved["columns"]) if (i := self.index.get(tuple(column))) is not None]
+        for i, j in known:
+            self.scale[i] = saved["scale"][j]
+            self.history[-entries:, i] = saved["history"][-entries:, j]
+        same = len(saved["history"]) == len(self.history) and saved.get("recipe", self._recipe.name) == self._recipe.name
+        if known and not same:
+            mine = torch.tensor([i for i, _ in known], device=self.scale.device)
+            self.scale[mine] = self._scaling.scale(
+                self.history[:, mine], torch.ones_like(self.scale[mine]), self.limit[mine]
+            )
+
+
+class EmulatedScales:
+    """The scales that a recipe would give operands from sample to sample, from their amax alone."""
+
+    def __init__(self, recipe: Recipe, keys: Sequence[Key]) -> None:
+        self.recipe = recipe
+        self._state = DelayedState(recipe, keys)
+        self._seen: set[Key] = set()
+
+    def next_for(self, key: Key) -> torch.Tensor | CurrentScaling | BlockRule:
+        """What casts an operand next: a float32 scalar tensor, or the rule that finds scales from the tensor itself.
+
+        Delayed scaling takes the tensor's own amax where it has no history yet.
+        """
+        rule = self.recipe.scaling
+        if isinstance(rule, (CurrentScaling, BlockRule)):
+            return rule
+        if isinstance(rule, DelayedScaling) and key not in self._seen:
+            return CurrentScaling()
+        return self._state.scale[self._state.index[key]]
+
+    def of(self, keys: Sequence[Key], amax: torch.Tensor) -> torch.Tensor:
+        """The scales, float32 [B], that operands of the given amax, float32 [B], are cast with; NaN under a block rule."""
+        held = [by if isinstance(by := self.next_for(key), (torch.Tensor, CurrentScaling)) else None for key in keys]
+        return scales_of(held, self.formats(keys), amax)
+
+    def formats(self, keys: Sequence[Key]) -> list[FloatFormat]:
+        """The format that each operand is cast to."""
+        return [self.recipe.format_of(role) for _, role in keys]
+
+    def observe(self, keys: Sequence[Key], amax: torch.Tensor) -> None:
+        """End of a sample: histories take the amax, float32 [B], of each operand."""
+        if isinstance(self.recipe.scaling, DelayedScaling):
+            self._state.amax[torch.tensor([self._state.index[key] for key in keys], dtype=torch.int64)] = amax
+            self._seen.update(key for key, top in zip(keys, amax.tolist(), strict=True) if top > 0)
+            self._state.update()

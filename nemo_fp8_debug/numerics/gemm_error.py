@@ -1,0 +1,118 @@
+"""What the three products of a GEMM lose where both of their operands are quantised, from a part of each output.
+
+Every product is A B^T along a dimension of operands that it sums over, so that a few rows of A and a few of B, each of them
+whole, give a block of the output exactly:
+
+| product | A | B | summed over |
+|---|---|---|---|
+| fprop, Y = X W^T | rows of X | rows of W | input features |
+| dgrad, dX = dY W | rows of dY | columns of W | output features |
+| wgrad, dW = dY^T X | columns of dY | columns of X | tokens |
+
+Blocks of a block recipe run along what is summed over, as Transformer Engine quantises each operand for each product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .block_scaling import BlockRule, block_amax
+from .formats import FloatFormat, saturating_cast
+from .tensor_scaling import CurrentScaling, amax_of
+
+#: an operand by its role, and whether its columns are taken instead of its rows
+Side = tuple[str, bool]
+#: the two operands of each product
+PRODUCTS: dict[str, tuple[Side, Side]] = {
+    "fprop": (("input", False), ("weight", False)),
+    "dgrad": (("grad_output", False), ("weight", True)),
+    "wgrad": (("grad_output", True), ("input", True)),
+}
+#: what is known of a product, in the order of `product_sums`
+SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
+
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a matrix, [k, c], each."""
+
+    #: in the matrix's dtype
+    values: torch.Tensor
+    #: what a low-precision GEMM sees in their place, float32
+    quantised: torch.Tensor
+
+
+def spread(n: int, k: int, device: torch.device) -> torch.Tensor:
+    """k of n places, int64, ascending and distinct: one in each of k equal parts, or all where there are no more than k.
+
+    Where in its part a place lies moves by the golden ratio from part to part, so that what repeats in a model (heads,
+    sequences, batches) is not always met at the same point. No random number, no host synchronisation.
+    """
+    parts = min(n, k)
+    part = torch.arange(parts, device=device)
+    begin, end = part * n // parts, (part + 1) * n // parts
+    return begin + ((part.double() * _GOLDEN % 1) * (end - begin)).long()
+
+
+def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule, role: str, fmt: FloatFormat) -> Rows:
+    """Rows of a matrix as copies, quantised as the whole of it is; without host synchronisation.
+
+    Args:
+        m: [n, c], not empty, any floating dtype.
+        at: int64 [k], which rows.
+        scale: float32 scalar, or the rule that finds those of blocks.
+        role: of the operand, which blocks depend on.
+        fmt: format of the codes.
+    """
+    kept = m.index_select(0, at)
+    if isinstance(scale, BlockRule):
+        return Rows(kept, _in_blocks(m, kept, at, scale, role, fmt))
+    codes = saturating_cast(kept.float() * scale, fmt)
+    return Rows(kept, (codes.double() / scale.double()).float())
+
+
+def scale_of(m: torch.Tensor, rule: CurrentScaling, fmt: FloatFormat) -> torch.Tensor:
+    """The scale of a matrix that is not empty, float32 scalar; NaN where it holds one, since a part may not show that."""
+    low, high = torch.aminmax(m)
+    amax = torch.maximum(-low, high).float()
+    return torch.where(amax.isnan(), amax, rule.scale(amax, fmt.max))
+
+
+def _in_blocks(
+    m: torch.Tensor, kept: torch.Tensor, at: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat
+) -> torch.Tensor:
+    block = high, wide = rule.block(role)
+    # A block of one row is all there; of others the rows beside it decide too.
+    amax = block_amax(kept, block) if high == 1 else block_amax(m, block).index_select(0, at // high)
+    whole = amax_of(m) if rule.two_level else amax.new_zeros(())
+    scales = rule.scales(amax, whole, fmt, m.dtype)
+
+    def of_each_value(per_block: torch.Tensor) -> torch.Tensor:
+        return per_block.repeat_interleave(wide, 1)[:, : m.shape[1]]
+
+    codes = saturating_cast(kept.float() * of_each_value(scales.scale), fmt)
+    return (codes.double() * of_each_value(scales.scale_inv)).float()
+
+
+def product_sums(a: Rows, b: Rows) -> torch.Tensor:
+    """What quantisation does to A B^T, float64 [5] as `SUMS`: sums over parts of a product, or over several, add up.
+
+    n is the number of output values, `error2` the sum of the squares of what is wrong with them, `first_error2` and
+    `second_error2` the same with only A or only B quantised, `output2` the sum of the squares of what is right. All in
+    float64, which neither TF32 nor autocast touches.
+
+    Args:
+        a: [k, c].
+        b: [l, c].
+    """
+    x, y = a.values.double(), b.values.double()
+    of_a, of_b = a.quantised.double() - x, b.quantised.double() - y
+    first, second = of_a @ y.T, x @ of_b.T
+    # Aq Bq^T - A B^T, term by term: the difference of the two products would round what is small.
+    both = first + second + of_a @ of_b.T
+    squares = [m.square().sum() for m in (both, first, second, x @ y.T)]
+    return torch.stack([torch.full_like(squares[0], both.numel()), *squares])

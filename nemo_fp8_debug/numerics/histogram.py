@@ -1,0 +1,214 @@
+"""The sketch: how often each of the 32,768 magnitudes of a 16-bit format occurs in a tensor.
+
+With the sign folded away it holds all that per-tensor scaling can depend on, whatever the scale, margin or target format.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from .precomputed import Ahead
+
+BINS = 32768
+#: the 16-bit formats that a sketch can hold, in the order of the magnitude table
+DTYPES = (torch.bfloat16, torch.float16)
+#: bins that are added up at once
+LANES = 64
+_HOST = torch.device("cpu")
+#: bins that are not empty, ascending, and their counts, int64
+Occupied = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+
+@dataclass
+class Sketch:
+    """Counts of a tensor's magnitudes; sketches of the same dtype add up over micro-batches, ranks and steps."""
+
+    #: torch.bfloat16 or torch.float16: what the bit patterns mean
+    dtype: torch.dtype
+    #: int64 [32768]; bin p counts the values whose bits are p or p + 0x8000
+    counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
+    #: True where float32 values were rounded to bfloat16 to be counted
+    rounded: bool = False
+    #: what was found of it on the device that it came from, and in which row of that
+    ahead: tuple[Ahead, int] | None = None
+
+    @functools.cached_property
+    def occupied(self) -> Occupied:
+        """Bins that are not empty, ascending, and their counts. Found once: nothing may be counted in afterwards."""
+        counts = self.counts.cpu().numpy()
+        bins = np.flatnonzero(counts != 0)  # asked first, which takes a quarter of the time
+        return bins, counts[bins]
+
+    @property
+    def amax(self) -> float:
+        """The largest finite magnitude; 0 where there is none."""
+        bins, _ = self.occupied
+        finite = bins[: np.searchsorted(bins, infinity_bin(self.dtype))]
+        return float(magnitudes_of(self.dtype, torch.device("cpu"))[finite[-1]]) if len(finite) else 0.0
+
+    def __add__(self, other: Sketch) -> Sketch:
+        if self.dtype != other.dtype:
+            raise ValueError(f"cannot add a sketch of {other.dtype} to one of {self.dtype}")
+        return Sketch(self.dtype, self.counts + other.counts, self.rounded or other.rounded)
+
+    @classmethod
+    def total(cls, sketches: Sequence[Sketch]) -> Sketch:
+        """All of one dtype added up, without a new table for each."""
+        first, *rest = sketches
+        added = Sketch(first.dtype, first.counts.clone(), first.rounded)
+        for sketch in rest:
+            if sketch.dtype != added.dtype:
+                raise ValueError(f"cannot add a sketch of {sketch.dtype} to one of {added.dtype}")
+            added.counts += sketch.counts
+            added.rounded = added.rounded or sketch.rounded
+        return added
+
+
+@functools.lru_cache(maxsize=len(DTYPES))
+def infinity_bin(dtype: torch.dtype) -> int:
+    """The bin of infinity; finite magnitudes lie below it, NaNs above."""
+    return int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16))
+
+
+@functools.lru_cache(maxsize=8)
+def magnitudes(device: torch.device = _HOST) -> torch.Tensor:
+    """Float32 [2 * 32768]: the magnitude that each pattern stands for, bfloat16's then float16's; NaN and inf included."""
+    patterns = torch.arange(BINS, dtype=torch.int32).to(torch.int16)
+    return torch.cat([patterns.view(dtype).float() for dtype in DTYPES]).to(device)
+
+
+def magnitudes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Float32 [32768]: the magnitude of each bin; NaN and inf included."""
+    start = BINS * DTYPES.index(dtype)
+    return magnitudes(device)[start : start + BINS]
+
+
+@dataclass(frozen=True)
+class SketchBatch:
+    """The occupied bins of B sketches, end to end: finite magnitudes in ascending order, the others counted apart.
+
+    Behind the bins of a sketch lie empty ones up to a multiple of LANES, so that all of them are added up in the same order
+    on any device, whatever else is in the batch.
+    """
+
+    #: how many bins each sketch occupies, [B]
+    lengths: list[int]
+    #: int64 [T]: index into `magnitudes()`
+    index: torch.Tensor
+    #: int64 [T]
+    counts: torch.Tensor
+    #: int64 [B]
+    inf: torch.Tensor
+    #: int64 [B]
+    nan: torch.Tensor
+
+    @classmethod
+    def of(cls, sketches: Sequence[Sketch]) -> SketchBatch:
+        """Pack sketches in host memory, in their order."""
+        ends = [infinity_bin(sketch.dtype) for sketch in sketches]
+        borders = [np.searchsorted(s.occupied[0], (end, end + 1)) for s, end in zip(sketches, ends, strict=True)]
+        lengths = [int(finite) for finite, _ in borders]
+        index, counts = (np.zeros(LANES * sum(map(lanes_of, lengths)), np.int64) for _ in range(2))
+        inf, nan, start = [], [], 0
+        for sketch, (finite, after) in zip(sketches, borders, strict=True):
+            bins, of_bins = sketch.occupied
+            index[start : start + finite] = bins[:finite] + BINS * DTYPES.index(sketch.dtype)
+            counts[start : start + finite] = of_bins[:finite]
+            inf.append(int(of_bins[finite:after].sum()))
+            nan.append(int(of_bins[after:].sum()))
+            start += LANES * lanes_of(finite)
+        others = (torch.tensor(of_others, dtype=torch.int64) for of_others in (inf, nan))
+        return cls(lengths, torch.from_numpy(index), torch.from_numpy(counts), *others)
+
+    @classmethod
+    def of_bins(cls, where: torch.Tensor, there: torch.Tensor, dtypes: Sequence[torch.dtype]) -> SketchBatch:
+        """Pack sketches on the device that they are on, which is asked for their lengths only.
+
+        Args:
+            where: int64 [N], ascending: what is occupied of the sketches end to end, BINS * i + p for bin p of sketch i.
+            there: int64 [N], the counts.
+            dtypes: of the sketches, [B].
+        """
+        sketch, bins = where // BINS, where % BINS
+        constants = [[infinity_bin(dtype) for dtype in dtypes], [BINS * DTYPES.index(dtype) for dtype in dtypes]]
+        infinity, table = torch.tensor(constants, dtype=torch.int64).to(where.device)[:, sketch]
+
+        def per_sketch(counts: torch.Tensor) -> torch.Tensor:
+            return there.new_zeros(len(dtypes)).index_add_(0, sketch, counts)
+
+        finite = bins < infinity
+        inf, nan = (per_sketch(there * those) for those in (bins == infinity, bins > infinity))
+        lengths: list[int] = per_sketch(finite.long()).tolist()
+        room = torch.tensor([LANES * lanes_of(length) for length in lengths], dtype=torch.int64)
+        shift = (room.cumsum(0) - room).to(where.device) - torch.searchsorted(sketch, torch.arange(len(dtypes)).to(sketch))
+        t = int(room.sum())
+        place = torch.where(finite, torch.arange(len(where), device=where.device) + shift[sketch], t)
+        index, counts = (there.new_zeros(t + 1).scatter_(0, place, of)[:t] for of in (bins + table, there))
+        return cls(lengths, index, counts, inf, nan)
+
+    @functools.cached_property
+    def room(self) -> torch.Tensor:
+        """int64 [B]: the bins of each sketch, with the empty ones behind them."""
+        return torch.tensor([LANES * lanes_of(length) for length in self.lengths], dtype=torch.int64).to(self.index.device)
+
+    @functools.cached_property
+    def first(self) -> torch.Tensor:
+        """int64 [B]: where the bins of each sketch begin."""
+        return self.room.cumsum(0) - self.room
+
+    @functools.cached_property
+    def end(self) -> torch.Tensor:
+        """int64 [B]: where they end."""
+        return self.first + torch.tensor(self.lengths, dtype=torch.int64).to(self.index.device)
+
+    @functools.cached_property
+    def values(self) -> torch.Tensor:
+        """float32 [T]: the magnitude of each bin."""
+        return magnitudes(self.index.device)[self.index]
+
+    @functools.cached_property
+    def weights(self) -> torch.Tensor:
+        """float64 [T]: the counts, of which it holds all below 2^53."""
+        return self.counts.double()
+
+    def amax(self) -> torch.Tensor:
+        """float32 [B]: the largest finite magnitude of each sketch, its last bin; 0 where there is none."""
+        padded = torch.cat([self.values.new_zeros(1), self.values])
+        return torch.where(self.end > self.first, padded[self.end], 0.0)
+
+    def per_bin(self, per_sketch: torch.Tensor) -> torch.Tensor:
+        """[B] -> [T]: what belongs to a sketch, for each of its bins."""
+        return per_sketch.repeat_interleave(self.room, output_size=len(self.index))
+
+    def per_sketch(self, per_bin: torch.Tensor) -> torch.Tensor:
+        """[T] -> [B]: float64 sum over the bins of each sketch."""
+        lanes = per_bin.view(-1, LANES)
+        while (half := lanes.shape[1] // 2) > 0:
+            lanes = lanes[:, :half] + lanes[:, half:]
+        width, place = self._pairs
+        pairs = per_bin.new_zeros(len(self.lengths) * width)
+        pairs[place] = lanes.view(-1)
+        while width > 1:
+            pairs, width = pairs[0::2] + pairs[1::2], width // 2
+        return pairs
+
+    @functools.cached_property
+    def _pairs(self) -> tuple[int, torch.Tensor]:
+        """A power of two that is not less than the lanes of any sketch, and the place of each in a table that is so wide."""
+        lanes = [lanes_of(length) for length in self.lengths]
+        width = 1 << (max(lanes, default=1) - 1).bit_length() if max(lanes, default=1) > 1 else 1
+        place = np.concatenate([np.zeros(0, np.int64), *(width * i + np.arange(n) for i, n in enumerate(lanes))])
+        return width, torch.from_numpy(place).to(self.index.device)
+
+
+def lanes_of(bins: int) -> int:
+    """How many times LANES take so many bins."""
+    return -(-bins // LANES)

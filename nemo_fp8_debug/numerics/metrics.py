@@ -1,0 +1,290 @@
+"""Every figure, from moments (of a tensor alone) and quantization sums (of a tensor under a scale and a format).
+
+Moments and sums come from sketches, or straight from a float32 tensor; figures do not care which. All sums are float64,
+all counts int64. Formulas: docs/figures.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from operator import itemgetter
+from typing import TypeVar
+
+import torch
+
+from .formats import FloatFormat, decoded, saturating_cast
+from .histogram import LANES, Sketch, SketchBatch, infinity_bin, lanes_of, magnitudes_of
+from .metric_names import FIGURES as FIGURES
+from .metric_names import WORSE as WORSE
+
+_T = TypeVar("_T", bound="_Columns")
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Tensors of one length B, a row an operand."""
+
+    @classmethod
+    def concat(cls: type[_T], parts: Sequence[_T]) -> _T:
+        """Rows of all parts, in order."""
+        return cls(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+
+    def row(self: _T, i: int) -> _T:
+        """Row i as a table of one row."""
+        return self.rows(slice(i, i + 1))
+
+    def rows(self: _T, index: torch.Tensor | slice) -> _T:
+        """Some rows, by number: int64 [C]."""
+        return type(self)(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def cpu(self: _T) -> _T:
+        """The same rows in host memory."""
+        return self.moved(lambda column: column.cpu())
+
+    def moved(self: _T, to: Callable[[torch.Tensor], torch.Tensor]) -> _T:
+        """The same rows in what `to` gives for each column."""
+        return type(self)(*(to(getattr(self, f.name)) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Moments(_Columns):
+    """What is known of a tensor before any scale; over its finite values, but for the two counts of the others."""
+
+    n: torch.Tensor  #: int64, finite values
+    nan: torch.Tensor  #: int64
+    inf: torch.Tensor  #: int64
+    amax: torch.Tensor  #: largest magnitude; 0 for an empty or all-zero tensor
+    amin: torch.Tensor  #: smallest non-zero magnitude; NaN where there is none
+    median: torch.Tensor  #: median magnitude of the non-zero values, the lower of two; NaN where there is none
+    sum_x2: torch.Tensor
+    sum_x4: torch.Tensor
+
+    def with_median(self, median: torch.Tensor) -> Moments:
+        """The same with another median."""
+        return replace(self, median=median)
+
+
+#: A float32 scale made from the amax may carry the amax itself past the format's max by one unit in the last place.
+SCALE_ROUNDING = 1 + 2.0**-22
+
+
+@dataclass(frozen=True)
+class QuantizationSums(_Columns):
+    """A tensor x against q = cast(x * scale) / scale, over its finite values; sums of the same tensor's parts add up."""
+
+    underflows: torch.Tensor  #: int64, x != 0 and q == 0
+    overflows: torch.Tensor  #: int64, |x| * scale > format max, by more than the rounding of the scale itself
+    sum_error2: torch.Tensor  #: sum (x - q)^2
+    sum_xq: torch.Tensor
+    sum_q2: torch.Tensor
+
+    def fold(self, owner: torch.Tensor, n: int) -> QuantizationSums:
+        """Add up the rows of each owner: int64 [B] -> n rows."""
+
+        def add(column: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(n, dtype=column.dtype, device=column.device).index_add_(0, owner, column)
+
+        return QuantizationSums(*(add(getattr(self, f.name)) for f in fields(self)))
+
+    def total(self) -> QuantizationSums:
+        """All rows added up to one."""
+        return self.fold(torch.zeros_like(self.underflows), 1)
+
+
+def moments(batch: SketchBatch) -> Moments:
+    """Moments of B sketches."""
+    x, weights = batch.values.double(), batch.weights
+    squares = x * x
+    total = batch.per_sketch(weights).long()
+    first = batch.first
+
+    # Bins lie in order of magnitude, that of zero before all others, and an index past the end stands for no value.
+    padded = torch.cat([x, x.new_full((1,), torch.nan)])
+    has_zeros = (batch.end > first) & (padded[first] == 0)
+    zeros = torch.where(has_zeros, torch.cat([batch.counts, batch.counts.new_zeros(1)])[first], 0)
+    nonzero = total - zeros
+    # Running counts over all sketches find every median in one search.
+    before = total.cumsum(0) - total
+    middle = torch.searchsorted(batch.counts.cumsum(0), before + zeros + (nonzero + 1) // 2)
+    there = nonzero > 0
+
+    def at(place: torch.Tensor) -> torch.Tensor:
+        return torch.where(there, padded[place.clamp_max(len(x))], torch.nan)
+
+    return Moments(
+        n=total,
+        nan=batch.nan,
+        inf=batch.inf,
+        amax=batch.amax().double(),
+        amin=at(first + has_zeros),
+        median=at(middle),
+        sum_x2=batch.per_sketch(weights * squares),
+        sum_x4=batch.per_sketch(squares.square_().mul_(weights)),
+    )
+
+
+def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
+    """Sums of B sketches, each under its own scale and format.
+
+    Args:
+        scale: float32 [B].
+        formats: B formats.
+    """
+    scales = batch.per_bin(scale)
+    scaled = batch.values * scales
+    code, overflows, start = torch.empty_like(scaled), torch.empty_like(scaled, dtype=torch.bool), 0
+    for fmt, same in groupby(zip(formats, batch.lengths, strict=True), key=itemgetter(0)):
+        end = start + LANES * sum(lanes_of(length) for _, length in same)
+        code[start:end] = decoded(saturating_cast(scaled[start:end], fmt), fmt)
+        overflows[start:end] = beyond(scaled[start:end], fmt)
+        start = end
+    q = code.double().div_(scales)
+    return sums_of_values(batch.values, overflows, q, batch.weights, batch.per_sketch)
+
+
+def beyond(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """Whether what is cast, float32, lies beyond the format's max by more than the rounding of the scale itself."""
+    return scaled.abs() > torch.tensor(fmt.max, dtype=torch.float32) * SCALE_ROUNDING
+
+
+def sums_of_values(
+    x: torch.Tensor,
+    beyond: torch.Tensor,
+    q: torch.Tensor,
+    weights: torch.Tensor | float,
+    total: Callable[[torch.Tensor], torch.Tensor],
+) -> QuantizationSums:
+    """The sums behind every figure of quantization.
+
+    Args:
+        x: finite values, float32.
+        beyond: whether what was cast lay beyond the format's range, bool.
+        q: what stands for x after the cast, float64.
+        weights: float64, how often each value occurs.
+        total: adds what belongs together.
+    """
+    lost = q == 0
+    # A block whose scale rounds to zero saturates and is lost all the same: that is no overflow.
+    overflows, underflows = beyond & ~lost, lost & (x != 0)
+    x = x.double()
+    error, weighted = x - q, weights * q
+    return QuantizationSums(
+        underflows=total(weights * underflows).long(),
+        overflows=total(weights * overflows).long(),
+        # In place: to take new memory costs more than to compute.
+        sum_error2=total(error.square_().mul_(weights)),
+        sum_xq=total(x.mul_(weighted)),
+        sum_q2=total(weighted.mul_(q)),
+    )
+
+
+def quantization_sums_of_counts(sketch: Sketch, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
+    """Sums (one row, on the sketch's device) of a sketch under a scale, a float32 scalar; without host synchronisation."""
+    counts, end = sketch.counts, infinity_bin(sketch.dtype)
+    x = magnitudes_of(sketch.dtype, counts.device)[:end]
+    scaled = x * scale.to(x.device)
+    q = saturating_cast(scaled, fmt).double() / scale.to(x.device).double()
+    return sums_of_values(x, beyond(scaled, fmt), q, counts[:end].double(), lambda v: v.sum()[None])
+
+
+#: values of a float32 tensor handled at once; bounds the float64 temporaries to some tens of MiB
+_CHUNK = 1 << 20
+
+
+def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    flat = x.detach().reshape(-1)
+    return flat.split(_CHUNK) or (flat,)
+
+
+def moments_of_float32(x: torch.Tensor) -> Moments:
+    """Moments (one row, on x's device) of a float32 tensor, without host synchronisation. The median is NaN."""
+    parts = [_moments_of_chunk(chunk) for chunk in _chunks(x)]
+    return merge(Moments.concat(parts))
+
+
+def _moments_of_chunk(x: torch.Tensor) -> Moments:
+    magnitude = x.abs()
+    finite = magnitude.isfinite()
+    kept = torch.where(finite, magnitude, 0.0)
+    padded = torch.cat([kept, kept.new_zeros(1)])
+    squares = kept.double() ** 2
+    return Moments(
+        n=finite.sum()[None],
+        nan=magnitude.isnan().sum()[None],
+        inf=magnitude.isinf().sum()[None],
+        amax=padded.amax().double()[None],
+        amin=_or_nan(torch.where(padded > 0, padded, torch.inf).amin().double()[None]),
+        median=torch.full_like(squares[:1].sum()[None], torch.nan),
+        sum_x2=squares.sum()[None],
+        sum_x4=(squares**2).sum()[None],
+    )
+
+
+def _or_nan(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isinf(), torch.nan, x)
+
+
+def merge(parts: Moments) -> Moments:
+    """Moments (one row) of a tensor from those of its parts; the median of a whole does not follow and is NaN."""
+    return Moments(
+        n=parts.n.sum()[None],
+        nan=parts.nan.sum()[None],
+        inf=parts.inf.sum()[None],
+        amax=parts.amax.amax()[None],
+        amin=_or_nan(parts.amin.nan_to_num(torch.inf).amin()[None]),
+        median=torch.full_like(parts.amax[:1], torch.nan),
+        sum_x2=parts.sum_x2.sum()[None],
+        sum_x4=parts.sum_x4.sum()[None],
+    )
+
+
+def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
+    """Sums (one row, on x's device) of a float32 tensor under a scale (float32 scalar tensor); no host synchronisation."""
+
+    def of(chunk: torch.Tensor) -> QuantizationSums:
+        x = torch.where(chunk.isfinite(), chunk, 0.0)  # a zero adds nothing to any sum
+        scaled = x * scale
+        code = saturating_cast(scaled, fmt).float()
+        q = code.double() / scale.double()
+        return sums_of_values(x, beyond(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
+
+    return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).total()
+
+
+def figures(
+    moments: Moments, sums: QuantizationSums, scale: torch.Tensor, scale_current: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """All figures of B operands, float64 [B] each, NaN where a figure cannot be had (of an all-zero tensor, say).
+
+    Args:
+        sums: NaN where no scale is known, which leaves out every figure that needs one.
+        scale: float32 [B], in use; NaN where none is known, or blocks have scales of their own.
+        scale_current: float32 [B], what current scaling would use.
+    """
+    unknown = sums.sum_q2.isnan() | (moments.n == 0)
+    absent = torch.tensor(torch.nan, dtype=torch.float64)
+
+    def known(value: torch.Tensor) -> torch.Tensor:
+        return torch.where(unknown, absent, value)
+
+    n = moments.n.double()
+    # A ratio with a zero below is absent, not infinite.
+    power = torch.where(moments.sum_x2 > 0, moments.sum_x2, absent)
+    relative_error = (sums.sum_error2 / power).sqrt()
+    product = power * torch.where(sums.sum_q2 > 0, sums.sum_q2, absent)
+    return {
+        "underflow_pct": known(100 * sums.underflows / n),
+        "overflow_pct": known(100 * sums.overflows / n),
+        "mse": known(sums.sum_error2 / n),
+        "relative_error": known(relative_error),
+        "sqnr_db": known(-20 * relative_error.log10()),
+        "cosine": known(sums.sum_xq / product.sqrt()),
+        "scale_ratio_log2": torch.where(moments.amax > 0, (scale.double() / scale_current.double()).log2(), absent),
+        "amax": torch.where(moments.n > 0, moments.amax, absent),
+        "amin": moments.amin,
+        "dynamic_range_log2": (moments.amax / moments.amin).log2(),
+        "outlier_log2": (moments.amax / moments.median).log2(),
+        "kurtosis": n * moments.sum_x4 / power**2,
+    }

@@ -1,0 +1,272 @@
+"""Per-tensor scaling rules, and the recipes made of them and of block rules.
+
+`scale` multiplies a tensor before the cast (Transformer Engine's convention). All arithmetic is float32, as in
+Transformer Engine's kernels `recipe/delayed_scaling.cu` and `recipe/recipe_common.cuh`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import ConfigError
+from .block_scaling import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
+from .formats import BF16, E4M3, E5M2, FORMATS, FloatFormat, decoded, saturating_cast
+from .scale_from_amax import FLT_MAX, scale_of_amax
+
+#: operand roles of a GEMM: X of the forward pass, W, and the gradient of the output, dY
+ROLES = ("input", "weight", "grad_output")
+
+#: steps; a float of each tensor is held for each
+_LONGEST_HISTORY = 1_000_000
+_PER_TENSOR_FORMATS = ("hybrid", "e4m3", "e5m2")
+
+
+@dataclass(frozen=True)
+class CurrentScaling:
+    """The scale follows the amax of the tensor being cast."""
+
+    #: amax below this counts as this
+    epsilon: float = 0.0
+    #: round the scale down to a power of two
+    power_of_two: bool = False
+
+    formats: ClassVar[tuple[str, ...]] = _PER_TENSOR_FORMATS
+
+    def scale(self, amax: torch.Tensor, limit: torch.Tensor | float) -> torch.Tensor:
+        """Scales for tensors of the given amax; 1 where amax is zero or not finite.
+
+        Args:
+            amax: float32, any shape.
+            limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
+        """
+        return scale_of_amax(amax, limit, self.epsilon, self.power_of_two)
+
+
+def scales_of(
+    held: Sequence[torch.Tensor | CurrentScaling | None], formats: Sequence[FloatFormat], amax: torch.Tensor
+) -> torch.Tensor:
+    """Scales of B tensors, float32 [B] on the device of `amax`: those that are held, or what a rule makes of the amax.
+
+    Args:
+        held: float32 scalars on any device, or rules; None where neither is known, which gives NaN.
+        formats: that the tensors are cast to.
+        amax: float32 [B].
+    """
+    limits = torch.tensor([fmt.max for fmt in formats], dtype=torch.float32).to(amax.device)
+    scales = torch.full_like(amax, torch.nan)
+    for rule in {by for by in held if isinstance(by, CurrentScaling)}:
+        mine = torch.tensor([by == rule if isinstance(by, CurrentScaling) else False for by in held]).to(amax.device)
+        scales = torch.where(mine, rule.scale(amax, limits), scales)
+    known: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for i, scale in enumerate(held):
+        if isinstance(scale, torch.Tensor):
+            known[scale.device].append((i, scale.reshape(())))
+    for found in known.values():
+        at = torch.tensor([i for i, _ in found]).to(amax.device)
+        scales[at] = torch.stack([scale for _, scale in found]).to(amax)
+    return scales
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """The scale follows the amax of earlier steps."""
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    #: "max" over the history, or the "most_recent" entry
+    amax_compute_algo: str = "max"
+
+    formats: ClassVar[tuple[str, ...]] = _PER_TENSOR_FORMATS
+
+    def __post_init__(self) -> None:
+        if self.amax_history_len < 1:
+            raise ConfigError(f"amax_history_len is {self.amax_history_len}; it must be at least 1")
+        if self.amax_history_len > _LONGEST_HISTORY:
+            raise ConfigError(f"amax_history_len is {self.amax_history_len}; it must be at most {_LONGEST_HISTORY}")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ConfigError(f"amax_compute_algo is {self.amax_compute_algo!r}; use 'max' or 'most_recent'")
+
+    def update(
+        self, history: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, limit: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of the history, after which `scale` is the one that the next step casts with.
+
+        Args:
+            history: float32 [amax_history_len, n], newest last; zeros where nothing was seen yet.
+            scale: float32 [n], in use until now.
+            amax: float32 [n], of the step that ends; 0 where the tensor was not cast, which leaves its history alone.
+            limit: float32 [n], largest finite value of each tensor's format.
+
+        Returns:
+            (history, scale), new tensors of the same shapes.
+        """
+        seen = amax > 0
+        history = torch.where(seen, torch.cat([history[1:], amax[None]]), history)
+        return history, torch.where(seen, self.scale(history, scale, limit), scale)
+
+    def scale(self, history: torch.Tensor, before: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+        """The scales, float32 [n], that a history asks for; `before` where it has nothing that can be used."""
+        reference = history.amax(0) if self.amax_compute_algo == "max" else history[-1]
+        usable = (reference > 0) & reference.isfinite()
+        new = (limit * 2.0**-self.margin / torch.where(usable, reference, 1.0)).clamp_max(FLT_MAX)
+        return torch.where(usable, new, before)
+
+
+@dataclass(frozen=True)
+class Unscaled:
+    """A cast to BF16 without a scale: what high precision itself loses, all of an FP32 operand's last 16 bits."""
+
+    formats: ClassVar[tuple[str, ...]] = (BF16.name,)
+
+
+Scaling = CurrentScaling | DelayedScaling | Unscaled | BlockRule
+
+_SCALINGS: dict[str, type[Scaling]] = {
+    "delayed": DelayedScaling,
+    "current": CurrentScaling,
+    "blockwise": BlockScaling,
+    "mxfp8": MXFP8Scaling,
+    "nvfp4": NVFP4Scaling,
+    "bf16": Unscaled,
+}
+_NAME_OF = {scaling: name for name, scaling in _SCALINGS.items()}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which format each operand is cast to, and how its scale is found."""
+
+    scaling: Scaling
+    #: "hybrid" casts X and W to E4M3 and dY to E5M2; the name of a format casts all three to it; "": what is usual
+    fp8_format: str = ""
+
+    def __post_init__(self) -> None:
+        formats = self.scaling.formats
+        if self.fp8_format not in ("", *formats):
+            raise ConfigError(f"fp8_format is {self.fp8_format!r}; use {' or '.join(map(repr, formats))}")
+        object.__setattr__(self, "fp8_format", self.fp8_format or formats[0])
+
+    def format_of(self, role: str) -> FloatFormat:
+        """The format that operand `role` is cast to."""
+        if self.fp8_format == "hybrid":
+            return E5M2 if role == "grad_output" else E4M3
+        return FORMATS[self.fp8_format]
+
+    @property
+    def name(self) -> str:
+        """Short unique name, as `delayed-hybrid` or `delayed-hybrid(margin=1)`; options at their default are left out."""
+        changed = [
+            f"{f.name}={getattr(self.scaling, f.name)}"
+            for f in fields(self.scaling)
+            if getattr(self.scaling, f.name) != f.default
+        ]
+        choice = f"-{self.fp8_format}" if len(self.scaling.formats) > 1 else ""
+        return _NAME_OF[type(self.scaling)] + choice + (f"({','.join(changed)})" if changed else "")
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks of a tensor have scales of their own, which its sketch knows nothing of."""
+        return isinstance(self.scaling, BlockRule)
+
+
+def refuse_blocks(recipe: Recipe, what: str) -> None:
+    """Say that `what` has no use for a recipe that scales blocks.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if recipe.in_blocks:
+        raise ConfigError(f"{what} takes recipes with one scale a tensor (delayed, current, bf16), not {recipe.name!r}")
+
+
+_NAME = re.compile(r"(?P<name>\w+?)(-(?P<fp8_format>\w+))?(\((?P<options>[^()]*)\))?")
+
+
+def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
+    """Read a recipe from plain values.
+
+    Args:
+        value: a name such as `"delayed"`, `"current-e4m3"`, `"delayed-hybrid(margin=1,amax_history_len=16)"`, `"mxfp8"`,
+            `"blockwise(power_of_two=False)"`, `"nvfp4"` or `"bf16"`, or a mapping
+            `{"name": "delayed", "fp8_format": "hybrid", "margin": 0, "amax_history_len": 1, "amax_compute_algo": "max"}`.
+
+    Raises:
+        ConfigError: unknown recipe, option or value.
+    """
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, str):
+        return _named(value)
+    return _of_options(dict(value) if isinstance(value, Mapping) else {"name": value})
+
+
+@functools.lru_cache(maxsize=256)
+def _named(name: str) -> Recipe:
+    return _of_options(_options_in(name))
+
+
+def _of_options(options: dict[str, Any]) -> Recipe:
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in _SCALINGS:
+        raise ConfigError(f"unknown recipe {name!r}; known recipes: {', '.join(_SCALINGS)}")
+    fp8_format = options.pop("fp8_format", "")
+    scaling = _SCALINGS[name]
+    known = {f.name for f in fields(scaling)}
+    if unknown := set(options) - known:
+        raise ConfigError(
+            f"recipe {name!r} has no option {', '.join(sorted(map(repr, unknown)))}; "
+            f"its options: {', '.join(['fp8_format', *sorted(known)])}"
+        )
+    for f in fields(scaling):
+        given, kind = options.get(f.name, f.default), type(f.default)
+        if type(given) is not kind and not (kind is float and type(given) is int):
+            raise ConfigError(f"{f.name} of recipe {name!r} is {given!r}; it must be {kind.__name__}")
+    return Recipe(scaling(**options), fp8_format)
+
+
+def _options_in(text: str) -> dict[str, Any]:
+    """What the name of a recipe says; options are Python literals, or text."""
+    found = _NAME.fullmatch(text.replace(" ", ""))
+    if found is None:
+        return {"name": text}
+    options: dict[str, Any] = {key: found[key] for key in ("name", "fp8_format") if found[key]}
+    for option in filter(None, (found["options"] or "").split(",")):
+        key, _, literal = option.partition("=")
+        try:
+            options[key] = ast.literal_eval(literal)
+        except (ValueError, SyntaxError):
+            options[key] = literal
+    return options
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronisation."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """The codes of `x`: cast(x * scale), the product in float32.
+
+    Args:
+        x: any shape and floating dtype.
+        scale: float32, scalar or broadcastable to `x`.
+
+    Returns:
+        A tensor of x's shape in `fmt.dtype`.
+    """
+    return saturating_cast(x.float() * scale, fmt)
+
+
+def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """`x` as a low-precision GEMM sees it: its codes times the float32 reciprocal of the scale, in x's dtype."""
+    return (decoded(quantize(x, scale, fmt), fmt) * (1.0 / scale)).to(x.dtype)

@@ -1,0 +1,118 @@
+"""What is to be changed in how a run quantises: made by `recommend`, applied by the interventions, kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..core.layer_names import compile_patterns
+from ..errors import ConfigError
+from ..numerics.tensor_scaling import ROLES, Recipe, parse_recipe
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Change:
+    """Operands that are cast otherwise than the run's recipe says.
+
+    Raises:
+        ConfigError: a value cannot be used; says which.
+    """
+
+    #: global name of a GEMM, or a pattern as in `Config.layers`
+    layer: str
+    #: as in `parse_recipe`; `bf16` leaves the operands as they are
+    recipe: str
+    #: operands that it holds for; a GEMM runs in FP8 only if both of its operands do
+    roles: Sequence[str] = ROLES
+    #: multiply what was quantised in BF16, which tells the numbers of FP8 from the kernels of FP8
+    multiply_in_bf16: bool = False
+    #: evidence, for people
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("layer", "recipe", "why"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} of a change is {getattr(self, name)!r}; it must be text")
+        if not isinstance(self.multiply_in_bf16, bool):
+            raise ConfigError(f"multiply_in_bf16 is {self.multiply_in_bf16!r}; it must be true or false")
+        known = isinstance(self.roles, Sequence) and not isinstance(self.roles, str) and all(r in ROLES for r in self.roles)
+        if not known or not self.roles:
+            raise ConfigError(f"roles of a change are {self.roles!r}; choose from {', '.join(ROLES)}")
+        object.__setattr__(self, "roles", tuple(self.roles))
+        compile_patterns([self.layer])
+        parse_recipe(self.recipe)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Changes; where several name an operand, the last one holds."""
+
+    changes: Sequence[Change] = ()
+
+    def change_of(self, layer: str, role: str) -> Change | None:
+        """What changes for an operand; None where nothing does."""
+        for change in reversed(self.changes):
+            if role in change.roles and (change.layer == layer or compile_patterns([change.layer])(layer)):
+                return change
+        return None
+
+    def recipe_of(self, layer: str, role: str, otherwise: Recipe) -> Recipe:
+        """The recipe of an operand."""
+        change = self.change_of(layer, role)
+        return parse_recipe(change.recipe) if change else otherwise
+
+    def text(self) -> str:
+        """The plan as its file has it: JSON."""
+        content = {"version": VERSION, "changes": [asdict(change) for change in self.changes]}
+        return json.dumps(content, indent=2) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON.
+
+        Raises:
+            ConfigError: the file exists, or cannot be written.
+        """
+        try:
+            with Path(path).open("x") as file:
+                file.write(self.text())
+        except FileExistsError:
+            raise ConfigError(f"{path} exists and is not overwritten; name another file") from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan.
+
+        Raises:
+            ConfigError: it cannot be read, or is not a plan; says why.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not a plan of changes: {error}") from None
+        is_plan = isinstance(content, dict) and content.get("version") == VERSION
+        if not is_plan or not isinstance(content.get("changes"), list):
+            raise ConfigError(f'{path} is not a plan of changes: {{"version": {VERSION}, "changes": [...]}} is expected')
+        return cls(tuple(_change(path, given) for given in content["changes"]))
+
+
+NO_CHANGES = Plan()
+
+
+def _change(path: Any, given: Any) -> Change:
+    known = {f.name for f in fields(Change)}
+    if not isinstance(given, dict) or not {"layer", "recipe"} <= set(given) <= known:
+        raise ConfigError(f"{path}: {given!r} is not a change; it takes {', '.join(sorted(known))}")
+    try:
+        return Change(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

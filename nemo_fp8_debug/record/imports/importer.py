@@ -1,0 +1,114 @@
+"""What an import found: rows by step, the numbers of each step, and what was left out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...core.layer_names import without_wrappers
+from ...core.sample import KEYS, Sample
+from ...errors import warn
+
+#: (layer, role, recipe, whether the recipe was not in use)
+Key = tuple[str, str, str | None, bool]
+
+
+@dataclass
+class Imported:
+    """Another tool's log, in the terms of the record."""
+
+    tool: str
+    files: list[Path]
+    #: figures by step and row
+    rows: dict[int, dict[Key, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
+    #: numbers of each step: time, loss
+    steps: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
+    #: values by figure
+    mapped: Counter[str] = field(default_factory=Counter)
+    #: values, or what the text says, by what they are and why they are not in the record
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def add(self, step: int, key: Key, figure: str, value: float, rounded_to: int | None = None) -> None:
+        """Put a figure into its row, if the log tells it.
+
+        Args:
+            rounded_to: decimals that the log has of it, for a figure whose logarithm matters; None where nothing is lost.
+        """
+        if not math.isfinite(value):
+            self.left_out[f"{figure}: NaN or infinity in the log"] += 1
+        elif rounded_to is not None and abs(value) < 5 * 10.0**-rounded_to:
+            self.left_out[f"{figure}: so small that the {rounded_to} decimals of the log leave an error above 10%"] += 1
+        else:
+            self.rows[step].setdefault(key, {})[figure] = value
+            self.mapped[figure] += 1
+
+    def samples(self) -> Iterator[Sample]:
+        """One for each step that has a figure."""
+        for step, rows in sorted(self.rows.items()):
+            in_use = self._columns({key: row for key, row in rows.items() if not key[3]})
+            what_if = self._columns({key: row for key, row in rows.items() if key[3]})
+            yield Sample(step, in_use, {}, what_if=what_if)
+
+    def _columns(self, rows: dict[Key, dict[str, Any]]) -> dict[str, list[Any]]:
+        if not rows:
+            return {}
+        layers, roles, recipes, _ = zip(*rows, strict=True)
+        gemms = [layer.rpartition(".")[2] for layer in layers]
+        figures = dict.fromkeys(name for row in rows.values() for name in row)
+        return {
+            **dict(zip(KEYS, (list(layers), gemms, list(roles)), strict=True)),
+            "recipe": list(recipes),
+            "scale_source": [self.tool] * len(rows),
+            **{name: [row.get(name) for row in rows.values()] for name in figures},
+        }
+
+    @property
+    def tensors(self) -> set[tuple[str, str]]:
+        """(layer, role) of every row."""
+        return {key[:2] for rows in self.rows.values() for key in rows}
+
+
+class Faults:
+    """Lines of a file that cannot be read; one warning for all of them."""
+
+    def __init__(self, path: Path, expected: str) -> None:
+        self._path = path
+        self._expected = expected
+        self._lines: list[int] = []
+        self._reason = ""
+
+    def add(self, line: int, reason: str) -> None:
+        """Line `line`, from 1, is left out."""
+        self._reason = self._reason or reason
+        self._lines.append(line)
+
+    def report(self) -> None:
+        """Warn of the first line, and of how many there are."""
+        if self._lines:
+            more = f", and {len(self._lines) - 1} more lines" if len(self._lines) > 1 else ""
+            warn(f"{self._path}, line {self._lines[0]}{more}: {self._reason}; left out, {self._expected} is expected")
+
+
+def numbered_lines(path: Path, faults: Faults) -> Iterator[tuple[int, str]]:
+    """The lines of a text from 1 on; blank ones are passed over, and a last one that is cut off is a fault."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                faults.add(number, "the line is cut off")
+            elif line.strip():
+                yield number, line.strip()
+
+
+def first_lines(path: Path, n: int) -> list[str]:
+    """The first lines of a file that may be anything; long ones are cut."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return [line for _ in range(n) if (line := file.readline(1000))]
+
+
+def global_name(name: str) -> str:
+    """A layer's name without what wrappers put into it."""
+    return without_wrappers(name) or "model"

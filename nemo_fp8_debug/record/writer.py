@@ -1,0 +1,227 @@
+"""Writes the run record: a folder of Parquet parts, one a sampled step, written whole or not at all.
+
+    RUN/attempt-0.json                      fingerprint of the run, one a start of the process
+    RUN/figures/attempt-0-step-00000120-9f3c02d1.parquet
+    RUN/sketches/attempt-0-step-00000120-51d0e7c4.parquet
+    RUN/steps/attempt-0-step-00000120-0b77aa90.parquet
+
+Small parts are merged, `MERGED` at a time, so that reading a figure over all steps does not open thousands of files. A
+resumed run is another attempt beside the first: nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from ..core.sample import Sample
+from ..errors import ConfigError, warn
+from . import parquet
+from .schema import STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, completed, part_name
+from .storage import Place
+
+#: parts that are merged into one
+MERGED = 64
+#: tables whose parts are small
+_MERGED_TABLES = ("figures", "what_if", "outputs", "steps")
+#: bytes of parts that are kept while the place cannot be written
+BACKLOG = 256 << 20
+
+
+class RunRecord:
+    """Writes the record of one run; a place that cannot be written for a while costs nothing that fits into `BACKLOG`."""
+
+    in_callers_thread = False
+
+    def __init__(self, address: str | os.PathLike[str]) -> None:
+        """
+        Args:
+            address: a folder, or any fsspec address.
+
+        Raises:
+            ConfigError: the address is none.
+        """
+        self.place = Place(address)
+        self.attempt = 0
+        #: samples that were written, or wait in the backlog
+        self.samples = 0
+        #: parts that could not be written
+        self.lost = 0
+        self._backlog: deque[tuple[str, Part, bytes]] = deque()
+        self._warned = False
+        self._unmerged: dict[str, list[Part]] = defaultdict(list)
+        self._tidy = False
+        self._fingerprint = b""
+
+    def open(self, fingerprint: Mapping[str, Any]) -> None:
+        """Start an attempt.
+
+        Raises:
+            ConfigError: the folder cannot be made or written.
+        """
+        try:
+            self._make_folders()
+            self._claim_attempt(fingerprint)
+        except Exception as error:  # every driver of a remote file system has errors of its own
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"the run record cannot be written to {self.place}: {reason}") from None
+
+    def _make_folders(self) -> None:
+        for table in ("figures", "sketches", "steps"):
+            self.place.make(table)
+
+    def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
+        """Take the first number that no other start of a process has, even if it starts at the same moment."""
+        taken = [attempt_of_fingerprint(name) for name in self.place.names()]
+        taken += [part.attempt for table in ("figures", "sketches", "steps") for part in self._parts(table)]
+        self.attempt = 1 + max((a for a in taken if a is not None), default=-1)
+        while True:
+            content = {"schema_version": VERSION, "attempt": self.attempt, **fingerprint}
+            self._fingerprint = json.dumps(content, indent=2, default=str).encode()
+            name = f"attempt-{self.attempt}.json"
+            with contextlib.suppress(FileExistsError):
+                self.place.create(name, self._fingerprint)
+                self.place.anchor = name
+                return
+            self.attempt += 1
+
+    def record(self, sample: Sample) -> None:
+        """Write one sampled step."""
+        for table, columns in (
+            ("figures", sample.columns),
+            ("what_if", sample.what_if),
+            ("outputs", sample.outputs),
+            ("sketches", sample.sketches),
+        ):
+            if columns:
+                rows = len(columns["layer"])
+                keys: dict[str, list[Any]] = {"attempt": [self.attempt] * rows, "step": [sample.step] * rows}
+                if table != "sketches":
+                    keys["consumed_samples"] = [sample.scalars.get("consumed_samples")] * rows
+                self.write_part(table, {**keys, **columns}, sample.step)
+        self.samples += 1
+        self._tidy_up()
+
+    def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
+        """Write the scalars of the steps since the last call; names that the schema does not have are left out."""
+        if steps:
+            rows = [{"attempt": self.attempt, "step": step, **scalars} for step, scalars in steps.items()]
+            names = ("attempt", "step", "time", *STEP_SCALARS, "trigger")
+            self.write_part("steps", {name: [row.get(name) for row in rows] for name in names}, max(steps))
+
+    def close(self) -> None:
+        """Write what waits; says what is lost where that cannot be done."""
+        self._write_backlog()
+        if self._backlog:  # perhaps because the folder was deleted
+            with contextlib.suppress(Exception):
+                self._make_folders()
+                self.place.create(self.place.anchor, self._fingerprint)
+            self._write_backlog()
+        self.lost += len(self._backlog)
+        self._backlog.clear()
+        if self.lost:
+            warn(f"{self.lost} parts of the record were lost, since {self.place} could not be written")
+
+    def write_part(self, table: str, columns: Mapping[str, Any], first: int, last: int | None = None) -> None:
+        """Write a part of a table, with the rows of step `first`, or of all steps to `last`."""
+        content, checksum = parquet.encode(arrow_table(table, columns))
+        part = Part.named(part_name(self.attempt, first, last, checksum))
+        assert part
+        self._backlog.append((table, part, content))
+        self._write_backlog()
+
+    def _write_backlog(self) -> None:
+        """Write what waits, oldest first, until something cannot be written."""
+        try:
+            while self._backlog:
+                table, part, content = self._backlog[0]
+                self.place.write(f"{table}/{part.name}", content)
+                self._backlog.popleft()
+                self._merge_when_due(table, part)
+            self._warned = False
+        except Exception as error:
+            self._hold_back(error)
+
+    def _hold_back(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"the record at {self.place} cannot be written ({type(error).__name__}: {error}); the run goes on, and "
+                f"up to {BACKLOG >> 20} MiB are kept in memory until it can be"
+            )
+        while sum(len(content) for _, _, content in self._backlog) > BACKLOG:
+            # Sketches are large, and what is lost with one is least.
+            doomed = next((entry for entry in self._backlog if entry[0] == "sketches"), self._backlog[0])
+            self._backlog.remove(doomed)
+            self.lost += 1
+
+    def _merge_when_due(self, table: str, part: Part) -> None:
+        if table in _MERGED_TABLES and not part.merged:
+            self._unmerged[table].append(part)
+            if len(self._unmerged[table]) >= MERGED:
+                self._merge(table, self._unmerged.pop(table))
+
+    def _merge(self, table: str, parts: list[Part]) -> None:
+        """Put one part in the place of several of one attempt; what cannot be read stays as it is."""
+        read = []
+        for part in parts:
+            with contextlib.suppress(Exception), self.place.open(f"{table}/{part.name}") as file:
+                read.append((part, parquet.read(file, part.checksum)))
+        if len(read) < 2:
+            return
+        schema = arrow_schema(table)
+        content, checksum = parquet.encode(pa.concat_tables([completed(rows, schema) for _, rows in read]).cast(schema))
+        first, last = min(part.first for part, _ in read), max(part.last for part, _ in read)
+        name = part_name(parts[0].attempt, first, last, checksum)
+        with contextlib.suppress(Exception):  # until the merged part is there, the small ones are
+            self.place.write(f"{table}/{name}", content)
+            for part, _ in read:
+                self.place.remove(f"{table}/{part.name}")
+
+    def _tidy_up(self) -> None:
+        """Once an attempt, in the background: merge what earlier attempts left in small parts."""
+        if self._tidy or self._backlog:
+            return
+        self._tidy = True
+        for table in _MERGED_TABLES:
+            earlier = defaultdict(list)
+            for part in self._parts(table):
+                if part.attempt < self.attempt:
+                    earlier[part.attempt].append(part)
+            for parts in earlier.values():
+                self._merge(table, self._not_yet_merged(table, parts))
+
+    def _not_yet_merged(self, table: str, parts: list[Part]) -> list[Part]:
+        """The small ones of an attempt's parts; those that a process was killed before it could remove are removed."""
+        held: set[int] = set()
+        for part in parts:
+            if part.merged:
+                with contextlib.suppress(Exception), self.place.open(f"{table}/{part.name}") as file:
+                    held.update(parquet.read(file, part.checksum, ["step"])["step"].to_pylist())
+        small = [part for part in parts if not part.merged]
+        for part in small:
+            if part.first in held:
+                with contextlib.suppress(Exception):
+                    self.place.remove(f"{table}/{part.name}")
+        return [part for part in small if part.first not in held]
+
+    def _parts(self, table: str) -> list[Part]:
+        return [part for name in self.place.names(table) if (part := Part.named(name))]
+
+
+def add_rows(place: Place, table: str, rows: pl.DataFrame) -> None:
+    """Add rows to a table of a record that others may be writing; a table of its own, which no run writes."""
+    for (attempt,), of_attempt in rows.group_by("attempt", maintain_order=True):
+        steps = of_attempt["step"].unique().sort()
+        for first in range(0, len(steps), MERGED):
+            chunk = steps[first : first + MERGED]
+            part = of_attempt.filter(pl.col("step").is_between(chunk[0], chunk[-1])).to_arrow().cast(arrow_schema(table))
+            content, checksum = parquet.encode(part)
+            place.write(f"{table}/{part_name(int(attempt), chunk[0], chunk[-1], checksum)}", content)

@@ -1,0 +1,1 @@
+"""What the tab reads of the records."""

@@ -1,0 +1,225 @@
+"""Which records lie below --logdir or --logdir_spec: the only way from a name in a request to a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import ConfigError
+from ...record.schema import SCHEMAS, attempt_of_fingerprint
+from ...record.storage import Place
+from ..web.errors import NotThere
+from ..web.query import shortened
+
+#: the folder that a callback puts its record into, which says nothing in a name
+_USUAL = "fp8_debug"
+#: folders of a record, `tensors` for dumps: no record is looked for in them
+_TABLES = {*SCHEMAS, "tensors"}
+#: seconds between two looks at least, and how many times what the last one took
+_PAUSE, _REST = 3.0, 10.0
+#: seconds that requests wait for the first look, from its beginning
+_FIRST = 2.0
+_URL = re.compile(r"[a-zA-Z][0-9a-zA-Z.+-]*://")
+_SEVERAL = "name it to TensorBoard itself: --logdir_spec name:target"
+
+
+@dataclass(frozen=True)
+class Root:
+    """A folder that TensorBoard was told to show; its runs are named below `name`."""
+
+    name: str
+    address: str
+
+
+def roots_of(flags: Any) -> list[Root]:
+    """What --logdir and --logdir_spec name, read as TensorBoard reads them."""
+    logdir, spec = getattr(flags, "logdir", None), getattr(flags, "logdir_spec", None)
+    if logdir:
+        return [Root("", os.path.expanduser(logdir))]
+    return [_specified(part) for part in (spec or "").split(",") if part]
+
+
+def _specified(part: str) -> Root:
+    named = ":" in part and not _URL.match(part) and not part.startswith("/") and not os.path.splitdrive(part)[0]
+    name, path = part.split(":", 1) if named else ("", part)
+    return Root(name, path if _URL.match(path) else os.path.expanduser(path))
+
+
+@dataclass
+class Found:
+    """What a look at all roots found."""
+
+    records: dict[str, Place] = field(default_factory=dict)
+    #: by name why something that looks like a record is not read
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+class Logdir:
+    """The records below some roots, looked for in the background while somebody asks."""
+
+    def __init__(self, roots: Sequence[Root], warm: Callable[[Place], None]) -> None:
+        """
+        Args:
+            warm: called in the background with each record after it was found.
+        """
+        self.roots, self._warm = roots, warm
+        self._found = Found()
+        self._looking: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._some = threading.Event()  # there is a record, or the first look is over
+        self._done = threading.Event()  # the first look is over
+        self._next = 0.0
+        self._begun = time.monotonic()
+
+    def found(self) -> Found:
+        """What is known by now; begins another look where the last is some seconds old, and waits a little for the first."""
+        self._look_again()
+        self._done.wait(max(0.0, self._begun + _FIRST - time.monotonic()))
+        return self._found
+
+    def any(self, wait: float) -> bool:
+        """Whether there is a record, as far as is known; waits so many seconds for the first one to be found."""
+        self._look_again()
+        self._some.wait(wait)
+        return bool(self._found.records)
+
+    def record(self, name: str) -> Place:
+        """The record of a run.
+
+        Raises:
+            NotThere: no run of that name was found, or a link took its place since.
+        """
+        records = self.found().records
+        if name not in records:
+            some = ", ".join(shortened(known) for known in list(records)[:3]) or "none yet"
+            raise NotThere(f"There is no run {shortened(name)} below the logdir; found are: {some}. Choose one of them.")
+        if _was_swapped(records[name]):
+            raise NotThere(f"Run {shortened(name)} was replaced by a link since it was found; put the folder back.")
+        return records[name]
+
+    def _look_again(self) -> None:
+        with self._lock:
+            if self._looking is None and time.monotonic() >= self._next:
+                if not self._done.is_set():
+                    self._begun = time.monotonic()
+                self._looking = threading.Thread(target=self._look, name="fp8-logdir", daemon=True)
+                self._looking.start()
+
+    def _look(self) -> None:
+        began, found = time.monotonic(), Found()
+        if not self._done.is_set():
+            self._found = found  # filled while it is looked at: what is found first can be shown first
+        try:
+            for root in self.roots:
+                for name, place in _records(root, found.refused):
+                    found.records[name] = place
+                    self._some.set()
+        finally:
+            self._found = found
+            self._some.set()
+            self._done.set()
+            for place in found.records.values():
+                self._warm(place)
+            now = time.monotonic()
+            with self._lock:
+                self._next = now + max(_PAUSE, _REST * (now - began))
+                self._looking = None
+
+
+def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Place]]:
+    """Names and places of the records of a root; `refused` takes what is not read."""
+    try:
+        place = Place(os.path.realpath(root.address) if "://" not in root.address else root.address)
+    except ConfigError as error:
+        refused[root.name or root.address] = f"{error}; install the driver or name another folder."
+        return
+    taken: set[str] = set()
+    for folder in _walk(place, root, refused):
+        name = _name(root, folder.removesuffix(_USUAL).rstrip("/") if _is_usual(folder) else folder)
+        if name in taken:  # a record in a record's folder
+            name = _name(root, folder)
+        taken.add(name)
+        yield name, place.below(folder) if folder else place
+
+
+def _is_usual(folder: str) -> bool:
+    return folder.rpartition("/")[2] == _USUAL
+
+
+def _name(root: Root, folder: str) -> str:
+    return "/".join(filter(None, (root.name, folder))) or "."
+
+
+def _walk(place: Place, root: Root, refused: dict[str, str]) -> Iterator[str]:
+    """Folders with a record, breadth first."""
+    waiting = [""]
+    for folder in waiting:
+        try:
+            entries = list(place.entries(folder))
+        except Exception as error:  # every driver of a remote file system has errors of its own
+            if not isinstance(error, FileNotFoundError):  # deleted since
+                refused[_readable(_name(root, folder))] = (
+                    f"The folder cannot be read ({_said(error)}); mend its permissions."
+                )
+            continue
+        links = [name for name, kind in entries if kind == "link"]
+        out = {name for name in links if _leads_out(place, "/".join(filter(None, (folder, name))))}
+        is_record = any(kind != "folder" and attempt_of_fingerprint(name) is not None for name, kind in entries)
+        if is_record and (bad := _linked(place, folder, out)):
+            refused[_readable(_name(root, folder))] = f"{bad} of the record is a link out of the logdir; {_SEVERAL}."
+        elif is_record:
+            yield folder
+        else:
+            for name in out:
+                if place.is_local and os.path.isdir(place.path("/".join(filter(None, (folder, name))))):
+                    refused[_readable(_name(root, "/".join(filter(None, (folder, name)))))] = (
+                        f"It is a link out of the logdir, which is not followed; {_SEVERAL}."
+                    )
+        for name, kind in sorted(entries):
+            below = "/".join(filter(None, (folder, name)))
+            if kind != "folder" or (is_record and name in _TABLES):
+                continue
+            if _readable(name) == name:
+                waiting.append(below)
+            else:
+                refused[_readable(_name(root, below))] = "Its name is not UTF-8, so that no address can name it; rename it."
+
+
+def _linked(place: Place, folder: str, out: set[str]) -> str | None:
+    """What of a record leads out of the root, if anything does."""
+    for name in sorted(out):
+        if name in _TABLES or attempt_of_fingerprint(name) is not None:
+            return name
+    for table in SCHEMAS if place.is_local else ():
+        inside = "/".join(filter(None, (folder, table)))
+        try:
+            links = [f"{inside}/{name}" for name, kind in place.entries(inside) if kind == "link"]
+        except OSError:
+            continue
+        if any(_leads_out(place, link) for link in links):
+            return f"a part of {table}"
+    return None
+
+
+def _was_swapped(place: Place) -> bool:
+    """Whether a folder that was found, below a root without links, is reached by a link now."""
+    path = place.path("") or "/"
+    return place.is_local and os.path.realpath(path) != path
+
+
+def _leads_out(place: Place, name: str) -> bool:
+    root = place.path("").rstrip("/")
+    return not f"{os.path.realpath(place.path(name))}/".startswith(f"{root}/")
+
+
+def _readable(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _said(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__)

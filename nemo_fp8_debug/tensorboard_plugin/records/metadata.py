@@ -1,0 +1,57 @@
+"""What the browser has to know beside the figures themselves: how they are called, drawn and judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.sample import SHOWN_AS
+from ...numerics.metric_names import FIGURES, UNITS, WORSE
+from ...record.schema import SCHEMAS
+from .part_matrices import NONFINITE
+
+ROLES = dict(SHOWN_AS)
+
+#: figures that can be asked for: every number of a row but those that say which row it is
+NUMBERS = (
+    *(name for name, kind in SCHEMAS["figures"].items() if kind.is_numeric() and name not in ("attempt", "step")),
+    NONFINITE,
+)
+
+#: label, unit, scale of the colours
+_DRAWN = {
+    "underflow_pct": ("underflow", "%", "linear"),
+    "overflow_pct": ("overflow", "%", "linear"),
+    "mse": ("mean squared error", "", "log"),
+    "relative_error": ("relative error", "", "log"),
+    "sqnr_db": ("signal to quantisation noise", "dB", "linear"),
+    "cosine": ("cosine", "", "linear"),
+    "scale_ratio_log2": ("scale in use / current scale", "log2", "diverging"),
+    "amax": ("largest magnitude", "", "log"),
+    "amin": ("smallest magnitude", "", "log"),
+    "dynamic_range_log2": ("largest / smallest magnitude", "log2", "linear"),
+    "outlier_log2": ("largest / median magnitude", "log2", "linear"),
+    "kurtosis": ("kurtosis", "", "log"),
+}
+
+#: float formats as `numerics.formats` has them, for a process that does not import torch
+FORMATS: dict[str, dict[str, float]] = {
+    "e4m3": {"max": 448.0, "min_normal": 2.0**-6, "min_subnormal": 2.0**-9, "bits": 8},
+    "e5m2": {"max": 57344.0, "min_normal": 2.0**-14, "min_subnormal": 2.0**-16, "bits": 8},
+    "e2m1": {"max": 6.0, "min_normal": 1.0, "min_subnormal": 0.5, "bits": 4},
+    "bf16": {"max": (2 - 2.0**-7) * 2.0**127, "min_normal": 2.0**-126, "min_subnormal": 2.0**-133, "bits": 16},
+    "fp16": {"max": 65504.0, "min_normal": 2.0**-14, "min_subnormal": 2.0**-24, "bits": 16},
+}
+
+
+def figures() -> list[dict[str, Any]]:
+    """The figures that are offered, in the order of the record: name, label, unit, worse, scale."""
+    offered = [_about(name, name) for name in FIGURES]
+    offered += [_about(f"true_{name}", name, ", in the units of the loss") for name in UNITS]
+    scale = {"name": "scale", "label": "scale in use", "unit": "", "worse": 1, "scale": "log"}
+    nonfinite = {"name": NONFINITE, "label": "NaN and infinities", "unit": "values", "worse": 1, "scale": "linear"}
+    return [*offered, scale, nonfinite]
+
+
+def _about(name: str, like: str, more: str = "") -> dict[str, Any]:
+    label, unit, scale = _DRAWN[like]
+    return {"name": name, "label": label + more, "unit": unit, "worse": WORSE[like], "scale": scale}

@@ -1,0 +1,280 @@
+"""Parts of a record as matrices, steps x tensors, a figure at a time; what was read is held within bounds.
+
+A part never changes and its name carries a checksum, so that what is held under its name is always valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ...errors import hearing
+from ...record.reader import parts_of, read_part
+from ...record.schema import SCHEMAS, Part, arrow_schema, attempt_of_fingerprint
+from ...record.storage import Place
+from ..web.errors import NotReadable
+from .cache import Cache
+from .part_index import Array, Layout, Texts, coded, laid_out
+
+T = TypeVar("T")
+
+#: bytes of figures that are held, and of where the rows of parts are
+_HELD, _LAYOUTS = 384 << 20, 64 << 20
+#: seconds for which the list of a record's parts is taken as it is
+_LISTED = 1.0
+#: records whose parts are known at a time, and parts whose steps are
+_RECORDS, _PARTS = 64, 1 << 14
+#: times that a record is read again where parts were merged meanwhile
+_ATTEMPTS = 3
+#: how many values are not finite: two columns as one
+NONFINITE = "nonfinite"
+
+
+class Gone(Exception):
+    """A part was merged into another since it was listed."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """The sampled steps of a record, and which part has each."""
+
+    version: str
+    #: int64 [S], ascending
+    steps: Array
+    owner: dict[int, Part]
+    #: by name why parts are left out
+    damaged: dict[str, str]
+    #: listed, by table
+    listed: dict[str, list[Part]]
+    #: what is out of the ordinary about the names of its files
+    heard: list[str] = field(default_factory=list)
+
+    @cached_property
+    def newest_first(self) -> list[Part]:
+        """The parts that have steps: those of the latest attempt before others, however far these came."""
+        return sorted(self.held, key=lambda part: (part.attempt, part.last), reverse=True)
+
+    @property
+    def newest(self) -> Part | None:
+        """The last part of the latest attempt."""
+        return self.newest_first[0] if self.newest_first else None
+
+    @cached_property
+    def held(self) -> dict[Part, list[int]]:
+        """The steps that each part has, ascending."""
+        parts: dict[Part, list[int]] = {}
+        for step in self.steps.tolist():
+            parts.setdefault(self.owner[step], []).append(step)
+        return parts
+
+    def nearest(self, step: int) -> int:
+        """The sampled step next to one; of two the earlier."""
+        after = min(int(np.searchsorted(self.steps, step)), len(self.steps) - 1)
+        before = max(after - 1, 0)
+        return int(min(self.steps[before], self.steps[after], key=lambda s: abs(int(s) - step)))
+
+
+@dataclass
+class _Held:
+    """An index, and when it was looked whether it still holds."""
+
+    looked: float = 0.0
+    index: Index | None = None
+
+
+class Parts:
+    """Reads the `figures` of records."""
+
+    def __init__(self) -> None:
+        self._indexes: Cache[_Held] = Cache(_RECORDS, lambda _: 1)
+        self._steps: Cache[Array] = Cache(_PARTS, lambda _: 1)
+        self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
+        self._tensors: Cache[tuple[tuple[str, str], ...]] = Cache(_RECORDS, lambda _: 1)
+        self._figures: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
+        self._extents: Cache[tuple[float, float, float]] = Cache(_PARTS, lambda _: 1)
+        self._harmed: dict[tuple[str, str, str], str] = {}
+        self._texts: Cache[Texts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
+
+    def index(self, run: Place) -> Index:
+        """The sampled steps of a record, as they are now.
+
+        Raises:
+            NotReadable: the folder cannot be listed.
+        """
+        held = self._indexes.get(str(run), _Held)
+        known = held.index
+        if known is not None and time.monotonic() - held.looked < _LISTED:
+            return known
+        known = held.index = self._looked(run, known)
+        held.looked = time.monotonic()
+        return known
+
+    def _looked(self, run: Place, known: Index | None) -> Index:
+        for _ in range(_ATTEMPTS):
+            try:
+                with hearing() as heard:
+                    listed, version = _listed(run)
+            except Exception as error:  # every driver of a remote file system has errors of its own
+                raise NotReadable(f"{run} cannot be listed ({type(error).__name__}: {error}); look at the folder.") from None
+            # Damage may have been an outage: what could not be read is tried again.
+            if known is not None and known.version == version and not known.damaged:
+                return known
+            with contextlib.suppress(Gone):
+                return self._indexed(run, listed, version, heard)
+        raise NotReadable(f"{run} changes faster than it can be read; try again.")
+
+    def warm(self, run: Place) -> None:
+        """Learn the steps of a record before somebody asks."""
+        with contextlib.suppress(NotReadable):
+            self.index(run)
+
+    def glance(self, run: Place) -> Index:
+        """What the names of parts say, where nothing more is known: the first and last step of each, damaged or not."""
+        held = self._indexes.get(str(run), _Held).index
+        if held is not None:
+            return held
+        with hearing():
+            listed, _ = _listed(run)
+        owner = {step: part for part in listed["figures"] for step in (part.first, part.last)}
+        return Index("", np.array(sorted(owner), np.int64), owner, {}, listed)
+
+    def _indexed(self, run: Place, listed: dict[str, list[Part]], version: str, heard: list[str]) -> Index:
+        """Steps by the rules of `read_table`: of attempts the latest, and a merged part before those it was made of.
+
+        Raises:
+            Gone: a part was merged into another since it was listed.
+        """
+        taken: dict[tuple[int, int], Part] = {}
+        damaged: dict[str, str] = {}
+        for part in listed["figures"]:
+            if not part.merged and (part.attempt, part.first) in taken:
+                continue
+            try:
+                steps = self._steps_of(run, part)
+            except NotReadable as error:
+                damaged[part.name] = str(error)
+                continue
+            for step in steps.tolist():
+                taken.setdefault((part.attempt, step), part)
+        owner = {step: part for (_, step), part in sorted(taken.items(), key=lambda item: item[0])}
+        return Index(version, np.array(sorted(owner), np.int64), owner, damaged, listed, heard)
+
+    def _steps_of(self, run: Place, part: Part) -> Array:
+        def make() -> Array:
+            steps: Array = np.sort(pc.unique(_read(run, "figures", part, "step")["step"]).to_numpy())
+            return steps
+
+        return self._steps.get((str(run), part.name), make)
+
+    def layout(self, run: Place, part: Part) -> Layout:
+        """Where a part's rows are."""
+
+        def make() -> Layout:
+            steps, tensors, rows = laid_out(_read(run, "figures", part, "step", "layer", "role"))
+            return Layout(steps, self._tensors.get(tensors, lambda: tensors), rows)
+
+        return self._layouts.get((str(run), part.name), make)
+
+    def figure(self, run: Place, part: Part, name: str) -> Array:
+        """float64 [S, T], as the layout of the part has them; NaN where there is none."""
+
+        def make() -> Array:
+            values, _ = _values(run, part, name)
+            return self.layout(run, part).spread(values, np.nan)
+
+        return self._figures.get((str(run), part.name, name), make)
+
+    def extent(self, run: Place, part: Part, name: str, steps: Sequence[int]) -> tuple[float, float, float]:
+        """Of a figure at some steps of a part the least and the largest finite value and the least above 0; infinite where
+        there is none."""
+
+        def make() -> tuple[float, float, float]:
+            whole = len(steps) == len(self._steps_of(run, part))
+            values, step = _values(run, part, name, *(() if whole else ("step",)))
+            found = values if step is None else values[np.isin(step, steps)]
+            found = found[np.isfinite(found)]
+            least, most = found.min(initial=np.inf), found.max(initial=-np.inf)
+            return float(least), float(most), float(found[found > 0].min(initial=np.inf))
+
+        return self._extents.get((str(run), part.name, name, tuple(steps)), make)
+
+    def unless_damaged(self, run: Place, part: Part, what: str, read: Callable[[], T]) -> T | None:
+        """What `read` finds in a part; None where that is damaged, which `harmed` tells from then on.
+
+        Args:
+            what: it reads; part of it may be damaged and part not.
+        """
+        key = str(run), part.name, what
+        try:
+            found = read()
+        except NotReadable as error:
+            self._harmed[key] = str(error)
+            return None
+        self._harmed.pop(key, None)
+        return found
+
+    def harmed(self, run: Place) -> dict[str, str]:
+        """By name, what is wrong with parts of which some columns were found damaged."""
+        return {part: why for (of, part, _), why in list(self._harmed.items()) if of == str(run)}
+
+    def texts(self, run: Place, part: Part, name: str) -> Texts:
+        """A column of text, as the layout of the part has it."""
+
+        def make() -> Texts:
+            codes, known = coded(_read(run, "figures", part, name)[name])
+            return Texts(self.layout(run, part).spread((codes + 1).astype(np.uint16), 0), [None, *known])
+
+        return self._texts.get((str(run), part.name, name), make)
+
+    def settled(self, run: Place, read: Callable[[Index], T]) -> T:
+        """What `read` makes of a record; once more where parts were merged meanwhile.
+
+        Raises:
+            NotReadable: it cannot be read, or changes faster than it is read.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                return read(self.index(run))
+            except Gone:
+                self._indexes.get(str(run), _Held).looked = 0.0
+        raise NotReadable(f"{run} changes faster than it can be read; try again.")
+
+
+def _listed(run: Place) -> tuple[dict[str, list[Part]], str]:
+    listed = {table: parts_of(run, table) for table in SCHEMAS}
+    attempts = [name for name in run.names() if attempt_of_fingerprint(name) is not None]
+    names = [*attempts, *(f"{table}/{part.name}" for table, parts in listed.items() for part in parts)]
+    return listed, hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()
+
+
+def _values(run: Place, part: Part, name: str, *more: str) -> tuple[Array, Array | None]:
+    """float64 [rows] of a figure, NaN where there is none; and another column, if one is asked for."""
+    columns = ("nan", "inf") if name == NONFINITE else (name,)
+    rows = _read(run, "figures", part, *columns, *more)
+    values = [np.asarray(rows[column].to_numpy(), np.float64) for column in columns]
+    return np.sum(values, axis=0) if len(values) > 1 else values[0], rows[more[0]].to_numpy() if more else None
+
+
+def _read(run: Place, table: str, part: Part, *columns: str) -> pa.Table:
+    """Columns of a part.
+
+    Raises:
+        Gone: it is there no more.
+        NotReadable: it is damaged.
+    """
+    try:
+        rows = read_part(run, table, arrow_schema(table, {"attempt", *columns}), part)
+    except FileNotFoundError:
+        raise Gone from None
+    if isinstance(rows, str):
+        raise NotReadable(f"{part.name} cannot be read: {rows}.")
+    return rows

@@ -1,0 +1,72 @@
+"""What is known of each record: whether it grows, from when to when it was sampled, whether it can be read."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ...errors import hearing
+from ...record.reader import read_fingerprint
+from ...record.storage import Place
+from .logdir import Logdir
+from .part_matrices import Index, Parts
+
+#: a record grows while its newest part is younger than so many seconds, or so many times what usually passes between samples
+_YOUNG, _USUAL = 120.0, 3.0
+#: seconds for which runs are read to answer what they are
+_PATIENCE = 1.0
+
+
+def listed(parts: Parts, logdir: Logdir) -> list[dict[str, Any]]:
+    """All runs by name; those that cannot be read in time as their files are called."""
+    until = time.monotonic() + _PATIENCE
+    names = sorted(logdir.found().records)
+    return [about(parts, name, logdir, in_haste=time.monotonic() > until) for name in names]
+
+
+def about(parts: Parts, name: str, logdir: Logdir, in_haste: bool) -> dict[str, Any]:
+    """A line of the list of runs, which no run makes fail.
+
+    Args:
+        in_haste: only the names of parts are looked at, where they were not read before; samples are not counted then.
+    """
+    nothing = {"first": None, "last": None, "samples": 0, "updated": None, "version": ""}
+    try:
+        run = logdir.record(name)
+        with hearing():
+            read_fingerprint(run)
+        index = parts.glance(run) if in_haste else parts.index(run)
+        updated = _updated(run, index)
+        state = _state(run, index, updated)
+    except Exception as error:  # every driver of a remote file system has errors of its own
+        return {"name": name, "state": "unreadable", **nothing, "why": str(error) or type(error).__name__}
+    counted = len(index.steps) if index.version else None
+    known: dict[str, Any] = {"samples": counted, "updated": updated, "version": index.version}
+    if not len(index.steps):
+        why = f"No part of its figures can be read: {next(iter(index.damaged.values()))}" if index.damaged else None
+        return {"name": name, "state": "unreadable" if why else "empty", **nothing, **known, "why": why}
+    ends = {"first": int(index.steps[0]), "last": int(index.steps[-1])}
+    return {"name": name, "state": state, **ends, **known, "why": None}
+
+
+def _updated(run: Place, index: Index) -> float | None:
+    """When the newest part was written."""
+    # One that is not there was merged since: just now.
+    return None if index.newest is None else _written(run, f"figures/{index.newest.name}", time.time())
+
+
+def _written(run: Place, name: str, otherwise: float | None = None) -> float | None:
+    """When a file was written; `otherwise` where it is not there."""
+    try:
+        return run.modified(name)
+    except FileNotFoundError:
+        return otherwise
+
+
+def _state(run: Place, index: Index, updated: float | None) -> str:
+    if updated is None or index.newest is None:
+        return "still"
+    begun = _written(run, f"attempt-{index.newest.attempt}.json")
+    samples = sum(part.attempt == index.newest.attempt for part in index.owner.values())
+    usual = max(0.0, updated - begun) / samples if begun is not None else 0.0
+    return "growing" if time.time() - updated < max(_YOUNG, _USUAL * usual) else "still"
