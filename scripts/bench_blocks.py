@@ -19,7 +19,7 @@ from bench_sketch import LAYOUTS, SIZES, Call, in_turns, reading, seconds, tenso
 from nemo_fp8_debug.kernels import quantization_sums, sketch
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import FloatFormat
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 CASES = (
     ("blockwise", "grad_output"),

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_fp8_debug.core.sample import SHOWN_AS, Sample
+from nemo_fp8_debug.core.keys import SHOWN_AS
+from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.numerics.metric_names import FIGURES
 from nemo_fp8_debug.record.writer import RunRecord
 

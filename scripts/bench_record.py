@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.kernels import sketch
 from nemo_fp8_debug.numerics.metric_names import FIGURES
-from nemo_fp8_debug.numerics.tensor_scaling import ROLES
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.writer import RunRecord
 

@@ -22,12 +22,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.distributed import Family, Ranks, Reduction
 from nemo_fp8_debug.distributed.reduction import Plan
 from nemo_fp8_debug.kernels import sketch
 from nemo_fp8_debug.measurement.operand_stats import Cast, Collected, Shard
 from nemo_fp8_debug.numerics.histogram import BINS
-from nemo_fp8_debug.numerics.tensor_scaling import ROLES
 
 VALUES, KINDS = 1 << 16, 24
 CAST = Cast("current-HYBRID", "E4M3", "current", "bfloat16")

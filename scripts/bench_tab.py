@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import browser
 from bench_compare import INTERVAL, KINDS, USUAL
 
-from nemo_fp8_debug.core.sample import SHOWN_AS
+from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.numerics.metric_names import FIGURES
 from nemo_fp8_debug.record.writer import MERGED, RunRecord
 from nemo_fp8_debug.tensorboard_plugin.links import link

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
-from nemo_fp8_debug.core.sample import SHOWN_AS
+from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
 from nemo_fp8_debug.monitor.control_file import STATUS
 from nemo_fp8_debug.record import writer

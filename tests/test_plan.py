@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_fp8_debug.errors import ConfigError
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.plan.plan import Change, Plan
 
 FC2 = "decoder.layers.0.mlp.linear_fc2"

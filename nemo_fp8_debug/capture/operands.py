@@ -14,7 +14,8 @@ from ..numerics.block_scaling import BlockRule
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.histogram import DTYPES, Sketch
 from ..numerics.precomputed import Ask
-from ..numerics.tensor_scaling import CurrentScaling, Recipe, Unscaled, amax_of
+from ..numerics.recipe import Recipe
+from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of
 from .backends.base import ScaleInUse
 from .dtensor import local
 from .gemms import Gemm

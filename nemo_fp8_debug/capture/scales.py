@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from ..numerics.delayed_state import EmulatedScales, Key
-from ..numerics.tensor_scaling import ROLES, CurrentScaling, Recipe, parse_recipe
+from ..core.keys import ROLES, Key
+from ..numerics.delayed_state import EmulatedScales
+from ..numerics.recipe import Recipe, parse_recipe
+from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import ScaleInUse
 from .gemms import Gemm
 from .overrides import SWITCHED, emulated

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..analysis.checkpoint.audit import audit
 from ..analysis.checkpoint.report import Audit
-from ..analysis.comparison.compare import number
+from ..analysis.formatting import number
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
 from .console import console

@@ -12,7 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.comparison.compare import COLUMNS, Comparison, Run, compare, number
+from ..analysis.comparison.compare import COLUMNS, compare
+from ..analysis.comparison.comparison import Comparison
+from ..analysis.comparison.summary import summarize, to_json
+from ..analysis.formatting import number
+from ..analysis.runs.run import Run
 from .console import console
 
 
@@ -37,7 +41,7 @@ def command(
     other = others.pop() if twin else None
     comparisons = [compare(first, run, other, by, rename or ()) for run in others]
     if as_json:
-        plain = [found.to_json() for found in comparisons]
+        plain = [to_json(found) for found in comparisons]
         print(json.dumps(plain[0] if len(plain) == 1 else {"comparisons": plain}, indent=2))
     else:
         for found in comparisons:
@@ -65,7 +69,7 @@ def _print(found: Comparison, top: int) -> None:
         out.print(_differences(found, top))
     for note in found.notes:
         _say(out, note)
-    _say(out, found.verdict())
+    _say(out, summarize(found))
 
 
 def _say(out: Console, text: str) -> None:
@@ -89,7 +93,7 @@ def _losses(found: Comparison) -> Table:
     unit, losses = found.bad.unit, Table(title="Loss", title_justify="left")
     for heading in ("run", "record", f"lowest ({unit})", "final", "rises for good from", "above the good run from"):
         losses.add_column(heading)
-    for name, run in found.to_json()["runs"].items():
+    for name, run in to_json(found)["runs"].items():
         lowest = "-" if run["lowest_loss"] is None else f"{run['lowest_loss'][1]:.4g} ({run['lowest_loss'][0]})"
         final = "-" if run["final_loss"] is None else f"{run['final_loss']:.4g}"
         since = [("-" if run[key] is None else f"{unit} {run[key]}") for key in ("diverged_at", "above_good_since")]

@@ -12,16 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.comparison.compare import Run, number
 from ..analysis.diagnosis.diagnose import diagnose
+from ..analysis.formatting import number
 from ..analysis.recommendation.options import STAY, Budget, Errors
 from ..analysis.recommendation.recommend import Finding, Recommendation, flagged_by, over_budget, recommend
 from ..analysis.recommendation.snippets import PLAN, snippets_of, write
 from ..analysis.recommendation.snippets.snippet import Snippet
-from ..core.sample import SHOWN_AS
+from ..analysis.runs.run import Run
+from ..core.keys import ROLES, SHOWN_AS, Key
 from ..errors import ConfigError
-from ..numerics.delayed_state import Key
-from ..numerics.tensor_scaling import ROLES
 from .console import console
 
 _DEFAULT = Budget()

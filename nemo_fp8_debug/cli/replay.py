@@ -9,11 +9,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.comparison.compare import experts_apart, number
+from ..analysis.comparison.compare import experts_apart
+from ..analysis.formatting import number
 from ..analysis.replay.replay import SOURCES, add_to_record, replay
-from ..core.sample import SHOWN_AS
+from ..core.keys import SHOWN_AS
 from ..errors import ConfigError, RecordError
-from ..numerics.tensor_scaling import parse_recipe
+from ..numerics.recipe import parse_recipe
 from ..record.reader import find_run
 from .console import console
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ..core.sample import SHOWN_AS
+from ..core.keys import SHOWN_AS
 from ..errors import ConfigError, warn
 from ..plan.environment import PLAN, TAKEN
 from ..plan.plan import Plan

@@ -6,12 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-#: the columns that say what a row is about; figures follow
-KEYS = ("layer", "gemm", "role")
-#: how people write the operand roles
-SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"}
-#: source of the scales of experts that were not all found in the same way
-MIXED = "mixed"
+from .keys import SHOWN_AS
 
 
 @dataclass(frozen=True)

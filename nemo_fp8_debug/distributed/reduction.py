@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.keys import ROLES, Key
 from ..measurement.operand_stats import Cast, Collected, OutputSums, Shard
-from ..numerics.delayed_state import Key
 from ..numerics.gemm_error import PRODUCTS, SUMS
 from ..numerics.histogram import Sketch
-from ..numerics.tensor_scaling import ROLES
 from .packing import EXTREMES, NONE, Added, Brought, Layout
 from .rank_store import Ranks
 from .shard_group import Family

@@ -16,11 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from ..capture.gemms import Gemm
 from ..capture.hooks import Hook
 from ..capture.overrides import EMULATED
+from ..core.keys import ROLES
 from ..errors import ConfigError
 from ..kernels import amax, quantize_dequantize
 from ..numerics.block_scaling import BlockRule
 from ..numerics.delayed_state import DelayedState
-from ..numerics.tensor_scaling import ROLES, CurrentScaling, DelayedScaling, Recipe, Unscaled
+from ..numerics.recipe import Recipe
+from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
 from ..plan.plan import NO_CHANGES, Plan
 
 

@@ -11,7 +11,8 @@ from ..capture.backends.transformer_engine.casts import state_manager
 from ..errors import ConfigError
 from ..numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ..numerics.formats import E5M2
-from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling, Recipe
+from ..numerics.recipe import Recipe
+from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling
 
 _CLASSES = {
     "delayed": "DelayedScaling",

@@ -27,8 +27,10 @@ from ..capture.backends.transformer_engine.linear import first_argument
 from ..capture.gemms import Gemm
 from ..capture.hooks import Hook
 from ..capture.overrides import SWITCHED
+from ..core.keys import ROLES
 from ..errors import ConfigError, warn
-from ..numerics.tensor_scaling import ROLES, Unscaled, parse_recipe
+from ..numerics.recipe import parse_recipe
+from ..numerics.tensor_scaling import Unscaled
 from ..plan.plan import Change, Plan
 from .emulate import Emulation
 from .te_recipes import autocast, te_recipe

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 
+from ..core.keys import Key
 from ..core.layer_names import fold_key
-from ..numerics.delayed_state import Key
 from ..numerics.metrics import QuantizationSums
 
 

@@ -16,7 +16,8 @@ from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.metric_columns import rows
 from ..numerics.metrics import Moments, QuantizationSums
 from ..numerics.precomputed import Sketches
-from ..numerics.tensor_scaling import CurrentScaling, parse_recipe
+from ..numerics.recipe import parse_recipe
+from ..numerics.tensor_scaling import CurrentScaling
 from .expert_groups import Folds
 from .operand_stats import Shard, added_up
 

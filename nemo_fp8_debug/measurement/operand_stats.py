@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..core.sample import MIXED
-from ..numerics.delayed_state import Key
+from ..core.keys import MIXED, Key
 from ..numerics.histogram import Sketch
 from ..numerics.metrics import Moments, QuantizationSums, merge
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from ..core.keys import MIXED, Key
 from ..core.layer_names import fold_of
-from ..core.sample import MIXED
-from ..numerics.delayed_state import Key
 from ..numerics.gemm_error import PRODUCTS, SUMS
 from ..numerics.metric_names import OUTPUT_FIGURES
 from .operand_stats import Cast, OutputSums

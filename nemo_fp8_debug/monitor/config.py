@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.arguments import check_choices, check_strings, checked_number, checks_arguments, shown
+from ..core.keys import ROLES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
-from ..numerics.tensor_scaling import ROLES, parse_recipe
+from ..numerics.recipe import parse_recipe
 from .triggers import parse_rule
 
 #: options that are whole numbers, and the least that each may be

@@ -27,13 +27,13 @@ from ..capture.output_samples import Products
 from ..capture.scales import Scales
 from ..core.arguments import checks_arguments, shown
 from ..core.error_guard import Faults
+from ..core.keys import ROLES, SHOWN_AS, Key
 from ..core.layer_names import compile_patterns
-from ..core.sample import SHOWN_AS, Recorder, Sample
+from ..core.sample import Recorder, Sample
 from ..distributed import Family, Ranks
 from ..errors import ConfigError, run_failed
-from ..numerics.delayed_state import Key
 from ..numerics.metric_columns import in_true_units
-from ..numerics.tensor_scaling import ROLES, parse_recipe
+from ..numerics.recipe import parse_recipe
 from ..record.dump import TensorDump
 from ..record.storage import Place
 from ..record.writer import RunRecord

@@ -15,7 +15,7 @@ from ..capture.operands import Operand
 from ..capture.output_samples import Products
 from ..capture.scales import Scales
 from ..core.error_guard import Faults
-from ..core.sample import SHOWN_AS
+from ..core.keys import ROLES, SHOWN_AS, Key
 from ..core.worker import Worker
 from ..distributed import Family, Ranks, Reduction
 from ..distributed.reduction import Plan
@@ -23,8 +23,8 @@ from ..errors import warn
 from ..measurement.measure import Measured, measure
 from ..measurement.operand_stats import Collected, Shard
 from ..measurement.output_error import output_columns
-from ..numerics.delayed_state import EmulatedScales, Key
-from ..numerics.tensor_scaling import ROLES, parse_recipe
+from ..numerics.delayed_state import EmulatedScales
+from ..numerics.recipe import parse_recipe
 
 Steps = Mapping[int, Mapping[str, float]]
 

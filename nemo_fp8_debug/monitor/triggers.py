@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import fold_key, fold_of, is_fold
-from ..core.sample import SHOWN_AS, Sample
+from ..core.sample import Sample
 from ..distributed import Ranks
 from ..errors import ConfigError
 from ..numerics.metric_names import FIGURES
-from ..numerics.tensor_scaling import ROLES
 
 #: losses that a spike is judged by, and how many there must be
 _WINDOW, _FEWEST = 128, 16

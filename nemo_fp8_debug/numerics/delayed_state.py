@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from ..core.keys import Key
 from .block_scaling import BlockRule
 from .formats import FloatFormat
-from .tensor_scaling import CurrentScaling, DelayedScaling, Recipe, scales_of
+from .recipe import Recipe
+from .tensor_scaling import CurrentScaling, DelayedScaling, scales_of
 
 #: (layer, role)
-Key = tuple[str, str]
 
 
 class DelayedState:

@@ -8,14 +8,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-if TYPE_CHECKING:
-    from .precomputed import Ahead
 
 BINS = 32768
 #: the 16-bit formats that a sketch can hold, in the order of the magnitude table
@@ -38,7 +35,7 @@ class Sketch:
     #: True where float32 values were rounded to bfloat16 to be counted
     rounded: bool = False
     #: what was found of it on the device that it came from, and in which row of that
-    ahead: tuple[Ahead, int] | None = None
+    ahead: tuple[Any, int] | None = None
 
     @functools.cached_property
     def occupied(self) -> Occupied:

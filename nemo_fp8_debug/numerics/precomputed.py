@@ -99,7 +99,7 @@ class Sketches:
     def __init__(self, sketches: Sequence[Sketch]) -> None:
         self._sketches = sketches
         known = [sketch.ahead for sketch in sketches]
-        self._ahead = known[0][0] if known and known[0] else None
+        self._ahead: Ahead | None = known[0][0] if known and known[0] else None
         self._rows = [row for ahead, row in filter(None, known) if ahead is self._ahead]
         if len(self._rows) < len(sketches):
             self._ahead = None

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..core.keys import ROLES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
-from ..numerics.tensor_scaling import ROLES, Recipe, parse_recipe
+from ..numerics.recipe import Recipe, parse_recipe
 
 VERSION = 1
 

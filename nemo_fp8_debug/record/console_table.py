@@ -6,8 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from ..core.keys import SHOWN_AS
 from ..core.layer_names import few_experts, fold_key
-from ..core.sample import SHOWN_AS, Sample
+from ..core.sample import Sample
 
 _COLUMNS = ("amin", "amax", "scale_current", "scale", "cosine", "mse", "underflow_pct", "overflow_pct")
 _TEXTS = ("layer", "tensor")

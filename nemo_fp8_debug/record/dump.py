@@ -22,9 +22,10 @@ from urllib.parse import quote
 import safetensors.torch
 import torch
 
+from ..core.keys import ROLES
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.histogram import DTYPES
-from ..numerics.tensor_scaling import ROLES, CurrentScaling, amax_of, quantize
+from ..numerics.tensor_scaling import CurrentScaling, amax_of, quantize
 from .storage import Place
 
 FOLDER = "tensors"

@@ -20,10 +20,10 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import summary as summaries
 
+from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import few_experts, fold_key, fold_of, is_fold
-from ..core.sample import SHOWN_AS, Sample
+from ..core.sample import Sample
 from ..numerics.metric_names import FIGURES, UNITS, WORSE
-from ..numerics.tensor_scaling import ROLES
 from .storage import Place
 
 #: streamed as scalars, each tensor its own tag

@@ -17,7 +17,7 @@ from torch import nn
 from nemo_fp8_debug.capture.gemms import find_gemms, select
 from nemo_fp8_debug.interventions.emulate import Emulation
 from nemo_fp8_debug.numerics.delayed_state import DelayedState
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.plan.plan import NO_CHANGES, Plan
 
 LAYERS, HIDDEN, SEQUENCE, BATCH, VOCABULARY = 4, 64, 32, 8, 256

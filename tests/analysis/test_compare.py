@@ -17,7 +17,9 @@ import pytest
 from samples import FINGERPRINT, sample
 from typer.testing import CliRunner, Result
 
-from nemo_fp8_debug.analysis.comparison.compare import Comparison, compare
+from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.comparison.comparison import Comparison
+from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
 from nemo_fp8_debug.analysis.runs.loss import LossCurve
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import RecordError
@@ -158,42 +160,42 @@ class TestRanking:
 class TestVerdict:
     def test_names_the_culprit_and_the_step(self, good: Path, bad: Path) -> None:
         found = compare(good, bad)
-        verdict = found.verdict()
+        verdict = summarize(found)
         assert f"X of {CULPRIT[0]}" in verdict
         assert VANISHING[0] not in verdict
         assert f"rises for good from step {found.bad.loss.diverged_at}" in verdict
 
     def test_of_a_tensor_that_fp8_holds_exactly_has_no_nan(self, tmp_path: Path) -> None:
         run = write(tmp_path / "run", lambda step: [row(EXACT, **NO_ERROR)], falling())
-        assert "nan" not in compare(run, run).verdict()
+        assert "nan" not in summarize(compare(run, run))
 
     def test_says_so_where_the_loss_does_not_leave(self, tmp_path: Path, good: Path) -> None:
         found = compare(good, write(tmp_path / "bad", broken, falling()))
-        assert "loss stays with the first run's" in found.verdict()
+        assert "loss stays with the first run's" in summarize(found)
 
     def test_tells_a_slower_fall_from_a_rise(self, tmp_path: Path, good: Path) -> None:
         slower = {i: loss * 1.3 for i, loss in falling().items()}
-        verdict = compare(good, write(tmp_path / "bad", broken, slower)).verdict()
+        verdict = summarize(compare(good, write(tmp_path / "bad", broken, slower)))
         assert "stays above the first run's from step 0" in verdict
         assert "does not rise above its own minimum" in verdict
 
     def test_a_twin_that_holds_puts_the_blame_on_the_difference(self, tmp_path: Path, good: Path, bad: Path) -> None:
-        verdict = compare(good, bad, write(tmp_path / "twin", None, falling())).verdict()
+        verdict = summarize(compare(good, bad, write(tmp_path / "twin", None, falling())))
         assert "Its twin does not diverge" in verdict
 
     def test_a_twin_that_diverges_too_acquits_fp8(self, tmp_path: Path, good: Path, bad: Path) -> None:
-        verdict = compare(good, bad, write(tmp_path / "twin", None, rising(100))).verdict()
+        verdict = summarize(compare(good, bad, write(tmp_path / "twin", None, rising(100))))
         assert "Its twin's loss leaves too" in verdict
         assert "FP8 is not all of the cause" in verdict
 
     def test_a_twin_of_a_run_that_did_not_diverge_has_nothing_to_tell(self, tmp_path: Path, good: Path) -> None:
-        verdict = compare(good, write(tmp_path / "bad", healthy, falling()), good).verdict()
+        verdict = summarize(compare(good, write(tmp_path / "bad", healthy, falling()), good))
         assert "twin has nothing to tell" in verdict
 
     def test_a_run_that_ended_in_nan_everywhere_has_a_verdict(self, tmp_path: Path, good: Path) -> None:
         losses = {i: loss if i < 100 else float("nan") for i, loss in falling().items()}
         bad = write(tmp_path / "bad", lambda step: healthy(step) if step < 100 else all_nan(step), losses)
-        assert "rises for good from step 100" in compare(good, bad).verdict()
+        assert "rises for good from step 100" in summarize(compare(good, bad))
 
 
 def curve(losses: npt.ArrayLike) -> LossCurve:
@@ -321,13 +323,13 @@ class TestWhatIf:
 
     def test_the_verdict_says_what_they_would_have_done_to_the_culprit(self, tmp_path: Path, good: Path) -> None:
         found = compare(good, self.weighed(tmp_path / "weighed"))
-        assert "Under current-hybrid its relative error would be 0.01 instead of" in found.verdict()
+        assert "Under current-hybrid its relative error would be 0.01 instead of" in summarize(found)
         rows = found.what_if()
         assert set(rows["recipe"]) == {"current-hybrid"} and set(rows["relative_error"]) == {0.01}
-        assert found.to_json()["what_if"] == rows.to_dicts()
+        assert to_json(found)["what_if"] == rows.to_dicts()
 
     def test_without_them_nothing_is_said(self, good: Path, bad: Path) -> None:
-        assert "Under " not in compare(good, bad).verdict()
+        assert "Under " not in summarize(compare(good, bad))
 
 
 class TestOrder:
@@ -338,11 +340,11 @@ class TestOrder:
         first, since = found.left["onset"][0], found.bad.loss.above(found.good.loss)
         assert since is not None and first < since
         sentence = f"is X of {CULPRIT[0]}, from step {first}, {since - first} steps before the loss:"
-        assert f"First out of the good run's band {sentence}" in found.verdict()
+        assert f"First out of the good run's band {sentence}" in summarize(found)
 
     def test_a_run_like_the_good_one_has_none(self, tmp_path: Path, good: Path) -> None:
         again = write(tmp_path / "again", healthy, falling())
-        assert "No tensor leaves the good run's band." in compare(good, again).verdict()
+        assert "No tensor leaves the good run's band." in summarize(compare(good, again))
 
 
 class TestWithoutLosses:
@@ -352,17 +354,17 @@ class TestWithoutLosses:
         bad = write(tmp_path / "bad", broken, {})
         found = compare(good, bad)
         assert ranking(found)[0] == CULPRIT
-        assert found.verdict().startswith("Not both records have losses, so only tensors are compared. First out of")
-        assert " before the loss" not in found.verdict() and " Farthest apart is" in found.verdict()
+        assert summarize(found).startswith("Not both records have losses, so only tensors are compared. First out of")
+        assert " before the loss" not in summarize(found) and " Farthest apart is" in summarize(found)
 
     def test_a_twin_without_losses(self, tmp_path: Path, good: Path, bad: Path) -> None:
         twin = write(tmp_path / "twin", broken, {})
-        assert compare(good, bad, twin).verdict().endswith("Its twin's record has no losses, so it has nothing to tell.")
+        assert summarize(compare(good, bad, twin)).endswith("Its twin's record has no losses, so it has nothing to tell.")
 
     def test_records_without_a_figure_in_common(self, tmp_path: Path) -> None:
         none = dict.fromkeys(FIGURES)
         runs = [write(tmp_path / name, lambda step: [{"layer": "a"} | none], {}) for name in ("a", "b")]
-        assert compare(*runs).verdict().endswith("No figure that both records have tells their tensors apart.")
+        assert summarize(compare(*runs)).endswith("No figure that both records have tells their tensors apart.")
 
 
 def run_cli(*arguments: object) -> Result:
@@ -394,7 +396,7 @@ class TestCommandLine:
         assert "0.1 ->" in ranked[0]
         found = compare(good, bad)
         assert len(left) == len(found.left) and CULPRIT[0] in left[0] and str(found.left["onset"][0]) in left[0]
-        assert result.output.splitlines()[-1] == compare(good, bad).verdict()
+        assert result.output.splitlines()[-1] == summarize(compare(good, bad))
 
     def test_lists_no_more_tensors_than_asked(self, good: Path, bad: Path) -> None:
         result = run_cli(good, bad, "--top", 1)
@@ -404,7 +406,7 @@ class TestCommandLine:
         twin = write(tmp_path / "twin", None, falling())
         result = run_cli(good, bad, "--twin", twin, "--json", "--top", 1)
         assert result.exit_code == 0
-        assert strict_json(result.stdout) == json.loads(json.dumps(compare(good, bad, twin).to_json()))
+        assert strict_json(result.stdout) == json.loads(json.dumps(to_json(compare(good, bad, twin))))
         found = strict_json(result.stdout)
         assert set(found["runs"]) == {"good", "bad", "twin"}
         assert len(found["tensors"]) == 3

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.onset import running_median
+from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
 from nemo_fp8_debug.analysis.runs.grid import Paired, median
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError, RecordError
@@ -152,7 +153,7 @@ class TestSamples:
     def test_batch_sizes_may_differ(self, tmp_path: Path) -> None:
         good, bad = write(tmp_path / "good", batch=8), write(tmp_path / "bad", range(0, 100, 5), since=50, batch=16)
         assert first_out(good, bad, by="samples") == (*CULPRIT, 800)
-        assert "from sample 800" in compare(good, bad, by="samples").verdict()
+        assert "from sample 800" in summarize(compare(good, bad, by="samples"))
 
     def test_steps_between_those_that_know_are_filled_in(self, tmp_path: Path) -> None:
         good, bad = write(tmp_path / "good", batch=8), write(tmp_path / "bad", since=100, batch=8)
@@ -283,7 +284,7 @@ class TestWhere:
         assert groups["kind", "linear_fc2"] == groups["kind", "linear_fc2"] | {"tensors": 6, "left": 1, "onset": 100}
         assert groups["depth", "layer 0"]["left"] == 0 and groups["depth", "layer 1"]["left"] == 1
         assert groups["role", "X"]["tensors"] == 8 and groups["role", "dY"]["left"] == 0
-        assert [r["lead"] for r in found.to_json()["tensors"][:2]] == [lead, None]
+        assert [r["lead"] for r in to_json(found)["tensors"][:2]] == [lead, None]
 
     @pytest.mark.parametrize(
         ("harmed", "said"),
@@ -311,7 +312,7 @@ class TestWhere:
                 worse = {"underflow_pct": 30.0, "mse": 1.0} if bad and step >= 20 else {}
                 record.record(sample(step, [r | (worse if harmed(r) else {}) for r in rows(depths=12)]))
             record.close()
-        verdict = compare(tmp_path / "good", tmp_path / "bad").verdict()
+        verdict = summarize(compare(tmp_path / "good", tmp_path / "bad"))
         assert (said in verdict) if said else ("tensors that leave are" not in verdict)
 
 
@@ -323,4 +324,4 @@ class TestSeveral:
         assert [one["left"][0]["onset"] for one in found] == [60, 120]
         assert [one["runs"]["bad"]["path"] for one in found] == [str(path) for path in bad]
         printed = run_cli(good, *bad).stdout
-        assert all(compare(good, path).verdict() in printed for path in bad)
+        assert all(summarize(compare(good, path)) in printed for path in bad)

@@ -14,6 +14,7 @@ from samples import sample
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.comparison.summary import summarize
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.record.writer import RunRecord
 
@@ -81,7 +82,7 @@ def test_the_page_has_the_verdict_the_tables_and_the_plots(tmp_path: Path, runs:
     result = run_cli(*runs, "--html", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
     parsed = Parsed((tmp_path / "page.html").read_text())
-    assert compare(*runs).verdict() in parsed.text
+    assert summarize(compare(*runs)) in parsed.text
     losses, drift, onset, timelines = drawn(parsed)
     assert [trace["name"] for trace in losses if trace.get("mode") == "markers"] == ["a tensor leaves"]
     assert (drift[0]["type"], onset[0]["type"]) == ("heatmap", "heatmap")

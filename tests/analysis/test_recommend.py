@@ -17,11 +17,11 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import ConfigError, Monitor, RecordError
-from nemo_fp8_debug.analysis.comparison.compare import Run
 from nemo_fp8_debug.analysis.recommendation.flops import coverage, flops_of
 from nemo_fp8_debug.analysis.recommendation.options import Budget, candidates
 from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, over_budget, recommend
 from nemo_fp8_debug.analysis.replay.replay import add_to_record, replay
+from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.writer import RunRecord

@@ -21,7 +21,7 @@ from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.numerics.block_scaling import BlockRule
 from nemo_fp8_debug.numerics.metric_names import FIGURES
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.reader import find_run, read_table
 from nemo_fp8_debug.record.storage import Place

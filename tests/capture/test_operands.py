@@ -14,7 +14,8 @@ from nemo_fp8_debug.kernels import sketch
 from nemo_fp8_debug.numerics.block_scaling import quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.metrics import QuantizationSums
-from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 
 #: casts of a step's calls: one sketch of them all, one sketch a call up to `KEPT_APART`, and what comes after
 IN_USE = {

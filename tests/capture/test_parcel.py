@@ -29,7 +29,8 @@ from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
 from nemo_fp8_debug.numerics.histogram import BINS
 from nemo_fp8_debug.numerics.precomputed import Sketches
-from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 
 DTYPES = [torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3,), (2, 5)]

@@ -23,7 +23,7 @@ from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
 from nemo_fp8_debug.capture import operands
 from nemo_fp8_debug.numerics.block_scaling import BlockRule
 from nemo_fp8_debug.numerics.gemm_error import spread
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.record.reader import read_table
 
 #: more than any output here has

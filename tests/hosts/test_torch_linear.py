@@ -14,7 +14,7 @@ from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.capture import operands
 from nemo_fp8_debug.capture.gemms import find_gemms
 from nemo_fp8_debug.interventions.emulate import Emulation
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 
 class Block(nn.Module):

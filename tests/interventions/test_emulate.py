@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from nemo_fp8_debug import ConfigError, Monitor
 from nemo_fp8_debug.capture.gemms import find_gemms, select
 from nemo_fp8_debug.interventions.emulate import EmulatedGemm, Emulation
-from nemo_fp8_debug.numerics.tensor_scaling import Recipe, parse_recipe
+from nemo_fp8_debug.numerics.recipe import Recipe, parse_recipe
 
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}

@@ -17,7 +17,8 @@ from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.core.layer_names import fold_of, is_fold
 from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
-from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.reader import find_run, read_table
 from nemo_fp8_debug.record.storage import Place

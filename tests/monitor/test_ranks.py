@@ -10,7 +10,7 @@ import pytest
 from processes import run_script
 from ranks import RUNS
 
-from nemo_fp8_debug.numerics.tensor_scaling import ROLES
+from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.reader import find_run, read_table
 

@@ -18,7 +18,7 @@ from nemo_fp8_debug.kernels.cuda import blocks
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.histogram import DTYPES
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 BF16, FP16 = DTYPES
 GRIDS = (1, 32), (2, 32), (1, 64)

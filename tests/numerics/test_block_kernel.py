@@ -14,7 +14,7 @@ from nemo_fp8_debug.kernels import quantization_sums, sketch
 from nemo_fp8_debug.kernels.cpu.block_scales import tables_of
 from nemo_fp8_debug.numerics.formats import E2M1
 from nemo_fp8_debug.numerics.histogram import infinity_bin, magnitudes_of
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 #: recipe, role, rows and columns of a block, type of the codes
 POWERS_OF_TWO = [

@@ -21,7 +21,8 @@ from nemo_fp8_debug.kernels import quantization_sums
 from nemo_fp8_debug.numerics.block_scaling import quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3, e8m0_at_least, e8m0_value
 from nemo_fp8_debug.numerics.metrics import QuantizationSums, quantization_sums_of_float32
-from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 
 FLT_MAX = np.finfo(np.float32).max
 TARGET = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}

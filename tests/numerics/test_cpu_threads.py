@@ -14,7 +14,7 @@ from nemo_fp8_debug.kernels import quantization_sums, sketch
 from nemo_fp8_debug.kernels.cpu.jit import JOB, Work, counts_at, next_share, work
 from nemo_fp8_debug.kernels.cpu.threads import share_out
 from nemo_fp8_debug.numerics.formats import E4M3
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 SHARES = 40
 

@@ -14,18 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import KINDS, SIXTEEN_BIT, all_patterns
 
+from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.errors import ConfigError
 from nemo_fp8_debug.numerics.block_scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
 from nemo_fp8_debug.numerics.delayed_state import DelayedState
 from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FloatFormat
+from nemo_fp8_debug.numerics.recipe import Recipe, parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import (
-    ROLES,
     CurrentScaling,
     DelayedScaling,
-    Recipe,
     Unscaled,
     amax_of,
-    parse_recipe,
     quantize,
     quantize_dequantize,
 )

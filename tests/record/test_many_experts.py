@@ -16,6 +16,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.layer_names import compile_patterns, few_experts, fold_of, is_fold
 from nemo_fp8_debug.core.sample import Sample
@@ -223,15 +224,15 @@ class TestCompare:
         assert (
             f"Farthest apart is X of {name_of(2, '*', 'linear_fc1')}: MSE x 100, underflow 0.1% -> 5%, overflow 0% -> 0%. "
             f"Of its experts, farthest apart is X of {name_of(2, 77, 'linear_fc1')}: MSE x 100, underflow 0.1% -> 40%"
-        ) in found.verdict()
-        assert len(found.to_json()["experts"]) == LAYERS * EXPERTS
+        ) in summarize(found)
+        assert len(to_json(found)["experts"]) == LAYERS * EXPERTS
 
     def test_the_expert_that_first_held_nan_is_named(self, tmp_path: Path) -> None:
         found = compare(written(tmp_path / "good", None), written(tmp_path / "bad", 9, nan=True))
         assert (
             f"First to hold NaN or infinity is X of {name_of(2, '*', 'linear_fc1')}, at step 0. "
             f"Of its experts, first to hold NaN or infinity is X of {name_of(2, 9, 'linear_fc1')}, at step 0."
-        ) in found.verdict()
+        ) in summarize(found)
 
     def test_the_printed_ranking_has_no_single_expert(self, tmp_path: Path) -> None:
         arguments = ["compare", str(written(tmp_path / "good", None)), str(written(tmp_path / "bad", 77))]

@@ -18,6 +18,7 @@ from processes import wait_until
 from samples import sample
 from tab import FC1, FC2, Tab, start, write_sketched_run
 
+from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, worker_process
@@ -68,7 +69,7 @@ def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
     found = diagnose(logdir / "bad", logdir / "good")
     assert answer["state"] == "done", answer
     assert answer["result"]["diagnosis"] == plain(found.to_json())
-    assert found.comparison and answer["result"]["comparison"] == plain(found.comparison.to_json())
+    assert found.comparison and answer["result"]["comparison"] == plain(to_json(found.comparison))
     assert answer["result"]["diagnosis"]["culprit"]["layer"] == FC1
     plan = json.loads(answer["result"]["snippets"][0]["text"])
     assert [change["layer"] for change in plan["changes"]] == [FC1]

@@ -15,7 +15,7 @@ from verdict_records import CULPRIT, HOSTILE
 from nemo_fp8_debug.analysis.recommendation.options import Budget, Errors
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.runs.run import Run
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 Open = Callable[..., Page]
 STEP = 60

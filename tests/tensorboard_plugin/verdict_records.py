@@ -12,7 +12,7 @@ from torch import nn
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.gemms import find_gemms
 from nemo_fp8_debug.interventions.emulate import Emulation
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 STEPS, EVERY, ONSET = 96, 4, 48
 WIDTH = 32

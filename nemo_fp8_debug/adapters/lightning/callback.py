@@ -18,11 +18,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from ...capture.grad_scale import scale_of, was_skipped
 from ...capture.patching import Watcher, stand_in
 from ...core.arguments import checks_arguments
+from ...core.keys import ROLES
 from ...core.sample import Recorder
 from ...errors import ConfigError, warn
 from ...monitor.config import Config
 from ...monitor.monitor import Monitor
-from ...numerics.tensor_scaling import ROLES
 from ...plan.environment import is_rescue
 from ...record.console_table import TableRecorder
 from ...record.tensorboard import ScalarRecorder, TensorBoardRecorder

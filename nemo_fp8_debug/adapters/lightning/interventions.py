@@ -13,7 +13,7 @@ from ...core.layer_names import compile_patterns
 from ...interventions.apply import apply_plan, check_named
 from ...interventions.emulate import Emulation
 from ...interventions.transformer_engine import EngineChanges
-from ...numerics.tensor_scaling import parse_recipe
+from ...numerics.recipe import parse_recipe
 from ...plan.environment import AnyPlan, plan_in_force, read_plan
 from ...plan.plan import NO_CHANGES
 from .trainer import accumulates, roots

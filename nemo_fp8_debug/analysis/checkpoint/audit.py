@@ -18,7 +18,8 @@ from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
 from ...numerics.histogram import DTYPES as SKETCHED
 from ...numerics.histogram import Sketch, SketchBatch
 from ...numerics.metrics import Moments, QuantizationSums
-from ...numerics.tensor_scaling import CurrentScaling, Recipe, parse_recipe, refuse_blocks
+from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
+from ...numerics.tensor_scaling import CurrentScaling
 from .extra_state import StoredScale, weight_scale
 from .readers import open_checkpoint
 from .report import Audit

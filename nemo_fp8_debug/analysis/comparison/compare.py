@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import polars as pl
 
+from ...core.keys import MIXED
 from ...core.layer_names import fold_key, is_fold
-from ...core.sample import MIXED
 from ..runs.grid import Grid
 from ..runs.run import Run
-from ..runs.settings import differences, remarks
-from .drift import SHOWN, TAIL, drifts
-from .groups import groups
+from ..runs.settings import remarks
+from .comparison import Comparison
+from .drift import SHOWN, drifts
 from .layer_matching import named_alike
 from .onset import IN_A_ROW, onsets_of
-from .summary import number, verdict
-
-__all__ = ["COLUMNS", "Comparison", "Run", "compare", "experts_apart", "number", "quantised"]
 
 #: of `figures`, all that a comparison takes
 COLUMNS = (
@@ -29,88 +23,6 @@ COLUMNS = (
     *("n", "nan", "inf", "nonfinite_order", "true_mse"),
     *SHOWN,
 )
-#: figures that are shown under other recipes
-_WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What sets a run apart from a good one."""
-
-    good: Run
-    #: with the good run's names for its layers
-    bad: Run
-    twin: Run | None
-    #: a row a tensor, farthest drifted first; columns as in `drifts`, and the first onset and lead of each; the experts of a
-    #: layer are one
-    tensors: pl.DataFrame
-    #: the same of those experts one by one
-    experts: pl.DataFrame
-    #: since when tensors are out of the good run's band, earliest first; as in `onsets`, but the experts of a layer are one,
-    #: and with lead: steps from the onset to that of the loss, negative behind it, null where the loss does not leave
-    left: pl.DataFrame
-    #: what to bear in mind, in sentences: how names were matched, what was left out, what cannot be told
-    notes: Sequence[str] = ()
-
-    @property
-    def loss_left(self) -> int | None:
-        """Since when the bad run's loss stays above the good run's; None: it does not, or is not known."""
-        return self.bad.loss.above(self.good.loss)
-
-    def verdict(self) -> str:
-        """The comparison in a sentence or three."""
-        return verdict(self)
-
-    def groups(self) -> pl.DataFrame:
-        """Where the tensors are that left; see `groups`."""
-        return groups(self.tensors)
-
-    def differences(self) -> pl.DataFrame:
-        """In what the runs' settings differ; see `differences`."""
-        return differences(self.good.fingerprint, self.bad.fingerprint)
-
-    def what_if(self) -> pl.DataFrame:
-        """The bad run's tensors under recipes that were weighed or replayed: medians over its later half, a row a recipe."""
-        steps = self.bad.figures["step"].unique().sort()
-        tail = steps.tail(max(1, round(len(steps) * TAIL)))
-        rows = self.bad.others.filter(pl.col("step").is_in(tail.implode()))
-        return rows.group_by("layer", "role", "recipe", maintain_order=True).agg(pl.median(*_WEIGHED))
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values: the losses of each run, the verdict, the ranking."""
-        runs = {"good": self.good, "bad": self.bad} | ({"twin": self.twin} if self.twin else {})
-        plain = {
-            "verdict": self.verdict(),
-            "notes": list(self.notes),
-            "unit": self.bad.unit,
-            "runs": {
-                name: {
-                    "path": run.path,
-                    "final_loss": run.loss.final,
-                    "lowest_loss": run.loss.lowest,
-                    "diverged_at": run.loss.diverged_at,
-                    "above_good_since": None if run is self.good else run.loss.above(self.good.loss),
-                }
-                for name, run in runs.items()
-            },
-            "tensors": self.tensors.to_dicts(),
-            "experts": self.experts.to_dicts(),
-            "left": self.left.to_dicts(),
-            "groups": self.groups().to_dicts(),
-            "differences": self.differences().to_dicts(),
-            "what_if": self.what_if().to_dicts(),
-        }
-        result: dict[str, Any] = _jsonable(plain)
-        return result
-
-
-def _jsonable(value: Any) -> Any:
-    """JSON has neither NaN nor infinity: null."""
-    if isinstance(value, Mapping):
-        return {k: _jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def compare(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from ...core.sample import SHOWN_AS
+from ...core.keys import SHOWN_AS
 from ...errors import RecordError
 from ..runs.grid import Floats, Grid, Paired, in_common, median
 from ..runs.run import Run

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from ...core.sample import SHOWN_AS
+from ...core.keys import SHOWN_AS
 from ..runs.grid import Floats, Grid, in_common, lower_median
 
 

@@ -1,18 +1,18 @@
-"""A comparison in sentences."""
+"""A comparison in sentences, and as JSON."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.layer_names import fold_key
+from ..formatting import number
+from .comparison import Comparison
 from .groups import concentrated
 
-if TYPE_CHECKING:
-    from .compare import Comparison
 
-
-def verdict(found: Comparison) -> str:
+def summarize(found: Comparison) -> str:
     """The comparison in a sentence or three."""
     worst = found.tensors.row(0, named=True)
     sentences = [
@@ -104,6 +104,38 @@ def described(worst: Mapping[str, Any], unit: str) -> str:
     return f"Farthest apart is {name}: MSE {ratio}, underflow {pair('underflow_pct')}, overflow {pair('overflow_pct')}."
 
 
-def number(value: float | None, unit: str = "", prefix: str = "") -> str:
-    """Three digits of a figure; `-` where it is absent."""
-    return "-" if value is None else f"{prefix}{value:.3g}{unit}"
+def to_json(found: Comparison) -> dict[str, Any]:
+    """Plain values: the losses of each run, the verdict, the ranking."""
+    runs = {"good": found.good, "bad": found.bad} | ({"twin": found.twin} if found.twin else {})
+    plain = {
+        "verdict": summarize(found),
+        "notes": list(found.notes),
+        "unit": found.bad.unit,
+        "runs": {
+            name: {
+                "path": run.path,
+                "final_loss": run.loss.final,
+                "lowest_loss": run.loss.lowest,
+                "diverged_at": run.loss.diverged_at,
+                "above_good_since": None if run is found.good else run.loss.above(found.good.loss),
+            }
+            for name, run in runs.items()
+        },
+        "tensors": found.tensors.to_dicts(),
+        "experts": found.experts.to_dicts(),
+        "left": found.left.to_dicts(),
+        "groups": found.groups().to_dicts(),
+        "differences": found.differences().to_dicts(),
+        "what_if": found.what_if().to_dicts(),
+    }
+    result: dict[str, Any] = _jsonable(plain)
+    return result
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has neither NaN nor infinity: null."""
+    if isinstance(value, Mapping):
+        return {k: _jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,7 +11,8 @@ import numpy as np
 import polars as pl
 
 from ...errors import RecordError
-from ..comparison.compare import Comparison, compare, experts_apart, quantised
+from ..comparison.compare import compare, experts_apart, quantised
+from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW, onsets
 from ..runs.run import Run
 from .culprit import Blame, blamed

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 import polars as pl
 
+from ...core.keys import ROLES, Key
 from ...core.layer_names import is_fold
-from ...numerics.delayed_state import Key
-from ...numerics.tensor_scaling import ROLES
 
 #: the GEMMs of a linear layer: Y = X W, dX = dY W, dW = dY X, and the two operands that each multiplies
 OPERANDS: Mapping[str, tuple[str, str]] = {

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
+from ...core.keys import Key
 from ...errors import ConfigError
 from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
-from ...numerics.delayed_state import Key
-from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling, Recipe, Scaling, Unscaled, parse_recipe
-from ..comparison.compare import Run
+from ...numerics.recipe import Recipe, Scaling, parse_recipe
+from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
 from ..replay.replay import replay
+from ..runs.run import Run
 
 #: how an operand is cast: two recipes that say the same of it are one
 Cast = tuple[Scaling, str]

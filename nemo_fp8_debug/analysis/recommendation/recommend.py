@@ -9,14 +9,14 @@ from typing import Any
 
 import polars as pl
 
+from ...core.keys import ROLES, SHOWN_AS, Key
 from ...core.layer_names import compile_patterns, is_fold
-from ...core.sample import SHOWN_AS
 from ...errors import RecordError
-from ...numerics.delayed_state import Key
-from ...numerics.tensor_scaling import ROLES
 from ...plan.plan import Change, Plan
-from ..comparison.compare import Run, number, quantised
+from ..comparison.compare import quantised
 from ..diagnosis.diagnose import Diagnosis
+from ..formatting import number
+from ..runs.run import Run
 from .flops import coverage, flops_of
 from .options import BF16, STAY, Budget, Errors, Judged, Option, options_of, replayable
 

@@ -18,17 +18,19 @@ import numpy as np
 import polars as pl
 import torch
 
+from ...core.keys import Key
 from ...core.layer_names import fold_key, is_fold
 from ...errors import ConfigError, RecordError, warn
 from ...measurement.expert_groups import Folds
 from ...numerics import metrics
 from ...numerics.block_scaling import BlockRule
-from ...numerics.delayed_state import EmulatedScales, Key
+from ...numerics.delayed_state import EmulatedScales
 from ...numerics.formats import FORMATS, FloatFormat
 from ...numerics.histogram import DTYPES, Sketch, SketchBatch
 from ...numerics.metric_columns import in_true_units, rows
 from ...numerics.metrics import Moments, QuantizationSums
-from ...numerics.tensor_scaling import CurrentScaling, Recipe, parse_recipe, refuse_blocks
+from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
+from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files, read_dump
 from ...record.reader import find_run, read_table
 from ...record.schema import SCHEMAS

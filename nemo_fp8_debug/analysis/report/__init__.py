@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ..comparison.compare import Comparison
-from ..comparison.summary import number
+from ..comparison.comparison import Comparison
+from ..comparison.summary import to_json
+from ..formatting import number
 
 #: tensors in the page's tables
 _LISTED = 40
@@ -65,7 +66,7 @@ def _shown(value: Any) -> Any:
 def _section(found: Comparison) -> dict[str, Any]:
     from . import plots
 
-    plain = found.to_json()
+    plain = to_json(found)
     return {
         "verdict": plain["verdict"],
         "notes": plain["notes"],

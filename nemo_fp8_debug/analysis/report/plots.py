@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from ..comparison.compare import Comparison
+from ..comparison.comparison import Comparison
 from ..comparison.groups import placed
 from ..comparison.onset import band
 from ..runs.run import Run

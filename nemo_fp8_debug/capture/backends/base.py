@@ -11,7 +11,8 @@ from torch import nn
 
 from ...numerics.block_scaling import BlockRule
 from ...numerics.formats import FloatFormat
-from ...numerics.tensor_scaling import CurrentScaling, Recipe
+from ...numerics.recipe import Recipe
+from ...numerics.tensor_scaling import CurrentScaling
 from ..dtensor import is_dtensor
 from . import parallel
 

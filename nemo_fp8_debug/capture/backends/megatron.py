@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
-from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling, Recipe
+from ...numerics.recipe import Recipe
+from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from .base import Args, Host, Kwargs, raw_weight
 
 

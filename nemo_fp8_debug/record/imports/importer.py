@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...core.keys import KEYS
 from ...core.layer_names import without_wrappers
-from ...core.sample import KEYS, Sample
+from ...core.sample import Sample
 from ...errors import warn
 
 #: (layer, role, recipe, whether the recipe was not in use)

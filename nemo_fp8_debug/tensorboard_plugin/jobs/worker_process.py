@@ -15,6 +15,7 @@ from typing import Any
 import joblib
 import polars as pl
 
+from ...analysis.comparison.summary import to_json
 from ...analysis.diagnosis.diagnose import Diagnosis, diagnose
 from ...analysis.recommendation.options import Budget
 from ...analysis.recommendation.recommend import Recommendation, flagged_by, over_budget, recommend
@@ -81,7 +82,7 @@ def verdict(bad: str, good: str | None, twin: str | None, by: str) -> dict[str, 
         runs = {run: Run.read(run, by, every=every) for run in places}
         found = diagnose(runs[bad], good and runs[good], twin and runs[twin], by)
         recommendation, more = _recommended(found, bad, by) if every == 1 else (None, [_THINNED.format(every)])
-        comparison = None if found.comparison is None else found.comparison.to_json()
+        comparison = None if found.comparison is None else to_json(found.comparison)
     diagnosis = found.to_json()
     diagnosis["notes"] = [*diagnosis["notes"], *dict.fromkeys(heard), *more]
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.sample import SHOWN_AS
+from ...core.keys import SHOWN_AS
 from ...numerics.metric_names import FIGURES, UNITS, WORSE
 from ...record.schema import SCHEMAS
 from .part_matrices import NONFINITE

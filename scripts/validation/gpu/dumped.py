@@ -17,7 +17,7 @@ from nemo_fp8_debug.numerics.block_scaling import BlockRule
 from nemo_fp8_debug.numerics.formats import FORMATS, FloatFormat
 from nemo_fp8_debug.numerics.histogram import Sketch, SketchBatch
 from nemo_fp8_debug.numerics.metric_columns import rows
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.record.dump import Dumped, dumped_files, read_dump
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.storage import Place

@@ -18,7 +18,7 @@ from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_i
 from nemo_fp8_debug.numerics.formats import E4M3, FloatFormat
 from nemo_fp8_debug.numerics.histogram import BINS, Sketch, infinity_bin
 from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
-from nemo_fp8_debug.numerics.tensor_scaling import parse_recipe
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 from .measures import Measure, all_of, measure
 from .parts import Part

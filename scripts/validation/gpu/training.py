@@ -17,6 +17,7 @@ import torch
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.comparison.summary import summarize
 from nemo_fp8_debug.record.reader import read_table
 
 from .dumped import Operands, compare_with_cpu
@@ -148,4 +149,4 @@ def of_rates(setup: Setup, folder: Path, steps: int) -> tuple[list[Measure], str
         measure(f"loss after {steps} steps, learning rate {RATE:g}", good[-1]),
         measure(f"the same, learning rate {BAD_RATES[setup.size]:g}", bad[-1]),
     ]
-    return losses, compare(folder / "good", folder / "bad").verdict()
+    return losses, summarize(compare(folder / "good", folder / "bad"))

@@ -14,10 +14,10 @@ from test_megatron import DENSE, casts_by_name, gpt, train
 from transformer_engine.debug.features import api as transformer_engine_features
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.analysis.comparison.compare import Run
 from nemo_fp8_debug.analysis.recommendation.flops import OPERANDS
 from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation
 from nemo_fp8_debug.analysis.recommendation.snippets.te_debug import features
+from nemo_fp8_debug.analysis.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("megatron", "fresh_session")
 

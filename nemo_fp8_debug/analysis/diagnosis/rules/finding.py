@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....core.sample import SHOWN_AS
+from ....core.keys import SHOWN_AS
 
 #: what can be the matter, and in a word what it means
 CAUSES = {

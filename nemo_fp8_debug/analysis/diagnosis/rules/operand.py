@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from ...comparison.summary import number
+from ...formatting import number
 from ...runs.grid import Floats, Ints
 from .finding import Finding
 

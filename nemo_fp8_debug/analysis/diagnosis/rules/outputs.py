@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from ...comparison.summary import number
+from ...formatting import number
 from .finding import Finding
 
 #: what an operand's part of the error of an output grows by when it reaches it

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
-from ....numerics.tensor_scaling import CurrentScaling, Recipe, parse_recipe
+from ....numerics.recipe import Recipe, parse_recipe
+from ....numerics.tensor_scaling import CurrentScaling
 from ..options import BF16, cast_of
 from ..recommend import Finding, Recommendation
 from .snippet import Snippet, commented, first_for_all, module_of

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from ....errors import ConfigError
-from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling, Recipe, parse_recipe
+from ....numerics.recipe import Recipe, parse_recipe
+from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...comparison.compare import quantised
 from ..options import STAY
 from ..recommend import Ends, Finding, Recommendation, block_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ....core.layer_names import fold_of
-from ....numerics.tensor_scaling import Recipe, parse_recipe
+from ....numerics.recipe import Recipe, parse_recipe
 from ..options import STAY, cast_of
 from ..recommend import Finding
 

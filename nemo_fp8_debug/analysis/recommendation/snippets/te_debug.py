@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
-from ....numerics.delayed_state import Key
-from ....numerics.tensor_scaling import ROLES, CurrentScaling, parse_recipe
+from ....core.keys import ROLES, Key
+from ....numerics.recipe import parse_recipe
+from ....numerics.tensor_scaling import CurrentScaling
 from ..flops import OPERANDS, READERS
 from ..options import Option
 from ..recommend import Finding, Recommendation

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ....numerics.block_scaling import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
-from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling, Recipe
+from ....numerics.recipe import Recipe
+from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...overrides import SWITCHED
 from ..base import Kwargs, ScaleInUse
 

@@ -1,6 +1,6 @@
 """Operands that no hook sees, through Transformer Engine's own inspection API (nvdlfw_inspect): opt-in, it changes numbers.
 
-    nemo_fp8_debug.capture.backends.transformer_engine.inspection.enable()  # on every rank, before the first module of Transformer Engine is built
+    nemo_fp8_debug.inspection.enable()  # on every rank, before the first module of Transformer Engine is built
 
 X of fc2 and dY of fc1 exist inside `LayerNormMLP` only. An inspected module takes Transformer Engine's debug path, which
 does not fuse casts into other kernels; docs/attach.md says what that changes.
@@ -13,24 +13,45 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from .....errors import ConfigError
+from ...base import ScaleInUse
+from ..casts import cast_with
 
-if TYPE_CHECKING:
-    from ....gemms import Gemm
-    from ...base import ScaleInUse
+
+class Inspected(Protocol):
+    """What inspection asks of a GEMM."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the run."""
+
+    @property
+    def module(self) -> Any:
+        """The module that it is part of."""
+
+    @property
+    def part(self) -> str:
+        """Which part."""
+
+    @property
+    def unseen(self) -> Collection[str]:
+        """Roles that no hook sees."""
+
+
+_Gemm = TypeVar("_Gemm", bound=Inspected)
 
 #: the iteration at which a new module asks first
 SAMPLED = 0
 NOT_SAMPLED = SAMPLED - 1
 
 #: told of (GEMM, role, the tensor, what says how it was cast)
-Take = Callable[["Gemm", str, torch.Tensor, Callable[[], "ScaleInUse"]], None]
+Take = Callable[[_Gemm, str, torch.Tensor, Callable[[], ScaleInUse]], None]
 
 _TENSORS = {"input": "activation", "grad_output": "gradient"}
 _CONFIG = {
@@ -43,7 +64,7 @@ _CONFIG = {
 
 _session: Any = None
 _logs: Any = None
-_watched: dict[tuple[str, str], tuple[Gemm, str, Take]] = {}
+_watched: dict[tuple[str, str], tuple[Any, str, Take[Any]]] = {}
 
 
 def enable() -> None:
@@ -66,9 +87,7 @@ def enable() -> None:
     if api.DEBUG_MANAGER is not None:
         raise ConfigError("nvdlfw_inspect is in use already, and has one user a process: leave out one of the two")
     if TEDebugState.debug_enabled is False:
-        raise ConfigError(
-            "a module of Transformer Engine exists already: call nemo_fp8_debug.capture.backends.transformer_engine.inspection.enable() before"
-        )
+        raise ConfigError("a module of Transformer Engine exists already: call nemo_fp8_debug.inspection.enable() before")
     folder = str(Path(__file__).parent / "feature")
     _logs = tempfile.TemporaryDirectory(prefix="nemo_fp8_debug_")  # it insists on a log; this one is gone with the process
     api.initialize(_CONFIG, feature_dirs=[folder], log_dir=_logs.name, init_training_step=NOT_SAMPLED)
@@ -81,7 +100,7 @@ def enabled() -> bool:
     return _session is not None and api is not None and api.DEBUG_MANAGER is _session
 
 
-def check(gemms: Iterable[Gemm]) -> None:
+def check(gemms: Iterable[Inspected]) -> None:
     """Refuse what Transformer Engine would stop the run for, at the first sampled step.
 
     Raises:
@@ -94,32 +113,32 @@ def check(gemms: Iterable[Gemm]) -> None:
         )
 
 
-def sees(gemm: Gemm, role: str) -> bool:
+def sees(gemm: Inspected, role: str) -> bool:
     """Whether an operand that no hook sees is handed over."""
     return _is_inside(gemm, role) and not _is_split(gemm)
 
 
-def leaves_out(gemm: Gemm) -> bool:
+def leaves_out(gemm: Inspected) -> bool:
     """Whether an operand could be handed over, but is not."""
     return any(_is_inside(gemm, role) for role in _TENSORS) and _is_split(gemm)
 
 
-def _is_inside(gemm: Gemm, role: str) -> bool:
+def _is_inside(gemm: Inspected, role: str) -> bool:
     return role in _TENSORS and enabled() and role in gemm.unseen
 
 
-def _is_split(gemm: Gemm) -> bool:
+def _is_split(gemm: Inspected) -> bool:
     # With tensor parallelism the debug path communicates in another way, and all ranks would have to take it at once.
     return getattr(gemm.module, "tp_size", 1) > 1
 
 
-def watch(operands: Iterable[tuple[Gemm, str]], take: Take) -> None:
+def watch(operands: Iterable[tuple[_Gemm, str]], take: Take[_Gemm]) -> None:
     """A sampled step begins: hand these over.
 
     Raises:
         ConfigError: Transformer Engine has one name for two modules, and cannot tell them apart.
     """
-    wanted: dict[tuple[str, str], tuple[Gemm, str, Take]] = {}
+    wanted: dict[tuple[str, str], tuple[_Gemm, str, Take[_Gemm]]] = {}
     for gemm, role in operands:
         key = f"{gemm.module.name}.{gemm.part}", _TENSORS[role]
         if key in wanted:
@@ -154,8 +173,6 @@ def wants(layer: str, tensor: str) -> bool:
 
 def hand_over(layer: str, tensor: str, x: torch.Tensor, quantizer: Any) -> None:
     """A tensor that Transformer Engine has just cast with `quantizer`."""
-    from ..casts import cast_with
-
     if found := _watched.get((layer, tensor)):
         gemm, role, take = found
         take(gemm, role, x.detach(), lambda: cast_with(quantizer, gemm.module, role))

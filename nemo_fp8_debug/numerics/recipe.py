@@ -1,0 +1,134 @@
+"""Recipes: which format each operand is cast to, and the rule of its scale; and their names."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..errors import ConfigError
+from .block_scaling import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
+from .formats import E4M3, E5M2, FORMATS, FloatFormat
+from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
+
+Scaling = CurrentScaling | DelayedScaling | Unscaled | BlockRule
+
+_SCALINGS: dict[str, type[Scaling]] = {
+    "delayed": DelayedScaling,
+    "current": CurrentScaling,
+    "blockwise": BlockScaling,
+    "mxfp8": MXFP8Scaling,
+    "nvfp4": NVFP4Scaling,
+    "bf16": Unscaled,
+}
+_NAME_OF = {scaling: name for name, scaling in _SCALINGS.items()}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which format each operand is cast to, and how its scale is found."""
+
+    scaling: Scaling
+    #: "hybrid" casts X and W to E4M3 and dY to E5M2; the name of a format casts all three to it; "": what is usual
+    fp8_format: str = ""
+
+    def __post_init__(self) -> None:
+        formats = self.scaling.formats
+        if self.fp8_format not in ("", *formats):
+            raise ConfigError(f"fp8_format is {self.fp8_format!r}; use {' or '.join(map(repr, formats))}")
+        object.__setattr__(self, "fp8_format", self.fp8_format or formats[0])
+
+    def format_of(self, role: str) -> FloatFormat:
+        """The format that operand `role` is cast to."""
+        if self.fp8_format == "hybrid":
+            return E5M2 if role == "grad_output" else E4M3
+        return FORMATS[self.fp8_format]
+
+    @property
+    def name(self) -> str:
+        """Short unique name, as `delayed-hybrid` or `delayed-hybrid(margin=1)`; options at their default are left out."""
+        changed = [
+            f"{f.name}={getattr(self.scaling, f.name)}"
+            for f in fields(self.scaling)
+            if getattr(self.scaling, f.name) != f.default
+        ]
+        choice = f"-{self.fp8_format}" if len(self.scaling.formats) > 1 else ""
+        return _NAME_OF[type(self.scaling)] + choice + (f"({','.join(changed)})" if changed else "")
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks of a tensor have scales of their own, which its sketch knows nothing of."""
+        return isinstance(self.scaling, BlockRule)
+
+
+def refuse_blocks(recipe: Recipe, what: str) -> None:
+    """Say that `what` has no use for a recipe that scales blocks.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if recipe.in_blocks:
+        raise ConfigError(f"{what} takes recipes with one scale a tensor (delayed, current, bf16), not {recipe.name!r}")
+
+
+_NAME = re.compile(r"(?P<name>\w+?)(-(?P<fp8_format>\w+))?(\((?P<options>[^()]*)\))?")
+
+
+def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
+    """Read a recipe from plain values.
+
+    Args:
+        value: a name such as `"delayed"`, `"current-e4m3"`, `"delayed-hybrid(margin=1,amax_history_len=16)"`, `"mxfp8"`,
+            `"blockwise(power_of_two=False)"`, `"nvfp4"` or `"bf16"`, or a mapping
+            `{"name": "delayed", "fp8_format": "hybrid", "margin": 0, "amax_history_len": 1, "amax_compute_algo": "max"}`.
+
+    Raises:
+        ConfigError: unknown recipe, option or value.
+    """
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, str):
+        return _named(value)
+    return _of_options(dict(value) if isinstance(value, Mapping) else {"name": value})
+
+
+@functools.lru_cache(maxsize=256)
+def _named(name: str) -> Recipe:
+    return _of_options(_options_in(name))
+
+
+def _of_options(options: dict[str, Any]) -> Recipe:
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in _SCALINGS:
+        raise ConfigError(f"unknown recipe {name!r}; known recipes: {', '.join(_SCALINGS)}")
+    fp8_format = options.pop("fp8_format", "")
+    scaling = _SCALINGS[name]
+    known = {f.name for f in fields(scaling)}
+    if unknown := set(options) - known:
+        raise ConfigError(
+            f"recipe {name!r} has no option {', '.join(sorted(map(repr, unknown)))}; "
+            f"its options: {', '.join(['fp8_format', *sorted(known)])}"
+        )
+    for f in fields(scaling):
+        given, kind = options.get(f.name, f.default), type(f.default)
+        if type(given) is not kind and not (kind is float and type(given) is int):
+            raise ConfigError(f"{f.name} of recipe {name!r} is {given!r}; it must be {kind.__name__}")
+    return Recipe(scaling(**options), fp8_format)
+
+
+def _options_in(text: str) -> dict[str, Any]:
+    """What the name of a recipe says; options are Python literals, or text."""
+    found = _NAME.fullmatch(text.replace(" ", ""))
+    if found is None:
+        return {"name": text}
+    options: dict[str, Any] = {key: found[key] for key in ("name", "fp8_format") if found[key]}
+    for option in filter(None, (found["options"] or "").split(",")):
+        key, _, literal = option.partition("=")
+        try:
+            options[key] = ast.literal_eval(literal)
+        except (ValueError, SyntaxError):
+            options[key] = literal
+    return options
