@@ -259,3 +259,15 @@ def _pass_on(outcome: Future[Outcome | None], worked: Future[Outcome | None]) ->
 def _resolve(outcome: Future[Outcome | None], value: Outcome | None) -> None:
     with contextlib.suppress(InvalidStateError):  # the other one of the two that end a sample came first
         outcome.set_result(value)
+
+
+def meet(ranks: Ranks, kinds: Mapping[str, str], faults: Faults) -> tuple[Family, bool]:
+    """The ranks that hold parts of the same tensors; and whether, since they cannot be connected, sampling is over."""
+    try:
+        return Family.met(ranks, kinds), False
+    except Exception as error:
+        if faults.raises:
+            raise
+        if ranks.first_to_say("over", -1):
+            faults.warn(f"the ranks cannot be connected, and operands are not looked at: {error}")
+        return Family.alone(ranks.rank, kinds), True

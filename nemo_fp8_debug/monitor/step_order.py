@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.arguments import shown, whole_number
+from .config import Config
 
 #: the names of the record's files have room for 18 digits
 _LARGEST = 10**18 - 1
@@ -29,6 +30,20 @@ class StepOrder:
         self.sampled = False
         #: how many steps were begun with a valid number and ended, and the first and the last of them
         self.ended, self.first, self.last = 0, -1, -1
+
+    def expect(self, first: int, last: int, config: Config) -> None:
+        """Say so before the run if none of its steps, both inclusive, will be sampled."""
+        if not config.triggers and first <= last and not config.samples_any(first, last):
+            self._warn(
+                f"no step of this run will be sampled: it takes steps {first} to {last}, and {config.turns()} is "
+                "sampled; choose a smaller interval",
+                "nothing sampled",
+            )
+
+    def warn_of_unnamed(self, unnamed: Sequence[Any], called: str) -> None:
+        """Say that values without a name were given, if there are any."""
+        if unnamed:
+            self._warn(f"what {called} was given without a name is not recorded: use {called}(loss=...)", "unnamed")
 
     def begin(self, given: Any) -> int | None:
         """A step begins; returns its number, or None if that is not valid."""
@@ -74,4 +89,21 @@ class StepOrder:
             self._warn(
                 f"{which} was begun and not ended, and its sample is dropped: call end_step after the backward pass",
                 "no end",
+            )
+
+    def warn_if_nothing_sampled(self, turns: str, over: bool) -> None:
+        """Say so at the end of a run.
+
+        Args:
+            turns: which steps are sampled, in words.
+            over: whether sampling ended early, for a reason that was told.
+        """
+        if not self.used:
+            message = "the monitor was told of no step: call begin_step and end_step around each training step"
+            self._warn(message, "no step")
+        elif self.ended and not self.sampled and not over:
+            self._warn(
+                f"no step was sampled: the run took {self.ended} steps ({self.first} to {self.last}), and {turns} is "
+                "sampled; choose a smaller interval",
+                "nothing sampled",
             )

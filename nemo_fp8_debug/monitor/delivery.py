@@ -1,0 +1,111 @@
+"""From what was captured of a step to the recorders: measured in the background, with the scalars of all steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..core.arguments import shown
+from ..core.error_guard import Faults
+from ..core.sample import Sample
+from ..distributed import Ranks
+from ..numerics.metric_columns import in_true_units
+from ..record.dump import TensorDump
+from .live_control import Steering
+from .pipeline import Measuring, Outcome
+from .recorder_queue import Recording
+from .sampled_step import SampledStep
+from .step_scalars import kept, read, read_all
+
+#: steps whose scalars are kept on the device between samples, at the most
+STEPS_HELD = 1000
+
+
+class Delivery:
+    """Takes sampled steps, and the scalars of every step, to the recorders of this rank."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        recording: Recording,
+        measuring: Measuring,
+        steering: Steering,
+        dump: TensorDump | None,
+        faults: Faults,
+        layers: Sequence[str] | None,
+    ) -> None:
+        """
+        Args:
+            layers: patterns of those that are looked at.
+        """
+        self._ranks, self._recording, self._measuring, self._steering = ranks, recording, measuring, steering
+        self._progress: Callable[[], dict[str, Any]] = dump.progress if dump else dict
+        self._faults = faults
+        self._layers = layers
+        self._steps: dict[int, dict[str, Any]] = {}
+
+    def note(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Keep the scalars of a step."""
+        with self._faults.guard("while noting the step"):
+            self._steps[step] = {"time": time.time(), **kept(scalars)}
+            self._recording.deliver(wait=False)
+
+    def submit(self, sampled: SampledStep, why: str | None, opened: bool) -> None:
+        """Measure a sampled step, and record it.
+
+        Args:
+            why: it was sampled out of turn.
+            opened: whether any rank can have looked at it.
+        """
+        steps, self._steps = self._steps, {}
+        step, outcome = sampled.step, self._measuring.submit(sampled.captured(lambda: read_all(steps)))
+        if not self._ranks.writes:
+            return
+        steps[step] |= {"trigger": why} if why else {}
+        if opened:
+            self._recording.submit(lambda: self._sample(step, outcome, steps))
+            self.report(step)
+        self._recording.submit_steps(lambda: read_all(steps))
+
+    def _sample(self, step: int, outcome: Callable[[], Outcome | None], steps: dict[int, dict[str, Any]]) -> Sample | None:
+        found = outcome()
+        if found is None:
+            return None
+        for other, numbers in found.steps.items():
+            if other in steps:
+                steps[other] = {**numbers, **steps[other]}
+        measured, scalars = found.measured, read(steps[step])
+        figures, what_if = (
+            columns | in_true_units(columns, scalars.get("grad_multiplier"))
+            for columns in (measured.figures, measured.what_if)
+        )
+        why = steps[step].get("trigger")
+        sample = Sample(step, figures, scalars, measured.sketches, what_if, why, measured.outputs)
+        self._steering.see_sample(sample)
+        if self._ranks.world > 1 and self._layers is not None and not len(sample):
+            message = f"the sample of step {step} is empty: no layer on any rank matches {shown(self._layers)}"
+            self._faults.warn(message, kind="empty sample")
+        return sample
+
+    def report(self, step: int | None, ended: bool = False) -> None:
+        """Write the status file, once what was submitted so far is recorded."""
+        self._recording.submit_job(lambda: self._steering.report(step, self._progress(), ended))
+
+    def relieve(self) -> None:
+        """Record the scalars of steps if there are many of them."""
+        if len(self._steps) >= STEPS_HELD:
+            self.flush_steps()
+
+    def flush_steps(self) -> None:
+        """Record the scalars of the steps since the last sample."""
+        steps, self._steps = self._steps, {}
+        if steps and self._ranks.writes:
+            with self._faults.guard("while recording steps"):
+                self._recording.submit_steps(lambda: read_all(steps))
+
+    def flush(self) -> None:
+        """Wait until every sample so far is recorded."""
+        with self._faults.guard("while recording"):
+            self._measuring.settle()
+            self._recording.deliver(wait=True)

@@ -1,0 +1,79 @@
+"""The GEMMs of a model: which are known and looked at, and what has to be said of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..capture.backends.transformer_engine import inspection
+from ..capture.gemms import Gemm, find_gemms, matching, select, unknown_gemms
+from ..capture.scales import Scales
+from ..core.arguments import shown
+from ..core.error_guard import Faults
+from ..errors import ConfigError
+from .config import Config
+from .fingerprint import fingerprint
+
+
+@dataclass(frozen=True)
+class ModelScan:
+    """What was found in a model."""
+
+    #: the model, or its chunks
+    roots: Sequence[nn.Module]
+    #: those that hooks can see,
+    known: Sequence[Gemm]
+    #: and those inside torch.compile, which they cannot
+    compiled: Sequence[Gemm]
+    #: those of `known` that are looked at
+    gemms: Sequence[Gemm]
+    scales: Scales
+    #: how the run is set up
+    fingerprint: Mapping[str, Any]
+
+
+def scan(model: Any, config: Config, ranks: int, faults: Faults) -> ModelScan:
+    """Find the GEMMs of a model, and warn of those that are left out.
+
+    Args:
+        model: a module, or a sequence of them.
+        ranks: of the run.
+
+    Raises:
+        ConfigError: it is no model, or nothing in it matches what `config` asks for.
+    """
+    roots = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
+    if not roots or not all(isinstance(root, nn.Module) for root in roots):
+        raise ConfigError(f"model is {shown(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks")
+    found = find_gemms(roots)
+    known = [g for g in found if not g.compiled]
+    if ranks == 1:
+        gemms = select(found, config.layers)
+        for patterns in filter(None, (config.dump, config.trigger_dump)):
+            select(found, patterns)
+    else:  # a pipeline stage may have none that match
+        gemms = matching(known, config.layers)
+    _warn_of_what_is_left_out(roots, gemms, faults)
+    inspection.check(known)
+    scales = Scales(known, config.recipe)
+    setup = fingerprint(roots, gemms, config, scales.description)
+    return ModelScan(roots, known, [g for g in found if g.compiled], gemms, scales, setup)
+
+
+def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm], faults: Faults) -> None:
+    if unknown := unknown_gemms(roots):
+        first = next(iter(unknown))
+        faults.warn(f"{len(unknown)} modules are not known here and left out, first {first}, a {unknown[first]}")
+    if stored := [g.name for g in gemms if "weight" in g.unseen]:
+        faults.warn(
+            f"W of {len(stored)} layers is stored in FP8 (first {stored[0]}): "
+            "there is nothing to compare it with, so it is left out"
+        )
+    if split := [g.name for g in gemms if inspection.leaves_out(g)]:
+        faults.warn(
+            f"the inside of {len(split)} layers (first {split[0]}) is not inspected: "
+            "with tensor parallelism that would change how ranks communicate"
+        )

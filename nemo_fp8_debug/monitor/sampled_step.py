@@ -1,0 +1,202 @@
+"""What is captured in one sampled step: which operands, by which hooks, and what was lost of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..capture.backends.base import raw_weight
+from ..capture.backends.transformer_engine import inspection
+from ..capture.device_to_host import Homecoming
+from ..capture.dtensor import is_counted, is_dtensor
+from ..capture.gemms import matching
+from ..capture.grad_scale import GradMultiplier
+from ..capture.hooks import Capture, Taker
+from ..capture.operands import Operand
+from ..capture.output_samples import Products
+from ..core.error_guard import Faults
+from ..core.keys import SHOWN_AS, Key
+from ..core.layer_names import compile_patterns
+from ..distributed import Family
+from ..numerics.recipe import parse_recipe
+from ..record.dump import TensorDump
+from .config import Config
+from .dump_tap import Dumping
+from .model_scan import ModelScan
+from .pipeline import Sampled, Steps
+from .schedule import Schedule
+
+#: operands that a warning names, at the most
+_NAMED = 4
+_MULTIPLIER = "while measuring what dY is multiplied by"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What the sampled steps of a run have in common."""
+
+    model: ModelScan
+    family: Family
+    rank: int
+    world: int
+    #: of this run's record
+    attempt: int
+    dump: TensorDump | None
+    faults: Faults
+
+
+class SampledStep:
+    """A step whose operands are looked at; between `open` and `detach` hooks are installed."""
+
+    def __init__(self, step: int, watched: Watched, schedule: Schedule) -> None:
+        """
+        Args:
+            schedule: whose options are in force, as ranks agree on them before it opens.
+        """
+        self.step = step
+        self._watched = watched
+        self._schedule = schedule
+        self._expected: set[Key] = set()
+        self._operands: dict[Key, Operand] = {}
+        self._products: dict[str, Products] = {}
+        self._capture: Capture | None = None
+        self._multiplier: GradMultiplier | None = None
+        self._lost: dict[str, list[Key]] = {}
+
+    @property
+    def _plan(self) -> Config:
+        return self._schedule.config
+
+    @property
+    def _dumped(self) -> list[str]:
+        """Patterns of the layers whose tensors are kept."""
+        return self._schedule.dumped(self.step) if self._watched.dump else []
+
+    def open(self, heard: bool) -> None:
+        """Find what to look at, and install the hooks if the first rank has said so."""
+        known, plan, dump, rank = self._watched.model.known, self._plan, self._watched.dump, self._watched.rank
+        dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
+        sampled = {g.name for g in matching(known, plan.layers)}
+        of_outputs = sampled if plan.output_rows else set()
+        weighed = [parse_recipe(recipe) for recipe in plan.weigh]
+        takers, seen = dict[Key, Taker](), defaultdict[str, dict[str, Operand]](dict)
+        for role in plan.roles:
+            for gemm in known:
+                if role in gemm.unseen and not inspection.sees(gemm, role):
+                    continue
+                key, copied = (gemm.name, role), gemm.host.copied(gemm.module, role)
+                counted = gemm.name in sampled | dumped and not copied
+                # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
+                first = self._watched.family.first[gemm.name] if copied is None else None
+                if counted and first in (None, rank):
+                    self._expected.add(key)
+                if not counted and gemm.name not in dumped | of_outputs:
+                    continue
+                counts = _never if copied else partial(is_counted, rank=rank, first=first)
+                in_use = self._watched.model.scales.in_use(gemm, role)
+                operand = seen[gemm.name][role] = Operand(gemm, role, in_use, weighed, counts)
+                if counted:
+                    self._operands[key] = operand
+                takers[key] = operand
+                if dump and gemm.name in dumped:
+                    takers[key] = Dumping(operand, dump, self._watched.attempt, self.step, rank)
+        guard = self._watched.faults.guard
+        self._products = {
+            name: Products(name, operands, plan.output_rows, guard) for name, operands in seen.items() if name in of_outputs
+        }
+        self._expected |= self._compiled_elsewhere()
+        if heard:
+            self._attach(takers)
+
+    def _compiled_elsewhere(self) -> set[Key]:
+        """What is compiled here and is seen on another rank lacks this one's part."""
+        return {
+            (gemm.name, role)
+            for gemm in matching(self._watched.model.compiled, self._plan.layers)
+            for role in self._plan.roles
+            if role != "weight" and gemm.name in self._watched.family.kinds and not gemm.host.copied(gemm.module, role)
+        }
+
+    def _attach(self, takers: dict[Key, Taker]) -> None:
+        model, guard = self._watched.model, self._watched.faults.guard
+        self._multiplier = GradMultiplier(model.roots, partial(guard, _MULTIPLIER))
+        self._multiplier.attach()
+        if takers:
+            self._capture = Capture(takers, self._lose, model.scales.auto, self._products)
+            self._capture.attach()
+
+    @property
+    def captures(self) -> bool:
+        """Whether hooks see operands."""
+        return self._capture is not None
+
+    def show_loss(self, loss: Any, tokens: torch.Tensor | float) -> None:
+        """See `Monitor.watch_loss`."""
+        if self._multiplier is not None:
+            self._multiplier.show(loss, tokens)
+
+    def measured_multiplier(self) -> dict[str, Any]:
+        """What dY was multiplied by, as a scalar of the step, if that is known."""
+        with self._watched.faults.guard(_MULTIPLIER):
+            if self._multiplier is not None and (found := self._multiplier.value()) is not None:
+                return {"grad_multiplier": found}
+        return {}
+
+    def detach(self) -> None:
+        """Remove the hooks, and warn of what was lost."""
+        for watching in (self._capture, self._multiplier):
+            if watching is not None:
+                watching.detach()
+        self._capture = self._multiplier = None
+        lost, self._lost = self._lost, {}
+        for why, keys in lost.items():
+            named = ", ".join(f"{SHOWN_AS[role]} of {layer}" for layer, role in keys[:_NAMED])
+            more = f" and {len(keys) - _NAMED} more operands" if len(keys) > _NAMED else ""
+            those = f"{named}{more} {'is' if len(keys) == 1 else 'are'}"
+            message = f"{those} missing from the sample of step {self.step}: {why}"
+            kinds = [f"{layer} {role} {why.partition(':')[0]}" for layer, role in keys]
+            self._watched.faults.warn(message, kind=kinds)
+
+    def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
+        """A hook has failed, which costs an operand, or what it is cast with."""
+        faults = self._watched.faults
+        if faults.raises:
+            raise error
+        if lost:
+            counted = self._operands.pop((layer, role), None)
+            if self._watched.world == 1:
+                self._expected.discard((layer, role))
+            elif counted and is_dtensor(raw_weight(counted.gemm.module)):  # a part that no other rank has
+                self._expected.add((layer, role))
+            self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
+        else:
+            message = f"what casts {SHOWN_AS[role]} of {layer} cannot be read, and its figures are under an emulated scale"
+            faults.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
+
+    def forget(self) -> None:
+        """Nothing of it is measured: it broke off, or was handed over."""
+        self._operands, self._products = {}, {}
+
+    def captured(self, steps: Callable[[], Steps]) -> Sampled:
+        """What was seen of it.
+
+        Args:
+            steps: reads the scalars of this and earlier steps.
+        """
+        weighed = [parse_recipe(recipe).name for recipe in self._plan.weigh]
+        sampled, dumped = compile_patterns(self._plan.layers), compile_patterns(self._dumped)
+        operands, products = list(self._operands.values()), list(self._products.values())
+        expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
+        home = Homecoming([*operands, *products], {device for operand in operands if (device := operand.device)})
+        of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
+        return Sampled(self.step, operands, products, expected, weighed, of_sample, steps, home)
+
+
+def _never(x: torch.Tensor) -> bool:
+    """Another rank counts it."""
+    return False
