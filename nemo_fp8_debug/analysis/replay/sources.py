@@ -1,0 +1,81 @@
+"""What a step is recomputed from: its recorded sketches, or the tensors that it dumped."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+
+import torch
+
+from ...core.keys import Key
+from ...errors import ConfigError, warn
+from ...numerics.formats import FORMATS
+from ...numerics.histogram import DTYPES, Sketch
+from ...numerics.recipe import Recipe, parse_recipe
+from ...record.dump import dumped_files, read_dump
+from ...record.reader import read_table
+from ...record.storage import Place
+from .job import OPERAND, Job, Part
+
+
+def recorded_sketches(run: Place, job: Job) -> list[Part]:
+    """The sketches that were recorded of the step."""
+    table = read_table(run, "sketches", where={"step": job.step, "rounded": False})
+    names = ("layer", "role", "dtype", "bins", "counts", "recipe", "format", "scale")
+    table = table.join(job.about.select(OPERAND), on=OPERAND, how="semi", maintain_order="left")
+    parts = []
+    for layer, role, dtype, bins, counts, *rest in table.select(names).iter_rows():
+        sketch = Sketch(getattr(torch, dtype))
+        sketch.counts[torch.tensor(bins, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
+        parts.append(Part((layer, role), sketch, rest[0], FORMATS[rest[1]], math.nan if rest[2] is None else rest[2]))
+    return parts
+
+
+def dumped_tensors(run: Place, job: Job) -> list[Part]:
+    """The tensors that the first rank dumped, counted into sketches if these are enough."""
+    from ...kernels import sketch  # compiles on import, which sketches do not need
+
+    parts: dict[tuple[Key, int], Part] = {}
+    under_blocks = in_blocks(job)
+    recorded = {
+        (layer, role): math.nan if s is None else s for layer, role, s in job.about.select(*OPERAND, "scale").iter_rows()
+    }
+    for attempt, step, rank, name in dumped_files(run):
+        if (attempt, step, rank) != (job.about["attempt"][0], job.step, 0):
+            continue
+        try:
+            about, tensors = read_dump(run, name)
+        except (OSError, ValueError) as error:
+            warn(f"{run.path(name)} is left out, it cannot be read: {error}")
+            continue
+        key, x, scale = (about.layer, about.role), tensors["value"], float(tensors["scale"])
+        if not job.wants(key):
+            continue
+        if recipe := under_blocks.get(key):
+            part = Part(key, x, recipe.name, recipe.format_of(about.role), math.nan)
+        else:
+            part = Part(key, sketch(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
+        if about.scale_source != "engine" and isinstance(part.values, Sketch):
+            part = replace(part, scale=recorded.get(key, scale))
+        # Calls under one scale are one sketch, as in the record.
+        apart = about.scale_source == "engine" and about.recipe.startswith("current")
+        group = key, about.call if apart or isinstance(part.values, torch.Tensor) else -1
+        parts[group] = _together(parts[group], part) if group in parts else part
+    return list(parts.values())
+
+
+def in_blocks(job: Job) -> dict[Key, Recipe]:
+    """The block recipes that operands are to be measured under."""
+    found = {}
+    for layer, role, name in job.about.select(*OPERAND, "recipe").iter_rows():
+        with contextlib.suppress(ConfigError):  # a host may have recipes that have no name here
+            recipe = job.recipe or parse_recipe(name)
+            if recipe.in_blocks:
+                found[layer, role] = recipe
+    return found
+
+
+def _together(first: Part, second: Part) -> Part:
+    assert isinstance(first.values, Sketch) and isinstance(second.values, Sketch)
+    return replace(first, values=first.values + second.values)
