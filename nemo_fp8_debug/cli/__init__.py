@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from typing import Any
 
@@ -12,17 +11,45 @@ from typer.main import get_command
 
 from .console import explained
 
-#: commands, and the modules that have them
-COMMANDS = {
-    "compare": "compare",
-    "diagnose": "diagnose",
-    "recommend": "recommend",
-    "rescue": "rescue",
-    "control": "control",
-    "replay": "replay",
-    "audit": "audit",
-    "import": "imports",
-}
+COMMANDS = ("compare", "diagnose", "recommend", "rescue", "control", "replay", "audit", "import")
+
+
+def _command_named(name: str) -> Any:
+    """The function of a command; only its module is imported, since torch takes seconds."""
+    match name:
+        case "compare":
+            from . import compare
+
+            return compare.command
+        case "diagnose":
+            from . import diagnose
+
+            return diagnose.command
+        case "recommend":
+            from . import recommend
+
+            return recommend.command
+        case "rescue":
+            from . import rescue
+
+            return rescue.command
+        case "control":
+            from . import control
+
+            return control.command
+        case "replay":
+            from . import replay
+
+            return replay.command
+        case "audit":
+            from . import audit
+
+            return audit.command
+        case "import":
+            from . import imports
+
+            return imports.command
+    raise KeyError(name)
 
 
 class _Commands(TyperGroup):
@@ -35,9 +62,8 @@ class _Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         warnings.filterwarnings("ignore", "The pynvml package", FutureWarning)  # torch's; some commands import it late
-        module = importlib.import_module(f".{COMMANDS[cmd_name]}", __name__)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name)(explained(module.command))
+        alone.command(cmd_name)(explained(_command_named(cmd_name)))
         return get_command(alone)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,7 @@ def _kernel_on(device: torch.device, module: str) -> Any:
     if device.type != "cuda" or not torch.version.cuda:
         return None
     try:
-        kernel = importlib.import_module(f".cuda.{module}", __name__)
+        kernel = _cuda_kernel(module)
         kernel.try_out(device)
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -90,6 +89,12 @@ def _kernel_on(device: torch.device, module: str) -> Any:
         )
         return None
     return kernel
+
+
+def _cuda_kernel(name: str) -> Any:
+    from .cuda import blocks, float32, histogram
+
+    return {"histogram": histogram, "blocks": blocks, "float32": float32}[name]
 
 
 def moments(x: torch.Tensor) -> Moments:

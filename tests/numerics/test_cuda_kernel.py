@@ -21,7 +21,7 @@ def test_it_counts_as_numpy_and_the_cpu_kernel_do() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "done"),
-    [("cuda", "counted"), ("cuda_blocks", "measured in blocks"), ("cuda_float32", "measured in float32")],
+    [("histogram", "counted"), ("blocks", "measured in blocks"), ("float32", "measured in float32")],
 )
 def test_where_numba_cannot_use_the_device_one_warning_says_so(
     kernel: str, done: str, monkeypatch: pytest.MonkeyPatch
