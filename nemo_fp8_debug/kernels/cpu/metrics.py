@@ -1,4 +1,4 @@
-"""What figures ask of sketches in host memory, found ahead: the numbers of `numerics/figures.py`, bit by bit, in one loop.
+"""What figures ask of sketches in host memory, found ahead: the numbers of `numerics/metrics.py`, bit by bit, in one loop.
 
 Torch goes through all bins some sixty times, and takes ten times as long.
 """
