@@ -36,7 +36,7 @@ from torch import nn
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
-from nemo_fp8_debug.monitor.control_file import STATUS
+from nemo_fp8_debug.options.control_file import STATUS
 from nemo_fp8_debug.record import writer
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table

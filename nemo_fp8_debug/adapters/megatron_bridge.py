@@ -9,7 +9,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ..core.arguments import checks_arguments
-from ..monitor.config import Config
+from ..options.config import Config
 from .session import Run
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from ..capture.grad_scale import loss_and_tokens
 from ..core.arguments import checks_arguments
 from ..errors import ConfigError
-from ..monitor.config import Config
+from ..options.config import Config
 from .session import Run
 
 

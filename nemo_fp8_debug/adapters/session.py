@@ -11,8 +11,8 @@ from torch import nn
 
 from ..core.error_guard import Faults
 from ..errors import ConfigError, warn
-from ..monitor.config import Config
 from ..monitor.monitor import Monitor
+from ..options.config import Config
 
 
 class Run:

@@ -19,7 +19,7 @@ from ..capture.grad_scale import scale_of, was_skipped
 from ..capture.hooks import Hook
 from ..core.arguments import checks_arguments
 from ..errors import ConfigError
-from ..monitor.config import Config
+from ..options.config import Config
 from .session import Run
 
 

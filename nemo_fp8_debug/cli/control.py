@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import RecordError
-from ..monitor.control_file import NAME, STATUS, Control
+from ..options.control_file import NAME, STATUS, Control
 from ..record.reader import find_run
 from ..record.storage import Place
 from .console import console

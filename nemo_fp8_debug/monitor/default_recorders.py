@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from ..core.sample import Recorder
 from ..errors import ConfigError
+from ..options.config import Config
 from ..record.console_table import TableRecorder
 from ..record.storage import Place
 from ..record.tensorboard import EventFile, TensorBoardRecorder
 from ..record.writer import RunRecord
-from .config import Config
 
 
 def default_recorders(config: Config) -> Iterator[Recorder]:

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm
-from .config import Config
+from ..options.config import Config
 
 #: distributions whose version can explain a difference between two runs
 _PACKAGES = (

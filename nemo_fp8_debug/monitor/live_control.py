@@ -10,8 +10,8 @@ from typing import Any
 from ..core.sample import Sample
 from ..distributed import Ranks
 from ..errors import warn
+from ..options.control_file import LONGEST, NAME, STATUS, Control
 from ..record.storage import Place
-from .control_file import LONGEST, NAME, STATUS, Control
 from .schedule import Schedule
 from .status import ControlFile, Status
 from .triggers import Triggers

@@ -14,7 +14,7 @@ from ..capture.scales import Scales
 from ..core.arguments import shown
 from ..core.error_guard import Faults
 from ..errors import ConfigError
-from .config import Config
+from ..options.config import Config
 from .fingerprint import fingerprint
 
 

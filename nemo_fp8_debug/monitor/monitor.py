@@ -17,12 +17,13 @@ from ..core.keys import ROLES
 from ..core.sample import Recorder
 from ..distributed import Family, Ranks
 from ..errors import ConfigError, run_failed
+from ..options.config import Config
+from ..options.control_file import Control
+from ..options.trigger_rules import parse_rule
 from ..record.dump import TensorDump
 from ..record.storage import Place
 from ..record.writer import RunRecord
 from . import open_monitors
-from .config import Config
-from .control_file import Control
 from .default_recorders import default_recorders
 from .delivery import Delivery
 from .live_control import Steering
@@ -34,7 +35,7 @@ from .sampled_step import SampledStep, Watched
 from .schedule import Schedule
 from .step_order import StepOrder
 from .step_scalars import usable
-from .triggers import Triggers, parse_rule
+from .triggers import Triggers
 
 #: options by which ranks come to meet at a step
 SAME_ON_ALL_RANKS = ("interval", "first_step", "last_step", "triggers", "trigger_steps", "output_rows")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from ..core.sample import Recorder
+from ..options.config import Config
 from ..record.console_table import show
 from ..record.tensorboard import TensorBoardRecorder
 from ..record.writer import RunRecord
-from .config import Config
 
 
 class Summary:

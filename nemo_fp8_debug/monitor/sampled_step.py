@@ -24,8 +24,8 @@ from ..core.keys import SHOWN_AS, Key
 from ..core.layer_names import compile_patterns
 from ..distributed import Family
 from ..numerics.recipe import parse_recipe
+from ..options.config import Config
 from ..record.dump import TensorDump
-from .config import Config
 from .dump_tap import Dumping
 from .model_scan import ModelScan
 from .pipeline import Sampled, Steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .config import Config
-from .control_file import Control
+from ..options.config import Config
+from ..options.control_file import Control
 
 
 @dataclass(frozen=True)

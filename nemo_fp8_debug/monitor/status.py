@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..options.control_file import STATUS, Control
 from ..record.storage import Place
-from .control_file import STATUS, Control
 
 
 @dataclass(frozen=True)

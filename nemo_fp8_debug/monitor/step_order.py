@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.arguments import shown, whole_number
-from .config import Config
+from ..options.config import Config
 
 #: the names of the record's files have room for 18 digits
 _LARGEST = 10**18 - 1

@@ -19,9 +19,9 @@ from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.monitor.config import Config
-from nemo_fp8_debug.monitor.control_file import Control
 from nemo_fp8_debug.monitor.schedule import Schedule
+from nemo_fp8_debug.options.config import Config
+from nemo_fp8_debug.options.control_file import Control
 from nemo_fp8_debug.record.dump import dumped_files
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.storage import Place

@@ -19,7 +19,7 @@ from nemo_fp8_debug import ConfigError, FP8DebugCallback, FP8DebugWarning, FP8Em
 from nemo_fp8_debug.adapters.megatron_bridge import FP8DebugBridgeCallback
 from nemo_fp8_debug.adapters.megatron_lm import FP8DebugForwardStep
 from nemo_fp8_debug.adapters.transformers import FP8DebugTrainerCallback
-from nemo_fp8_debug.monitor.config import Config
+from nemo_fp8_debug.options.config import Config
 from nemo_fp8_debug.record.reader import read_table
 
 Loop = Callable[[Monitor, int, Callable[[], torch.Tensor]], Any]

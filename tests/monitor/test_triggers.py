@@ -18,7 +18,8 @@ from torch import nn
 
 from nemo_fp8_debug import ConfigError, Monitor
 from nemo_fp8_debug.distributed import Ranks
-from nemo_fp8_debug.monitor.triggers import LossSpike, NonFinite, Threshold, Triggers, parse_rule
+from nemo_fp8_debug.monitor.triggers import Triggers
+from nemo_fp8_debug.options.trigger_rules import LossSpike, NonFinite, Threshold, parse_rule
 from nemo_fp8_debug.record.reader import read_table
 
 RECOMPUTE = {"recompute_method": "uniform", "recompute_granularity": "full", "recompute_num_layers": 1}

@@ -20,7 +20,7 @@ from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.layer_names import compile_patterns, few_experts, fold_of, is_fold
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.monitor.triggers import parse_rule
+from nemo_fp8_debug.options.trigger_rules import parse_rule
 from nemo_fp8_debug.record.console_table import TableRecorder
 from nemo_fp8_debug.record.tensorboard import EXPERTS_SHOWN, STREAMED, EventFile, ScalarRecorder, TensorBoardRecorder
 from nemo_fp8_debug.record.writer import RunRecord

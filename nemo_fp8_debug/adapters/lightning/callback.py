@@ -21,8 +21,8 @@ from ...core.arguments import checks_arguments
 from ...core.keys import ROLES
 from ...core.sample import Recorder
 from ...errors import ConfigError, warn
-from ...monitor.config import Config
 from ...monitor.monitor import Monitor
+from ...options.config import Config
 from ...plan.environment import is_rescue
 from ...record.console_table import TableRecorder
 from ...record.tensorboard import ScalarRecorder, TensorBoardRecorder

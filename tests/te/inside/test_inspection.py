@@ -18,14 +18,8 @@ from transformer_engine.debug.features.api import TEDefaultFeatures
 from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizer
 from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-from nemo_fp8_debug import (
-    ConfigError,
-    FP8DebugWarning,
-    Monitor,
-)
-from nemo_fp8_debug.capture.backends.transformer_engine import (
-    inspection,
-)
+from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
+from nemo_fp8_debug.capture.backends.transformer_engine import inspection
 from nemo_fp8_debug.record.reader import read_table
 
 CURRENT = Float8CurrentScaling()

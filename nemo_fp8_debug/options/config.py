@@ -12,7 +12,7 @@ from ..core.keys import ROLES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
 from ..numerics.recipe import parse_recipe
-from .triggers import parse_rule
+from .trigger_rules import parse_rule
 
 #: options that are whole numbers, and the least that each may be
 _NUMBERS = {

@@ -1,0 +1,84 @@
+"""The rules of triggers, as values: a loss that spikes, a value that is not finite, a figure past a threshold."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.keys import ROLES, SHOWN_AS
+from ..core.layer_names import fold_key, fold_of, is_fold
+from ..core.sample import Sample
+from ..errors import ConfigError
+from ..numerics.metric_names import FIGURES
+
+_RULE = re.compile(r"(?P<figure>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A figure of any tensor, or of those of one role, above or below a limit."""
+
+    figure: str
+    role: str | None
+    sign: str
+    limit: float
+
+    def passed_by(self, sample: Sample) -> str | None:
+        """The first tensor of the sample that is past the limit, in words; experts are tensors each, their fold is none."""
+        columns = sample.columns
+        rows = zip(columns["layer"], columns["role"], columns[self.figure], strict=True)
+        past = [row for row in rows if not is_fold(row[0]) and self._is_past(*row[1:])]
+        if not past:
+            return None
+        layer, role, value = past[0]
+        found = f"{self.figure} of {SHOWN_AS[role]} of {layer} is {value:.4g} ({self.sign} {self.limit:g})"
+        alike = sum(fold_key(*row[:2]) == fold_key(layer, role) for row in past[1:]) if fold_of(layer) else 0
+        return f"{found}, and of {alike} more experts of the layer" if alike else found
+
+    def _is_past(self, role: str, value: float | None) -> bool:
+        sign = 1 if self.sign == ">" else -1
+        return value is not None and self.role in (None, role) and (value - self.limit) * sign > 0
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """NaN or infinity in an operand; the loss is looked at by `Triggers`."""
+
+    def passed_by(self, sample: Sample) -> str | None:
+        """The first operand that held one, in the order of execution, in words."""
+        return sample.first_nonfinite()
+
+
+@dataclass(frozen=True)
+class LossSpike:
+    """The loss, reduced over all ranks; looked at by `Triggers`."""
+
+    def passed_by(self, sample: Sample) -> str | None:
+        """No sample tells."""
+        return None
+
+
+Rule = Threshold | NonFinite | LossSpike
+
+
+def parse_rule(text: Any) -> Rule:
+    """Read a rule: `loss_spike`, `nonfinite`, or a figure past a limit as `underflow_pct > 20` or `sqnr_db/input < 15`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if text == "loss_spike":
+        return LossSpike()
+    if text == "nonfinite":
+        return NonFinite()
+    found = _RULE.fullmatch(text.strip()) if isinstance(text, str) else None
+    try:
+        if found and found["figure"] in FIGURES and found["role"] in (None, *ROLES):
+            return Threshold(found["figure"], found["role"], found["sign"], float(found["limit"]))
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"trigger {text!r} is none; use loss_spike, nonfinite, or FIGURE > LIMIT or FIGURE/ROLE < LIMIT "
+        f"with a figure of {', '.join(FIGURES)} and a role of {', '.join(ROLES)}"
+    )
