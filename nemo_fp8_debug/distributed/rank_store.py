@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from .networks import Network, unreachable
 from .patience import Patience
 from .peers import Peers
 from .run_store import RunStore
+from .totals import Totals
 
 T = TypeVar("T")
 #: seconds that a rank waits for the others to start their monitors
@@ -40,9 +42,8 @@ class Ranks:
         #: of the training thread, with other ranks
         self.patience = Patience()
         self._peers: Peers | None = None
-        self._everyone: Group | None = None
         self._words = 0
-        self._sums_apart = False
+        self._totals = Totals(self.world, partial(self.group, "everyone", range(self.world)), self.patience)
 
     @property
     def writes(self) -> bool:
@@ -215,34 +216,8 @@ class Ranks:
         return f"word-{self._words}"
 
     def total(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sums over all ranks, float64 on the device of the run; called on all ranks, at the same steps.
-
-        On a GPU they are not yet waited for.
-
-        Args:
-            values: scalar tensors.
-
-        Raises:
-            TimeoutError: a rank does not take part in time.
-        """
-        sums = torch.stack([value.double() for value in values])
-        if self.world > 1 and sums.device.type != "cpu":
-            dist.all_reduce(
-                sums
-            )  # the run's own: all ranks take part in each, or the next one of the run would meet another
-        elif self.world > 1 and not self._sums_apart:
-            try:
-                self._add_up(sums)
-            except Exception as error:
-                self._sums_apart = True
-                raise TimeoutError(f"not all ranks reported their loss: {error}") from error
-        return sums
-
-    def _add_up(self, sums: torch.Tensor) -> None:
-        with self.patience.spending() as seconds:
-            self._everyone = self._everyone or self.group("everyone", range(self.world), patience.LONGEST)
-            self._everyone.add_up(sums, seconds)
-        self.patience.renew()
+        """See `Totals.of`."""
+        return self._totals.of(values)
 
     @property
     def device(self) -> torch.device:
@@ -307,8 +282,7 @@ class Ranks:
         """
         if self._peers:
             self._peers.close()
-        if self._everyone:
-            self._everyone.close(in_sync)
+        self._totals.close(in_sync)
         self._run_store.close()
 
     def _ask(self, question: Callable[[Any], T], seconds: float | None = None) -> T:

@@ -8,8 +8,9 @@ from ..core.sample import Recorder
 from ..errors import ConfigError
 from ..options.config import Config
 from ..record.console_table import TableRecorder
+from ..record.event_file import EventFile
 from ..record.storage import Place
-from ..record.tensorboard import EventFile, TensorBoardRecorder
+from ..record.tensorboard import TensorBoardRecorder
 from ..record.writer import RunRecord
 
 

@@ -18,7 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.record.tensorboard import STREAMED, EventFile, ScalarRecorder, TensorBoardRecorder
+from nemo_fp8_debug.record.event_file import EventFile
+from nemo_fp8_debug.record.scalars import STREAMED, ScalarRecorder
+from nemo_fp8_debug.record.tensorboard import TensorBoardRecorder
 
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"
 UNLIMITED = 10**6

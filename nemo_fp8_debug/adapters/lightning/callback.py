@@ -25,7 +25,8 @@ from ...monitor.monitor import Monitor
 from ...options.config import Config
 from ...plan.environment import is_rescue
 from ...record.console_table import TableRecorder
-from ...record.tensorboard import ScalarRecorder, TensorBoardRecorder
+from ...record.scalars import ScalarRecorder
+from ...record.tensorboard import TensorBoardRecorder
 from ...record.writer import RunRecord
 from .interventions import FP8EmulationCallback, FP8PlanCallback
 from .trainer import accumulates, roots
