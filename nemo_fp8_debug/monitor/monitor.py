@@ -10,32 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.gemms import Gemm, select
+from ..capture.gemms import Gemm
 from ..core.arguments import checks_arguments
 from ..core.error_guard import Faults
-from ..core.keys import ROLES
 from ..core.sample import Recorder
 from ..distributed import Family, Ranks
-from ..errors import ConfigError, run_failed
+from ..errors import run_failed
 from ..options.config import Config
-from ..options.control_file import Control
-from ..options.trigger_rules import parse_rule
-from ..record.dump import TensorDump
 from ..record.storage import Place
 from ..record.writer import RunRecord
 from . import open_monitors
+from .assembly import assemble
 from .default_recorders import default_recorders
-from .delivery import Delivery
-from .live_control import Steering
 from .model_scan import scan
-from .pipeline import Measuring, meet
 from .recorder_queue import Recording
 from .run_summary import Summary
-from .sampled_step import SampledStep, Watched
-from .schedule import Schedule
+from .sampled_step import SampledStep
 from .step_order import StepOrder
 from .step_scalars import usable
-from .triggers import Triggers
 
 #: options by which ranks come to meet at a step
 SAME_ON_ALL_RANKS = ("interval", "first_step", "last_step", "triggers", "trigger_steps", "output_rows")
@@ -90,39 +82,24 @@ class Monitor:
             raise
         Family.told(self._ranks, {g.name: g.kind for g in self._model.known})
         told = self._ranks.start({"attempt": max((r.attempt for r in records), default=0), "output": address})
-        self._attempt: int = told["attempt"]
         self._idle = self._ranks.world == 1 and not self._recording.recorders
         place = Place(told["output"]) if told["output"] is not None else None
         self._summary = Summary(self.config, self._recording.recorders, len(self.gemms))
-        self._prepare(next((r.place for r in records if r.place == place), place))
-        self._meet()
+        place = next((r.place for r in records if r.place == place), place)
+        parts = assemble(
+            self.config, self._model, self._ranks, self._recording, self._summary, place, told["attempt"], self._faults
+        )
+        self._family, self._schedule, self._steering = parts.family, parts.schedule, parts.steering
+        self._measuring, self._delivery, self._watched = parts.measuring, parts.delivery, parts.watched
         #: the sampled step that is under way
         self._sampled: SampledStep | None = None
         self._begun: int | None = None
         self._order = StepOrder(self._faults.warn if self._ranks.writes else _ignore)
         self._closed = False
         self._summary.open()
-        if records:
-            self._warn_of_another_monitor(str(records[0].place))
-        self._closed_by_hand = open_monitors.close_at_exit(self)
-
-    def _warn_of_another_monitor(self, folder: str) -> None:
-        if open_monitors.replace(folder, self):
+        if records and open_monitors.replace(folder := str(records[0].place), self):
             self._faults.warn(f"another monitor of this process records to {folder} too, as another attempt; close that one")
-
-    def _meet(self) -> None:
-        """Find the ranks that hold parts of the same tensors."""
-        kinds = {g.name: g.kind for g in self._model.known}
-        self._family, over = meet(self._ranks, kinds, self._faults)
-        family = self._family
-        self._model.scales.emulate([(name, role) for name in family.kinds for role in ROLES])
-        self._measuring = Measuring(self._ranks, family, self._model.scales, self._faults, self.config.output_rows > 0)
-        self._measuring.over = over
-        dump, world = self._dump, self._ranks.world
-        watchers = self._recording, self._measuring, self._steering
-        self._delivery = Delivery(self._ranks, *watchers, dump, self._faults, self.config.layers)
-        self._delivery.report(None)
-        self._watched = Watched(self._model, family, self._ranks.rank, world, self._attempt, dump, self._faults)
+        self._closed_by_hand = open_monitors.close_at_exit(self)
 
     @property
     def gemms(self) -> Sequence[Gemm]:
@@ -138,25 +115,6 @@ class Monitor:
         if not self._ranks.writes:
             return ()
         return default_recorders(self.config) if recorders is None else recorders
-
-    def _prepare(self, place: Place | None) -> None:
-        """What samples at which step, and where tensors go."""
-        config = self.config
-        if place is None and (config.dump or config.trigger_dump):
-            raise ConfigError("dump and trigger_dump need an output folder")
-        limits = config.dump_max_bytes, config.dump_min_free_bytes
-        self._dump = TensorDump(place, self._ranks.rank, *limits, self._recording.submit_job) if place else None
-        self._schedule = Schedule(config)
-        triggers = Triggers([parse_rule(rule) for rule in config.triggers], self._ranks)
-        self._steering = Steering(self._schedule, triggers, self._ranks, place, self._check, self._summary.say)
-        self._recording.submit_job(self._steering.read)
-
-    def _check(self, control: Control) -> None:
-        """Refuse a control file that names no layer of this model; on several ranks another one may have it."""
-        if self._ranks.world == 1:
-            for name in ("layers", "dump"):
-                if control.changes.get(name):
-                    select(self._model.known, control.changes[name])
 
     @property
     def closed(self) -> bool:
@@ -276,7 +234,7 @@ class Monitor:
         writes_steps = self._ranks.rank in self._family.heads
         self._order.warn_of_unnamed(unnamed, "end_step")
         with self._faults.guard("while reading the scalars of a step"):
-            scalars = usable(scalars, self._faults.warn if writes_steps else _ignore, self._dump is not None)
+            scalars = usable(scalars, self._faults.warn if writes_steps else _ignore, self._watched.dump is not None)
         if step is None:
             if began:  # other ranks may have begun it with a valid number
                 self._begun = None

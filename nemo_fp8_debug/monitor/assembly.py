@@ -1,0 +1,85 @@
+"""Makes the parts of a monitor, and connects them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..capture.gemms import select
+from ..core.error_guard import Faults
+from ..core.keys import ROLES
+from ..distributed import Family, Ranks
+from ..errors import ConfigError
+from ..options.config import Config
+from ..options.control_file import Control
+from ..options.trigger_rules import parse_rule
+from ..record.dump import TensorDump
+from ..record.storage import Place
+from .delivery import Delivery
+from .live_control import Steering
+from .model_scan import ModelScan
+from .pipeline import Measuring, meet
+from .recorder_queue import Recording
+from .run_summary import Summary
+from .sampled_step import Watched
+from .schedule import Schedule
+from .triggers import Triggers
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a monitor works with once all ranks have started."""
+
+    #: the ranks that hold parts of the same tensors
+    family: Family
+    #: which steps are sampled,
+    schedule: Schedule
+    #: and what changes that
+    steering: Steering
+    measuring: Measuring
+    delivery: Delivery
+    watched: Watched
+
+
+def assemble(
+    config: Config,
+    model: ModelScan,
+    ranks: Ranks,
+    recording: Recording,
+    summary: Summary,
+    place: Place | None,
+    attempt: int,
+    faults: Faults,
+) -> Parts:
+    """The parts of a monitor.
+
+    Args:
+        place: folder of the record, the same on all ranks.
+        attempt: of the record, the same on all ranks.
+
+    Raises:
+        ConfigError: tensors are to be dumped, and there is no folder.
+    """
+    if place is None and (config.dump or config.trigger_dump):
+        raise ConfigError("dump and trigger_dump need an output folder")
+    limits = config.dump_max_bytes, config.dump_min_free_bytes
+    dump = TensorDump(place, ranks.rank, *limits, recording.submit_job) if place else None
+
+    def check(control: Control) -> None:
+        """Refuse a control file that names no layer of this model; on several ranks another one may have it."""
+        if ranks.world == 1:
+            for name in ("layers", "dump"):
+                if control.changes.get(name):
+                    select(model.known, control.changes[name])
+
+    schedule = Schedule(config)
+    triggers = Triggers([parse_rule(rule) for rule in config.triggers], ranks)
+    steering = Steering(schedule, triggers, ranks, place, check, summary.say)
+    recording.submit_job(steering.read)
+    family, over = meet(ranks, {g.name: g.kind for g in model.known}, faults)
+    model.scales.emulate([(name, role) for name in family.kinds for role in ROLES])
+    measuring = Measuring(ranks, family, model.scales, faults, config.output_rows > 0)
+    measuring.over = over
+    delivery = Delivery(ranks, recording, measuring, steering, dump, faults, config.layers)
+    delivery.report(None)
+    watched = Watched(model, family, ranks.rank, ranks.world, attempt, dump, faults)
+    return Parts(family, schedule, steering, measuring, delivery, watched)
