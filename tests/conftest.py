@@ -24,7 +24,6 @@ _helpers = (
     *(_root / "recipes", _root / "scripts/truth", _root / "scripts/validation"),
 )
 sys.path[:0] = [str(p) for p in _helpers]
-gc.disable()  # until all tests are imported, which makes objects to keep
 
 from processes import GUARD  # noqa: E402
 
@@ -47,7 +46,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # or each collection, which trainers ask for at every end, would go through the objects of all modules
-    gc.enable()
 
 
 @pytest.fixture(autouse=True)

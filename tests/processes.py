@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -65,7 +67,8 @@ def in_ranks(world: int, train: Callable[..., object], *arguments: object) -> No
     """`train(rank, world, *arguments)` in so many processes, from a script that has imported all but trained nothing itself.
 
     Ranks are forked, since their imports take longer than most of what they do, and find each other as under torchrun.
-    They end as any interpreter does. When one fails the others are ended, and so is the script.
+    The first one ends as any interpreter does; the others leave out only to free memory, which takes longer than some train.
+    When one fails the others are ended, and so is the script.
     """
     _prepare()
     gc.freeze()  # or each rank would go through all of the modules' objects once more when it ends
@@ -78,9 +81,20 @@ def in_ranks(world: int, train: Callable[..., object], *arguments: object) -> No
         if not (process := os.fork()):
             os.environ |= shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             train(rank, world, *arguments)
+            if rank:
+                _end_without_freeing()
             sys.exit()
         ranks.append(process)
     _wait_for(ranks)
+
+
+def _end_without_freeing() -> None:
+    """Wait for threads and call what is to be called at the end, as an interpreter does before it frees memory."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def in_turn(run: Callable[[str], object], cases: Iterable[str]) -> list[int]:
