@@ -11,6 +11,7 @@ from .errors import ConfigError, FP8DebugWarning, RecordError
 if TYPE_CHECKING:
     from .adapters.lightning.callback import FP8DebugCallback
     from .adapters.lightning.interventions import FP8EmulationCallback, FP8PlanCallback
+    from .capture.backends.transformer_engine import inspection
     from .interventions.apply import apply_plan
     from .monitor.monitor import Monitor
 
@@ -21,6 +22,7 @@ _FROM = {
     "FP8PlanCallback": "adapters.lightning.interventions",
     "Monitor": "monitor.monitor",
     "apply_plan": "interventions.apply",
+    "inspection": "capture.backends.transformer_engine",
 }
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "RecordError",
     "__version__",
     "apply_plan",
+    "inspection",
 ]
 
 

@@ -32,7 +32,9 @@ from te_sources import missing_names, recipes_read, wrong_layouts
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
-SEARCHED = [REPOSITORY / folder for folder in (".", "recipes", "tests", "tests/hosts", "tests/callback")]
+SEARCHED = [
+    REPOSITORY / folder for folder in (".", "recipes", "tests", "tests/capture/backends", "tests/adapters/lightning")
+]
 STEPS = 3
 TOLERANCE = 1e-12
 #: an install or a probe that takes longer has failed

@@ -20,7 +20,7 @@ import torch
 _here = Path(__file__).parent
 _root = _here.parent
 _helpers = (
-    *(_here, _here / "hosts", _here / "interventions"),
+    *(_here, _here / "capture/backends", _here / "interventions"),
     *(_root / "recipes", _root / "scripts/truth", _root / "scripts/validation"),
 )
 sys.path[:0] = [str(p) for p in _helpers]
@@ -29,13 +29,14 @@ from processes import GUARD  # noqa: E402
 
 #: files that take longest come first, so that no worker is left with one in the end
 _longest = (
-    *("scripts/test_demo", "distributed/test_network_faults", "distributed/test_megatron_layouts", "distributed/test_fsdp"),
-    "numerics/test_blocks",
-    *("record/test_torture", "analysis/test_replay", "tensorboard_plugin/test_verdict", "te/test_te"),
-    *("tensorboard_plugin/test_map", "distributed/test_deepspeed", "adapters/test_transformers", "distributed/test_faults"),
-    *("callback/test_nemo", "tensorboard_plugin/test_jobs", "record/test_store", "monitor/test_experts", "te/test_bridge"),
+    *("scripts/test_demo", "distributed/test_network_faults", "distributed/test_megatron_layouts"),
+    *("distributed/test_fsdp", "numerics/test_blocks", "record/test_torture", "analysis/test_replay"),
+    *("tensorboard_plugin/test_verdict", "te/test_te", "tensorboard_plugin/test_map", "distributed/test_deepspeed"),
+    *("adapters/test_transformers", "distributed/test_faults", "adapters/lightning/test_nemo"),
+    *("tensorboard_plugin/test_jobs", "record/test_store", "monitor/test_experts", "te/test_bridge"),
     *("tensorboard_plugin/test_fingerprints", "adapters/test_loops", "tensorboard_plugin/test_distribution"),
-    *("callback/test_rescue", "callback/test_ddp", "analysis/test_diagnose", "te/test_gpu_parts", "test_gpu_command"),
+    *("adapters/lightning/test_rescue", "adapters/lightning/test_ddp", "analysis/test_diagnose", "te/test_gpu_parts"),
+    *("test_gpu_command"),
 )
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from nemo_fp8_debug.numerics.histogram import BINS
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -54,3 +58,9 @@ KINDS: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
     "expanded": lambda dtype: _normal(1, 37).to(dtype).expand(21, 37),
     "requires-grad": lambda dtype: _normal(300).to(dtype).requires_grad_(),
 }
+
+
+def counted(x: torch.Tensor) -> npt.NDArray[np.int64]:
+    """The counts that a sketch of a 16-bit tensor must hold."""
+    bits = x.detach().contiguous().reshape(-1).view(torch.int16).numpy().view(np.uint16)
+    return np.bincount(bits & 0x7FFF, minlength=BINS)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from processes import GUARD
-from tensors import KINDS, SIXTEEN_BIT, random_patterns
+from tensors import KINDS, SIXTEEN_BIT, counted, random_patterns
 
 from nemo_fp8_debug.kernels import sketch, torch_fallback
 from nemo_fp8_debug.kernels.cpu import histogram
@@ -31,12 +31,6 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-def counted(x: torch.Tensor) -> npt.NDArray[np.int64]:
-    """The counts that a sketch of a 16-bit tensor must hold."""
-    bits = x.detach().contiguous().reshape(-1).view(torch.int16).numpy().view(np.uint16)
-    return np.bincount(bits & 0x7FFF, minlength=BINS)
 
 
 def assert_counts(got: Sketch, x: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_script
-from test_sketch import counted
+from tensors import counted
 
 from nemo_fp8_debug import FP8DebugWarning, kernels
 from nemo_fp8_debug.kernels import torch_fallback
