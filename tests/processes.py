@@ -63,12 +63,15 @@ def run_script(*command: str | Path, **environment: str | None) -> str:
     return done.stdout
 
 
-def in_ranks(world: int, train: Callable[..., object], *arguments: object) -> None:
+def in_ranks(world: int, train: Callable[..., object], *arguments: object, frees_memory: bool = True) -> None:
     """`train(rank, world, *arguments)` in so many processes, from a script that has imported all but trained nothing itself.
 
     Ranks are forked, since their imports take longer than most of what they do, and find each other as under torchrun.
-    The first one ends as any interpreter does; the others leave out only to free memory, which takes longer than some train.
     When one fails the others are ended, and so is the script.
+
+    Args:
+        frees_memory: they end as any interpreter does; otherwise they leave the last of it out, which takes longer than some
+            of them train: to free the memory of all modules.
     """
     _prepare()
     gc.freeze()  # or each rank would go through all of the modules' objects once more when it ends
@@ -81,7 +84,7 @@ def in_ranks(world: int, train: Callable[..., object], *arguments: object) -> No
         if not (process := os.fork()):
             os.environ |= shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             train(rank, world, *arguments)
-            if rank:
+            if not frees_memory:
                 _end_without_freeing()
             sys.exit()
         ranks.append(process)

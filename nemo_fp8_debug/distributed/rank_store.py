@@ -7,7 +7,6 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +42,7 @@ class Ranks:
         self.patience = Patience()
         self._peers: Peers | None = None
         self._words = 0
-        self._totals = Totals(self.world, partial(self.group, "everyone", range(self.world)), self.patience)
+        self._totals = Totals(lambda seconds: self.group("everyone", range(self.world), seconds), self.patience)
 
     @property
     def writes(self) -> bool:
@@ -217,7 +216,7 @@ class Ranks:
 
     def total(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `Totals.of`."""
-        return self._totals.of(values)
+        return self._totals.of(values, self.world)
 
     @property
     def device(self) -> torch.device:

@@ -15,34 +15,34 @@ from .patience import Patience
 class Totals:
     """Adds up over the run's own group on GPUs, and over one of the monitor's on CPUs."""
 
-    def __init__(self, world: int, connect: Callable[[float], Group], waits: Patience) -> None:
+    def __init__(self, connect: Callable[[float], Group], waits: Patience) -> None:
         """
         Args:
             connect: makes a group of all ranks, within so many seconds.
             waits: of the training thread.
         """
-        self._world = world
         self._connect = connect
         self._patience = waits
         self._everyone: Group | None = None
         self._apart = False
 
-    def of(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def of(self, values: Sequence[torch.Tensor], world: int) -> torch.Tensor:
         """Sums over all ranks, float64 on the device of the run; called on all ranks, at the same steps.
 
         On a GPU they are not yet waited for.
 
         Args:
             values: scalar tensors.
+            world: ranks that take part.
 
         Raises:
             TimeoutError: a rank does not take part in time.
         """
         sums = torch.stack([value.double() for value in values])
-        if self._world > 1 and sums.device.type != "cpu":
+        if world > 1 and sums.device.type != "cpu":
             # The run's own: all ranks take part in each, or the next one of the run would meet another.
             dist.all_reduce(sums)
-        elif self._world > 1 and not self._apart:
+        elif world > 1 and not self._apart:
             try:
                 self._add_up(sums)
             except Exception as error:

@@ -385,4 +385,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     for run, folder in zip((main, deepspeed_fp16.main), sys.argv[1:], strict=True):
-        in_ranks(2, run, Path(folder))
+        in_ranks(2, run, Path(folder), frees_memory=False)

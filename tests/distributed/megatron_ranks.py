@@ -318,4 +318,4 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     for world in sorted({layout.world for layout in LAYOUTS}):
-        in_ranks(world, main, Path(sys.argv[1]))
+        in_ranks(world, main, Path(sys.argv[1]), frees_memory=False)

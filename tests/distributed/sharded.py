@@ -290,4 +290,4 @@ def main(rank: int, world: int, folder: Path, modes: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     for world, modes in (of.split(":") for of in sys.argv[2:]):
-        in_ranks(int(world), main, Path(sys.argv[1]), modes.split(","))
+        in_ranks(int(world), main, Path(sys.argv[1]), modes.split(","), frees_memory=False)

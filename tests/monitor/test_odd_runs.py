@@ -87,7 +87,7 @@ WITH_COMPILED_PART = """
 import torch
 from torch import nn
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.capture.layers import find_gemms, select
+from nemo_fp8_debug.capture.gemms import find_gemms, select
 
 part = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager")
 in_place = nn.Linear(4, 4)

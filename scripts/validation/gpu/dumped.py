@@ -27,7 +27,7 @@ from nemo_fp8_debug.record.storage import Place
 class Compared:
     """Figures of a record, and how many of them a CPU finds bit by bit as well."""
 
-    metrics: int = 0
+    figures: int = 0
     equal: int = 0
     #: the largest relative difference of the others
     apart: float = 0.0

@@ -126,9 +126,9 @@ RANK = """
 import sys, torch, torch.distributed as dist
 from torch import nn
 from nemo_fp8_debug import ConfigError
-from nemo_fp8_debug.capture.layers import find_gemms
-from nemo_fp8_debug.interventions.applied import check_named
-from nemo_fp8_debug.plan import Change, Plan
+from nemo_fp8_debug.capture.gemms import find_gemms
+from nemo_fp8_debug.interventions.apply import check_named
+from nemo_fp8_debug.plan.plan import Change, Plan
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank, world_size=2)
 stage = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})

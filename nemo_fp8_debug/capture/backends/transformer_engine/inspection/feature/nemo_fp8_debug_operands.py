@@ -7,7 +7,7 @@ from typing import Any
 from nvdlfw_inspect.registry import Registry, api_method
 from transformer_engine.debug.features.api import TEConfigAPIMapper, TransformerEngineAPI
 
-from ... import inspection
+from nemo_fp8_debug.capture.backends.transformer_engine import inspection
 
 # Importing Transformer Engine's API registers it the first time only, and the end of a session forgets it.
 Registry.register_namespace_api(namespace="transformer_engine")(TransformerEngineAPI)
