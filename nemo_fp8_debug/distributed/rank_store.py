@@ -42,7 +42,7 @@ class Ranks:
         self.patience = Patience()
         self._peers: Peers | None = None
         self._words = 0
-        self._totals = Totals(lambda seconds: self.group("everyone", range(self.world), seconds), self.patience)
+        self._totals = Totals(self.patience)
 
     @property
     def writes(self) -> bool:
@@ -216,7 +216,7 @@ class Ranks:
 
     def total(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `Totals.of`."""
-        return self._totals.of(values, self.world)
+        return self._totals.of(values, self.world, lambda seconds: self.group("everyone", range(self.world), seconds))
 
     @property
     def device(self) -> torch.device:

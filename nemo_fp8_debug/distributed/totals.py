@@ -15,18 +15,16 @@ from .patience import Patience
 class Totals:
     """Adds up over the run's own group on GPUs, and over one of the monitor's on CPUs."""
 
-    def __init__(self, connect: Callable[[float], Group], waits: Patience) -> None:
+    def __init__(self, waits: Patience) -> None:
         """
         Args:
-            connect: makes a group of all ranks, within so many seconds.
             waits: of the training thread.
         """
-        self._connect = connect
         self._patience = waits
         self._everyone: Group | None = None
         self._apart = False
 
-    def of(self, values: Sequence[torch.Tensor], world: int) -> torch.Tensor:
+    def of(self, values: Sequence[torch.Tensor], world: int, connect: Callable[[float], Group]) -> torch.Tensor:
         """Sums over all ranks, float64 on the device of the run; called on all ranks, at the same steps.
 
         On a GPU they are not yet waited for.
@@ -34,6 +32,7 @@ class Totals:
         Args:
             values: scalar tensors.
             world: ranks that take part.
+            connect: makes a group of them, within so many seconds.
 
         Raises:
             TimeoutError: a rank does not take part in time.
@@ -44,15 +43,15 @@ class Totals:
             dist.all_reduce(sums)
         elif world > 1 and not self._apart:
             try:
-                self._add_up(sums)
+                self._add_up(sums, connect)
             except Exception as error:
                 self._apart = True
                 raise TimeoutError(f"not all ranks reported their loss: {error}") from error
         return sums
 
-    def _add_up(self, sums: torch.Tensor) -> None:
+    def _add_up(self, sums: torch.Tensor, connect: Callable[[float], Group]) -> None:
         with self._patience.spending() as seconds:
-            self._everyone = self._everyone or self._connect(patience.LONGEST)
+            self._everyone = self._everyone or connect(patience.LONGEST)
             self._everyone.add_up(sums, seconds)
         self._patience.renew()
 
