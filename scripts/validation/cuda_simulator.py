@@ -36,7 +36,8 @@ sys.setswitchinterval(1e-4)  # it waits for its threads in a busy loop
 # NumPy warns of overflow, which the kernels mean to happen, and notes it among the module's names while the simulator's
 # other threads go through these: the place for it has to be there before.
 warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
-vars(float32).setdefault("__warningregistry__", {})
+for module in (blocks, float32, histogram, sums):
+    vars(module).setdefault("__warningregistry__", {})
 
 
 def bits(x: torch.Tensor) -> npt.NDArray[np.uint16]:
