@@ -138,7 +138,7 @@ def quantization_sums(
 
 
 def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """`numerics.scaling.quantize_dequantize`, bit for bit; on a CPU in one read of `x` where it has no gaps.
+    """`numerics.tensor_scaling.quantize_dequantize`, bit for bit; on a CPU in one read of `x` where it has no gaps.
 
     Args:
         x: any shape and floating dtype.
@@ -150,7 +150,7 @@ def quantize_dequantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) 
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """`numerics.scaling.amax_of`; on a CPU in one read of `x` where it has no gaps."""
+    """`numerics.tensor_scaling.amax_of`; on a CPU in one read of `x` where it has no gaps."""
     return quantize.amax(x, torch.get_num_threads()) if _has_cpu_loop(x) else amax_of(x)
 
 

@@ -31,7 +31,7 @@ GRAIN = 1 << 16
 
 
 def quantize_dequantize(x: torch.Tensor, scale: float, scale_inv: float, fmt: FloatFormat, threads: int) -> torch.Tensor:
-    """The same values, to the bit, as `numerics.scaling.quantize_dequantize`.
+    """The same values, to the bit, as `numerics.tensor_scaling.quantize_dequantize`.
 
     Args:
         x: of one of `DTYPES`, without gaps, not empty.
@@ -49,7 +49,7 @@ def quantize_dequantize(x: torch.Tensor, scale: float, scale_inv: float, fmt: Fl
 
 
 def amax(x: torch.Tensor, threads: int) -> torch.Tensor:
-    """The same value as `numerics.scaling.amax_of`, of a tensor as above."""
+    """The same value as `numerics.tensor_scaling.amax_of`, of a tensor as above."""
     shares = _shares(x, threads)
     job = share_out(_reading(x.dtype), (x.data_ptr(), x.numel()), shares, 1)
     pattern = max(job[JOB:])
@@ -83,7 +83,9 @@ def _casting(dtype: torch.dtype) -> Work:
 
 @functools.cache
 def _reading(dtype: torch.dtype) -> Work:
-    values, loop = (values_at, _amax_bfloat16) if dtype == torch.bfloat16 else (words_at, _amax_float32)
+    half = dtype == torch.bfloat16
+    values = values_at if half else words_at
+    sign, infinity = (np.uint16(0x8000), np.uint16(0x7F80)) if half else (np.uint32(0x80000000), np.uint32(0x7F800000))
 
     @work
     def read(job: int) -> None:
@@ -94,7 +96,7 @@ def _reading(dtype: torch.dtype) -> Work:
             share = next_share(job)
             if share >= shares:
                 return
-            numbers[JOB + share] = loop(x[n * share // shares : n * (share + 1) // shares])
+            numbers[JOB + share] = _amax(x[n * share // shares : n * (share + 1) // shares], sign, infinity)
 
     return read
 
@@ -123,18 +125,10 @@ def _cast_float32(x: Floats, out: Floats, by: _By) -> None:
 
 
 @jit
-def _amax_bfloat16(x: Words) -> np.int64:
-    top = np.uint16(0)
+def _amax(x: Words, sign: Any, infinity: Any) -> int:
+    """The largest pattern without its sign that is not NaN's; `sign` and `infinity` are of the words' type."""
+    top = sign ^ sign
     for i in range(x.size):
-        magnitude = np.uint16(x[i] & np.uint16(0x7FFF))
-        top = max(top, magnitude if magnitude <= np.uint16(0x7F80) else np.uint16(0))
-    return np.int64(top)
-
-
-@jit
-def _amax_float32(x: Words) -> np.int64:
-    top = np.uint32(0)
-    for i in range(x.size):
-        magnitude = np.uint32(x[i] & np.uint32(0x7FFFFFFF))
-        top = max(top, magnitude if magnitude <= np.uint32(0x7F800000) else np.uint32(0))
-    return np.int64(top)
+        magnitude = x[i] & ~sign
+        top = max(top, magnitude if magnitude <= infinity else sign ^ sign)
+    return top  # type: ignore[no-any-return]
