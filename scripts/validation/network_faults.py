@@ -243,6 +243,7 @@ def run_case(case: Case, lasts: float, folder: Path) -> dict[str, Any]:
                 processes[rank] = process_of(take_part, rank, case, network, board, folder)
             ended = [Ended(processes[rank]) for rank in range(WORLD)]
             until(lambda: int(board.steps.min()) > 2 * INTERVAL, "all ranks train")
+            until(lambda: not case.named or any((folder / "run").rglob("figures/*.parquet")), "ranks have met, and recorded")
             fail(case, network, board, processes, lasts)
             until(lambda: all(rank.status is not None for rank in ended), "all ranks end")
         finally:
