@@ -1,7 +1,7 @@
-"""A small GPT trained by real NeMo in FP8: `python recipes/nemo_gpt.py good` (or `bad`, or `twin`).
+"""A small GPT trained by real NeMo in FP8: `python recipes/nemo_gpt.py baseline` (or `bad`, or `reference`).
 
-The three runs differ in one thing each: `bad` doubles `good`'s learning rate every 20 steps from the first third of the run
-on, until it diverges; `twin` is `bad` without FP8. On a CPU the operands of each GEMM are quantised as the recipe says and
+The three runs differ in one thing each: `bad` doubles `baseline`'s learning rate every 20 steps from the first third of the run
+on, until it diverges; `reference` is `bad` without FP8. On a CPU the operands of each GEMM are quantized as the recipe says and
 multiplied in BF16; with `--engine te` the same recipe runs on GPUs with Transformer Engine.
 """
 
@@ -35,9 +35,9 @@ class Variant:
 
 
 VARIANTS = {
-    "good": Variant(rising=False, fp8=True),
+    "baseline": Variant(rising=False, fp8=True),
     "bad": Variant(rising=True, fp8=True),
-    "twin": Variant(rising=True, fp8=False),
+    "reference": Variant(rising=True, fp8=False),
 }
 
 

@@ -1,9 +1,9 @@
-"""Times the figures' sums of a BF16 tensor under block recipes beside torch.aminmax of the same tensor.
+"""Times the metrics' sums of a BF16 tensor under block recipes beside torch.aminmax of the same tensor.
 
-`python scripts/bench_blocks.py [--threads 2]`, about 3 minutes. What a sampled step takes beside the tensor's sketch, which
+`python scripts/bench_blocks.py [--threads 2]`, about 3 minutes. What a sampled step takes beside the tensor's histogram, which
 it has made. Ratios and medians; kernel and aminmax take turns, so that they share the machine's moods. `hot` and `cold` are
-those of bench_sketch.py. Beside them two floors, ratios to aminmax as well: `arithmetic`, the same work on as many values
-that all come from the closest cache, and `reading`, of bench_sketch.py; and `call`, what a tensor of a single block takes,
+those of bench_histogram.py. Beside them two floors, ratios to aminmax as well: `arithmetic`, the same work on as many values
+that all come from the closest cache, and `reading`, of bench_histogram.py; and `call`, what a tensor of a single block takes,
 which each call takes besides. `spread` are normal values times 2^(2z), z normal as well: in many blocks small values lie in
 the subnormal range of the format. The plain path, which other devices take, is timed once, in one thread.
 """
@@ -14,9 +14,9 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from bench_sketch import LAYOUTS, SIZES, Call, in_turns, reading, seconds, tensors_of
+from bench_histogram import LAYOUTS, SIZES, Call, in_turns, reading, seconds, tensors_of
 
-from nemo_fp8_debug.kernels import quantization_sums, sketch
+from nemo_fp8_debug.kernels import histogram_of, quantization_sums
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import FloatFormat
 from nemo_fp8_debug.numerics.recipe import parse_recipe
@@ -55,21 +55,21 @@ def plain_ratio(by: How, threads: int) -> float:
 
 def measuring(by: How, tensors: list[torch.Tensor]) -> Call:
     """Measures one of these tensors."""
-    sketches = {x.data_ptr(): sketch(x) for x in tensors}
-    return lambda x: quantization_sums(x, *by, sketches[x.data_ptr()])
+    histograms = {x.data_ptr(): histogram_of(x) for x in tensors}
+    return lambda x: quantization_sums(x, *by, histograms[x.data_ptr()])
 
 
 def arithmetic(by: How) -> Call:
     """Measures `MANY` values without waiting for memory, whatever it is given: one row, in a close cache, over and over."""
     x = torch.randn(4096).bfloat16().expand(MANY // 4096, 4096)
-    counted = sketch(x)
+    counted = histogram_of(x)
     return lambda _: quantization_sums(x, *by, counted)
 
 
 def call(by: How) -> Call:
     """Measures a single block, whatever it is given."""
     x = torch.randn(by[0].block(by[1])).bfloat16()
-    counted = sketch(x)
+    counted = histogram_of(x)
     return lambda _: quantization_sums(x, *by, counted)
 
 

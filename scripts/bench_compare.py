@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/bench_compare.py [--tensors 1500] [--steps 1000] [--keep FOLDER]
 
-Both runs are noise about usual figures; in the bad one a tensor of each tenth layer leaves. Seconds are of the wall clock
+Both runs are noise about usual metrics; in the run a tensor of each tenth layer leaves. Seconds are of the wall clock
 and of the processor, memory is the peak of the process, files lie in the page cache.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.numerics.metric_names import FIGURES
+from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.writer import RunRecord
 
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -37,12 +37,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
-        for seed, name in enumerate(("good", "bad")):
+        for seed, name in enumerate(("baseline", "bad")):
             if not (folder / name).exists():
                 write(folder / name, options.tensors, options.steps, seed, harmed=name == "bad")
         print(f"2 runs of {options.tensors} tensors x {options.steps} sampled steps")
         for arguments in ([], ["--json"]):
-            measure(["compare", str(folder / "good"), str(folder / "bad"), *arguments])
+            measure(["compare", str(folder / "baseline"), str(folder / "bad"), *arguments])
 
 
 def write(run: Path, tensors: int, steps: int, seed: int, harmed: bool) -> None:
@@ -72,7 +72,7 @@ def columns(keys: list[tuple[str, str]], grown: Any, random: np.random.Generator
         **{name: [value] * n for name, value in (constant | counts).items()},
         **{
             name: USUAL.get(name, 1.0) * random.lognormal(sigma=0.05, size=n) * (grown if name in grows else 1)
-            for name in ("scale", "scale_current", *FIGURES)
+            for name in ("scale", "scale_current", *METRICS)
         },
     }
 

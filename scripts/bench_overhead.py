@@ -1,8 +1,8 @@
 """The overhead contract, measured: what the monitor costs the small GPT on a CPU, beside what it may cost.
 
 `OMP_NUM_THREADS=1 python scripts/bench_overhead.py [--pairs 200] [--groups 24] [--blocks 3]`, about 4 minutes. One thread
-for torch, BF16 and no emulation, so that a step is short and a sample weighs most; everything is recorded: the run record,
-TensorBoard and the printed table. What is compared takes turns within one process; figures are medians, intervals 95% by
+for torch, BF16 and no emulation, so that a step is short and a sample tries most; everything is recorded: the run record,
+TensorBoard and the printed table. What is compared takes turns within one process; metrics are medians, intervals 95% by
 bootstrap. On a GPU: validation/gpu/run.sh.
 """
 
@@ -37,7 +37,7 @@ def whole_runs(blocks: int) -> list[Row]:
         ratios.append([100 * (a / b - 1) for a, b in zip(mine, both_clocks(lambda i: gpt.step()), strict=True)])
     wall, processor = (" ".join(f"{more:+.1f}" for more in kind) for kind in zip(*ratios, strict=True))
     what = f"{wall} %; in processor time {processor} %"
-    return [(f"blocks of {INTERVAL} steps against their neighbours", what, "as above, with the noise")]
+    return [(f"blocks of {INTERVAL} steps against their neighbors", what, "as above, with the noise")]
 
 
 def both_clocks(call: Callable[[int], object]) -> tuple[float, float]:

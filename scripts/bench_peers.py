@@ -37,9 +37,9 @@ COLUMNS = (
     "in processor time",
     "cost, ours = 1",
     "cost in processor time",
-    "figures a step",
-    "us a figure",
-    "figures of a tensor",
+    "metrics a step",
+    "us a metric",
+    "metrics of a tensor",
     "sees",
     "FP8",
 )
@@ -61,7 +61,7 @@ def measure(tool: str, rounds: int) -> dict[str, Any]:
                 found["base"].append(base)
                 found["wall"].append((own.wall + after.wall) / base - 2)
                 found["processor"].append(used / busy - 4)
-        return {**found, "figures": figures()}
+        return {**found, "metrics": figures()}
 
 
 def measured(tool: str, rounds: int) -> Found:
@@ -88,9 +88,9 @@ def row(tool: str, found: Found, ours: Found | None) -> list[str]:
     for clock in ("wall", "processor"):
         known = isinstance(ours, dict) and tool != "none"
         cells.append(f"{statistics.median(found[clock]) / statistics.median(ours[clock]):.1f}" if known else "")
-    figures = found["figures"]
+    metrics = found["metrics"]
     seconds = statistics.median(found["wall"]) * statistics.median(found["base"])
-    return [*cells, f"{figures:.0f}", f"{1e6 * seconds / figures:.0f}" if figures else "", *computes]
+    return [*cells, f"{metrics:.0f}", f"{1e6 * seconds / metrics:.0f}" if metrics else "", *computes]
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Times the packed reduction of a sampled step beside one all-reduce for each tensor, between processes of this machine.
 
-`python scripts/bench_reduction.py [--ranks 2 4] [--tensors 500 5000]`. The real code reduces sketches of normal and
-heavy-tailed BF16 tensors; beside it, in turns, an all-reduce of four float64 a tensor, as figures that add up need, and
-one of each whole sketch. Medians of one run. Every collective and its bytes are counted on the way: two a sample.
+`python scripts/bench_reduction.py [--ranks 2 4] [--tensors 500 5000]`. The real code reduces histograms of normal and
+heavy-tailed BF16 tensors; beside it, in turns, an all-reduce of four float64 a tensor, as metrics that add up need, and
+one of each whole histogram. Medians of one run. Every collective and its bytes are counted on the way: two a sample.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from nemo_fp8_debug.core.keys import ROLES
-from nemo_fp8_debug.distributed import Family, Ranks, Reduction
+from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
 from nemo_fp8_debug.distributed.reduction import Plan
-from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.measurement.operand_stats import Cast, Collected, Shard
+from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.measurement.operand_stats import Cast, Collected, OperandStats
 from nemo_fp8_debug.numerics.histogram import BINS
 
 VALUES, KINDS = 1 << 16, 24
@@ -63,11 +63,11 @@ def tensors(rank: int) -> list[torch.Tensor]:
     return [x.bfloat16() for x in [*normal, *(x * torch.randn(VALUES).exp() ** 2 for x in normal)]]
 
 
-def shards(rank: int, names: list[str], n: int) -> list[Shard]:
+def stats(rank: int, names: list[str], n: int) -> list[OperandStats]:
     keys, kinds = [(name, role) for name in names for role in ROLES][:n], tensors(rank)
-    found = [sketch(kinds[i % KINDS]) for i in range(n)]
+    found = [histogram_of(kinds[i % KINDS]) for i in range(n)]
     return [
-        Shard(key, "linear", CAST, s, 1.0 + i, None, None, calls=1)
+        OperandStats(key, "linear", CAST, s, 1.0 + i, None, None, calls=1)
         for i, (key, s) in enumerate(zip(keys, found, strict=True))
     ]
 
@@ -85,18 +85,18 @@ def work(rank: int, world: int, port: int, n: int, rounds: int) -> dict[str, Any
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     names = [f"decoder.layers.{i}.mlp.linear_fc{i % 2 + 1}" for i in range(-(-n // len(ROLES)))]
     ranks, kinds = Ranks(), dict.fromkeys(names, "linear")
-    Family.told(ranks, kinds)
+    ShardGroup.told(ranks, kinds)
     ranks.start({})
-    reduction = Reduction(ranks, Family.met(ranks, kinds), outputs=False)
-    sketch(torch.randn(16).bfloat16())
+    reduction = Reduction(ranks, ShardGroup.met(ranks, kinds), outputs=False)
+    histogram_of(torch.randn(16).bfloat16())
     times: dict[str, list[float]] = {}
     before, peaks = memory("VmRSS"), []
     for step in range(rounds):
         forget_peak()
-        mine, plan, Counted.asked = shards(rank, names, n), Plan(step, []), []
+        mine, plan, Counted.asked = stats(rank, names, n), Plan(step, []), []
         found: list[Any] = []
 
-        def pack(plan: Plan = plan, mine: list[Shard] = mine, found: list[Any] = found) -> None:
+        def pack(plan: Plan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
             found.append(reduction.brought(plan, Collected(mine), [s.key for s in mine]))
             mine.clear()
 
@@ -111,7 +111,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int) -> dict[str, Any
         check(found[1][0], rank, world, n)
         found.clear()
         numbers, counts = torch.zeros(4, dtype=torch.float64), torch.zeros(BINS, dtype=torch.int64)
-        for name, x in (("four_numbers", numbers), ("whole_sketches", counts)):
+        for name, x in (("four_numbers", numbers), ("whole_histograms", counts)):
             times.setdefault(name, []).append(seconds(lambda x=x: [dist.all_reduce(x) for _ in range(n)]))
     dist.barrier()
     dist.destroy_process_group()
@@ -123,8 +123,8 @@ def check(whole: Collected | None, rank: int, world: int, n: int) -> None:
     """The first rank has all values of all ranks."""
     assert (whole is not None) == (rank == 0)
     if whole is not None:
-        assert [s.shards for s in whole.shards] == [world] * n
-        assert all(int(s.sketch.counts.sum()) == world * VALUES for s in whole.shards)
+        assert [s.ranks for s in whole.operands] == [world] * n
+        assert all(int(s.histogram.counts.sum()) == world * VALUES for s in whole.operands)
 
 
 def main() -> None:
@@ -167,12 +167,12 @@ def report(world: int, n: int, found: list[dict[str, Any]]) -> None:
     whole = took["packing"] + took["reducing"]
     print(f"{world} ranks, {n} tensors: {whole:.3f} s on the first rank, {took['packing']:.3f} s of it packing and")
     print(f"    {took['collectives']:.3f} s in 2 collectives")
-    for name in ("four_numbers", "whole_sketches"):
+    for name in ("four_numbers", "whole_histograms"):
         ratios = f"{took[name] / took['collectives']:.1f} times the two, {took[name] / whole:.1f} times all"
         print(f"    one all-reduce a tensor, {name:14} {took[name]:7.3f} s: {ratios}")
     print(f"    {sizes[0] / 1e6:.2f} MB of maxima and {sizes[1] / 1e6:.2f} MB of sums a rank,")
-    print(f"    {sum(sizes) / n / 1e3:.1f} KB a tensor; a whole sketch is {8 * BINS / 1e3:.0f} KB")
-    print(f"    peak memory, own sketches included: {', '.join(str(f['peak']) for f in found)} MiB by rank")
+    print(f"    {sum(sizes) / n / 1e3:.1f} KB a tensor; a whole histogram is {8 * BINS / 1e3:.0f} KB")
+    print(f"    peak memory, own histograms included: {', '.join(str(f['peak']) for f in found)} MiB by rank")
     if n == 500:
         assert max(f["peak"] for f in found) < 200
 

@@ -1,6 +1,6 @@
-"""Times the sketch of a BF16 tensor beside torch.aminmax of the same tensor, and figures from many sketches.
+"""Times the histogram of a BF16 tensor beside torch.aminmax of the same tensor, and metrics from many histograms.
 
-`python scripts/bench_sketch.py [--threads 2]`, about 2 minutes. Ratios and medians; the two take turns, so that they share
+`python scripts/bench_histogram.py [--threads 2]`, about 2 minutes. Ratios and medians; the two take turns, so that they share
 the machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round as many as 384 MiB
 hold, as a training step goes round its operands. Beside them two floors, ratios to aminmax as well: `updates`, one counter
 update a value with everything in the closest cache, and `reading`, torch's sum of the same memory as words.
@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.kernels.cpu import metrics
+from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
+from nemo_fp8_debug.kernels.cpu.precompute import precompute
 from nemo_fp8_debug.kernels.memory import bits_of
-from nemo_fp8_debug.numerics import metrics as figures
+from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
 from nemo_fp8_debug.numerics.histogram import BINS
-from nemo_fp8_debug.numerics.precomputed import Sketches
+from nemo_fp8_debug.numerics.precomputed import Histograms
 
 #: values, in 2^20
 SIZES = (1, 4, 16, 64, 256)
@@ -97,18 +97,18 @@ def update_ns(threads: int) -> float:
     return 1e9 * best / (32 * values.size) / threads
 
 
-def figures_of_500_sketches() -> float:
-    """Seconds for all figures of 500 sketches of normal values under 3 scalings."""
+def metrics_of_500_histograms() -> float:
+    """Seconds for all metrics of 500 histograms of normal values under 3 scalings."""
     scalings = ((1.0, E4M3), (100.0, E4M3), (1000.0, E5M2))
 
     def once() -> float:
-        counted = [sketch((1 + i) * torch.randn(1 << 16).bfloat16()) for i in range(500)]
+        counted = [histogram_of((1 + i) * torch.randn(1 << 16).bfloat16()) for i in range(500)]
         start = time.perf_counter()
-        metrics.find([(of, [(torch.tensor(scale), fmt) for scale, fmt in scalings]) for of in counted])
-        sketches = Sketches(counted)
+        precompute([(of, [(torch.tensor(scale), fmt) for scale, fmt in scalings]) for of in counted])
+        histograms = Histograms(counted)
         for scale, fmt in scalings:
             scales = torch.full((500,), scale)
-            figures.figures(sketches.moments, sketches.quantization_sums(scales, [fmt] * 500), scales, scales)
+            metrics.metrics_of(histograms.moments, histograms.quantization_sums(scales, [fmt] * 500), scales, scales)
         return time.perf_counter() - start
 
     return min(once(), once())  # the first compiles
@@ -124,16 +124,16 @@ def main() -> None:
     print(
         f"BF16, {threads} threads; medians, and medians of ratios to torch.aminmax; an update is {threads * update:.2f} ns"
     )
-    print(f"{'Mi':>4} {'layout':22} {'':4} {'sketch':>9} {'aminmax':>9}    ratio  updates  reading or one row")
+    print(f"{'Mi':>4} {'layout':22} {'':4} {'histogram':>9} {'aminmax':>9}    ratio  updates  reading or one row")
     for layout in LAYOUTS:
         for mebi in SIZES:
             for name, tensors in tensors_of(mebi, layout):
                 floor = {"contiguous": [reading], "transposed": []}.get(layout, [one_row])
-                found = in_turns(tensors, [sketch, *floor, torch.aminmax])
+                found = in_turns(tensors, [histogram_of, *floor, torch.aminmax])
                 (ours, ratio), (theirs, _) = found[0], found[-1]
                 floors = f"{update * (mebi << 20) * 1e-6 / theirs:8.2f}" + "".join(f" {by:8.2f}" for _, by in found[1:-1])
                 print(f"{mebi:4} {layout:22} {name:4} {ours:6.2f} ms {theirs:6.2f} ms {ratio:8.2f} {floors}", flush=True)
-    print(f"figures of 500 sketches under 3 scalings: {figures_of_500_sketches():.2f} s")
+    print(f"metrics of 500 histograms under 3 scalings: {metrics_of_500_histograms():.2f} s")
 
 
 if __name__ == "__main__":

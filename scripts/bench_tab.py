@@ -24,11 +24,11 @@ import browser
 from bench_compare import INTERVAL, KINDS, USUAL
 
 from nemo_fp8_debug.core.keys import SHOWN_AS
-from nemo_fp8_debug.numerics.metric_names import FIGURES
+from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.writer import MERGED, RunRecord
 from nemo_fp8_debug.tensorboard_plugin.links import link
 
-RUNS = ("good", "bad", "twin")
+RUNS = ("baseline", "bad", "reference")
 #: resolves once every map is drawn at the step that the slider shows, with the milliseconds since the call
 DRAWN = """async (act) => {
     const start = performance.now();
@@ -75,7 +75,7 @@ def write(run: Path, tensors: int, steps: int, seed: int, harmed: bool) -> None:
     record.open({"recipe": {"measured_against": "delayed-hybrid"}})
     for first in range(0, steps, MERGED):
         samples = np.arange(first, min(first + MERGED, steps))
-        record.write_part("figures", columns(keys, samples, random, harmed, steps), *ends(samples))
+        record.write_part("metrics", columns(keys, samples, random, harmed, steps), *ends(samples))
         record.write_part("steps", scalars(samples, random, harmed, steps), *ends(samples))
     record.close()
 
@@ -101,7 +101,7 @@ def columns(keys: list[tuple[str, str]], samples: Any, random: Any, harmed: bool
         **{name: np.full(rows, value) for name, value in counts.items()},
         **{
             name: USUAL.get(name, 1.0) * random.lognormal(sigma=0.05, size=rows) * (grown if name in worse else 1)
-            for name in ("scale", "scale_current", *FIGURES)
+            for name in ("scale", "scale_current", *METRICS)
         },
     }
 
@@ -116,7 +116,7 @@ def scalars(samples: Any, random: Any, harmed: bool, steps: int) -> dict[str, An
 def measure(folder: Path) -> None:
     with browser.tensorboard("--logdir", folder, "--load_fast", "true") as address, browser.chromium() as chromium:
         time.sleep(5)  # it has looked for runs by then
-        state = {"run": "bad", "good": "good", "twin": "twin", "step": 15_000}
+        state = {"run": "bad", "baseline": "baseline", "reference": "reference", "step": 15_000}
         say("first paint, cold", *paint(chromium, address, state))
         again = [paint(chromium, address, state) for _ in range(5)]
         say("first paint, warm", *map(statistics.median, zip(*again, strict=True)))

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-VARIANTS = ("good", "bad", "twin")
+VARIANTS = ("baseline", "bad", "reference")
 INTERVAL = 10
 #: seconds between two lines of progress, and those that a run has to end by itself
 REPORTED, ENDS_WITHIN = 10, 5
@@ -170,17 +170,17 @@ def report(output: Path) -> None:
     """Print the verdict, and where to see what it rests on."""
     from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 
-    good, bad, twin = (output / name for name in VARIANTS)
-    print(f"\n{diagnose(bad, good, twin).verdict()}\n")
+    baseline, bad, reference = (output / name for name in VARIANTS)
+    print(f"\n{diagnose(bad, baseline, reference).verdict()}\n")
     commands = Path(sys.executable).parent
     port = free_port(PORT)
     if port != PORT:
         print(f"Port {PORT} is taken, so this uses port {port}.")
     print(f"To see it:  {commands / 'tensorboard'} --logdir {output} --port {port}")
-    print(f"and open    {worst_tensor(good, bad, port)}")
-    print(f"In tables:  {commands / 'nemo-fp8-debug'} compare {good} {bad} --twin {twin}")
-    print(f"            {commands / 'nemo-fp8-debug'} diagnose {bad} --good {good} --twin {twin}")
-    print(f"Records:    {good}, {bad}, {twin}")
+    print(f"and open    {worst_tensor(baseline, bad, port)}")
+    print(f"In tables:  {commands / 'nemo-fp8-debug'} compare {baseline} {bad} --reference {reference}")
+    print(f"            {commands / 'nemo-fp8-debug'} diagnose {bad} --baseline {baseline} --reference {reference}")
+    print(f"Records:    {baseline}, {bad}, {reference}")
 
 
 def free_port(wanted: int) -> int:
@@ -193,14 +193,14 @@ def free_port(wanted: int) -> int:
     return wanted
 
 
-def worst_tensor(good: Path, bad: Path, port: int) -> str:
+def worst_tensor(baseline: Path, bad: Path, port: int) -> str:
     """The address at which the tab shows the tensor that drifted farthest."""
     from nemo_fp8_debug.analysis.comparison.compare import compare
     from nemo_fp8_debug.tensorboard_plugin.links import link
 
-    layer, role = compare(good, bad).tensors.select("layer", "role").row(0)
-    shown = {"view": "map", "figure": "underflow_pct", "layer": layer, "role": role}
-    return link(f"http://localhost:{port}", run="bad", good="good", twin="twin", **shown)
+    layer, role = compare(baseline, bad).tensors.select("layer", "role").row(0)
+    shown = {"view": "map", "metric": "underflow_pct", "layer": layer, "role": role}
+    return link(f"http://localhost:{port}", run="bad", baseline="baseline", reference="reference", **shown)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How each tool is put on the small GPT, looking at its GEMMs in every step; for bench_peers.py.
 
 Each function takes the model and a folder, and returns what does one step that the tool looks at, and what counts the
-figures that it has of a step, once all steps are over.
+metrics that it has of a step, once all steps are over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eager_figures import NAMES, eager_figures
+from eager_metrics import NAMES, eager_metrics
 from small_gpt import GEMMS, MICRO_BATCHES, SmallGPT
 from torch import nn
 
@@ -65,7 +65,7 @@ def ours(gpt: SmallGPT, folder: Path) -> Watched:
 
     def figures() -> float:
         monitor.close()
-        rows = pl.read_parquet(folder / "figures" / "*.parquet")
+        rows = pl.read_parquet(folder / "metrics" / "*.parquet")
         return sum(rows[name].count() for name in NAMES) / next(numbers)
 
     return _monitored(gpt, monitor, numbers), figures
@@ -84,7 +84,7 @@ class Kept:
 
 
 def ours_in_memory(gpt: SmallGPT, folder: Path) -> Watched:
-    """The same figures, and nothing written."""
+    """The same metrics, and nothing written."""
     from nemo_fp8_debug import Monitor
 
     kept = Kept()
@@ -105,7 +105,7 @@ def _monitored(gpt: SmallGPT, monitor: Any, numbers: count[int]) -> Callable[[],
     return step
 
 
-def _seen(gpt: SmallGPT, see: See, figures_a_call: int, after: Callable[[], None] = lambda: None) -> Watched:
+def _seen(gpt: SmallGPT, see: See, metrics_a_call: int, after: Callable[[], None] = lambda: None) -> Watched:
     steps, calls = Counter[str](), Counter[str]()
 
     def counted(*seen: Any) -> None:
@@ -119,7 +119,7 @@ def _seen(gpt: SmallGPT, see: See, figures_a_call: int, after: Callable[[], None
         gpt.step()
         after()
 
-    return step, lambda: figures_a_call * calls["all"] / steps["all"]
+    return step, lambda: metrics_a_call * calls["all"] / steps["all"]
 
 
 def eager(precision: torch.dtype) -> Callable[[SmallGPT, Path], Watched]:
@@ -128,7 +128,7 @@ def eager(precision: torch.dtype) -> Callable[[SmallGPT, Path], Watched]:
 
         def see(name: str, operand: str, x: torch.Tensor) -> None:
             target = torch.float8_e5m2 if operand == "gradient" else torch.float8_e4m3fn
-            kept[name, operand] = eager_figures(x, target, precision)
+            kept[name, operand] = eager_metrics(x, target, precision)
 
         return _seen(gpt, see, len(NAMES))
 

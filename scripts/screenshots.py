@@ -42,7 +42,7 @@ def main() -> None:
             page.screenshot(path=IMAGES / f"{name}.png")
             page.close()
 
-        culprit = the_worst(runs / "good", runs / "bad").partition("/#")[2]
+        culprit = the_worst(runs / "baseline", runs / "bad").partition("/#")[2]
         for view, ready in VIEWS.items():
             take(f"tab_{view}", lambda page, v=view, r=ready: tab(page, f"{address}/#{culprit}&p.fp8.step=300", v, r))
         dark = f"{address}/?darkMode=true#{culprit}&p.fp8.step=300"
@@ -65,7 +65,7 @@ def comparison(page: Page, runs: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.html"
         command = Path(sys.executable).with_name("nemo-fp8-debug")
-        arguments = ["compare", runs / "good", runs / "bad", "--html", report]
+        arguments = ["compare", runs / "baseline", runs / "bad", "--html", report]
         subprocess.run([command, *arguments], check=True, stdout=subprocess.DEVNULL)
         page.goto(report.as_uri())
         page.wait_for_timeout(3000)

@@ -1,6 +1,6 @@
 """What the monitor costs the steps of a model, in rows of (what, measured, limit); for benchmarks of CPUs and GPUs.
 
-What is compared takes turns within one process; figures are medians, intervals 95% by bootstrap.
+What is compared takes turns within one process; metrics are medians, intervals 95% by bootstrap.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Sampled:
 
     @property
     def average(self) -> Estimate:
-        """What samples add to all steps, in per cent."""
+        """What samples add to all steps, in percent."""
         return Estimate(*(100 * (of - 1) / INTERVAL for of in (self.whole.median, self.whole.low, self.whole.high)))
 
     def rows(self, limit: float, until: float | None = None) -> list[Row]:

@@ -24,7 +24,7 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         runs = Path(scratch) / "runs"
-        for seed, name in enumerate(("good", "bad")):
+        for seed, name in enumerate(("baseline", "bad")):
             write(runs / name, 24, 100, seed, harmed=name == "bad")
         for version in sys.argv[1:] or VERSIONS:
             try:
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def opened(version: str, target: Path, runs: Path) -> str:
-    """What the map of the bad run says is worst."""
+    """What the map of the run says is worst."""
     wanted = [f"tensorboard=={version}", *OLD]
     command = [sys.executable, "-m", "pip", "install", "-q", "--target", target, *wanted]
     subprocess.run(command, check=True, capture_output=True)
@@ -44,7 +44,7 @@ def opened(version: str, target: Path, runs: Path) -> str:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(target), before)))
     try:
         with browser.tensorboard("--logdir", runs) as address, browser.chromium() as chromium:
-            page = browser.open_tab(chromium, address, run="bad", good="good")
+            page = browser.open_tab(chromium, address, run="bad", baseline="baseline")
             faults: list[str] = []
             page.on("pageerror", lambda error: faults.append(str(error)))
             worst = page.frame_locator("iframe").locator("[data-panel=difference]")

@@ -83,10 +83,10 @@ def check(plain: Watch, watched: Watch, folder: Path) -> bool:
     """Print what was found; whether all is well."""
     steps = plain.steps == watched.steps
     weights = all(torch.equal(a, b) for a, b in zip(plain.weights, watched.weights, strict=True))
-    figures = read_table(find_run(folder), "figures")
+    metrics = read_table(find_run(folder), "metrics")
     noted = read_table(find_run(folder), "steps").sort("step").select("step", "loss", "grad_norm").rows()
     expected = [(number, *step) for number, step in enumerate(plain.steps, 1)]
-    engine = figures.filter(scale_source="engine")
+    engine = metrics.filter(scale_source="engine")
     same = [
         row["scale"] in watched.scales.get((row["step"], row["layer"], KERNEL_ROLES[row["role"]]), ())
         for row in engine.to_dicts()
@@ -97,7 +97,7 @@ def check(plain: Watch, watched: Watch, folder: Path) -> bool:
     print(f"losses and gradient norms: {'bit-identical' if steps else 'DIFFERENT'}")
     print(f"weights after {len(plain.steps)} steps: {'bit-identical' if weights else 'DIFFERENT'}")
     print(f"losses and gradient norms in the record: {'the same' if noted == expected else 'OTHERS'}")
-    print(f"tensors in the record: {len(figures)} at steps {figures['step'].unique().sort().to_list()}")
+    print(f"tensors in the record: {len(metrics)} at steps {metrics['step'].unique().sort().to_list()}")
     print(f"scales from the engine that its kernels were given: {sum(same)} of {len(same)}")
     return steps and weights and noted == expected and bool(same) and all(same)
 

@@ -41,7 +41,7 @@ from nemo_fp8_debug.record import writer
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 from nemo_fp8_debug.record.schema import Part
-from nemo_fp8_debug.record.storage import Place
+from nemo_fp8_debug.record.storage import Storage
 
 # Compiled once, and not in each run that is forked.
 count_patterns(np.zeros(8, np.uint16), np.zeros(1 << 15, np.int64), threads=1)
@@ -52,12 +52,12 @@ MERGED = 4
 CHECKPOINT = 7
 #: seconds that a run lives, at the most
 LIFE = 0.9
-TABLES = ("figures", "what_if", "sketches", "steps")
+TABLES = ("metrics", "what_if", "histograms", "steps")
 #: what two runs must agree in, bit for bit
 COMPARED = {
-    "figures": ["step", "layer", "role", "n", "amax", "amin", "mse", "scale"],
+    "metrics": ["step", "layer", "role", "n", "amax", "amin", "mse", "scale"],
     "what_if": ["step", "layer", "role", "recipe", "n", "mse"],
-    "sketches": ["step", "layer", "role", "bins", "counts"],
+    "histograms": ["step", "layer", "role", "bins", "counts"],
     "steps": ["step", "loss"],
 }
 
@@ -91,7 +91,7 @@ def train(folder: Path, length: int, says: Connection | None) -> None:
     if checkpoint.exists():
         first, weights = torch.load(checkpoint)
         model.load_state_dict(weights)
-    options: dict[str, Any] = {"recipe": "current-e4m3", "weigh": ["current-e5m2"], "dump": ["1"]}
+    options: dict[str, Any] = {"recipe": "current-e4m3", "what_if": ["current-e5m2"], "dump": ["1"]}
     monitor = Monitor(model, str(folder / "run"), interval=1, table_rows=0, dump_min_free_bytes=0, **options)
     attempt = read_fingerprint(folder / "run")["attempt"]
     for step in range(first, length):
@@ -147,7 +147,7 @@ class Torture:
         whole.mkdir()
         self.wait_for(self.start(whole))
         self.reference = {table: read_table(whole / "run", table) for table in TABLES}
-        self.reference_dumps = {key(Place(whole / "run"), name): name for *_, name in dumped_files(Place(whole / "run"))}
+        self.reference_dumps = {key(Storage(whole / "run"), name): name for *_, name in dumped_files(Storage(whole / "run"))}
 
     def start(self, folder: Path, says: Connection | None = None) -> Any:
         process = self.processes.Process(target=train, args=(folder, self.length, says))
@@ -192,8 +192,8 @@ class Torture:
 
     def aim(self, folder: Path) -> None:
         """Wait for the midst of a write or a merge, which are too short for chance alone to hit them often."""
-        inside = folder / self.chance.choice([".", "figures", "what_if", "sketches", "steps", "tensors"])
-        sign = self.chance.choice([".part", "-steps-"]) if inside.name in ("figures", "what_if", "steps") else ".part"
+        inside = folder / self.chance.choice([".", "metrics", "what_if", "histograms", "steps", "tensors"])
+        sign = self.chance.choice([".part", "-steps-"]) if inside.name in ("metrics", "what_if", "steps") else ".part"
         before = names(inside)
         until = time.monotonic() + LIFE
         while time.monotonic() < until:
@@ -213,7 +213,7 @@ class Torture:
         for table in TABLES:
             rows = read_table(place, table)
             self.check_rows(table, rows, run)
-            if table == "figures":
+            if table == "metrics":
                 self.found["samples lost in flight"] += len(run.in_flight - set(rows.select("attempt", "step").iter_rows()))
                 self.found["samples kept in flight"] += len(run.in_flight & set(rows.select("attempt", "step").iter_rows()))
         self.check_dumps(place, run)
@@ -231,14 +231,14 @@ class Torture:
             fail(run, f"{table}: the rows are not those of a run without interruption\n{mine}\n{expected}")
         self.found["rows compared"] += len(mine)
 
-    def check_dumps(self, place: Place, run: Watched) -> None:
+    def check_dumps(self, place: Storage, run: Watched) -> None:
         there: Counter[tuple[int, int]] = Counter()
         for attempt, step, _, name in dumped_files(place):
             there[attempt, step] += 1
             if name in run.dumps_read:
                 continue
             _, tensors = read_dump(place, name)
-            _, expected = read_dump(Place(self.folder / "reference" / "run"), self.reference_dumps[key(place, name)])
+            _, expected = read_dump(Storage(self.folder / "reference" / "run"), self.reference_dumps[key(place, name)])
             if any(not torch.equal(tensors[part].float(), expected[part].float()) for part in expected):
                 fail(run, f"{name} is not what a run without interruption dumps")
             run.dumps_read.add(name)
@@ -255,7 +255,7 @@ class Torture:
                 kind = file.relative_to(run.folder).parts[0]
                 self.found[f"leftover: {'status.json' if kind.startswith('status') else kind}"] += 1
         for table in TABLES:
-            parts = [p for file in (run.folder / table).glob("*.parquet") if (p := Part.named(file.name))]
+            parts = [p for file in (run.folder / table).glob("*.parquet") if (p := Part.named(table, file.name))]
             merged = [p for p in parts if p.merged]
             small = [p for p in parts if not p.merged]
             self.found["merges cut short"] += any(
@@ -316,7 +316,7 @@ def names(folder: Path) -> set[str]:
         return set()
 
 
-def key(place: Place, name: str) -> tuple[Any, ...]:
+def key(place: Storage, name: str) -> tuple[Any, ...]:
     """What a dump is, whatever attempt wrote it."""
     about, _ = read_dump(place, name)
     return about.step, about.layer, about.role, about.call

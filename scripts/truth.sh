@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The benchmark of truth: runs with a known culprit, what is said of them, and whether what is recommended mends them.
+# The benchmark of truth: runs with a known culprit, what is said of them, and whether what is recommended fixes them.
 # About 40 minutes on 2 cores. Thresholds were set on seeds 0 and 2; 1, 3 and 5 are reported.
 #
 #     scripts/truth.sh [FOLDER]

@@ -5,7 +5,7 @@
 
 Each release goes into a folder of its own in front of the environment's packages, without dependencies. A process of its own
 then trains a small model twice from the same seeds, with and without the package attached. *ok* means that the losses of the
-two are bit-identical, and that every figure equals that of the environment's own releases: counts and names exactly, others
+two are bit-identical, and that every metric equals that of the environment's own releases: counts and names exactly, others
 to 1e-12. Of Transformer Engine, which needs a GPU to run, the sources are read.
 """
 
@@ -92,10 +92,10 @@ def cases() -> list[Case]:
 # What runs in a process of its own, with the release in question
 
 
-Figures = dict[str, dict[str, Any]]
+Metrics = dict[str, dict[str, Any]]
 
 
-def probe_torch(folder: Path, watched: bool) -> tuple[list[float], Figures]:
+def probe_torch(folder: Path, watched: bool) -> tuple[list[float], Metrics]:
     """Linear layers in BF16 under `Monitor`."""
     import torch
     from torch import nn
@@ -108,7 +108,7 @@ def probe_torch(folder: Path, watched: bool) -> tuple[list[float], Figures]:
     return _train(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)).bfloat16(), loss_of, watched)
 
 
-def probe_megatron(folder: Path, watched: bool) -> tuple[list[float], Figures]:
+def probe_megatron(folder: Path, watched: bool) -> tuple[list[float], Metrics]:
     """The GPT of the package's own tests under `Monitor`: real megatron-core layers in BF16, one process on gloo."""
     import torch
     from megatron.core import parallel_state
@@ -126,13 +126,13 @@ def probe_megatron(folder: Path, watched: bool) -> tuple[list[float], Figures]:
             torch.distributed.destroy_process_group()
 
 
-def _train(model: Any, loss_of: Callable[[Any, int], Any], watched: bool) -> tuple[list[float], Figures]:
+def _train(model: Any, loss_of: Callable[[Any, int], Any], watched: bool) -> tuple[list[float], Metrics]:
     import torch
     from helpers import Samples
 
     from nemo_fp8_debug import Monitor
 
-    _initialise(model)
+    _initialize(model)
     optimizer, samples, losses = torch.optim.SGD(model.parameters(), lr=1e-2), Samples(), []
     monitor = Monitor(model, recorders=[samples], interval=1, recipe=DELAYED, on_error="raise") if watched else None
     for step in range(STEPS):
@@ -148,7 +148,7 @@ def _train(model: Any, loss_of: Callable[[Any, int], Any], watched: bool) -> tup
     return losses, {"|".join((str(s), *key)): row for s, by_key in rows.items() for key, row in by_key.items()}
 
 
-def _initialise(model: Any) -> None:
+def _initialize(model: Any) -> None:
     """The same weights, whatever order a release draws its random numbers in."""
     import torch
 
@@ -159,7 +159,7 @@ def _initialise(model: Any) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 
-def probe_lightning(folder: Path, watched: bool) -> tuple[list[float], Figures]:
+def probe_lightning(folder: Path, watched: bool) -> tuple[list[float], Metrics]:
     """A plain Lightning trainer with both callbacks of the package."""
     import lightning.pytorch as pl
     import torch
@@ -174,14 +174,14 @@ def probe_lightning(folder: Path, watched: bool) -> tuple[list[float], Figures]:
     losses: list[float] = []
     torch.manual_seed(0)
     module = Module()
-    _initialise(module)
+    _initialize(module)
     debug = [FP8DebugCallback(interval=1, on_error="raise", table_rows=0)] if watched else []
     fit(folder, [*debug, FP8EmulationCallback(DELAYED), Losses()], batches=STEPS, module=module, precision="bf16-mixed")
     return losses, _recorded(folder) if watched else {}
 
 
-def probe_nemo(folder: Path, watched: bool) -> tuple[list[float], Figures]:
-    """The recipe's GPT under nl.Trainer and MegatronStrategy, quantised by emulation."""
+def probe_nemo(folder: Path, watched: bool) -> tuple[list[float], Metrics]:
+    """The recipe's GPT under nl.Trainer and MegatronStrategy, quantized by emulation."""
     from megatron_on_cpu import megatron_on_cpu
     from nemo.collections import llm
     from nemo_runs import train
@@ -196,14 +196,14 @@ def probe_nemo(folder: Path, watched: bool) -> tuple[list[float], Figures]:
     return done["losses"], _recorded(folder) if watched else {}
 
 
-def _recorded(folder: Path) -> Figures:
+def _recorded(folder: Path) -> Metrics:
     from nemo_fp8_debug.record.reader import find_run, read_table
 
-    rows = read_table(find_run(folder), "figures").to_dicts()
+    rows = read_table(find_run(folder), "metrics").to_dicts()
     return {"|".join((str(row["step"]), row["layer"], row["role"])): row for row in rows}
 
 
-PROBES: dict[str, Callable[[Path, bool], tuple[list[float], Figures]]] = {
+PROBES: dict[str, Callable[[Path, bool], tuple[list[float], Metrics]]] = {
     "megatron-core": probe_megatron,
     "lightning": probe_lightning,
     "nemo-toolkit": probe_nemo,
@@ -212,15 +212,15 @@ PROBES: dict[str, Callable[[Path, bool], tuple[list[float], Figures]]] = {
 
 
 def run_probe(package: str, answer: Path) -> None:
-    """In a process of its own: write losses, figures and the version that was really imported."""
+    """In a process of its own: write losses, metrics and the version that was really imported."""
     with tempfile.TemporaryDirectory() as folder:
         plain, watched = Path(folder, "plain"), Path(folder, "watched")
         plain.mkdir()
         watched.mkdir()
         losses, _ = PROBES[package](plain, False)
-        losses_watched, figures = PROBES[package](watched, True)
+        losses_watched, metrics = PROBES[package](watched, True)
     version = importlib.metadata.version(package).partition("+")[0]
-    found = {"version": version, "losses": losses, "losses_watched": losses_watched, "figures": figures}
+    found = {"version": version, "losses": losses, "losses_watched": losses_watched, "metrics": metrics}
     answer.write_text(json.dumps(found))
 
 
@@ -288,8 +288,8 @@ def run(command: Sequence[str], searched: Sequence[Path], **variables: str) -> s
         raise Failed(f"no answer after {TIMEOUT_S} s") from error
 
 
-def differences(found: Figures, expected: Figures) -> list[str]:
-    """Which figures differ, as "step|layer|role column"."""
+def differences(found: Metrics, expected: Metrics) -> list[str]:
+    """Which metrics differ, as "step|layer|role column"."""
     if found.keys() != expected.keys():
         return sorted(found.keys() ^ expected.keys())
     pairs = ((key, name) for key, row in expected.items() for name in row)
@@ -320,17 +320,17 @@ def compare(case: Case, found: Mapping[str, Any], reference: Mapping[str, Any]) 
     Raises:
         Failed: it is not what it should be.
     """
-    losses, watched, figures = found["losses"], found["losses_watched"], found["figures"]
+    losses, watched, metrics = found["losses"], found["losses_watched"], found["metrics"]
     if found["version"] != case.version:
         raise Failed(f"{found['version']} was imported")
     if not losses or losses != watched:  # bit-identical: JSON keeps every digit
         raise Failed(f"losses differ with the package attached: {losses}, {watched}")
-    if not figures:
+    if not metrics:
         raise Failed("nothing was sampled")
-    if differ := differences(figures, reference["figures"]):
+    if differ := differences(metrics, reference["metrics"]):
         same_loss = "equal" if watched == reference["losses_watched"] else "differ too"
-        raise Failed(f"{len(differ)} figures differ from the reference (losses {same_loss}), first: {differ[0]}")
-    return f"ok: {len(losses)} steps, {len(figures)} operands"
+        raise Failed(f"{len(differ)} metrics differ from the reference (losses {same_loss}), first: {differ[0]}")
+    return f"ok: {len(losses)} steps, {len(metrics)} operands"
 
 
 def require_cpu_build(case: Case) -> None:
@@ -344,7 +344,7 @@ def require_cpu_build(case: Case) -> None:
         pip("install", *arguments, f"{case.package}=={case.version}")
         metadata = json.loads(report.read_text())["install"][0]["metadata"]
     if cuda := [r for r in metadata.get("requires_dist", ()) if r.startswith(("nvidia-", "cuda-"))]:
-        raise NotTried(f"the index has a CUDA build only, which asks for {len(cuda)} CUDA packages")
+        raise NotTried(f"the index has a CUDA build only, which requests for {len(cuda)} CUDA packages")
 
 
 def try_transformer_engine(case: Case) -> str:

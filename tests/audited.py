@@ -17,7 +17,7 @@ TARGET = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "bf16"
 
 
 def oracle(weight: torch.Tensor, scale: float | None, fmt: str) -> dict[str, float]:
-    """Figures of a weight (whose values are float32 values too) cast to a format; under its own amax's scale if None."""
+    """Metrics of a weight (whose values are float32 values too) cast to a format; under its own amax's scale if None."""
     x32 = weight.detach().float().numpy().reshape(-1)
     own = np.float32(LIMIT[fmt]) / np.abs(x32).max() if fmt in LIMIT else np.float32(1)
     used = own if scale is None else np.float32(scale)
@@ -42,7 +42,7 @@ def assert_cast(found: dict[str, Any], weight: torch.Tensor, scale: float | None
 
 
 def assert_audited(found: Audit, weights: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """Every weight is there once, with the oracle's figures in FP8 under current scaling and in BF16."""
+    """Every weight is there once, with the oracle's metrics in FP8 under current scaling and in BF16."""
     rows = {row["layer"]: row for row in found.rows}
     assert sorted(row["layer"] for row in found.rows) == sorted(weights)
     for name, weight in weights.items():

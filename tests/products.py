@@ -1,4 +1,4 @@
-"""What quantised operands do to the three products of a GEMM, by ml_dtypes and float64 matrices alone."""
+"""What quantized operands do to the three products of a GEMM, by ml_dtypes and float64 matrices alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def own_scale(x: torch.Tensor, role: str) -> float:
     return float(np.float32(LIMIT[FORMAT[role]]) / np.float32(x.detach().abs().max().item()))
 
 
-def quantised(x: torch.Tensor, role: str, scale: float | None = None) -> np.ndarray:
+def quantized(x: torch.Tensor, role: str, scale: float | None = None) -> np.ndarray:
     """[tokens, features], float64, under a scale or that of the tensor's own amax."""
     fmt, scale = FORMAT[role], np.float32(own_scale(x, role) if scale is None else scale)
     codes = np.clip(matrix(x).astype(np.float32) * scale, -LIMIT[fmt], LIMIT[fmt]).astype(_CODES[fmt])
@@ -53,10 +53,10 @@ _ROLES = ("input", "weight", "grad_output")
 
 
 def errors(parts: Iterable[tuple[Operands, Mapping[str, np.ndarray]]]) -> dict[str, dict[str, float]]:
-    """Figures of each product, over the outputs of several ranks laid end to end.
+    """Metrics of each product, over the outputs of several ranks laid end to end.
 
     Args:
-        parts: operands, and what they were quantised to.
+        parts: operands, and what they were quantized to.
     """
     squares: dict[tuple[str, str], float] = {}
     for given, low in parts:
@@ -87,6 +87,6 @@ def rows(sample: Sample) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["layer"], row["product"]): row for row in found}
 
 
-def figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """Those of its figures that are not absent."""
+def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Those of its metrics that are not absent."""
     return {name: value for name, value in row.items() if "error" in name and value is not None}

@@ -24,9 +24,9 @@ MARGIN: Ways = [("margin", "delayed-hybrid(margin=1)"), *CURRENT]
 def run(**host: Any) -> Run:
     """A run of Megatron's in delayed scaling."""
     row = {"layer": "decoder.layers.0.mlp.linear_fc1", "role": "input", "recipe": "delayed-hybrid", "scale_source": "engine"}
-    figures = pl.DataFrame([row], SCHEMAS["figures"])
+    metrics = pl.DataFrame([row], SCHEMAS["metrics"])
     losses = LossCurve.of(pl.DataFrame(schema=SCHEMAS["steps"]))
-    return Run("", {"host_options": host}, figures, losses, pl.DataFrame(schema=SCHEMAS["figures"]))
+    return Run("", {"backend_options": host}, metrics, losses, pl.DataFrame(schema=SCHEMAS["metrics"]))
 
 
 def recommendation(run: Run, ways: Mapping[tuple[str, str], Ways], ends: Ends | None = None) -> Recommendation:

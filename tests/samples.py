@@ -1,4 +1,4 @@
-"""Samples as a monitor hands them to its recorders: measured from tensors, or with figures chosen by hand."""
+"""Samples as a monitor hands them to its recorders: measured from tensors, or with metrics chosen by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.measurement.measure import measure
 from nemo_fp8_debug.numerics.formats import E4M3
-from nemo_fp8_debug.numerics.metric_columns import in_true_units
+from nemo_fp8_debug.numerics.metric_columns import unscaled
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 from nemo_fp8_debug.record.schema import SCHEMAS
 
@@ -31,8 +31,8 @@ ORDINARY = {
     "dtype": "bfloat16",
     "scale_source": "emulated",
     "calls": 1,
-    "shards": 1,
-    "shards_missing": 0,
+    "ranks": 1,
+    "ranks_missing": 0,
     "experts": None,
     "n": 4096,
     "nan": 0,
@@ -52,11 +52,11 @@ ORDINARY = {
     "dynamic_range_log2": 18.6,
     "outlier_log2": 2.6,
     "kurtosis": 3.0,
-    "true_amax": None,
-    "true_amin": None,
-    "true_mse": None,
+    "unscaled_amax": None,
+    "unscaled_amin": None,
+    "unscaled_mse": None,
 }
-COLUMNS = [name for name in SCHEMAS["figures"] if name not in ("attempt", "step", "consumed_samples")]
+COLUMNS = [name for name in SCHEMAS["metrics"] if name not in ("attempt", "step", "consumed_samples")]
 
 
 def sample(step: int, rows: Iterable[Mapping[str, Any]], **scalars: float) -> Sample:
@@ -69,10 +69,10 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
     """A sample of tensors by (layer, role), each under the scale of its own amax."""
     operands = []
     for (layer, role), x in tensors.items():
-        gemm = Gemm(layer, nn.Linear(1, 1), torch_linear.HOST)
+        gemm = Gemm(layer, nn.Linear(1, 1), torch_linear.BACKEND)
         operand = Operand(gemm, role, ScaleInUse(CurrentScaling(), E4M3, "current-hybrid", "current"))
         operand.add(x, 0)
         operands.append(operand)
     measured = measure(collect(operands))
-    figures = measured.figures | in_true_units(measured.figures, None)
-    return Sample(step, figures, {"loss": 2.5}, measured.sketches)
+    metrics = measured.metrics | unscaled(measured.metrics, None)
+    return Sample(step, metrics, {"loss": 2.5}, measured.histograms)

@@ -61,6 +61,6 @@ KINDS: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
 
 
 def counted(x: torch.Tensor) -> npt.NDArray[np.int64]:
-    """The counts that a sketch of a 16-bit tensor must hold."""
+    """The counts that a histogram of a 16-bit tensor must hold."""
     bits = x.detach().contiguous().reshape(-1).view(torch.int16).numpy().view(np.uint16)
     return np.bincount(bits & 0x7FFF, minlength=BINS)

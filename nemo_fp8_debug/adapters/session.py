@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.error_guard import Faults
+from ..core.error_guard import ErrorGuard
 from ..errors import ConfigError, warn
 from ..monitor.monitor import Monitor
 from ..options.config import Config
@@ -26,7 +26,7 @@ class Run:
         Raises:
             ConfigError: one cannot be used.
         """
-        self.faults = Faults(Config(**options).on_error)
+        self.faults = ErrorGuard(Config(**options).on_error)
         self._options = dict(options)
         self._monitor: Monitor | None = None
 

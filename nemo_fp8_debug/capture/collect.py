@@ -1,4 +1,4 @@
-"""From the operands that a rank captured to the shards that add up over ranks."""
+"""From the operands that a rank captured to the stats that add up over ranks."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from collections.abc import Sequence
 
 import torch
 
-from ..measurement.operand_stats import Cast, Shard
+from ..measurement.operand_stats import Cast, OperandStats
 from ..numerics import metrics
-from ..numerics.histogram import Sketch
+from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums
-from ..numerics.precomputed import Sketches
+from ..numerics.precomputed import Histograms
 from ..numerics.tensor_scaling import CurrentScaling, scales_of
 from .backends.base import ScaleInUse
 from .operands import Operand
 
 
-def collect(operands: Sequence[Operand]) -> list[Shard]:
+def collect(operands: Sequence[Operand]) -> list[OperandStats]:
     """What is known of each operand that was seen at least once."""
     seen = [o for o in operands if o.calls]
     known = _UnderScales([o for o in seen if not o.deferred])
     return [_shard(operand, known) for operand in seen]
 
 
-def _shard(operand: Operand, known: _UnderScales) -> Shard:
+def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
     total = operand.total
     moments = metrics.merge(Moments.concat(operand.moments).cpu()) if operand.moments else None
     cast = cast_of(operand.casts[0], operand)
     mine = known.of.get(operand.key)
-    return Shard(
+    return OperandStats(
         key=operand.key,
         kind=operand.gemm.kind,
         cast=cast,
-        sketch=total,
+        histogram=total,
         amax=float(moments.amax) if moments else total.amax,
         moments=moments,
         sums=_total(operand.sums) if operand.sums else mine and mine[0],
-        weighed={name: _total(rows) for name, rows in operand.weighed.items()},
+        what_if={name: _total(rows) for name, rows in operand.what_if_sums.items()},
         scales=mine and mine[1],
         parts=mine[2] if mine else [(cast, None, total)],
         calls=operand.calls,
@@ -53,28 +53,28 @@ def _total(parts: Sequence[QuantizationSums]) -> QuantizationSums:
     return QuantizationSums.concat([part.cpu() for part in parts]).total()
 
 
-Parts = list[tuple[Cast, float | None, Sketch]]
+Parts = list[tuple[Cast, float | None, Histogram]]
 
 
 class _UnderScales:
-    """Operands whose scales are known on this rank: each of their sketches under the scale that it was cast with."""
+    """Operands whose scales are known on this rank: each of their histograms under the scale that it was cast with."""
 
     def __init__(self, operands: Sequence[Operand]) -> None:
-        parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.sketches, strict=True)]
+        parts = [(i, o, u, s) for i, o in enumerate(operands) for u, s in zip(o.casts, o.histograms, strict=True)]
         uses = [use for _, _, use, _ in parts]
-        sketches = Sketches([sketch for *_, sketch in parts])
+        histograms = Histograms([histogram for *_, histogram in parts])
         owner = torch.tensor([i for i, *_ in parts], dtype=torch.int64)
         held = [use.scale if isinstance(use.scale, (torch.Tensor, CurrentScaling)) else None for use in uses]
         formats = [use.format for use in uses]
-        scales = scales_of(held, formats, _amax(operands, sketches))
+        scales = scales_of(held, formats, _amax(operands, histograms))
         counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
-        of_counted = sketches.only(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
-        sums = of_counted.fold(owner[counted], len(operands))
-        #: by key: sums, smallest and largest scale, and the sketches with their scales
+        of_counted = histograms.only(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
+        sums = of_counted.sum_by_owner(owner[counted], len(operands))
+        #: by key: sums, smallest and largest scale, and the histograms with their scales
         self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}
         found: list[Parts] = [[] for _ in operands]
-        for (i, operand, use, sketch), scale in zip(parts, scales.double().tolist(), strict=True):
-            found[i].append((cast_of(use, operand), None if scale != scale else scale, sketch))
+        for (i, operand, use, histogram), scale in zip(parts, scales.double().tolist(), strict=True):
+            found[i].append((cast_of(use, operand), None if scale != scale else scale, histogram))
         for i, operand in enumerate(operands):
             used = [scale for _, scale, _ in found[i] if scale is not None]
             mine = sums.row(i)
@@ -85,14 +85,14 @@ class _UnderScales:
             self.of[operand.key] = mine, (min(used), max(used)) if used else None, found[i]
 
 
-def _amax(operands: Sequence[Operand], sketches: Sketches) -> torch.Tensor:
-    """float32 [P], of each sketch of each operand; exact for float32 operands, whose sketches are rounded."""
-    amax, i = sketches.amax(), 0
+def _amax(operands: Sequence[Operand], histograms: Histograms) -> torch.Tensor:
+    """float32 [P], of each histogram of each operand; exact for float32 operands, whose histograms are rounded."""
+    amax, i = histograms.amax(), 0
     for operand in operands:
-        if len(operand.moments) == len(operand.sketches):
+        if len(operand.moments) == len(operand.histograms):
             for direct in operand.moments:
                 amax[i] = direct.amax.float()
                 i += 1
         else:
-            i += len(operand.sketches)
+            i += len(operand.histograms)
     return amax

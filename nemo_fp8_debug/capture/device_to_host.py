@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from ..kernels.cpu import metrics
-from ..numerics.precomputed import Asked
+from ..kernels.cpu.precompute import precompute
+from ..numerics.precomputed import CastRequests
 from .packed_transfer import Move, brought
 
 
@@ -22,7 +22,7 @@ class Holder(Protocol):
         """Replace each of them by what `to` gives for it."""
 
 
-class Homecoming:
+class DeviceToHostCopy:
     """Made in the training thread when a step is over, which waits for nothing; the way home is taken in the background."""
 
     def __init__(self, holders: Sequence[Holder], devices: Collection[torch.device]) -> None:
@@ -36,26 +36,26 @@ class Homecoming:
         self._away = any(device.type != "cpu" for device in devices)
         self._home = False
 
-    def wait(self, asked: Callable[[], Asked]) -> None:
+    def wait(self, requests: Callable[[], CastRequests]) -> None:
         """Have all tensors in host memory, once the device has come to the end of the step; nothing more if called again.
 
         Args:
-            asked: of sketches, which is found before they leave a CUDA device, or else on the host.
+            requests: of histograms, which is found before they leave a CUDA device, or else on the host.
         """
         if self._home:
             return
-        wanted = self._fetch(asked) if self._away else []
-        metrics.find([of for of in wanted or asked() if not of[0].ahead])
+        wanted = self._fetch(requests) if self._away else []
+        precompute([of for of in wanted or requests() if not of[0].precomputed])
         self._home = True
 
-    def _fetch(self, asked: Callable[[], Asked]) -> Asked:
+    def _fetch(self, requests: Callable[[], CastRequests]) -> CastRequests:
         """What is away; gives what was asked of a CUDA device."""
         home: dict[int, torch.Tensor] = {}
         with contextlib.ExitStack() as streams:
             for device, over in self._over.items():
                 streams.enter_context(torch.cuda.stream(_stream(device)))
                 _stream(device).wait_event(over)
-            wanted = asked() if self._over else ()
+            wanted = requests() if self._over else ()
             for device, tensors in _by_device(self._holders).items():
                 found = brought(tensors, _to_host, wanted if device in self._over else ())
                 home |= zip(map(id, tensors), found, strict=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..core.layer_names import WRAPPERS, compile_patterns
 from ..errors import ConfigError
-from .backends import HOSTS, Host
+from .backends import BACKENDS, Backend
 from .backends.parallel import first_expert
 
 
@@ -22,7 +22,7 @@ class Gemm:
     #: global and stable: wrappers stripped, the pipeline-global layer index, 0-based
     name: str
     module: nn.Module
-    host: Host
+    backend: Backend
     #: runs inside torch.compile, where a hook would become part of the graph and change it
     compiled: bool = False
     #: which of the GEMMs that the module runs; "" where it runs one
@@ -37,7 +37,7 @@ class Gemm:
     @property
     def unseen(self) -> Collection[str]:
         """Roles that no hook sees."""
-        return self.host.unseen(self.module, self.part)
+        return self.backend.unseen(self.module, self.part)
 
 
 def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
@@ -48,11 +48,11 @@ def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
     """
     compiled = {id(inner) for root in roots for outer in root.modules() if is_compiled(outer) for inner in outer.modules()}
     return [
-        Gemm(global_name(root, path) + _part_of_name(part, len(parts)), module, host, id(module) in compiled, part)
+        Gemm(global_name(root, path) + _part_of_name(part, len(parts)), module, backend, id(module) in compiled, part)
         for root in roots
         for path, module in root.named_modules()
-        if (host := next((h for h in HOSTS if h.owns(module)), None))
-        for parts in (host.parts(module),)
+        if (backend := next((h for h in BACKENDS if h.owns(module)), None))
+        for parts in (backend.parts(module),)
         for part in parts
     ]
 
@@ -64,14 +64,14 @@ def _part_of_name(part: str, parts: int) -> str:
 
 
 def unknown_gemms(roots: Sequence[nn.Module]) -> dict[str, str]:
-    """Modules of hosts that quantise for themselves, with a matrix of their own, that no host here owns: name -> class."""
+    """Modules of backends that quantize for themselves, with a matrix of their own, that no host here owns: name -> class."""
     found = {global_name(root, path): module for root in roots for path, module in root.named_modules() if path}
     return {
         name: f"{type(module).__module__}.{type(module).__qualname__}"
         for name, module in found.items()
         if type(module).__module__.partition(".")[0] == "transformer_engine"
         and any(p is not None and p.dim() == 2 for p in module._parameters.values())
-        and not any(h.owns(module) for h in HOSTS)
+        and not any(h.owns(module) for h in BACKENDS)
     }
 
 
@@ -120,7 +120,7 @@ def select(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
     gemms = list(gemms)
     chosen = matching(gemms, patterns)
     if not gemms:
-        known = ", ".join(h.name for h in HOSTS)
+        known = ", ".join(h.name for h in BACKENDS)
         raise ConfigError(f"the model has no GEMM layer that is known here (looked for: {known})")
     if not chosen:
         names = sorted({g.name for g in gemms})
@@ -145,5 +145,5 @@ def without_ends(gemms: Sequence[Gemm], first: int, last: int) -> list[Gemm]:
     kept = set(layers[first : len(layers) - last])
     chosen = [g for g in gemms if g.name not in number or number[g.name] in kept]
     if not chosen:
-        raise ConfigError(f"leaving {first} first and {last} last layers in BF16 leaves none of {len(layers)} to quantise")
+        raise ConfigError(f"leaving {first} first and {last} last layers in BF16 leaves none of {len(layers)} to quantize")
     return chosen

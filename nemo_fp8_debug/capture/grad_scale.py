@@ -19,13 +19,13 @@ from torch import nn
 
 from .gemms import is_compiled
 from .hooks import Hook
-from .patching import Watcher, stand_in
+from .patching import Watcher, patched
 
 #: relative; a multiplier that is made of several factors is rounded by each
 _ROUNDING = 1e-6
 
 
-class GradMultiplier:
+class GradScale:
     """Of one sampled step."""
 
     def __init__(self, roots: Sequence[nn.Module], guarded: Callable[[], AbstractContextManager[None]]) -> None:
@@ -45,7 +45,7 @@ class GradMultiplier:
         self._undo = [root.register_forward_hook(Hook(self._see_output)).remove for root in self._roots]
         schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if schedules is not None:
-            self._undo.append(stand_in(schedules, "forward_step", _forward_step, self._see_result))
+            self._undo.append(patched(schedules, "forward_step", _forward_step, self._see_result))
 
     def detach(self) -> None:
         """Leave everything as it was."""

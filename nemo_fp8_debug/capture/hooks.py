@@ -4,7 +4,7 @@ Where each operand is seen, and why there:
 X and W  in a forward pre-hook that runs before all others: an intervention that replaces operands has not yet done so.
          W is only found there, and its values are read in a forward hook that runs before all others: an optimizer that
          gathers what it has updated while the forward is under way (Megatron's overlap_param_gather) has done so by then.
-         Where an engine keeps shards of W and gathers it for the forward only (ZeRO-3, FSDP2), or splits X and W
+         Where an engine keeps stats of W and gathers it for the forward only (ZeRO-3, FSDP2), or splits X and W
          among ranks (DTensor), both are found there too: the engine has not yet let go of them.
 dY       in a tensor hook on the output, set before all others see that output: it gets the gradient before anyone changes
          it, and unlike a module's backward hook it works for inputs without gradient and outputs changed in place.
@@ -34,7 +34,7 @@ from .overrides import emulated
 Fault = Callable[[str, str, Exception, bool], None]
 
 
-class Taker(Protocol):
+class OperandSink(Protocol):
     """Gets an operand of one GEMM, a tensor for each call."""
 
     gemm: Gemm
@@ -44,7 +44,7 @@ class Taker(Protocol):
 
         Args:
             order: place of the call in the step's order of execution.
-            use: how it is cast in this call, where the host can tell.
+            use: how it is cast in this call, if the backend can tell.
         """
 
 
@@ -86,7 +86,7 @@ class _Pass:
 
     #: place in the order of execution
     order: int
-    #: how each operand is cast in it, where the host can tell
+    #: how each operand is cast in it, if the backend can tell
     casts: Mapping[tuple[str, str], ScaleInUse | None]
 
 
@@ -100,21 +100,21 @@ class Capture:
 
     def __init__(
         self,
-        takers: Mapping[tuple[str, str], Taker],
+        sinks: Mapping[tuple[str, str], OperandSink],
         on_fault: Fault,
         read_casts: bool = True,
         products: Mapping[str, Products] | None = None,
     ) -> None:
         """
         Args:
-            takers: by (GEMM name, role): what gets each operand that is to be looked at.
+            sinks: by (GEMM name, role): what gets each operand that is to be looked at.
             on_fault: told of a fault in a hook, which costs that operand, or what it was cast with, and nothing else.
-            read_casts: whether to ask hosts how operands are cast.
+            read_casts: whether to ask backends how operands are cast.
             products: by GEMM name: what gets the same operands, and which forward call each belongs to.
         """
-        inside = {key for key, taker in takers.items() if key[1] in taker.gemm.unseen}
-        self._takers = {key: taker for key, taker in takers.items() if key not in inside}
-        self._inside = {key: takers[key] for key in inside}
+        inside = {key for key, sink in sinks.items() if key[1] in sink.gemm.unseen}
+        self._sinks = {key: sink for key, sink in sinks.items() if key not in inside}
+        self._inside = {key: sinks[key] for key in inside}
         self._on_fault = on_fault
         self._read_casts = read_casts
         self._products = products or {}
@@ -129,8 +129,8 @@ class Capture:
     def attach(self) -> None:
         """Install the hooks."""
         gemms: dict[nn.Module, dict[str, Gemm]] = defaultdict(dict)
-        for taker in (*self._takers.values(), *self._inside.values()):
-            gemms[taker.gemm.module][taker.gemm.name] = taker.gemm
+        for sink in (*self._sinks.values(), *self._inside.values()):
+            gemms[sink.gemm.module][sink.gemm.name] = sink.gemm
         for module, by_name in gemms.items():
             own = list(by_name.values())
             before, after = (Hook(partial(self._run, hook, own)) for hook in (self._before_forward, self._after_forward))
@@ -140,7 +140,7 @@ class Capture:
             ]
         if self._inside:
             with self._guarded(*next(iter(self._inside))):
-                inspection.watch([(taker.gemm, role) for (_, role), taker in self._inside.items()], self._take_inside)
+                inspection.watch([(sink.gemm, role) for (_, role), sink in self._inside.items()], self._take_inside)
 
     def _run(self, hook: Callable[..., None], gemms: Sequence[Gemm], *arguments: Any) -> None:
         with self._guarded(gemms[0].name, "input"):
@@ -153,7 +153,7 @@ class Capture:
         self._handles, self._weights = [], {}
         if self._inside:
             inspection.unwatch()
-        self._takers, self._inside, self._products = {}, {}, {}
+        self._sinks, self._inside, self._products = {}, {}, {}
 
     def _guarded(self, name: str, role: str, lost: bool = True) -> _Guard:
         return _Guard(self._on_fault, name, role, lost)
@@ -175,21 +175,21 @@ class Capture:
         found: dict[str, torch.Tensor | None] = {}
         for gemm in gemms:
             with self._guarded(gemm.name, "weight"):
-                found[gemm.name] = gemm.host.weight(module, args, kwargs, gemm.part)
+                found[gemm.name] = gemm.backend.weight(module, args, kwargs, gemm.part)
         return found
 
     def _take_inputs(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, counted: _Pass) -> None:
         for gemm in gemms:
-            if (gemm.name, "input") in self._takers:
+            if (gemm.name, "input") in self._sinks:
                 with self._guarded(gemm.name, "input"):
-                    self._take(gemm, "input", gemm.host.input(module, args, kwargs, gemm.part), counted)
+                    self._take(gemm, "input", gemm.backend.input(module, args, kwargs, gemm.part), counted)
 
     def _take(self, gemm: Gemm, role: str, x: torch.Tensor | None, counted: _Pass) -> None:
         key = gemm.name, role
-        if (taker := self._takers.get(key)) and x is not None:
-            x = x if gemm.host.has_own_fp8 else as_multiplied(x)
+        if (sink := self._sinks.get(key)) and x is not None:
+            x = x if gemm.backend.has_own_fp8 else as_multiplied(x)
             use = counted.casts.get(key)
-            taker.add(x, counted.order + (role == "weight"), use)
+            sink.add(x, counted.order + (role == "weight"), use)
             self._multiply(gemm, role, x, counted, use)
 
     def _multiply(self, gemm: Gemm, role: str, x: torch.Tensor, counted: _Pass, use: ScaleInUse | None) -> None:
@@ -215,8 +215,8 @@ class Capture:
         return _Pass(next(self._order), casts)
 
     def _cast(self, gemm: Gemm, module: nn.Module, kwargs: Kwargs, role: str) -> ScaleInUse | None:
-        cast = gemm.host.cast
-        if cast and self._read_casts and (gemm.name, role) in self._takers and not emulated(module):
+        cast = gemm.backend.cast
+        if cast and self._read_casts and (gemm.name, role) in self._sinks and not emulated(module):
             with self._guarded(gemm.name, role, lost=False):
                 return cast(module, kwargs, gemm.part, role)
         return None
@@ -226,12 +226,12 @@ class Capture:
         key = gemm.name, role
         with self._guarded(*key):
             counted = self._under_way.get(gemm.module)
-            if (taker := self._inside.get(key)) and (counted or role == "grad_output"):
+            if (sink := self._inside.get(key)) and (counted or role == "grad_output"):
                 use = None
                 if self._read_casts:
                     with self._guarded(*key, lost=False):
                         use = cast()
-                taker.add(x, counted.order + 2 if counted else next(self._order), use)
+                sink.add(x, counted.order + 2 if counted else next(self._order), use)
                 if counted:  # which call a gradient from inside belongs to, nobody says
                     self._multiply(gemm, role, x, counted, use)
 
@@ -246,7 +246,7 @@ class Capture:
         for gemm in gemms:
             with self._guarded(gemm.name, "weight"):
                 self._take(gemm, "weight", weights.get(gemm.name), counted)
-            if (gemm.name, "grad_output") in self._takers:
+            if (gemm.name, "grad_output") in self._sinks:
                 with self._guarded(gemm.name, "grad_output"):
                     self._hook_gradient(gemm, module, args, kwargs, out, counted)
 
@@ -257,12 +257,12 @@ class Capture:
 
         def take(grad: torch.Tensor) -> None:
             with self._guarded(*key):
-                taker = self._takers.get(key)
-                if taker and (dy := gemm.host.grad(grad, module, small, kwargs, gemm.part)) is not None:
+                sink = self._sinks.get(key)
+                if sink and (dy := gemm.backend.grad(grad, module, small, kwargs, gemm.part)) is not None:
                     use = self._cast(gemm, module, kwargs, "grad_output")
-                    taker.add(dy, next(self._order), use)
+                    sink.add(dy, next(self._order), use)
                     self._multiply(gemm, "grad_output", dy, counted, use)
 
-        y = gemm.host.output(out)
+        y = gemm.backend.output(out)
         if y.requires_grad:
             y.register_hook(take)

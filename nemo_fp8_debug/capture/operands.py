@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..kernels import count_into, moments, nonfinite, quantization_sums, sketch
+from ..kernels import count_into, histogram_of, moments, nonfinite, quantization_sums
 from ..numerics import metrics
 from ..numerics.block_scaling import BlockRule
 from ..numerics.delayed_state import EmulatedScales
-from ..numerics.histogram import DTYPES, Sketch
-from ..numerics.precomputed import Ask
+from ..numerics.histogram import DTYPES, Histogram
+from ..numerics.precomputed import CastRequest
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of
 from .backends.base import ScaleInUse
 from .dtensor import local
 from .gemms import Gemm
 
-#: sketches of an operand that are kept apart, because each may have been cast with another scale; what comes after is
+#: histograms of an operand that are kept apart, because each may have been cast with another scale; what comes after is
 #: measured as it passes, so that many micro-batches take no more of a device's memory
 KEPT_APART = 2
 MEASURED = (*DTYPES, torch.float32)
@@ -34,26 +34,26 @@ class Operand:
     role: str
     #: the cast of calls whose own is not known
     in_use: ScaleInUse
-    #: recipes to weigh; of those that sketches cannot answer for, each tensor is measured as it passes
-    weigh: Sequence[Recipe] = ()
+    #: what-if recipes; of those that histograms cannot answer for, each tensor is measured as it passes
+    what_if: Sequence[Recipe] = ()
     #: whether this rank counts what it has of the operand, and no other rank has the same
     is_counted: Callable[[torch.Tensor], bool] = lambda x: True
     #: dtype of the tensor that was looked at
     dtype: torch.dtype | None = None
-    #: sketches to be measured under one scale each: one for calls under the same scale, or one a call where it follows the
+    #: histograms to be measured under one scale each: one for calls under the same scale, or one a call where it follows the
     #: tensor; and the cast of each
-    sketches: list[Sketch] = field(default_factory=list)
+    histograms: list[Histogram] = field(default_factory=list)
     casts: list[ScaleInUse] = field(default_factory=list)
-    #: calls beyond those, counted into one sketch: the cast of each, and its sums under its scale
-    rest: Sketch | None = None
+    #: calls beyond those, counted into one histogram: the cast of each, and its sums under its scale
+    rest: Histogram | None = None
     rest_casts: list[ScaleInUse] = field(default_factory=list)
     rest_sums: list[metrics.QuantizationSums] = field(default_factory=list)
     #: float32 operands only: what was measured directly, a row a call
     moments: list[metrics.Moments] = field(default_factory=list)
     #: the same, of float32 operands and under block recipes
     sums: list[metrics.QuantizationSums] = field(default_factory=list)
-    #: the same under recipes that are weighed, by their names
-    weighed: dict[str, list[metrics.QuantizationSums]] = field(default_factory=dict)
+    #: the same under what-if recipes, by their names
+    what_if_sums: dict[str, list[metrics.QuantizationSums]] = field(default_factory=dict)
     calls: int = 0
     #: calls with a copy of what another rank counts
     copies: int = 0
@@ -89,18 +89,18 @@ class Operand:
         self.dtype = x.dtype
         self.calls += 1
 
-    def _count(self, x: torch.Tensor, use: ScaleInUse) -> Sketch:
-        """Count a call in; returns its sketch, or that of several calls where none is measured in blocks."""
+    def _count(self, x: torch.Tensor, use: ScaleInUse) -> Histogram:
+        """Count a call in; returns its histogram, or that of several calls where none is measured in blocks."""
         joins = self.casts and not self.rest and _one_scale(use, self.casts[-1], x.dtype)
-        if joins and not any(isinstance(recipe.scaling, BlockRule) for recipe in self.weigh):
-            count_into(self.sketches[-1], x)
-            return self.sketches[-1]
-        mine = sketch(x)
+        if joins and not any(isinstance(recipe.scaling, BlockRule) for recipe in self.what_if):
+            count_into(self.histograms[-1], x)
+            return self.histograms[-1]
+        mine = histogram_of(x)
         if joins:
-            self.sketches[-1].counts += mine.counts
+            self.histograms[-1].counts += mine.counts
             return mine
-        if len(self.sketches) < KEPT_APART or x.dtype not in DTYPES:
-            self.sketches.append(mine)
+        if len(self.histograms) < KEPT_APART or x.dtype not in DTYPES:
+            self.histograms.append(mine)
             self.casts.append(use)
             return mine
         if isinstance(use.scale, CurrentScaling):
@@ -115,27 +115,27 @@ class Operand:
             self.rest = mine
         return mine
 
-    def _nonfinite_count(self, counted: Sketch) -> torch.Tensor | int:
-        """Of a call, or of all so far; without host synchronisation."""
+    def _nonfinite_count(self, counted: Histogram) -> torch.Tensor | int:
+        """Of a call, or of all so far; without host synchronization."""
         return self.moments[-1].nan + self.moments[-1].inf if self.moments else nonfinite(counted)
 
     @property
     def nonfinite_order(self) -> int | None:
-        """Place in the order of execution of the first call that held NaN or infinity; None where none did."""
+        """Storage in the order of execution of the first call that held NaN or infinity; None where none did."""
         return min((order for order, count in self._nonfinite if count > 0), default=None)
 
-    def _measure_directly(self, x: torch.Tensor, use: ScaleInUse, counted: Sketch) -> None:
-        """What sketches cannot answer: anything of float32, and block recipes."""
+    def _measure_directly(self, x: torch.Tensor, use: ScaleInUse, counted: Histogram) -> None:
+        """What histograms cannot answer: anything of float32, and block recipes."""
         is_float32 = x.dtype not in DTYPES
         if is_float32:
             self.moments.append(moments(x))
         if is_float32 or isinstance(use.scale, BlockRule):
             self.sums.append(quantization_sums(x, use.scale, self.role, use.format, counted))
-        for recipe in self.weigh:
+        for recipe in self.what_if:
             rule = recipe.scaling
             if isinstance(rule, BlockRule) or (is_float32 and isinstance(rule, Unscaled)):
                 sums = quantization_sums(x, rule, self.role, recipe.format_of(self.role), counted)
-                self.weighed.setdefault(recipe.name, []).append(sums)
+                self.what_if_sums.setdefault(recipe.name, []).append(sums)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor that was collected by what `to` gives for it."""
@@ -144,13 +144,13 @@ class Operand:
         self.casts, self.rest_casts = [_moved(u, to) for u in self.casts], [_moved(u, to) for u in self.rest_casts]
         self.moments = [m.moved(to) for m in self.moments]
         self.sums, self.rest_sums = [s.moved(to) for s in self.sums], [s.moved(to) for s in self.rest_sums]
-        self.weighed = {name: [s.moved(to) for s in sums] for name, sums in self.weighed.items()}
+        self.what_if_sums = {name: [s.moved(to) for s in sums] for name, sums in self.what_if_sums.items()}
         self._nonfinite = [(order, to(n) if isinstance(n, torch.Tensor) else n) for order, n in self._nonfinite]
 
     @property
     def device(self) -> torch.device | None:
         """Where it was counted."""
-        return self.sketches[0].counts.device if self.sketches else None
+        return self.histograms[0].counts.device if self.histograms else None
 
     @property
     def deferred(self) -> bool:
@@ -158,31 +158,31 @@ class Operand:
         return all(map(_follows_the_whole, self.casts)) and not self.sums
 
     @functools.cached_property
-    def total(self) -> Sketch:
-        """The sketch of all calls together; none may follow."""
-        first, *others = [*self.sketches, *([self.rest] if self.rest else [])]
+    def total(self) -> Histogram:
+        """The histogram of all calls together; none may follow."""
+        first, *others = [*self.histograms, *([self.rest] if self.rest else [])]
         return sum(others, first)
 
-    def asked(self, others: Sequence[EmulatedScales]) -> list[tuple[Sketch, list[Ask]]]:
-        """Its sketches, and under what figures will ask for their sums.
+    def requests(self, others: Sequence[EmulatedScales]) -> list[tuple[Histogram, list[CastRequest]]]:
+        """Its histograms, and under what metrics will ask for their sums.
 
         Args:
-            others: recipes that are weighed.
+            others: what-if recipes.
         """
         if not self.calls:
             return []
-        casts = zip(self.sketches, self.casts, strict=True)
+        casts = zip(self.histograms, self.casts, strict=True)
         under = {id(of): [(use.scale, use.format)] for of, use in casts if not self.sums}
-        weighed = {id(self.total): [(by.next_for(self.key), by.recipe.format_of(self.role)) for by in others]}
-        asked = []
+        alternatives = {id(self.total): [(by.next_for(self.key), by.recipe.format_of(self.role)) for by in others]}
+        requests = []
         for of in self._kept():
-            asks = [*under.get(id(of), []), *weighed.get(id(of), [])] if self.dtype in DTYPES else []
-            asked.append((of, [(scale, fmt) for scale, fmt in asks if not isinstance(scale, BlockRule)]))
-        return asked
+            casts_of = [*under.get(id(of), []), *alternatives.get(id(of), [])] if self.dtype in DTYPES else []
+            requests.append((of, [(scale, fmt) for scale, fmt in casts_of if not isinstance(scale, BlockRule)]))
+        return requests
 
-    def _kept(self) -> list[Sketch]:
-        """Each sketch, and that of all calls if it was asked for."""
-        kept = [*self.sketches, self.rest, self.__dict__.get("total")]
+    def _kept(self) -> list[Histogram]:
+        """Each histogram, and that of all calls if it was asked for."""
+        kept = [*self.histograms, self.rest, self.__dict__.get("total")]
         return list({id(of): of for of in kept if of}.values())
 
 

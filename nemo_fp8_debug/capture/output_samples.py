@@ -1,4 +1,4 @@
-"""What quantisation does to the outputs of a GEMM, from rows and columns of its operands as they pass.
+"""What quantization does to the outputs of a GEMM, from rows and columns of its operands as they pass.
 
 Only a few rows and columns of each operand are copied, and each is gone once its product is computed: what is kept from the
 forward of a layer to its backward is k columns of X and k of W.

@@ -21,14 +21,14 @@ class CastOverride(Protocol):
     def recipes(self) -> Mapping[str, Recipe]:
         """By role."""
 
-    def quantises(self, role: str) -> bool:
+    def quantizes(self, role: str) -> bool:
         """Whether `role` is cast at all."""
 
     def scale(self, role: str) -> torch.Tensor | CurrentScaling | BlockRule:
         """What `role` is cast with in the present step: a float32 scalar, or a rule that finds it from each tensor."""
 
 
-#: modules whose operands are quantised by emulation
+#: modules whose operands are quantized by emulation
 EMULATED: weakref.WeakKeyDictionary[nn.Module, CastOverride] = weakref.WeakKeyDictionary()
 #: modules whose engine is told, in hooks that run after those that ask, to use another recipe of its own; None: none at all
 SWITCHED: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()

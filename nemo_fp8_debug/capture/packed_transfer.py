@@ -1,4 +1,4 @@
-"""Tensors of a device as one that is copied to the host: of sketches what they hold, and what figures will ask of them."""
+"""Tensors of a device as one that is copied to the host: of histograms what they hold, and what metrics will ask of them."""
 
 from __future__ import annotations
 
@@ -7,73 +7,75 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from ..numerics.histogram import BINS, Occupied, Sketch, SketchBatch
-from ..numerics.precomputed import Ahead, Ask, Asked
+from ..numerics.histogram import BINS, Histogram, HistogramBatch, Occupied
+from ..numerics.precomputed import CastRequest, CastRequests, PrecomputedSums
 
-#: sketches whose bins are looked for at a time, 2 MiB of them
+#: histograms whose bins are looked for at a time, 2 MiB of them
 GROUP = 8
 #: occupied bins that are measured at a time, which takes some 10 MiB
 AT_ONCE = 1 << 17
 
 #: gives the tensor that takes the place of one
 Move = Callable[[torch.Tensor], torch.Tensor]
-#: of a group of sketches, end to end: where they are not empty, int64 [N], and the counts there, int64 [N]
+#: of a group of histograms, end to end: where they are not empty, int64 [N], and the counts there, int64 [N]
 Bins = tuple[torch.Tensor, torch.Tensor]
 
 
-def brought(tensors: Sequence[torch.Tensor], to_host: Move, asked: Asked = ()) -> list[torch.Tensor]:
-    """Tensors of one device in host memory, by one copy; of sketches only the bins that are not empty travel.
+def brought(tensors: Sequence[torch.Tensor], to_host: Move, requests: CastRequests = ()) -> list[torch.Tensor]:
+    """Tensors of one device in host memory, by one copy; of histograms only the bins that are not empty travel.
 
     Args:
-        asked: sketches, some of whose counts are among the tensors: what is asked of these is found where they are, and
+        requests: histograms, some of whose counts are among the tensors: what is asked of these is found where they are, and
             comes along.
     """
-    sketches = [x for x in tensors if _is_sketch(x)]
-    others = [x for x in tensors if not _is_sketch(x)]
-    rows = {id(counts): row for row, counts in enumerate(sketches)}
-    about = {row: of for of in asked if (row := rows.get(id(of[0].counts))) is not None}
-    groups = _thinned(sketches)
-    ahead = _found_ahead(groups, [about.get(row) for row in range(len(sketches))]) if about else None
+    histograms = [x for x in tensors if _is_histogram(x)]
+    others = [x for x in tensors if not _is_histogram(x)]
+    rows = {id(counts): row for row, counts in enumerate(histograms)}
+    about = {row: of for of in requests if (row := rows.get(id(of[0].counts))) is not None}
+    groups = _thinned(histograms)
+    precomputed = _precomputed_of(groups, [about.get(row) for row in range(len(histograms))]) if about else None
     bins = [x for where, there in groups for x in (where.int(), there)]
-    away = [*bins, *others, *(ahead.tensors() if ahead else ())]
+    away = [*bins, *others, *(precomputed.tensors() if precomputed else ())]
     home = iter(unpacked(to_host(packed(away)), away))
-    filled = list(_filled([(next(home), next(home)) for _ in groups], len(sketches)))
+    filled = list(_filled([(next(home), next(home)) for _ in groups], len(histograms)))
     rest = iter([next(home) for _ in others])
-    if ahead:
-        found = ahead.moved(lambda _: next(home))
-        for row, (sketch, _) in about.items():
-            sketch.ahead, sketch.occupied = (found, row), filled[row][1]
+    if precomputed:
+        found = precomputed.moved(lambda _: next(home))
+        for row, (histogram, _) in about.items():
+            histogram.precomputed, histogram.occupied = (found, row), filled[row][1]
     counts = iter([table for table, _ in filled])
-    return [next(counts) if _is_sketch(x) else next(rest) for x in tensors]
+    return [next(counts) if _is_histogram(x) else next(rest) for x in tensors]
 
 
-def _is_sketch(x: torch.Tensor) -> bool:
+def _is_histogram(x: torch.Tensor) -> bool:
     return x.dtype == torch.int64 and x.shape == (BINS,)
 
 
-def _thinned(sketches: Sequence[torch.Tensor]) -> list[Bins]:
+def _thinned(histograms: Sequence[torch.Tensor]) -> list[Bins]:
     """A group a time, each of which waits for the device once, so that it takes little of its memory."""
     found = []
-    for i in range(0, len(sketches), GROUP):
-        counts = torch.cat(list(sketches[i : i + GROUP]))
+    for i in range(0, len(histograms), GROUP):
+        counts = torch.cat(list(histograms[i : i + GROUP]))
         where = counts.nonzero().view(-1)
         found.append((where, counts[where]))
     return found
 
 
-def _found_ahead(groups: Sequence[Bins], about: Sequence[tuple[Sketch, Sequence[Ask]] | None]) -> Ahead:
-    """What is asked of all sketches of those groups."""
+def _precomputed_of(
+    groups: Sequence[Bins], about: Sequence[tuple[Histogram, Sequence[CastRequest]] | None]
+) -> PrecomputedSums:
+    """What is asked of all histograms of those groups."""
     dtypes = [of[0].dtype if of else torch.bfloat16 for of in about]
 
-    def batches() -> Iterator[SketchBatch]:
+    def batches() -> Iterator[HistogramBatch]:
         start = 0
         for portion in _portions(groups):
             where = torch.cat([where + BINS * GROUP * i for i, (where, _) in enumerate(portion)])
             mine = dtypes[start : start + GROUP * len(portion)]
-            yield SketchBatch.of_bins(where, torch.cat([there for _, there in portion]), mine)
+            yield HistogramBatch.of_bins(where, torch.cat([there for _, there in portion]), mine)
             start += len(mine)
 
-    return Ahead.of(batches(), [of[1] if of else () for of in about])
+    return PrecomputedSums.of(batches(), [of[1] if of else () for of in about])
 
 
 def _portions(groups: Sequence[Bins]) -> Iterator[list[Bins]]:
@@ -88,7 +90,7 @@ def _portions(groups: Sequence[Bins]) -> Iterator[list[Bins]]:
 
 
 def _filled(groups: Sequence[Bins], n: int) -> Iterator[tuple[torch.Tensor, Occupied]]:
-    """The `n` sketches that `_thinned` made those of, and what is occupied of each."""
+    """The `n` histograms that `_thinned` made those of, and what is occupied of each."""
     for i, (away, counted) in enumerate(groups):
         where, there, of_group = away.numpy().astype(np.int64), counted.numpy(), min(GROUP, n - GROUP * i)
         counts = np.zeros((of_group, BINS), np.int64)  # mostly never touched

@@ -1,4 +1,4 @@
-"""Stands in for a function of the host for the length of a sampled step, where the host has no event for what it returns."""
+"""Stands in for a function of the framework for the length of a sampled step, where the framework has no event for what it returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Call = Callable[..., Any]
 _ABSENT = object()
 
 
-class StandIn:
+class PatchedFunction:
     """The function while anyone watches it; several may, and leave in any order."""
 
     def __init__(self, holder: Any, name: str, call: Call) -> None:
@@ -24,7 +24,7 @@ class StandIn:
         self._watchers: list[Watcher] = []
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """What the host calls."""
+        """What the framework calls."""
         return self._call(self._original, self._tell, *arguments, **options)
 
     def _tell(self, seen: Any) -> None:
@@ -46,10 +46,10 @@ class StandIn:
             setattr(self._holder, self._name, self._own)
 
 
-def stand_in(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
+def patched(holder: Any, name: str, call: Call, watcher: Watcher) -> Callable[[], None]:
     """Watch the calls of `holder.name`, a module's or an object's; returns what ends that."""
     current = vars(holder).get(name)
-    if not isinstance(current, StandIn):
-        current = StandIn(holder, name, call)
+    if not isinstance(current, PatchedFunction):
+        current = PatchedFunction(holder, name, call)
         setattr(holder, name, current)
     return current.join(watcher)

@@ -1,4 +1,4 @@
-"""Which scale and format each operand is measured under: read from what quantises it, or emulated."""
+"""Which scale and format each operand is measured under: read from what quantizes it, or emulated."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Scales:
         """
         #: whether what the run itself uses is measured
         self.auto = recipe == "auto"
-        configured = [r for g in gemms if (r := g.host.recipe(g.module))]
-        recipes = [e.recipes[role] for g in gemms if (e := emulated(g.module)) for role in ROLES if e.quantises(role)]
+        configured = [r for g in gemms if (r := g.backend.recipe(g.module))]
+        recipes = [e.recipes[role] for g in gemms if (e := emulated(g.module)) for role in ROLES if e.quantizes(role)]
         engines = [r for r, _ in Counter(recipes).most_common(1)]
-        #: of operands that nothing quantises, or whose scale cannot be read
+        #: of operands that nothing quantizes, or whose scale cannot be read
         self._recipe = parse_recipe(recipe) if not self.auto else (engines + configured + [SHADOW])[0]
         self._emulated = EmulatedScales(self._recipe, ())
         self.description = {
             "asked": recipe if isinstance(recipe, str) else dict(recipe),
             "measured_against": self._recipe.name,
-            "gemms_quantised_by_emulation": sum(any(map(e.quantises, ROLES)) for g in gemms if (e := emulated(g.module))),
+            "gemms_quantized_by_emulation": sum(any(map(e.quantizes, ROLES)) for g in gemms if (e := emulated(g.module))),
             "gemms_switched_in_engine": sum(g.module in SWITCHED for g in gemms),
-            "configured_in_host": configured[0].name if configured else None,
+            "configured_in_backend": configured[0].name if configured else None,
         }
 
     def emulate(self, keys: Sequence[Key]) -> None:
@@ -53,8 +53,8 @@ class Scales:
     def in_use(self, gemm: Gemm, role: str) -> ScaleInUse:
         """How operand `role` of `gemm` is cast in the step that begins."""
         if self.auto and (engine := emulated(gemm.module)):
-            if not engine.quantises(role):
-                return ScaleInUse(_RULE, SHADOW.format_of(role), SHADOW.name, "not quantised")
+            if not engine.quantizes(role):
+                return ScaleInUse(_RULE, SHADOW.format_of(role), SHADOW.name, "not quantized")
             recipe = engine.recipes[role]
             return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe.name, "engine")
         scale = self._emulated.next_for((gemm.name, role))

@@ -43,7 +43,7 @@ def _recipe(text: str) -> str | dict[str, Any]:
     try:
         parsed: dict[str, Any] = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--recipe {text!r} is no JSON: {error}") from None
+        raise ConfigError(f"--recipe {text!r} is not valid JSON: {error}") from None
     return parsed
 
 

@@ -1,4 +1,4 @@
-"""`nemo-fp8-debug compare GOOD BAD`."""
+"""`nemo-fp8-debug compare BASELINE RUN`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .console import console
 
 
 def command(
-    good: Annotated[Path, typer.Argument(help="folder of the good run, or one above it")],
-    bad: Annotated[list[Path], typer.Argument(help="folder of the run to explain; several: each against GOOD")],
-    twin: Annotated[Path | None, typer.Option(help="a run that differs from BAD in one thing, as BF16 for FP8")] = None,
+    baseline: Annotated[Path, typer.Argument(help="folder of the baseline, or one above it")],
+    run: Annotated[list[Path], typer.Argument(help="folder of the run to explain; several: each against BASELINE")],
+    reference: Annotated[Path | None, typer.Option(help="a run that differs from RUN in one thing, as BF16 for FP8")] = None,
     by: Annotated[str, typer.Option(help="match the runs by step, or by samples that were consumed")] = "step",
     rename: Annotated[
-        list[str] | None, typer.Option(help="REGEX=REPLACEMENT for the names of BAD's layers; may be repeated")
+        list[str] | None, typer.Option(help="REGEX=REPLACEMENT for the names of RUN's layers; may be repeated")
     ] = None,
     top: Annotated[int, typer.Option(help="tensors to list", min=1)] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")] = False,
     html: Annotated[Path | None, typer.Option(help="write a page with plots there")] = None,
 ) -> None:
-    """Tell a good run from a bad one: loss, and the tensors ranked by how far they drifted apart."""
+    """Tell a baseline from a run one: loss, and the tensors ranked by how far they drifted apart."""
     if html is not None:
         from ..analysis.report import check_page
 
         check_page(html)
-    first, *others = _read([good, *bad, *([twin] if twin else [])], by)
-    other = others.pop() if twin else None
+    first, *others = _read([baseline, *run, *([reference] if reference else [])], by)
+    other = others.pop() if reference else None
     comparisons = [compare(first, run, other, by, rename or ()) for run in others]
     if as_json:
         plain = [to_json(found) for found in comparisons]
@@ -62,7 +62,7 @@ def _print(found: Comparison, top: int) -> None:
     out = console()
     out.print(_losses(found))
     out.print(_ranking(found, top))
-    if len(found.left):
+    if len(found.out_of_band):
         out.print(_order(found, top))
         out.print(_where(found))
     if len(found.differences()):
@@ -90,54 +90,54 @@ def _table(title: str, *headings: str, texts: tuple[str, ...]) -> Table:
 
 
 def _losses(found: Comparison) -> Table:
-    unit, losses = found.bad.unit, Table(title="Loss", title_justify="left")
-    for heading in ("run", "record", f"lowest ({unit})", "final", "rises for good from", "above the good run from"):
+    unit, losses = found.run.unit, Table(title="Loss", title_justify="left")
+    for heading in ("run", "record", f"lowest ({unit})", "final", "rises for good from", "above the baseline from"):
         losses.add_column(heading)
     for name, run in to_json(found)["runs"].items():
         lowest = "-" if run["lowest_loss"] is None else f"{run['lowest_loss'][1]:.4g} ({run['lowest_loss'][0]})"
         final = "-" if run["final_loss"] is None else f"{run['final_loss']:.4g}"
-        since = [("-" if run[key] is None else f"{unit} {run[key]}") for key in ("diverged_at", "above_good_since")]
+        since = [("-" if run[key] is None else f"{unit} {run[key]}") for key in ("diverged_at", "above_baseline_since")]
         losses.add_row(name, escape(run["path"]), lowest, final, *since)
     return losses
 
 
 def _ranking(found: Comparison, top: int) -> Table:
-    title = "Tensors by drift, good -> bad, medians over the later half of the run"
-    figures = ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax")
-    tensors = _table(title, "layer", "tensor", *figures, f"leaves from {found.bad.unit}", texts=("tensor",))
+    title = "Tensors by drift, baseline -> run, medians over the later half of the run"
+    metrics = ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax")
+    tensors = _table(title, "layer", "tensor", *metrics, f"out of band from {found.run.unit}", texts=("tensor",))
     for row in found.tensors.head(top).iter_rows(named=True):
-        pairs = [_pair(row, figure) for figure in ("underflow_pct", "overflow_pct", "amax")]
+        pairs = [_pair(row, metric) for metric in ("underflow_pct", "overflow_pct", "amax")]
         ratios = number(row["drift_log2"]), number(row["mse_ratio"])
         tensors.add_row(escape(row["layer"]), row["tensor"], *ratios, *pairs, _count(row["onset"]))
     return tensors
 
 
 def _order(found: Comparison, top: int) -> Table:
-    unit = found.bad.unit
-    headings = (f"from {unit}", f"{unit}s before the loss", "layer", "tensor", "figure", "expected", "found")
-    title = "Order in which tensors leave the good run's band"
-    left = _table(title, *headings, "times the least that counts", texts=("tensor", "figure"))
-    for row in found.left.head(top).iter_rows(named=True):
+    unit = found.run.unit
+    headings = (f"from {unit}", f"{unit}s before the loss", "layer", "tensor", "metric", "expected", "found")
+    title = "Order in which tensors leave the baseline's band"
+    left = _table(title, *headings, "times the least that counts", texts=("tensor", "metric"))
+    for row in found.out_of_band.head(top).iter_rows(named=True):
         values = [number(row[name]) for name in ("expected", "value", "excess")]
-        name = escape(row["layer"]), row["tensor"], row["figure"]
+        name = escape(row["layer"]), row["tensor"], row["metric"]
         left.add_row(str(row["onset"]), _count(row["lead"]), *name, *values)
     return left
 
 
 def _where(found: Comparison) -> Table:
-    headings = ("by", "group", "tensors", "that left", f"the first from {found.bad.unit}", "median drift (log2)")
+    headings = ("by", "group", "tensors", "out of band", f"the first from {found.run.unit}", "median drift (log2)")
     where = _table("Where they are", *headings, texts=("by", "group"))
     for row in found.groups().iter_rows(named=True):
-        counts = str(row["tensors"]), str(row["left"]), _count(row["onset"])
+        counts = str(row["tensors"]), str(row["out_of_band"]), _count(row["onset"])
         where.add_row(row["by"], escape(row["group"]), *counts, number(row["drift_log2"]))
     return where
 
 
 def _differences(found: Comparison, top: int) -> Table:
-    table = _table("Differences of the runs", "setting", "good", "bad", texts=("setting", "good", "bad"))
+    table = _table("Differences of the runs", "setting", "baseline", "run", texts=("setting", "baseline", "run"))
     for row in found.differences().head(top).iter_rows(named=True):
         style = "bold yellow" if row["telling"] else None
-        table.add_row(escape(row["setting"]), *(escape(row[name] or "-") for name in ("good", "bad")), style=style)
+        table.add_row(escape(row["setting"]), *(escape(row[name] or "-") for name in ("baseline", "run")), style=style)
     return table
 
 
@@ -145,5 +145,5 @@ def _count(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _pair(row: dict[str, float | None], figure: str) -> str:
-    return f"{number(row[f'{figure}_good'])} -> {number(row[f'{figure}_bad'])}"
+def _pair(row: dict[str, float | None], metric: str) -> str:
+    return f"{number(row[f'{metric}_baseline'])} -> {number(row[f'{metric}_run'])}"

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..errors import RecordError
 from ..options.control_file import NAME, STATUS, Control
 from ..record.reader import find_run
-from ..record.storage import Place
+from ..record.storage import Storage
 from .console import console
 
 Patterns = list[str] | None
@@ -21,10 +21,12 @@ Patterns = list[str] | None
 
 def command(
     run: Annotated[str, typer.Argument(help="the run's record, or a folder above it; any fsspec address")],
-    interval: Annotated[int | None, typer.Option(help="sample every step that this divides")] = None,
+    interval: Annotated[int | None, typer.Option(help="sampling interval in steps")] = None,
     layers: Annotated[Patterns, typer.Option(help="layers to sample, as 'layers.3.*'; may be repeated")] = None,
     roles: Annotated[Patterns, typer.Option(help="input, weight or grad_output; may be repeated")] = None,
-    weigh: Annotated[Patterns, typer.Option(help="a recipe to weigh as well, as 'current-e4m3'; may be repeated")] = None,
+    what_if: Annotated[
+        Patterns, typer.Option(help="a what-if recipe to measure under as well, as 'current-e4m3'; may be repeated")
+    ] = None,
     dump: Annotated[Patterns, typer.Option(help="layers to dump, as 'layers.3.*'; may be repeated")] = None,
     steps: Annotated[int | None, typer.Option(help="sample each of so many steps, and dump in those only")] = None,
     reset: Annotated[bool, typer.Option("--reset", help="back to what the run was started with")] = False,
@@ -34,7 +36,7 @@ def command(
     What is not given is as the run was started with. The run looks before each sampled step.
     """
     place = find_run(run)
-    given = {"interval": interval, "layers": layers, "roles": roles, "weigh": weigh, "dump": dump}
+    given = {"interval": interval, "layers": layers, "roles": roles, "what_if": what_if, "dump": dump}
     wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v}
     if reset or wanted or steps is not None:
         # Read back as the run will read it, so that it is refused here and not there.
@@ -46,7 +48,7 @@ def command(
         _show(place)
 
 
-def _last_heard_of(place: Place) -> str:
+def _last_heard_of(place: Storage) -> str:
     """When the run last wrote its status, in words.
 
     Raises:
@@ -70,14 +72,14 @@ def _as_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
-def _write(place: Place, text: str) -> None:
+def _write(place: Storage, text: str) -> None:
     try:
         place.write(NAME, text.encode())
     except Exception as error:  # every driver of a remote file system has errors of its own
         raise RecordError(f"{place.path(NAME)} cannot be written: {error}") from None
 
 
-def _show(place: Place) -> None:
+def _show(place: Storage) -> None:
     try:
         status: Any = json.loads(place.read(STATUS))
         control, dump = dict(status["control"]), dict(status["dump"])

@@ -1,4 +1,4 @@
-"""`nemo-fp8-debug diagnose BAD`."""
+"""`nemo-fp8-debug diagnose RUN`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from .console import console
 
 
 def command(
-    bad: Annotated[Path, typer.Argument(help="folder of the run to explain, or one above it")],
-    good: Annotated[Path | None, typer.Option(help="a run that went well; else BAD is compared with its beginning")] = None,
-    twin: Annotated[Path | None, typer.Option(help="a run that differs from BAD in precision alone")] = None,
+    run: Annotated[Path, typer.Argument(help="folder of the run to explain, or one above it")],
+    baseline: Annotated[
+        Path | None, typer.Option(help="a run that went well; else RUN is compared with its beginning")
+    ] = None,
+    reference: Annotated[Path | None, typer.Option(help="a run that differs from RUN in precision alone")] = None,
     by: Annotated[str, typer.Option(help="what runs are matched by: step or samples")] = "step",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""
-    found = diagnose(bad, good, twin, by)
+    found = diagnose(run, baseline, reference, by)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:

@@ -21,7 +21,7 @@ def command(
     print(f"  steps    {len(steps)}, {steps[0]} to {steps[-1]}")
     print(f"  tensors  {len(found.tensors)}")
     losses = sum("loss" in scalars for scalars in found.steps.values())
-    print(f"  figures  {', '.join(f'{figure} {n}' for figure, n in sorted(found.mapped.items()))}")
+    print(f"  metrics  {', '.join(f'{metric} {n}' for metric, n in sorted(found.mapped.items()))}")
     print(f"  losses   {losses or 'none in the logs'}")
     if found.left_out:
         print("Left out")

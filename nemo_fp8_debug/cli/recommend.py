@@ -1,4 +1,4 @@
-"""`nemo-fp8-debug recommend BAD`."""
+"""`nemo-fp8-debug recommend RUN`."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ _DEFAULT = Budget()
 
 
 def command(
-    bad: Annotated[Path, typer.Argument(help="folder of the run to mend, or one above it")],
-    good: Annotated[Path | None, typer.Option(help="a good run: what left its band before the loss is looked at")] = None,
+    run: Annotated[Path, typer.Argument(help="folder of the run to fix, or one above it")],
+    baseline: Annotated[
+        Path | None, typer.Option(help="a baseline: what left its band before the loss is looked at")
+    ] = None,
     operand: Annotated[
         list[str] | None, typer.Option(help="LAYER:ROLE to look at, role X, W or dY, instead; may be repeated")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="folder for the plan and the files of each host")] = None,
     relative_error: Annotated[float, typer.Option(help="most that an operand may have")] = _DEFAULT.relative_error,
-    underflow: Annotated[float, typer.Option(help="likewise, per cent")] = _DEFAULT.underflow_pct,
-    overflow: Annotated[float, typer.Option(help="likewise, per cent")] = _DEFAULT.overflow_pct,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every option that was weighed")] = False,
+    underflow: Annotated[float, typer.Option(help="likewise, percent")] = _DEFAULT.underflow_pct,
+    overflow: Annotated[float, typer.Option(help="likewise, percent")] = _DEFAULT.overflow_pct,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every option that was tried")] = False,
 ) -> None:
     """The cheapest change for each operand that loses too much, and the files that put it into effect.
 
-    Without GOOD and without operands, all that do not keep the limits are looked at.
+    Without BASELINE and without operands, all that do not keep the limits are looked at.
     """
     budget = Budget(relative_error, underflow, overflow)
     flagged: Iterable[Key]
     why: dict[Key, str] = {}
-    if good is None:
-        run = Run.read(bad)
-        flagged = over_budget(run, budget)
+    if baseline is None:
+        examined = Run.read(run)
+        flagged = over_budget(examined, budget)
     else:
-        diagnosis = diagnose(bad, good)
-        run, why = diagnosis.bad, flagged_by(diagnosis)
+        diagnosis = diagnose(run, baseline)
+        examined, why = diagnosis.run, flagged_by(diagnosis)
         flagged = why
         if not why and not operand and not as_json:
             console().print(diagnosis.verdict(), soft_wrap=True, highlight=False, markup=False)
-    found = recommend(run, [_key(text) for text in operand] if operand else list(flagged), budget, why)
+    found = recommend(examined, [_key(text) for text in operand] if operand else list(flagged), budget, why)
     output = output if found.plan.changes else None
     snippets = write(found, output) if output else snippets_of(found)
     if as_json:
@@ -67,7 +69,7 @@ def _key(text: str) -> Key:
     layer, _, role = text.rpartition(":")
     roles = {shown: role for role, shown in SHOWN_AS.items()} | {role: role for role in ROLES}
     if not layer or role not in roles:
-        raise ConfigError(f"--operand {text!r} is no operand; write LAYER:ROLE, the role X, W or dY")
+        raise ConfigError(f"--operand {text!r} is not an operand; write LAYER:ROLE, the role X, W or dY")
     return layer, roles[role]
 
 
@@ -111,10 +113,10 @@ def _table(found: Recommendation) -> Table:
     for finding in found.findings:
         stay, chosen = finding.options[0], finding.chosen
         change = "none: it keeps the limits" if chosen.kind == STAY else chosen.recipe
-        figures = [_pair(finding, stay.errors, chosen.errors, name) for name in Errors.__annotations__]
+        metrics = [_pair(finding, stay.errors, chosen.errors, name) for name in Errors.__annotations__]
         cost = "-" if finding.cost is None else _percent(finding.cost)
         names = escape(finding.layer), SHOWN_AS[finding.role], escape(finding.why), escape(stay.recipe), escape(change)
-        table.add_row(*names, *figures, cost)
+        table.add_row(*names, *metrics, cost)
     return table
 
 

@@ -24,11 +24,11 @@ _SHOWN = ("relative_error", "underflow_pct", "overflow_pct")
 def command(
     run: Annotated[str, typer.Argument(help="the run's record, or a folder above it; any fsspec address")],
     recipe: Annotated[list[str], typer.Option(help="as 'current', 'current-e5m2', 'delayed(margin=1)'; may be repeated")],
-    source: Annotated[str, typer.Option(help="sketches, or dumps")] = "sketches",
+    source: Annotated[str, typer.Option(help="histograms, or dumps")] = "histograms",
     cluster: Annotated[str | None, typer.Option(help="ray, ray://HOST:PORT, or tcp://HOST:PORT of a Dask scheduler")] = None,
     top: Annotated[int, typer.Option(help="tensors to list", min=1)] = 15,
 ) -> None:
-    """Recompute every figure under other recipes, add them to the record, and show what would have changed.
+    """Recompute every metric under other recipes, add them to the record, and show what would have changed.
 
     Tensors are listed by relative error under the scales in use, worst first; medians over all steps.
     """
@@ -56,12 +56,12 @@ def _print(frames: dict[str, pl.DataFrame], top: int) -> None:
     table = Table(title=f"{what}, worst first; medians over all steps", title_justify="left")
     table.add_column("layer", no_wrap=True)
     table.add_column("tensor")
-    for figure in ("relative error", "underflow %", "overflow %"):
+    for metric in ("relative error", "underflow %", "overflow %"):
         for name in frames:
-            table.add_column(f"{figure}\n{escape(name)}", justify="right")
+            table.add_column(f"{metric}\n{escape(name)}", justify="right")
     worst = listed.sort("relative_error", descending=True, nulls_last=True).head(top)
     by_key = {name: {(r["layer"], r["role"]): r for r in rows.to_dicts()} for name, rows in medians.items()}
     for layer, role in worst.select("layer", "role").rows():
         found = [by_key[name].get((layer, role), {}) for name in frames]
-        table.add_row(escape(layer), SHOWN_AS[role], *(number(row.get(figure)) for figure in _SHOWN for row in found))
+        table.add_row(escape(layer), SHOWN_AS[role], *(number(row.get(metric)) for metric in _SHOWN for row in found))
     console().print(table)

@@ -23,7 +23,7 @@ def command(
     plan: Annotated[Path, typer.Argument(help="a plan of changes, as `recommend` writes it")],
     run: Annotated[list[str], typer.Argument(help="behind --: the command that resumes the run", metavar="-- COMMAND...")],
 ) -> None:
-    """Run a command whose training applies a plan: the one that resumes the failing run from a good checkpoint.
+    """Run a command whose training applies a plan: the one that resumes the failing run from a baseline checkpoint.
 
     The callbacks of this package in it take the plan up. Exits as the command does.
     """

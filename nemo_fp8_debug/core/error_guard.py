@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from ..errors import warn
 
 
-class Faults:
+class ErrorGuard:
     """Warns, or raises where tests ask for it."""
 
     def __init__(self, on_error: str) -> None:

@@ -7,7 +7,7 @@ ROLES = ("input", "weight", "grad_output")
 #: GEMM and role
 Key = tuple[str, str]
 
-#: the columns that say what a row is about; figures follow
+#: the columns that say what a row is about; metrics follow
 KEYS = ("layer", "gemm", "role")
 #: how people write the operand roles
 SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"}

@@ -25,7 +25,7 @@ def without_wrappers(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def fold_of(name: str) -> str | None:
+def aggregate_of(name: str) -> str | None:
     """The name that all experts' GEMMs like this one share, `*` for the number; None where it is no expert's.
 
     `decoder.layers.3.mlp.experts.local_experts.17.linear_fc1` -> `decoder.layers.3.mlp.experts.local_experts.*.linear_fc1`
@@ -34,27 +34,27 @@ def fold_of(name: str) -> str | None:
     return f"{found[1]}*{found[2] or ''}" if found else None
 
 
-def fold_key(layer: str, role: str) -> tuple[str, str] | None:
-    """(fold, role) of an expert's operand; None where it is no expert's."""
-    fold = fold_of(layer)
-    return (fold, role) if fold else None
+def aggregate_key(layer: str, role: str) -> tuple[str, str] | None:
+    """(aggregate, role) of an expert's operand; None where it is no expert's."""
+    aggregate = aggregate_of(layer)
+    return (aggregate, role) if aggregate else None
 
 
-def is_fold(name: str) -> bool:
+def is_aggregate(name: str) -> bool:
     """Whether it stands for all experts of a layer."""
     return "*" in name.split(".")
 
 
-def few_experts(items: Iterable[T], fold: Callable[[T], Hashable | None], most: int) -> list[T]:
-    """The items in their order, of those that share a fold the first few.
+def few_experts(items: Iterable[T], aggregate: Callable[[T], Hashable | None], most: int) -> list[T]:
+    """The items in their order, of those that share a aggregate the first few.
 
     Args:
-        fold: of an item; None where it is no expert's.
+        aggregate: of an item; None where it is no expert's.
     """
     taken: Counter[Hashable] = Counter()
     kept = []
     for item in items:
-        group = fold(item)
+        group = aggregate(item)
         if group is None or taken[group] < most:
             kept.append(item)
             taken[group] += 1

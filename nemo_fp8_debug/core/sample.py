@@ -11,15 +11,15 @@ from .keys import SHOWN_AS
 
 @dataclass(frozen=True)
 class Sample:
-    """The figures of one step."""
+    """The metrics of one step."""
 
     step: int
-    #: columns of equal length: KEYS, then what was measured against, then the figures; None where a figure cannot be had
+    #: columns of equal length: KEYS, then what was measured against, then the metrics; None where a metric cannot be had
     columns: Mapping[str, Sequence[Any]]
     #: of the step as a whole: loss, learning rate, gradient norm, as far as they are known
     scalars: Mapping[str, float]
     #: columns of equal length: KEYS, the scale and format they were cast with, and the occupied bins with their counts
-    sketches: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    histograms: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: as `columns`, under recipes that were not in use
     what_if: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: why the step was sampled, where it was not its turn

@@ -2,6 +2,6 @@
 
 from .rank_store import Ranks
 from .reduction import Reduction
-from .shard_group import Family
+from .shard_group import ShardGroup
 
-__all__ = ["Family", "Ranks", "Reduction"]
+__all__ = ["Ranks", "Reduction", "ShardGroup"]

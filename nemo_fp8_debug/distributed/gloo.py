@@ -23,7 +23,7 @@ class Group:
     """Between host memories. What takes longer than the timeout, or meets a rank that is gone, raises.
 
     Ranks connect with those that they talk to and no others, where torch can do so. Collectives go round a ring: a rank has
-    two neighbours however many ranks there are, and does not run out of file descriptors, which would hit the run.
+    two neighbors however many ranks there are, and does not run out of file descriptors, which would hit the run.
     """
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Shards as arrays that add up over ranks element by element, and back."""
+"""Operand statistics as arrays that add up over ranks element by element, and back."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from ..measurement.operand_stats import Shard
+from ..measurement.operand_stats import OperandStats
 from ..numerics.histogram import BINS
 from ..numerics.metrics import Moments, QuantizationSums
 
-#: bins of a sketch that are sent together: a binade of bfloat16, an eighth of one of float16
+#: bins of a histogram that are sent together: a binade of bfloat16, an eighth of one of float16
 BINADE = 128
 BINADES = BINS // BINADE
 #: less than any number whose maximum is sought
@@ -25,9 +25,9 @@ _SUMS = tuple(f.name for f in fields(QuantizationSums))
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def _columns(weighed: Sequence[str]) -> list[str]:
+def _columns(what_if: Sequence[str]) -> list[str]:
     """What is added up of each operand beside its counts."""
-    return ["expected", "made", "calls", *_MOMENTS, *(p + name for p in ("", *weighed) for name in ("measured", *_SUMS))]
+    return ["expected", "made", "calls", *_MOMENTS, *(p + name for p in ("", *what_if) for name in ("measured", *_SUMS))]
 
 
 class Brought:
@@ -35,70 +35,70 @@ class Brought:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        stats: Sequence[OperandStats],
         casts: Sequence[int],
         rows: Sequence[int],
         expected: Collection[int],
         known: int,
-        weighed: Sequence[str],
+        what_if: Sequence[str],
         outputs: torch.Tensor,
     ) -> None:
         """
         Args:
-            casts: a number that stands for the cast of each shard on all ranks.
-            rows: which of the K each shard is of.
+            casts: a number that stands for the cast of each stat on all ranks.
+            rows: which of the K each stat is of.
             expected: which the rank was to have.
             known: K.
-            weighed: names of the recipes that are weighed.
+            what_if: names of the what-if recipes.
             outputs: float64, sums over parts of outputs, which are added up as they are.
         """
         self.outputs = outputs
         self.rows = torch.tensor(rows, dtype=torch.int64)
-        binades = [s.sketch.counts.view(BINADES, BINADE) for s in shards]
-        #: bool [M, 256]: which binades of each sketch are occupied
-        self.occupied = torch.zeros(len(shards), BINADES, dtype=torch.bool)
+        binades = [s.histogram.counts.view(BINADES, BINADE) for s in stats]
+        #: bool [M, 256]: which binades of each histogram are occupied
+        self.occupied = torch.zeros(len(stats), BINADES, dtype=torch.bool)
         for occupied, found in zip(self.occupied, binades, strict=True):
             occupied[:] = found.amax(1) > 0
         #: int64 [occupied, 128]
         self.counts = torch.zeros(0, BINADE, dtype=torch.int64)
-        if shards:
+        if stats:
             self.counts = torch.cat([b[o] for b, o in zip(binades, self.occupied, strict=True)])
         #: int32 [K, 8 + 256]
         self.extremes = torch.full((known, len(EXTREMES) + BINADES), NONE, dtype=torch.int32)
         self.extremes[:, len(EXTREMES) :] = 0
-        self.extremes[self.rows] = torch.cat([_extremes(shards, casts), self.occupied.int()], 1)
+        self.extremes[self.rows] = torch.cat([_extremes(stats, casts), self.occupied.int()], 1)
         #: float64 [K, columns]
-        self.numbers = torch.zeros(known, len(_columns(weighed)), dtype=torch.float64)
-        self.numbers[self.rows] = _numbers(shards, weighed)
+        self.numbers = torch.zeros(known, len(_columns(what_if)), dtype=torch.float64)
+        self.numbers[self.rows] = _numbers(stats, what_if)
         self.numbers[sorted(expected), 0] = 1.0
 
 
-def _extremes(shards: Sequence[Shard], casts: Sequence[int]) -> torch.Tensor:
+def _extremes(stats: Sequence[OperandStats], casts: Sequence[int]) -> torch.Tensor:
     """int32 [M, 8]"""
     absent = (np.nan, np.nan)
-    amin = [s.moments.amin.item() if s.moments else np.nan for s in shards]
-    scales = [s.scales or absent for s in shards]
-    floats = [(s.amax, high, least, low) for s, least, (low, high) in zip(shards, amin, scales, strict=True)]
+    amin = [s.moments.amin.item() if s.moments else np.nan for s in stats]
+    scales = [s.scales or absent for s in stats]
+    floats = [(s.amax, high, least, low) for s, least, (low, high) in zip(stats, amin, scales, strict=True)]
     values = np.array(floats, dtype=np.float32).reshape(-1, 4)
     bits = np.where(np.isnan(values), NONE, values.view(np.int32) * np.array([1, 1, -1, -1], dtype=np.int32))
-    orders = [NONE if s.nonfinite_order is None else -s.nonfinite_order for s in shards]
-    dtypes = [_DTYPES.index(s.cast.dtype) for s in shards]
+    orders = [NONE if s.nonfinite_order is None else -s.nonfinite_order for s in stats]
+    dtypes = [_DTYPES.index(s.cast.dtype) for s in stats]
     rest = np.array([orders, casts, dtypes, [-d for d in dtypes]], dtype=np.int32)
     return torch.from_numpy(np.concatenate([bits, rest.T], 1).astype(np.int32))
 
 
-def _numbers(shards: Sequence[Shard], weighed: Sequence[str]) -> torch.Tensor:
+def _numbers(stats: Sequence[OperandStats], what_if: Sequence[str]) -> torch.Tensor:
     """float64 [M, columns]"""
-    columns = {name: torch.zeros(len(shards), dtype=torch.float64) for name in _columns(weighed)}
+    columns = {name: torch.zeros(len(stats), dtype=torch.float64) for name in _columns(what_if)}
     columns["expected"] += 1
     columns["made"] += 1
-    columns["calls"] = torch.tensor([s.calls for s in shards], dtype=torch.float64)
-    if chosen := [i for i, s in enumerate(shards) if s.moments]:
-        moments = Moments.concat([m for s in shards if (m := s.moments)])
+    columns["calls"] = torch.tensor([s.calls for s in stats], dtype=torch.float64)
+    if chosen := [i for i, s in enumerate(stats) if s.moments]:
+        moments = Moments.concat([m for s in stats if (m := s.moments)])
         for name in _MOMENTS:
             columns[name][chosen] = getattr(moments, name).double()
-    for prefix in ("", *weighed):
-        rows = [s.weighed.get(prefix) if prefix else s.sums for s in shards]
+    for prefix in ("", *what_if):
+        rows = [s.what_if.get(prefix) if prefix else s.sums for s in stats]
         if chosen := [i for i, row in enumerate(rows) if row]:
             sums = QuantizationSums.concat([row for row in rows if row])
             columns[f"{prefix}measured"][chosen] = 1.0
@@ -110,13 +110,13 @@ def _numbers(shards: Sequence[Shard], weighed: Sequence[str]) -> torch.Tensor:
 class Layout:
     """Where everything lies in the buffer of sums: a row of numbers for each of S operands, then their occupied binades."""
 
-    def __init__(self, seen: torch.Tensor, occupied: torch.Tensor, weighed: Sequence[str]) -> None:
+    def __init__(self, seen: torch.Tensor, occupied: torch.Tensor, what_if: Sequence[str]) -> None:
         """
         Args:
             seen: int64 [S], which operands any rank has, ascending.
             occupied: bool [S, 256], by anyone.
         """
-        self._seen, self._occupied, self._columns = seen, occupied, _columns(weighed)
+        self._seen, self._occupied, self._columns = seen, occupied, _columns(what_if)
         self._numbers = len(seen) * len(self._columns)
         #: places in the order of binades, of each operand its own
         self._lengths = occupied.sum(1).tolist()
@@ -131,7 +131,7 @@ class Layout:
         buffer[self._numbers :].view(-1, BINADE)[mine] = brought.counts.double()
         return buffer
 
-    def unpacked(self, buffer: torch.Tensor, weighed: Sequence[str]) -> Added:
+    def unpacked(self, buffer: torch.Tensor, what_if: Sequence[str]) -> Added:
         """The sums of all ranks."""
         table = buffer[: self._numbers].view(-1, len(self._columns))
         numbers = dict(zip(self._columns, table.T, strict=True))
@@ -142,7 +142,7 @@ class Layout:
             dense = torch.zeros(BINADES, BINADE, dtype=torch.int64)
             dense[occupied] = found.long()
             counts.append(dense.flatten())
-        sums = {prefix: _sums(numbers, prefix) for prefix in ("", *weighed)}
+        sums = {prefix: _sums(numbers, prefix) for prefix in ("", *what_if)}
         whole = {p: (numbers[f"{p}measured"] == numbers["made"]).tolist() for p in sums}
         return Added(numbers, counts, sums, whole)
 
@@ -155,17 +155,17 @@ class Added:
     numbers: Mapping[str, torch.Tensor]
     #: int64 [32768] each
     counts: Sequence[torch.Tensor]
-    #: under the scales in use, by "", and under recipes that are weighed, by their names
+    #: under the scales in use, by "", and under what-if recipes, by their names
     sums: Mapping[str, QuantizationSums]
     #: whether those are sums of all ranks that have a shard
     whole: Mapping[str, Sequence[bool]]
 
     def sums_of(self, i: int, name: str = "") -> QuantizationSums | None:
-        """One row; None where a rank that has a shard has no sums."""
+        """One row; None where a rank that has a stat has no sums."""
         return self.sums[name].row(i) if self.whole[name][i] else None
 
     def moments(self, amax: torch.Tensor, amin: torch.Tensor) -> Moments:
-        """Of float32 operands; the median is that of the sketch.
+        """Of float32 operands; the median is that of the histogram.
 
         Args:
             amax, amin: float32 [S].

@@ -1,7 +1,7 @@
-"""The one packed reduction of a sampled step: shards of a family's ranks -> shards of whole tensors, on its first rank.
+"""The one packed reduction of a sampled step: stats of a family's ranks -> stats of whole tensors, on its first rank.
 
 Two collectives, however many tensors there are. The first, a maximum, finds what no rank knows alone: extremes, and which
-binades of each sketch are occupied by anyone. The second adds up those binades and all sums, in float64, which holds every
+binades of each histogram are occupied by anyone. The second adds up those binades and all sums, in float64, which holds every
 count below 2^53: integers come out exactly, whatever the order of the ranks.
 
 Both go through gloo between host memories: no GPU waits for them, and a rank that is gone costs a timeout, not the run.
@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import torch
 
 from ..core.keys import ROLES, Key
-from ..measurement.operand_stats import Cast, Collected, OutputSums, Shard
+from ..measurement.operand_stats import Cast, Collected, OperandStats, OutputSums
 from ..numerics.gemm_error import PRODUCTS, SUMS
-from ..numerics.histogram import Sketch
+from ..numerics.histogram import Histogram
 from .packing import EXTREMES, NONE, Added, Brought, Layout
 from .rank_store import Ranks
-from .shard_group import Family
+from .shard_group import ShardGroup
 
 
 class Mismatch(RuntimeError):
-    """Ranks are not at the same step, or do not look at the same: they have come apart."""
+    """Ranks are not at the same step, or do not look at the same: they are out of sync."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Plan:
     """What all ranks have to agree on before they add up."""
 
     step: int
-    #: names of the recipes that are weighed
-    weighed: Sequence[str]
+    #: names of the recipes that are tried
+    what_if: Sequence[str]
 
     def checksum(self) -> int:
         """31 bits."""
-        return zlib.crc32(json.dumps([self.step, *self.weighed]).encode()) >> 1
+        return zlib.crc32(json.dumps([self.step, *self.what_if]).encode()) >> 1
 
 
 class Reduction:
     """Reduces over the ranks of a family."""
 
-    def __init__(self, ranks: Ranks, family: Family, outputs: bool) -> None:
+    def __init__(self, ranks: Ranks, family: ShardGroup, outputs: bool) -> None:
         """
         Args:
             outputs: whether parts of outputs are added up as well; the same on all ranks.
@@ -63,9 +63,9 @@ class Reduction:
         Args:
             expected: what it should have.
         """
-        shards, outputs = found.shards, self._outputs_of(found.outputs)
-        rows, casts = [self._index[s.key] for s in shards], [self._number_of(s.cast) for s in shards]
-        return Brought(shards, casts, rows, [self._index[key] for key in expected], len(self.keys), plan.weighed, outputs)
+        stats, outputs = found.operands, self._outputs_of(found.outputs)
+        rows, casts = [self._index[s.key] for s in stats], [self._number_of(s.cast) for s in stats]
+        return Brought(stats, casts, rows, [self._index[key] for key in expected], len(self.keys), plan.what_if, outputs)
 
     def _outputs_of(self, found: OutputSums) -> torch.Tensor:
         """float64 [products, 6], zeros where this rank has none."""
@@ -89,7 +89,7 @@ class Reduction:
         seen = (table[:, EXTREMES.index("cast")] != NONE).nonzero().flatten()
         table = table[seen]
         column = dict(zip(EXTREMES, table[:, : len(EXTREMES)].T, strict=True))
-        layout = Layout(seen, table[:, len(EXTREMES) :] > 0, plan.weighed)
+        layout = Layout(seen, table[:, len(EXTREMES) :] > 0, plan.what_if)
         buffer = torch.cat([layout.packed(brought), brought.outputs.flatten()])
         group.add_up(buffer)
         buffer, outputs = buffer.split([len(buffer) - brought.outputs.numel(), brought.outputs.numel()])
@@ -98,7 +98,7 @@ class Reduction:
         if self._ranks.rank != self._family.ranks[0]:
             return None, amax
         parts = zip(self._products, outputs.view(-1, len(SUMS) + 1), strict=True)
-        whole = self._whole(keys, column, layout.unpacked(buffer, plan.weighed), plan)
+        whole = self._whole(keys, column, layout.unpacked(buffer, plan.what_if), plan)
         return Collected(whole, {key: sums for key, sums in parts if sums[-1] > 0}), amax
 
     def _number_of(self, cast: Cast) -> int:
@@ -114,39 +114,41 @@ class Reduction:
             self._casts[number] = Cast(**self._ranks.read(f"cast/{number}"))
         return self._casts[number]
 
-    def _whole(self, keys: Sequence[Key], column: Mapping[str, torch.Tensor], added: Added, plan: Plan) -> list[Shard]:
+    def _whole(
+        self, keys: Sequence[Key], column: Mapping[str, torch.Tensor], added: Added, plan: Plan
+    ) -> list[OperandStats]:
         amax, high = _floats(column["amax"]), _floats(column["scale_max"])
         amin, low = _floats(-column["amin"]), _floats(-column["scale_min"])
         moments = added.moments(amax, amin)
         made, calls, expected = (added.numbers[name].long().tolist() for name in ("made", "calls", "expected"))
         numbers = {name: values.tolist() for name, values in column.items()}
-        shards = []
+        stats = []
         for i, (key, top, lowest, highest) in enumerate(zip(keys, amax.tolist(), low.tolist(), high.tolist(), strict=True)):
             if numbers["dtype_max"][i] != -numbers["dtype_min"][i]:
                 continue  # counts of different formats do not add up
             cast, order = self._cast_of(numbers["cast"][i]), numbers["order"][i]
             rounded = cast.dtype == "float32"
-            sketch = Sketch(torch.float16 if cast.dtype == "float16" else torch.bfloat16, added.counts[i], rounded)
+            histogram = Histogram(torch.float16 if cast.dtype == "float16" else torch.bfloat16, added.counts[i], rounded)
             scales = (lowest, highest) if lowest == lowest else None
-            shards.append(
-                Shard(
+            stats.append(
+                OperandStats(
                     key=key,
                     kind=self._family.kinds[key[0]],
                     cast=cast,
-                    sketch=sketch,
+                    histogram=histogram,
                     amax=top,
                     moments=moments.row(i) if rounded else None,
                     sums=added.sums_of(i),
-                    weighed={name: sums for name in plan.weighed if (sums := added.sums_of(i, name))},
+                    what_if={name: sums for name in plan.what_if if (sums := added.sums_of(i, name))},
                     scales=scales,
-                    parts=[(cast, lowest if lowest == highest else None, sketch)],
+                    parts=[(cast, lowest if lowest == highest else None, histogram)],
                     calls=calls[i],
                     nonfinite_order=None if order == NONE else -order,
-                    shards=made[i],
+                    ranks=made[i],
                     missing=expected[i] - made[i],
                 )
             )
-        return shards
+        return stats
 
 
 def _floats(bits: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .rank_store import Ranks
 
 
 @dataclass(frozen=True)
-class Family:
+class ShardGroup:
     """The ranks that reduce together, and what they hold."""
 
     #: global ranks, ascending; the first one measures for all
@@ -34,7 +34,7 @@ class Family:
     heads_group: Group | None = None
 
     @classmethod
-    def alone(cls, rank: int, kinds: Mapping[str, str]) -> Family:
+    def alone(cls, rank: int, kinds: Mapping[str, str]) -> ShardGroup:
         """One rank that shares nothing."""
         return cls([rank], dict(sorted(kinds.items())), dict.fromkeys(kinds, rank))
 
@@ -50,7 +50,7 @@ class Family:
                 ranks.go_alone(error)
 
     @classmethod
-    def met(cls, ranks: Ranks, kinds: Mapping[str, str]) -> Family:
+    def met(cls, ranks: Ranks, kinds: Mapping[str, str]) -> ShardGroup:
         """The family of this rank; called on all ranks, which have told their names.
 
         Raises:

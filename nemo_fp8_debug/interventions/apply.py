@@ -15,7 +15,7 @@ from .transformer_engine import EngineChanges
 
 
 def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = None) -> EngineChanges:
-    """Change how Transformer Engine quantises a model, from here on; on several ranks, called on all.
+    """Change how Transformer Engine quantizes a model, from here on; on several ranks, called on all.
 
     Args:
         model: the model, or its chunks where a virtual pipeline splits it.
@@ -26,7 +26,7 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
             Transformer Engine cannot do.
     """
     wanted = plan_in_force(plan) or NO_CHANGES
-    gemms = [g for g in find_gemms([model] if isinstance(model, nn.Module) else model) if g.host.has_own_fp8]
+    gemms = [g for g in find_gemms([model] if isinstance(model, nn.Module) else model) if g.backend.has_own_fp8]
     check_named(wanted, gemms, "that Transformer Engine runs")
     changes = EngineChanges(gemms, wanted)
     changes.attach()

@@ -1,6 +1,6 @@
-"""FP8 where there is no FP8 engine: operands quantised as a recipe says, the GEMM itself in high precision.
+"""FP8 where there is no FP8 engine: operands quantized as a recipe says, the GEMM itself in high precision.
 
-On a GPU it answers "is it the quantisation or the software?"; on a CPU it makes FP8 training real. Scales move once a step
+On a GPU it answers "is it the quantization or the software?"; on a CPU it makes FP8 training real. Scales move once a step
 (Transformer Engine: once a micro-batch), so that recompute casts with the scale of the first pass by construction.
 """
 
@@ -27,7 +27,7 @@ from ..plan.plan import NO_CHANGES, Plan
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward: the quantised values; backward: the gradient as it comes."""
+    """Forward: the quantized values; backward: the gradient as it comes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def _straight_through(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
 
 
 class EmulatedGemm:
-    """One GEMM module whose X, W and dY are quantised on their way in, each by a recipe of its own."""
+    """One GEMM module whose X, W and dY are quantized on their way in, each by a recipe of its own."""
 
     def __init__(self, gemm: Gemm, recipes: Mapping[str, Recipe], states: Mapping[Recipe, DelayedState]) -> None:
         """
@@ -58,7 +58,7 @@ class EmulatedGemm:
         self._own_weight: torch.Tensor | None = None
         self._swapped = False
 
-    def quantises(self, role: str) -> bool:
+    def quantizes(self, role: str) -> bool:
         """Whether `role` is cast at all."""
         return not isinstance(self.recipes[role].scaling, Unscaled)
 
@@ -75,7 +75,7 @@ class EmulatedGemm:
         return state.scale[slot]
 
     def attach(self) -> list[RemovableHandle]:
-        """Install the hooks that quantise."""
+        """Install the hooks that quantize."""
         EMULATED[self.gemm.module] = self
         return [
             self.gemm.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
@@ -105,20 +105,20 @@ class EmulatedGemm:
             self._own_weight, self._swapped = None, False
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        host = self.gemm.host
-        if self.quantises("input"):
-            x = host.input(module, args, kwargs, "")
-            assert x is not None  # only hosts with an FP8 of their own make it inside, and those are refused
+        backend = self.gemm.backend
+        if self.quantizes("input"):
+            x = backend.input(module, args, kwargs, "")
+            assert x is not None  # only backends with an FP8 of their own make it inside, and those are refused
             quantized_x = _straight_through(x, self.quantize("input", x))
             args = tuple(quantized_x if a is x else a for a in args)
             kwargs = {k: quantized_x if v is x else v for k, v in kwargs.items()}
-        weight = host.weight(module, args, kwargs, "") if self.quantises("weight") else None
+        weight = backend.weight(module, args, kwargs, "") if self.quantizes("weight") else None
         if weight is not None:
             quantized_weight = _straight_through(weight, self.quantize("weight", weight))
             args = tuple(quantized_weight if a is weight else a for a in args)
             kwargs = {k: quantized_weight if v is weight else v for k, v in kwargs.items()}
             if weight is module._parameters.get("weight"):
-                # The module reads its weight itself; it finds the quantised one there for the length of this call.
+                # The module reads its weight itself; it finds the quantized one there for the length of this call.
                 self._own_weight, self._swapped = module._parameters["weight"], True
                 module._parameters["weight"] = quantized_weight  # type: ignore[assignment]
         return args, kwargs
@@ -127,8 +127,8 @@ class EmulatedGemm:
         self.restore()
         if out is None:  # the forward raised
             return
-        y = self.gemm.host.output(out)
-        if y.requires_grad and self.quantises("grad_output"):
+        y = self.gemm.backend.output(out)
+        if y.requires_grad and self.quantizes("grad_output"):
             y.register_hook(lambda grad: self.quantize("grad_output", grad))
 
 
@@ -162,7 +162,7 @@ class Emulation:
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Quantise from here on."""
+        """Quantize from here on."""
         for gemm in self._gemms:
             self._handles += gemm.attach()
 
@@ -193,13 +193,13 @@ class Emulation:
 
 def _check(emulated: EmulatedGemm) -> None:
     gemm = emulated.gemm
-    if gemm.host.has_own_fp8:
+    if gemm.backend.has_own_fp8:
         raise ConfigError(
-            f"{gemm.name} is a module of {gemm.host.name}, which quantises for itself; "
+            f"{gemm.name} is a module of {gemm.backend.name}, which quantizes for itself; "
             "emulation is for modules that do not, as those of Megatron's local layer spec"
         )
-    if getattr(gemm.module, "gradient_accumulation_fusion", False) and emulated.quantises("weight"):
+    if getattr(gemm.module, "gradient_accumulation_fusion", False) and emulated.quantizes("weight"):
         raise ConfigError(
-            f"{gemm.name} uses gradient_accumulation_fusion, which FP8 emulation cannot quantise through; "
+            f"{gemm.name} uses gradient_accumulation_fusion, which FP8 emulation cannot quantize through; "
             "set gradient_accumulation_fusion=False"
         )

@@ -1,10 +1,10 @@
-"""A plan in a run that Transformer Engine quantises: its own contexts, entered around single modules.
+"""A plan in a run that Transformer Engine quantizes: its own contexts, entered around single modules.
 
 | part of a plan | what is done |
 |---|---|
 | `bf16` | the module's forward runs in `autocast(enabled=False)` |
 | another recipe | in `autocast(enabled=True, recipe=...)` |
-| `multiply_in_bf16` | as `bf16`, and its operands are quantised by emulation |
+| `multiply_in_bf16` | as `bf16`, and its operands are quantized by emulation |
 
 Only calls that the run itself makes in FP8 are changed, so that the contexts entered here are nested ones: amaxes of delayed
 scaling are reduced, and its scales moved, where the run's own context ends, each by the recipe of its module.
@@ -59,7 +59,7 @@ class EngineChanges:
         """
         by_module: dict[nn.Module, list[Gemm]] = defaultdict(list)
         for gemm in gemms:
-            if gemm.host.has_own_fp8:
+            if gemm.backend.has_own_fp8:
                 by_module[gemm.module].append(gemm)
         chosen = {module: change for module, own in by_module.items() if (change := _whole(own, plan))}
         for module, change in chosen.items():
@@ -166,25 +166,25 @@ def _check(gemms: Sequence[Gemm], change: Change) -> None:
             f"W of {gemm.name} is stored in FP8, which a plan cannot change; start the run with weights in BF16 "
             "(Megatron: fp8_param=False)"
         )
-    if change.multiply_in_bf16 and not _is_bf16(change) and (gemm.host is not LINEAR or raw_weight(gemm.module) is None):
+    if change.multiply_in_bf16 and not _is_bf16(change) and (gemm.backend is not LINEAR or raw_weight(gemm.module) is None):
         raise ConfigError(f"{gemm.name} has operands that multiply_in_bf16 cannot reach, a {type(gemm.module).__name__}")
     fused = getattr(gemm.module, "fuse_wgrad_accumulation", False)
     if change.multiply_in_bf16 and fused and not _is_bf16(change):
         raise ConfigError(
-            f"{gemm.name} fuses gradient accumulation, which multiply_in_bf16 cannot quantise through; "
+            f"{gemm.name} fuses gradient accumulation, which multiply_in_bf16 cannot quantize through; "
             "set gradient_accumulation_fusion=False"
         )
 
 
 def _emulation(gemms: Sequence[Gemm], changes: Sequence[Change]) -> Emulation:
-    """What quantises the operands of modules whose own FP8 is switched off."""
-    normalise = [g for g in gemms if hasattr(g.module, "layer_norm_weight")]
-    if normalise:
+    """What quantizes the operands of modules whose own FP8 is switched off."""
+    normalize = [g for g in gemms if hasattr(g.module, "layer_norm_weight")]
+    if normalize:
         warn(
-            f"X of {len(normalise)} layers (first {normalise[0].name}) is made inside of a fused norm, where "
-            "multiply_in_bf16 cannot quantise it; it stays in BF16, W and dY are quantised"
+            f"X of {len(normalize)} layers (first {normalize[0].name}) is made inside of a fused norm, where "
+            "multiply_in_bf16 cannot quantize it; it stays in BF16, W and dY are quantized"
         )
-    made_inside = [Change(g.name, "bf16", ("input",)) for g in normalise]
+    made_inside = [Change(g.name, "bf16", ("input",)) for g in normalize]
     by_name = [Change(g.name, change.recipe) for g, change in zip(gemms, changes, strict=True)]
-    plain = [replace(gemm, host=_PLAIN) for gemm in gemms]
+    plain = [replace(gemm, backend=_PLAIN) for gemm in gemms]
     return Emulation(plain, _NOT_IN_FP8, Plan((*by_name, *made_inside)))

@@ -1,4 +1,4 @@
-"""The hot loops, on each kind of device: counting the bit patterns of a tensor into a sketch, and sums of values."""
+"""The hot loops, on each kind of device: counting the bit patterns of a tensor into a histogram, and sums of values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ..errors import warn
 from ..numerics import tensor_scaling
 from ..numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from ..numerics.formats import FloatFormat
-from ..numerics.histogram import BINS, DTYPES, Sketch, infinity_bin
+from ..numerics.histogram import BINS, DTYPES, Histogram, infinity_bin
 from ..numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
 from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of
 from . import torch_fallback
-from .cpu import blocks, histogram, quantize
+from .cpu import blocks, quantize
+from .cpu import histogram as cpu_histogram
 from .memory import bits_of
 
 #: what each kernel of a CUDA device does with tensors
@@ -25,7 +26,7 @@ _DONE = {"histogram": "counted", "blocks": "measured in blocks", "float32": "mea
 SHORT = 64
 
 
-def sketch(x: torch.Tensor) -> Sketch:
+def histogram_of(x: torch.Tensor) -> Histogram:
     """Count the magnitudes of `x`, in one read of it where it is bfloat16 or float16.
 
     Args:
@@ -36,40 +37,40 @@ def sketch(x: torch.Tensor) -> Sketch:
     # On a CPU numpy's zeros: memory that the system hands out zeroed, and most bins are never touched.
     on_cpu = x.device.type == "cpu"
     counts = torch.from_numpy(np.zeros(BINS, np.int64)) if on_cpu else torch.zeros(BINS, dtype=torch.int64, device=x.device)
-    result = Sketch(dtype, counts, rounded)
+    result = Histogram(dtype, counts, rounded)
     count_into(result, x)
     return result
 
 
-def count_into(sketch: Sketch, x: torch.Tensor) -> None:
-    """Add the magnitudes of `x` to a sketch of its dtype."""
+def count_into(histogram: Histogram, x: torch.Tensor) -> None:
+    """Add the magnitudes of `x` to a histogram of its dtype."""
     values = x.detach()
-    if values.dtype != sketch.dtype:
-        values = values.to(sketch.dtype)
+    if values.dtype != histogram.dtype:
+        values = values.to(histogram.dtype)
     contiguous = values.is_contiguous()
     if x.device.type != "cpu":
         values = values if contiguous else _in_order_of_memory(values).contiguous()
-        _count_on_device(values.reshape(-1).view(torch.int16), sketch)
-    elif contiguous and (n := values.numel()) < histogram.SMALL and (address := values.data_ptr()):
-        histogram.count_few(address, n, sketch.counts.data_ptr())
+        _count_on_device(values.reshape(-1).view(torch.int16), histogram)
+    elif contiguous and (n := values.numel()) < cpu_histogram.SMALL and (address := values.data_ptr()):
+        cpu_histogram.count_few(address, n, histogram.counts.data_ptr())
     else:
         rows = _in_rows(_in_order_of_memory(values))
-        histogram.count_patterns(bits_of(rows), sketch.counts.numpy(), torch.get_num_threads())
+        cpu_histogram.count_patterns(bits_of(rows), histogram.counts.numpy(), torch.get_num_threads())
 
 
-def _count_on_device(patterns: torch.Tensor, sketch: Sketch) -> None:
+def _count_on_device(patterns: torch.Tensor, histogram: Histogram) -> None:
     if kernel := _kernel_on(patterns.device, "histogram"):
-        kernel.count_patterns(patterns, sketch.counts, infinity_bin(sketch.dtype))
+        kernel.count_patterns(patterns, histogram.counts, infinity_bin(histogram.dtype))
     else:
-        torch_fallback.count_patterns(patterns, sketch.counts)
+        torch_fallback.count_patterns(patterns, histogram.counts)
 
 
-def nonfinite(sketch: Sketch) -> torch.Tensor | int:
-    """How many values that are not finite were counted so far; on a device a tensor, without host synchronisation."""
-    end = infinity_bin(sketch.dtype)
-    if sketch.counts.device.type == "cpu":
-        return int(histogram.last_counts(sketch.counts.data_ptr(), end))
-    return sketch.counts[end:].sum()
+def nonfinite(histogram: Histogram) -> torch.Tensor | int:
+    """How many values that are not finite were counted so far; on a device a tensor, without host synchronization."""
+    end = infinity_bin(histogram.dtype)
+    if histogram.counts.device.type == "cpu":
+        return int(cpu_histogram.last_counts(histogram.counts.data_ptr(), end))
+    return histogram.counts[end:].sum()
 
 
 @functools.cache
@@ -98,7 +99,7 @@ def _cuda_kernel(name: str) -> Any:
 
 
 def moments(x: torch.Tensor) -> Moments:
-    """Moments (one row, on x's device) of a float32 tensor; no host synchronisation. The median is NaN."""
+    """Moments (one row, on x's device) of a float32 tensor; no host synchronization. The median is NaN."""
     kernel = _kernel_on(x.device, "float32")
     found: Moments = (kernel.moments if kernel else moments_of_float32)(x)
     return found
@@ -109,22 +110,22 @@ def quantization_sums(
     scale: torch.Tensor | CurrentScaling | Unscaled | BlockRule,
     role: str,
     fmt: FloatFormat,
-    counted: Sketch | None = None,
+    counted: Histogram | None = None,
 ) -> QuantizationSums:
-    """Sums (one row, on x's device) of an operand, straight from its values; no host synchronisation.
+    """Sums (one row, on x's device) of an operand, straight from its values; no host synchronization.
 
     Args:
         x: [..., features], any floating dtype.
         scale: float32 scalar, or the rule that finds scales.
         role: of the operand, which blocks depend on.
         fmt: format of the codes.
-        counted: the sketch of `x`, where there is one; the kernels of block sums take it, and `x` would be counted first.
+        counted: the histogram of `x`, where there is one; the kernels of block sums take it, and `x` would be counted first.
     """
     if isinstance(scale, BlockRule):
         if x.dtype in DTYPES and (kernel := _kernel_on(x.device, "blocks")):
-            return kernel.block_sums(x, scale, role, fmt, counted or sketch(x))  # type: ignore[no-any-return]
+            return kernel.block_sums(x, scale, role, fmt, counted or histogram_of(x))  # type: ignore[no-any-return]
         if x.device.type == "cpu" and x.dtype in DTYPES and x.numel():
-            return blocks.quantization_sums_in_blocks(x, scale, role, fmt, counted or sketch(x))
+            return blocks.quantization_sums_in_blocks(x, scale, role, fmt, counted or histogram_of(x))
         return quantization_sums_in_blocks(x, scale, role, fmt)
     if isinstance(scale, Unscaled):
         scale = torch.ones((), device=x.device)

@@ -9,7 +9,7 @@ CHUNK = 1 << 22
 
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs; no host synchronisation.
+    """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs; no host synchronization.
 
     Args:
         values: int16 [n], on the device of `counts`.

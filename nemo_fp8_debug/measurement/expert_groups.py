@@ -1,6 +1,6 @@
 """Experts of a layer as one: the same GEMM and role of all of them, added up.
 
-What is added are sums that each expert has under its own scale, so that figures of a fold are those of all its tensors laid
+What is added are sums that each expert has under its own scale, so that metrics of a aggregate are those of all its tensors laid
 end to end, each cast as it was.
 """
 
@@ -12,36 +12,36 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import torch
 
 from ..core.keys import Key
-from ..core.layer_names import fold_key
+from ..core.layer_names import aggregate_key
 from ..numerics.metrics import QuantizationSums
 
 
-class Folds:
-    """Rows of experts that belong together, among those of all operands; rows of folds come behind them, in order."""
+class ExpertAggregates:
+    """Rows of experts that belong together, among those of all operands; rows of aggregates come behind them, in order."""
 
     def __init__(self, members: Mapping[Key, Sequence[int]], n: int) -> None:
         """
         Args:
-            members: rows of the experts of each fold, by (fold, role).
+            members: rows of the experts of each aggregate, by (aggregate, role).
             n: how many operands there are.
         """
         self.members, self._n = dict(members), n
 
     @classmethod
-    def of(cls, keys: Sequence[Key], kinds: Sequence[Hashable]) -> Folds:
-        """The folds of experts that are all of one kind; sums of different formats tell nothing."""
+    def of(cls, keys: Sequence[Key], kinds: Sequence[Hashable]) -> ExpertAggregates:
+        """The aggregates of experts that are all of one kind; sums of different formats tell nothing."""
         members: dict[Key, list[int]] = defaultdict(list)
         for i, (layer, role) in enumerate(keys):
-            if fold := fold_key(layer, role):
-                members[fold].append(i)
+            if aggregate := aggregate_key(layer, role):
+                members[aggregate].append(i)
         return cls({key: rows for key, rows in members.items() if len({kinds[i] for i in rows}) == 1}, len(keys))
 
     def behind(
         self, chosen: Iterable[int], sums: QuantizationSums, scale: torch.Tensor, amax: torch.Tensor
     ) -> tuple[list[int], QuantizationSums, torch.Tensor]:
-        """Rows of operands, and behind them those of the folds whose experts are all among them.
+        """Rows of operands, and behind them those of the aggregates whose experts are all among them.
 
-        A fold's scale is the smallest of its experts that have something to scale.
+        A aggregate's scale is the smallest of its experts that have something to scale.
 
         Args:
             chosen: rows of operands.
@@ -60,5 +60,5 @@ class Folds:
         scales = torch.where(has_values, scale[at], torch.inf)
         least = torch.full((len(whole),), torch.inf).scatter_reduce_(0, owner, scales, "amin")
         of_empty = torch.full((len(whole),), torch.inf).scatter_reduce_(0, owner, scale[at], "amin")
-        added = QuantizationSums.concat([sums, sums.rows(at).fold(owner, len(whole))])
+        added = QuantizationSums.concat([sums, sums.rows(at).sum_by_owner(owner, len(whole))])
         return [*rows, *(row for row, _ in whole)], added, torch.cat([scale, torch.where(least.isinf(), of_empty, least)])

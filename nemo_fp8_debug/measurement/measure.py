@@ -1,4 +1,4 @@
-"""From the shards of a sampled step to its figures."""
+"""From the stats of a sampled step to its metrics."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.layer_names import fold_of, is_fold
+from ..core.layer_names import aggregate_of, is_aggregate
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.metric_columns import rows
 from ..numerics.metrics import Moments, QuantizationSums
-from ..numerics.precomputed import Sketches
+from ..numerics.precomputed import Histograms
 from ..numerics.recipe import parse_recipe
 from ..numerics.tensor_scaling import CurrentScaling
-from .expert_groups import Folds
-from .operand_stats import Shard, added_up
+from .expert_groups import ExpertAggregates
+from .operand_stats import OperandStats, added_up
 
 Columns = dict[str, list[Any]]
 
@@ -28,13 +28,13 @@ Columns = dict[str, list[Any]]
 class Measured:
     """What a sample records of its operands."""
 
-    #: columns of figures
-    figures: Columns
-    #: columns of sketches
-    sketches: Columns
-    #: columns of figures under recipes that were not in use
+    #: columns of metrics
+    metrics: Columns
+    #: columns of histograms
+    histograms: Columns
+    #: columns of metrics under recipes that were not in use
     what_if: Columns
-    #: columns of figures of outputs
+    #: columns of metrics of outputs
     outputs: Columns = field(default_factory=dict)
 
     def and_those_of(self, others: Sequence[Measured]) -> Measured:
@@ -46,52 +46,52 @@ class Measured:
 
         every = [self, *others]
         return Measured(
-            joined([m.figures for m in every]),
-            joined([m.sketches for m in every]),
+            joined([m.metrics for m in every]),
+            joined([m.histograms for m in every]),
             joined([m.what_if for m in every]),
             joined([m.outputs for m in every]),
         )
 
 
 def measure(
-    shards: Sequence[Shard], others: Sequence[EmulatedScales] = (), names: Collection[str] = frozenset()
+    stats: Sequence[OperandStats], others: Sequence[EmulatedScales] = (), names: Collection[str] = frozenset()
 ) -> Measured:
-    """All figures of operands, and of the experts of each layer as one.
+    """All metrics of operands, and of the experts of each layer as one.
 
     Args:
-        others: recipes to weigh as well; float32 operands, whose sketches are rounded, are left out under delayed and
+        others: what-if recipes; float32 operands, whose histograms are rounded, are left out under delayed and
             current scaling.
-        names: of the GEMMs that were looked at; experts that gave no sample are counted in the fold of theirs.
+        names: of the GEMMs that were looked at; experts that gave no sample are counted in the aggregate of theirs.
     """
-    folds = Folds.of([s.key for s in shards], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in shards])
-    folded = [added_up(key, [shards[i] for i in of]) for key, of in folds.members.items()]
-    totals = Sketches([s.sketch for s in shards])
-    moments = _moments(shards, totals)
-    if folded:
-        moments = Moments.concat([moments, _moments(folded, Sketches([s.sketch for s in folded]))])
-    experts = Counter(fold for name in {*names, *(s.key[0] for s in shards)} if (fold := fold_of(name)))
-    operands = _Operands([*shards, *folded], folds, totals, moments, experts)
-    scale, sums = _in_use(shards, operands)
+    aggregates = ExpertAggregates.of([s.key for s in stats], [(s.cast.recipe, s.cast.format, s.cast.dtype) for s in stats])
+    aggregated = [added_up(key, [stats[i] for i in of]) for key, of in aggregates.members.items()]
+    totals = Histograms([s.histogram for s in stats])
+    moments = _moments(stats, totals)
+    if aggregated:
+        moments = Moments.concat([moments, _moments(aggregated, Histograms([s.histogram for s in aggregated]))])
+    experts = Counter(aggregate for name in {*names, *(s.key[0] for s in stats)} if (aggregate := aggregate_of(name)))
+    operands = _Operands([*stats, *aggregated], aggregates, totals, moments, experts)
+    scale, sums = _in_use(stats, operands)
     described: Columns = {
         "recipe": [s.cast.recipe for s in operands.rows],
         "scale_source": [s.cast.source for s in operands.rows],
         "nonfinite_order": [s.nonfinite_order for s in operands.rows],
     }
     formats = [FORMATS[s.cast.format] for s in operands.rows]
-    measured = operands.columns(range(len(shards)), sums, scale, lambda rows: [formats[i] for i in rows]) | described
-    return Measured(measured, _sketches(shards, scale), _what_if(shards, operands, others))
+    measured = operands.columns(range(len(stats)), sums, scale, lambda rows: [formats[i] for i in rows]) | described
+    return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others))
 
 
 @dataclass(frozen=True)
 class _Operands:
-    """What does not depend on scales; a row an operand, and behind them the folds of experts."""
+    """What does not depend on scales; a row an operand, and behind them the aggregates of experts."""
 
-    rows: Sequence[Shard]
-    folds: Folds
+    rows: Sequence[OperandStats]
+    aggregates: ExpertAggregates
     #: of operands only
-    sketches: Sketches
+    histograms: Histograms
     moments: Moments
-    #: how many experts there are, by fold
+    #: how many experts there are, by aggregate
     experts: Mapping[str, int]
 
     def columns(
@@ -101,46 +101,48 @@ class _Operands:
         scale: torch.Tensor,
         formats: Callable[[Sequence[int]], Sequence[FloatFormat]],
     ) -> Columns:
-        """Columns of the operands that are chosen, and of their folds.
+        """Columns of the operands that are chosen, and of their aggregates.
 
         Args:
             sums: of those chosen.
             scale: likewise, float32.
             formats: of rows.
         """
-        index, sums, scale = self.folds.behind(chosen, sums, scale, self.moments.amax)
+        index, sums, scale = self.aggregates.behind(chosen, sums, scale, self.moments.amax)
         at = torch.tensor(index, dtype=torch.int64)
         shown = [self.rows[i] for i in index]
         return self._about(shown) | rows(self.moments.rows(at), sums, scale, formats(index))
 
-    def _about(self, shards: Sequence[Shard]) -> Columns:
+    def _about(self, stats: Sequence[OperandStats]) -> Columns:
         return {
-            "layer": [s.key[0] for s in shards],
-            "gemm": [s.kind for s in shards],
-            "role": [s.key[1] for s in shards],
-            "dtype": [s.cast.dtype for s in shards],
-            "calls": [s.calls for s in shards],
-            "shards": [s.shards for s in shards],
-            "shards_missing": [s.missing for s in shards],
-            "experts": [self._experts(s.key[0]) for s in shards],
+            "layer": [s.key[0] for s in stats],
+            "gemm": [s.kind for s in stats],
+            "role": [s.key[1] for s in stats],
+            "dtype": [s.cast.dtype for s in stats],
+            "calls": [s.calls for s in stats],
+            "ranks": [s.ranks for s in stats],
+            "ranks_missing": [s.missing for s in stats],
+            "experts": [self._experts(s.key[0]) for s in stats],
         }
 
     def _experts(self, layer: str) -> int | None:
-        return self.experts[layer] if is_fold(layer) else 1 if fold_of(layer) else None
+        return self.experts[layer] if is_aggregate(layer) else 1 if aggregate_of(layer) else None
 
 
-def _in_use(shards: Sequence[Shard], operands: _Operands) -> tuple[torch.Tensor, QuantizationSums]:
+def _in_use(stats: Sequence[OperandStats], operands: _Operands) -> tuple[torch.Tensor, QuantizationSums]:
     """The scale of each operand, float32 [B], NaN where none is known, and its sums under those that it was cast with."""
-    scale = torch.tensor([s.scales[0] if s.scales else torch.nan for s in shards], dtype=torch.float32)
-    limits = torch.tensor([FORMATS[s.cast.format].max for s in shards], dtype=torch.float32)
-    amax = operands.moments.amax[: len(shards)].float()
-    rules = [_rule(s) if s.scales is None else None for s in shards]
+    scale = torch.tensor([s.scales[0] if s.scales else torch.nan for s in stats], dtype=torch.float32)
+    limits = torch.tensor([FORMATS[s.cast.format].max for s in stats], dtype=torch.float32)
+    amax = operands.moments.amax[: len(stats)].float()
+    rules = [_rule(s) if s.scales is None else None for s in stats]
     for rule in set(filter(None, rules)):
         scale = torch.where(torch.tensor([r == rule for r in rules]), rule.scale(amax, limits), scale)
-    rest = [i for i, s in enumerate(shards) if not s.sums]
-    of_sketches = operands.sketches.only(rest).quantization_sums(scale[rest], [FORMATS[shards[i].cast.format] for i in rest])
-    summed = {i: s.sums for i, s in enumerate(shards) if s.sums}
-    return scale, QuantizationSums.concat([of_sketches, *summed.values()]).rows(_order([*rest, *summed]))
+    rest = [i for i, s in enumerate(stats) if not s.sums]
+    of_histograms = operands.histograms.only(rest).quantization_sums(
+        scale[rest], [FORMATS[stats[i].cast.format] for i in rest]
+    )
+    summed = {i: s.sums for i, s in enumerate(stats) if s.sums}
+    return scale, QuantizationSums.concat([of_histograms, *summed.values()]).rows(_order([*rest, *summed]))
 
 
 def _order(places: Sequence[int]) -> torch.Tensor:
@@ -148,51 +150,53 @@ def _order(places: Sequence[int]) -> torch.Tensor:
     return torch.tensor(places, dtype=torch.int64).argsort()
 
 
-def _rule(shard: Shard) -> CurrentScaling | None:
+def _rule(stat: OperandStats) -> CurrentScaling | None:
     """The rule that finds a scale from the amax of the whole tensor."""
-    rule = parse_recipe(shard.cast.recipe).scaling
+    rule = parse_recipe(stat.cast.recipe).scaling
     if isinstance(rule, CurrentScaling):
         return rule
-    return CurrentScaling() if shard.sums is None else None  # delayed scaling without a history yet
+    return CurrentScaling() if stat.sums is None else None  # delayed scaling without a history yet
 
 
-def _moments(shards: Sequence[Shard], totals: Sketches) -> Moments:
-    """Moments of each operand: those of its sketch, or the direct ones where the sketch is rounded."""
-    of_sketches = totals.moments
-    direct = {i: s.moments for i, s in enumerate(shards) if s.moments}
-    rest = [i for i in range(len(shards)) if i not in direct]
-    rows = Moments.concat([of_sketches.rows(torch.tensor(rest, dtype=torch.int64)), *direct.values()])
-    return rows.rows(_order([*rest, *direct])).with_median(of_sketches.median)
+def _moments(stats: Sequence[OperandStats], totals: Histograms) -> Moments:
+    """Moments of each operand: those of its histogram, or the direct ones where the histogram is rounded."""
+    of_histograms = totals.moments
+    direct = {i: s.moments for i, s in enumerate(stats) if s.moments}
+    rest = [i for i in range(len(stats)) if i not in direct]
+    rows = Moments.concat([of_histograms.rows(torch.tensor(rest, dtype=torch.int64)), *direct.values()])
+    return rows.rows(_order([*rest, *direct])).with_median(of_histograms.median)
 
 
-def _what_if(shards: Sequence[Shard], operands: _Operands, others: Sequence[EmulatedScales]) -> Columns:
-    tables = _weighed_by_sketches(shards, operands, [o for o in others if not o.recipe.in_blocks])
-    tables += _weighed_directly(shards, operands, others)
+def _what_if(stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]) -> Columns:
+    tables = _what_if_by_histograms(stats, operands, [o for o in others if not o.recipe.in_blocks])
+    tables += _what_if_directly(stats, operands, others)
     return {name: [value for table in tables for value in table[name]] for name in tables[0]} if tables else {}
 
 
-def _weighed_by_sketches(shards: Sequence[Shard], operands: _Operands, others: Sequence[EmulatedScales]) -> list[Columns]:
-    chosen = [i for i, s in enumerate(shards) if not s.moments]
+def _what_if_by_histograms(
+    stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]
+) -> list[Columns]:
+    chosen = [i for i, s in enumerate(stats) if not s.moments]
     if not chosen or not others:
         return []
-    sketches = operands.sketches.only(chosen)
-    keys, amax = [shards[i].key for i in chosen], operands.moments.amax[chosen].float()
+    histograms = operands.histograms.only(chosen)
+    keys, amax = [stats[i].key for i in chosen], operands.moments.amax[chosen].float()
     tables = []
     for other in others:
         scale = other.of(keys, amax)
-        sums = sketches.quantization_sums(scale, other.formats(keys))
+        sums = histograms.quantization_sums(scale, other.formats(keys))
         tables.append(_table(other, operands, chosen, sums, scale))
         other.observe(keys, amax)
     return tables
 
 
-def _weighed_directly(shards: Sequence[Shard], operands: _Operands, others: Sequence[EmulatedScales]) -> list[Columns]:
+def _what_if_directly(stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]) -> list[Columns]:
     tables = []
     for other in others:
         name = other.recipe.name
-        if chosen := [i for i, s in enumerate(shards) if name in s.weighed]:
-            sums = QuantizationSums.concat([shards[i].weighed[name] for i in chosen])
-            scale = other.of([shards[i].key for i in chosen], operands.moments.amax[chosen].float())
+        if chosen := [i for i, s in enumerate(stats) if name in s.what_if]:
+            sums = QuantizationSums.concat([stats[i].what_if[name] for i in chosen])
+            scale = other.of([stats[i].key for i in chosen], operands.moments.amax[chosen].float())
             tables.append(_table(other, operands, chosen, sums, scale))
     return tables
 
@@ -209,21 +213,21 @@ def _named(other: EmulatedScales, n: int) -> Columns:
     return {"recipe": [other.recipe.name] * n, "scale_source": ["what-if"] * n}
 
 
-def _sketches(shards: Sequence[Shard], scale: torch.Tensor) -> Columns:
-    """The sketches as a table; bins of infinity and NaN included, so that a sketch is whole."""
+def _histograms(stats: Sequence[OperandStats], scale: torch.Tensor) -> Columns:
+    """The histograms as a table; bins of infinity and NaN included, so that a histogram is whole."""
     parts = [
-        (shard.key, cast, found if shard.one_scale else known, sketch)
-        for shard, found in zip(shards, scale.double().tolist(), strict=True)
-        for cast, known, sketch in shard.parts
+        (stat.key, cast, found if stat.one_scale else known, histogram)
+        for stat, found in zip(stats, scale.double().tolist(), strict=True)
+        for cast, known, histogram in stat.parts
     ]
     return {
         "layer": [layer for (layer, _), *_ in parts],
         "role": [role for (_, role), *_ in parts],
         "recipe": [cast.recipe for _, cast, *_ in parts],
         "format": [cast.format for _, cast, *_ in parts],
-        "dtype": [str(sketch.dtype).removeprefix("torch.") for *_, sketch in parts],
-        "rounded": [sketch.rounded for *_, sketch in parts],
+        "dtype": [str(histogram.dtype).removeprefix("torch.") for *_, histogram in parts],
+        "rounded": [histogram.rounded for *_, histogram in parts],
         "scale": [None if scale != scale else scale for _, _, scale, _ in parts],
-        "bins": [sketch.occupied[0].astype(np.uint16) for *_, sketch in parts],
-        "counts": [sketch.occupied[1] for *_, sketch in parts],
+        "bins": [histogram.occupied[0].astype(np.uint16) for *_, histogram in parts],
+        "counts": [histogram.occupied[1] for *_, histogram in parts],
     }

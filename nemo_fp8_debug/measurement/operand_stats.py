@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..core.keys import MIXED, Key
-from ..numerics.histogram import Sketch
+from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums, merge
 
 
@@ -25,7 +25,7 @@ class Cast:
 
 
 @dataclass
-class Shard:
+class OperandStats:
     """The part of an operand that a rank saw in a step, over all its micro-batches; parts of the same operand add up."""
 
     #: (layer, role)
@@ -34,25 +34,25 @@ class Shard:
     kind: str
     cast: Cast
     #: of all calls together
-    sketch: Sketch
+    histogram: Histogram
     #: largest finite magnitude
     amax: float
-    #: of float32 operands one row, whose sketches are rounded
+    #: of float32 operands one row, whose histograms are rounded
     moments: Moments | None
     #: one row under the scales in use; None: under current scaling, whose scale follows from the amax of the whole
     sums: QuantizationSums | None
-    #: one row under each recipe that sketches cannot answer for, by its name
-    weighed: dict[str, QuantizationSums] = field(default_factory=dict)
+    #: one row under each recipe that histograms cannot answer for, by its name
+    what_if: dict[str, QuantizationSums] = field(default_factory=dict)
     #: smallest and largest scale in use; None: not known yet, or blocks have scales of their own
     scales: tuple[float, float] | None = None
-    #: sketches of what was cast with one scale each, where they are kept apart, and the recipe and format of each
-    parts: Sequence[tuple[Cast, float | None, Sketch]] = ()
+    #: histograms of what was cast with one scale each, where they are kept apart, and the recipe and format of each
+    parts: Sequence[tuple[Cast, float | None, Histogram]] = ()
     calls: int = 0
     #: place in the order of execution of the first call that held NaN or infinity
     nonfinite_order: int | None = None
-    #: ranks whose shards are in it
-    shards: int = 1
-    #: ranks whose shards should be, and are not
+    #: ranks whose stats are in it
+    ranks: int = 1
+    #: ranks whose stats should be, and are not
     missing: int = 0
 
     @property
@@ -69,26 +69,26 @@ OutputSums = Mapping[tuple[str, str], torch.Tensor]
 class Collected:
     """What a rank found in a step, or all ranks of its family together."""
 
-    shards: list[Shard] = field(default_factory=list)
+    operands: list[OperandStats] = field(default_factory=list)
     outputs: OutputSums = field(default_factory=dict)
 
 
-def added_up(key: Key, shards: Sequence[Shard]) -> Shard:
+def added_up(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
     """Whole operands of the same recipe, format and dtype as one, but for their sums: scales may still be unknown."""
-    first = shards[0]
-    direct = [s.moments for s in shards if s.moments]
-    orders = [s.nonfinite_order for s in shards if s.nonfinite_order is not None]
-    sources = {s.cast.source for s in shards}
-    return Shard(
+    first = stats[0]
+    direct = [s.moments for s in stats if s.moments]
+    orders = [s.nonfinite_order for s in stats if s.nonfinite_order is not None]
+    sources = {s.cast.source for s in stats}
+    return OperandStats(
         key=key,
         kind=first.kind,
         cast=replace(first.cast, source=first.cast.source if len(sources) == 1 else MIXED),
-        sketch=Sketch.total([s.sketch for s in shards]),
-        amax=max(s.amax for s in shards),
+        histogram=Histogram.total([s.histogram for s in stats]),
+        amax=max(s.amax for s in stats),
         moments=merge(Moments.concat(direct)) if direct else None,
         sums=None,
-        calls=sum(s.calls for s in shards),
+        calls=sum(s.calls for s in stats),
         nonfinite_order=min(orders, default=None),
-        shards=sum(s.shards for s in shards),
-        missing=sum(s.missing for s in shards),
+        ranks=sum(s.ranks for s in stats),
+        missing=sum(s.missing for s in stats),
     )

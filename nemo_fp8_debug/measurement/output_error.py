@@ -1,4 +1,4 @@
-"""Figures of what GEMMs put out, from sums over parts of their outputs."""
+"""Metrics of what GEMMs put out, from sums over parts of their outputs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..core.keys import MIXED, Key
-from ..core.layer_names import fold_of
+from ..core.layer_names import aggregate_of
 from ..numerics.gemm_error import PRODUCTS, SUMS
-from ..numerics.metric_names import OUTPUT_FIGURES
+from ..numerics.metric_names import OUTPUT_METRICS
 from .operand_stats import Cast, OutputSums
 
 
@@ -23,12 +23,12 @@ def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Ke
         casts: how operands were cast, by (layer, role), as far as that is known.
     """
     members: dict[tuple[str, str], list[str]] = {key: [key[0]] for key in sums}
-    folds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    aggregates: dict[tuple[str, str], list[str]] = defaultdict(list)
     for layer, product in sums:
-        if fold := fold_of(layer):
-            folds[fold, product].append(layer)
+        if aggregate := aggregate_of(layer):
+            aggregates[aggregate, product].append(layer)
     rows = []
-    for (layer, product), layers in [*members.items(), *folds.items()]:
+    for (layer, product), layers in [*members.items(), *aggregates.items()]:
         total = torch.stack([sums[member, product] for member in layers]).sum(0)
         found = [cast for m in layers for role, _ in PRODUCTS[product] if (cast := casts.get((m, role)))]
         rows.append(
@@ -38,8 +38,8 @@ def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Ke
                 "product": product,
                 "recipe": _common([cast.recipe for cast in found]),
                 "scale_source": _common([cast.source for cast in found]),
-                "experts": len(layers) if fold_of(layers[0]) else None,
-                **_figures(product, total.tolist()),
+                "experts": len(layers) if aggregate_of(layers[0]) else None,
+                **_metrics(product, total.tolist()),
             }
         )
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
@@ -49,8 +49,8 @@ def _common(values: Sequence[str]) -> str | None:
     return values[0] if len(set(values)) == 1 else MIXED if values else None
 
 
-def _figures(product: str, total: Sequence[float]) -> dict[str, int | float | None]:
-    *values, shards = total
+def _metrics(product: str, total: Sequence[float]) -> dict[str, int | float | None]:
+    *values, stats = total
     of = dict(zip(SUMS, values, strict=True))
     (first, _), (second, _) = PRODUCTS[product]
     errors = {f"error_of_{role}": None for role in ("input", "weight", "grad_output")} | {
@@ -58,7 +58,7 @@ def _figures(product: str, total: Sequence[float]) -> dict[str, int | float | No
         f"error_of_{first}": _relative(of["first_error2"], of["output2"]),
         f"error_of_{second}": _relative(of["second_error2"], of["output2"]),
     }
-    return {"shards": int(shards), "n": int(of["n"]), **{name: errors[name] for name in OUTPUT_FIGURES}}
+    return {"ranks": int(stats), "n": int(of["n"]), **{name: errors[name] for name in OUTPUT_METRICS}}
 
 
 def _relative(error2: float, output2: float) -> float | None:

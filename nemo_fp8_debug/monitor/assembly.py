@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..capture.gemms import select
-from ..core.error_guard import Faults
+from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES
-from ..distributed import Family, Ranks
+from ..distributed import Ranks, ShardGroup
 from ..errors import ConfigError
 from ..options.config import Config
 from ..options.control_file import Control
 from ..options.trigger_rules import parse_rule
 from ..record.dump import TensorDump
-from ..record.storage import Place
+from ..record.storage import Storage
 from .delivery import Delivery
-from .live_control import Steering
+from .live_control import LiveControl
 from .model_scan import ModelScan
-from .pipeline import Measuring, meet
+from .pipeline import Pipeline, meet
 from .recorder_queue import Recording
 from .run_summary import Summary
 from .sampled_step import Watched
@@ -30,12 +30,12 @@ class Parts:
     """What a monitor works with once all ranks have started."""
 
     #: the ranks that hold parts of the same tensors
-    family: Family
+    family: ShardGroup
     #: which steps are sampled,
     schedule: Schedule
     #: and what changes that
-    steering: Steering
-    measuring: Measuring
+    live_control: LiveControl
+    pipeline: Pipeline
     delivery: Delivery
     watched: Watched
 
@@ -46,9 +46,9 @@ def assemble(
     ranks: Ranks,
     recording: Recording,
     summary: Summary,
-    place: Place | None,
+    place: Storage | None,
     attempt: int,
-    faults: Faults,
+    faults: ErrorGuard,
 ) -> Parts:
     """The parts of a monitor.
 
@@ -73,13 +73,13 @@ def assemble(
 
     schedule = Schedule(config)
     triggers = Triggers([parse_rule(rule) for rule in config.triggers], ranks)
-    steering = Steering(schedule, triggers, ranks, place, check, summary.say)
-    recording.submit_job(steering.read)
+    live_control = LiveControl(schedule, triggers, ranks, place, check, summary.say)
+    recording.submit_job(live_control.read)
     family, over = meet(ranks, {g.name: g.kind for g in model.known}, faults)
     model.scales.emulate([(name, role) for name in family.kinds for role in ROLES])
-    measuring = Measuring(ranks, family, model.scales, faults, config.output_rows > 0)
-    measuring.over = over
-    delivery = Delivery(ranks, recording, measuring, steering, dump, faults, config.layers)
+    pipeline = Pipeline(ranks, family, model.scales, faults, config.output_rows > 0)
+    pipeline.over = over
+    delivery = Delivery(ranks, recording, pipeline, live_control, dump, faults, config.layers)
     delivery.report(None)
     watched = Watched(model, family, ranks.rank, ranks.world, attempt, dump, faults)
-    return Parts(family, schedule, steering, measuring, delivery, watched)
+    return Parts(family, schedule, live_control, pipeline, delivery, watched)

@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..options.config import Config
 from ..record.console_table import TableRecorder
 from ..record.event_file import EventFile
-from ..record.storage import Place
+from ..record.storage import Storage
 from ..record.tensorboard import TensorBoardRecorder
 from ..record.writer import RunRecord
 
@@ -23,6 +23,6 @@ def default_recorders(config: Config) -> Iterator[Recorder]:
     if config.output is None:
         raise ConfigError('Monitor needs the folder of the record: Monitor(model, "runs/a")')
     yield RunRecord(config.output)
-    yield TensorBoardRecorder(EventFile(str(Place(config.output))), config.max_tags, log_losses=True)
+    yield TensorBoardRecorder(EventFile(str(Storage(config.output))), config.max_tags, log_losses=True)
     if config.table_rows:
         yield TableRecorder(config.table_rows)

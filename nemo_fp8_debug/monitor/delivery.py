@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.arguments import shown
-from ..core.error_guard import Faults
+from ..core.error_guard import ErrorGuard
 from ..core.sample import Sample
 from ..distributed import Ranks
-from ..numerics.metric_columns import in_true_units
+from ..numerics.metric_columns import unscaled
 from ..record.dump import TensorDump
-from .live_control import Steering
-from .pipeline import Measuring, Outcome
+from .live_control import LiveControl
+from .pipeline import Outcome, Pipeline
 from .recorder_queue import Recording
 from .sampled_step import SampledStep
 from .step_scalars import kept, read, read_all
@@ -29,17 +29,17 @@ class Delivery:
         self,
         ranks: Ranks,
         recording: Recording,
-        measuring: Measuring,
-        steering: Steering,
+        pipeline: Pipeline,
+        live_control: LiveControl,
         dump: TensorDump | None,
-        faults: Faults,
+        faults: ErrorGuard,
         layers: Sequence[str] | None,
     ) -> None:
         """
         Args:
             layers: patterns of those that are looked at.
         """
-        self._ranks, self._recording, self._measuring, self._steering = ranks, recording, measuring, steering
+        self._ranks, self._recording, self._pipeline, self._live_control = ranks, recording, pipeline, live_control
         self._progress: Callable[[], dict[str, Any]] = dump.progress if dump else dict
         self._faults = faults
         self._layers = layers
@@ -59,7 +59,7 @@ class Delivery:
             opened: whether any rank can have looked at it.
         """
         steps, self._steps = self._steps, {}
-        step, outcome = sampled.step, self._measuring.submit(sampled.captured(lambda: read_all(steps)))
+        step, outcome = sampled.step, self._pipeline.submit(sampled.captured(lambda: read_all(steps)))
         if not self._ranks.writes:
             return
         steps[step] |= {"trigger": why} if why else {}
@@ -76,13 +76,12 @@ class Delivery:
             if other in steps:
                 steps[other] = {**numbers, **steps[other]}
         measured, scalars = found.measured, read(steps[step])
-        figures, what_if = (
-            columns | in_true_units(columns, scalars.get("grad_multiplier"))
-            for columns in (measured.figures, measured.what_if)
+        metrics, what_if = (
+            columns | unscaled(columns, scalars.get("grad_scale")) for columns in (measured.metrics, measured.what_if)
         )
         why = steps[step].get("trigger")
-        sample = Sample(step, figures, scalars, measured.sketches, what_if, why, measured.outputs)
-        self._steering.see_sample(sample)
+        sample = Sample(step, metrics, scalars, measured.histograms, what_if, why, measured.outputs)
+        self._live_control.see_sample(sample)
         if self._ranks.world > 1 and self._layers is not None and not len(sample):
             message = f"the sample of step {step} is empty: no layer on any rank matches {shown(self._layers)}"
             self._faults.warn(message, kind="empty sample")
@@ -90,7 +89,7 @@ class Delivery:
 
     def report(self, step: int | None, ended: bool = False) -> None:
         """Write the status file, once what was submitted so far is recorded."""
-        self._recording.submit_job(lambda: self._steering.report(step, self._progress(), ended))
+        self._recording.submit_job(lambda: self._live_control.report(step, self._progress(), ended))
 
     def relieve(self) -> None:
         """Record the scalars of steps if there are many of them."""
@@ -107,5 +106,5 @@ class Delivery:
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
         with self._faults.guard("while recording"):
-            self._measuring.settle()
+            self._pipeline.settle()
             self._recording.deliver(wait=True)

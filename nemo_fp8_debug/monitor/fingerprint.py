@@ -88,7 +88,7 @@ def fingerprint(
         "versions": _versions(),
         "devices": _devices(),
         "recipe": dict(recipe) | {"fp8_engine": _engine(host, recipe)},
-        "host_options": host,
+        "backend_options": host,
         "risky_features_on": {k: v for k, v in _options(roots, _RISKY).items() if v and v != "none"},
         "model": {
             "class": type(roots[0]).__name__,
@@ -102,7 +102,7 @@ def fingerprint(
             "gemms": len(gemms),
             "gemms_inspected": sum(any(inspection.sees(g, role) for role in g.unseen) for g in gemms),
             "gemm_kinds": dict(Counter(g.kind for g in gemms)),
-            "hosts": sorted({g.host.name for g in gemms}),
+            "backends": sorted({g.backend.name for g in gemms}),
             **{k: v for k, v in asdict(config).items() if k not in ("recipe", "output")},
         },
     }
@@ -152,8 +152,8 @@ def _options(roots: Sequence[nn.Module], names: Sequence[str]) -> dict[str, Any]
 
 
 def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
-    """Who quantises; Megatron configured for FP8 without Transformer Engine silently trains in high precision."""
-    if recipe["gemms_quantised_by_emulation"] and not recipe["gemms_switched_in_engine"]:
+    """Who quantizes; Megatron configured for FP8 without Transformer Engine silently trains in high precision."""
+    if recipe["gemms_quantized_by_emulation"] and not recipe["gemms_switched_in_engine"]:
         return "emulation"
     if host.get("fp8"):
         present = "transformer_engine" in sys.modules

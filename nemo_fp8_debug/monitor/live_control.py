@@ -11,13 +11,13 @@ from ..core.sample import Sample
 from ..distributed import Ranks
 from ..errors import warn
 from ..options.control_file import LONGEST, NAME, STATUS, Control
-from ..record.storage import Place
+from ..record.storage import Storage
 from .schedule import Schedule
 from .status import ControlFile, Status
 from .triggers import Triggers
 
 
-class Steering:
+class LiveControl:
     """Tells the schedule what the control file and the triggers say, on all ranks alike."""
 
     def __init__(
@@ -25,7 +25,7 @@ class Steering:
         schedule: Schedule,
         triggers: Triggers,
         ranks: Ranks,
-        place: Place | None,
+        place: Storage | None,
         check: Callable[[Control], None],
         say: Callable[[str], None],
     ) -> None:
@@ -75,7 +75,7 @@ class Steering:
         """Before a sampled step, on all ranks: do as the control file says, if it is new.
 
         Args:
-            over: whether this rank knows that ranks have come apart; the first one tells those that wait for its word.
+            over: whether this rank knows that ranks are out of sync; the first one tells those that wait for its word.
         """
         if over and not self._ranks.writes:
             self.stopped = True

@@ -12,7 +12,7 @@ from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_gemms, matching, select, unknown_gemms
 from ..capture.scales import Scales
 from ..core.arguments import shown
-from ..core.error_guard import Faults
+from ..core.error_guard import ErrorGuard
 from ..errors import ConfigError
 from ..options.config import Config
 from .fingerprint import fingerprint
@@ -35,7 +35,7 @@ class ModelScan:
     fingerprint: Mapping[str, Any]
 
 
-def scan(model: Any, config: Config, ranks: int, faults: Faults) -> ModelScan:
+def scan(model: Any, config: Config, ranks: int, faults: ErrorGuard) -> ModelScan:
     """Find the GEMMs of a model, and warn of those that are left out.
 
     Args:
@@ -63,7 +63,7 @@ def scan(model: Any, config: Config, ranks: int, faults: Faults) -> ModelScan:
     return ModelScan(roots, known, [g for g in found if g.compiled], gemms, scales, setup)
 
 
-def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm], faults: Faults) -> None:
+def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm], faults: ErrorGuard) -> None:
     if unknown := unknown_gemms(roots):
         first = next(iter(unknown))
         faults.warn(f"{len(unknown)} modules are not known here and left out, first {first}, a {unknown[first]}")
@@ -75,5 +75,5 @@ def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm],
     if split := [g.name for g in gemms if inspection.leaves_out(g)]:
         faults.warn(
             f"the inside of {len(split)} layers (first {split[0]}) is not inspected: "
-            "with tensor parallelism that would change how ranks communicate"
+            "with tensor parallelizm that would change how ranks communicate"
         )

@@ -12,12 +12,12 @@ from torch import nn
 
 from ..capture.gemms import Gemm
 from ..core.arguments import checks_arguments
-from ..core.error_guard import Faults
+from ..core.error_guard import ErrorGuard
 from ..core.sample import Recorder
-from ..distributed import Family, Ranks
+from ..distributed import Ranks, ShardGroup
 from ..errors import run_failed
 from ..options.config import Config
-from ..record.storage import Place
+from ..record.storage import Storage
 from ..record.writer import RunRecord
 from . import open_monitors
 from .assembly import assemble
@@ -70,27 +70,27 @@ class Monitor:
         self._ranks = Ranks()
         try:
             self.config = Config(output=os.fspath(output) if isinstance(output, os.PathLike) else output, **options)
-            self._faults = Faults(self.config.on_error)
+            self._faults = ErrorGuard(self.config.on_error)
             self._ranks.agree("options", {name: getattr(self.config, name) for name in SAME_ON_ALL_RANKS})
             self._model = scan(model, self.config, self._ranks.world, self._faults)
             self._recording = Recording(self._chosen(recorders), self.fingerprint, self._faults.guard)
             records = [r for r in self._recording.recorders if isinstance(r, RunRecord)]
             # Other ranks may work in other folders, and this one may change its own.
-            address = None if self.config.output is None else str(Place(self.config.output))
+            address = None if self.config.output is None else str(Storage(self.config.output))
         except Exception as error:
             self._ranks.start(None, error)
             raise
-        Family.told(self._ranks, {g.name: g.kind for g in self._model.known})
+        ShardGroup.told(self._ranks, {g.name: g.kind for g in self._model.known})
         told = self._ranks.start({"attempt": max((r.attempt for r in records), default=0), "output": address})
         self._idle = self._ranks.world == 1 and not self._recording.recorders
-        place = Place(told["output"]) if told["output"] is not None else None
+        place = Storage(told["output"]) if told["output"] is not None else None
         self._summary = Summary(self.config, self._recording.recorders, len(self.gemms))
         place = next((r.place for r in records if r.place == place), place)
         parts = assemble(
             self.config, self._model, self._ranks, self._recording, self._summary, place, told["attempt"], self._faults
         )
-        self._family, self._schedule, self._steering = parts.family, parts.schedule, parts.steering
-        self._measuring, self._delivery, self._watched = parts.measuring, parts.delivery, parts.watched
+        self._family, self._schedule, self._live_control = parts.family, parts.schedule, parts.live_control
+        self._pipeline, self._delivery, self._watched = parts.pipeline, parts.delivery, parts.watched
         #: the sampled step that is under way
         self._sampled: SampledStep | None = None
         self._begun: int | None = None
@@ -165,8 +165,8 @@ class Monitor:
             return
         self._faults.step = number
         with self._faults.guard("while starting to sample"):
-            self._steering.start_step(number)
-            if self._schedule.samples(number) and not self._steering.stopped:
+            self._live_control.start_step(number)
+            if self._schedule.samples(number) and not self._live_control.stopped:
                 self._start_sample(number)
             return
 
@@ -179,17 +179,17 @@ class Monitor:
         # Whatever happens to this rank's part of the sample.
         self._sampled = SampledStep(step, self._watched, self._schedule)
         # Scales emulated from a history need the sample before.
-        self._measuring.settle()
+        self._pipeline.settle()
         self._recording.deliver(wait=True)
-        self._steering.start_sample(step, self._measuring.over)
-        if self._steering.stopped:
-            self._sampled, self._measuring.over = None, True
+        self._live_control.start_sample(step, self._pipeline.over)
+        if self._live_control.stopped:
+            self._sampled, self._pipeline.over = None, True
         elif not self._recording.stuck:
-            self._sampled.open(self._steering.heard)
+            self._sampled.open(self._live_control.heard)
 
     def _end_sample(self, step: int) -> None:
-        if not self._steering.end_sample(step):
-            self._measuring.end(step, TimeoutError("the first rank does not say how to sample"))
+        if not self._live_control.end_sample(step):
+            self._pipeline.end(step, TimeoutError("the first rank does not say how to sample"))
 
     def abandon_step(self) -> None:
         """The step broke off: removes the hooks and forgets the sample."""
@@ -203,7 +203,7 @@ class Monitor:
             sampled.forget()
             self._end_sample(sampled.step)
             with self._faults.guard("while giving a sample up"):
-                self._measuring.take_part(sampled.captured(dict))
+                self._pipeline.take_part(sampled.captured(dict))
 
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Show the loss of a micro-batch before it is scaled, divided and backpropagated: dY is recorded in its units too.
@@ -223,7 +223,7 @@ class Monitor:
 
         Args:
             scalars: of the step, numbers or scalar tensors, which are read in the background: `loss`, `grad_norm`, `lr`,
-                `loss_scale`, `skipped`, `consumed_samples`, as far as they are known; and `grad_multiplier`, what dY is
+                `loss_scale`, `skipped`, `consumed_samples`, as far as they are known; and `grad_scale`, what dY is
                 multiplied by, where it is not to be measured. Others are not recorded, which a warning says.
         """
         if self._closed:
@@ -258,16 +258,16 @@ class Monitor:
         else:
             self._delivery.relieve()
         if self._schedule.samples(step + 1):
-            self._recording.submit_job(self._steering.read)
+            self._recording.submit_job(self._live_control.read)
         if self._faults.raises:
             self.flush()
 
     def _tell_triggers(self, loss: Any) -> None:
         with self._faults.guard("while watching the loss"):
             try:
-                self._steering.end_step(self._faults.step, loss)
+                self._live_control.end_step(self._faults.step, loss)
             except TimeoutError as error:
-                self._measuring.end(self._faults.step, error)
+                self._pipeline.end(self._faults.step, error)
 
     def close(self) -> None:
         """The run is over: records what is left. To close a second time does nothing."""
@@ -277,7 +277,7 @@ class Monitor:
         if not failed:
             self._order.warn_if_open()
         self.abandon_step()
-        self._measuring.close()
+        self._pipeline.close()
         self._delivery.flush_steps()
         self._delivery.report(None, ended=True)
         self._idle = True
@@ -285,8 +285,8 @@ class Monitor:
         with self._faults.guard("while closing the record"):
             self._recording.close()
         if not failed:
-            self._order.warn_if_nothing_sampled(self._schedule.config.turns(), self._measuring.over)
-        self._summary.close(self._measuring.over, self._recording.stuck)
+            self._order.warn_if_nothing_sampled(self._schedule.config.turns(), self._pipeline.over)
+        self._summary.close(self._pipeline.over, self._recording.stuck)
 
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""

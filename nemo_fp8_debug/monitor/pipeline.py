@@ -1,4 +1,4 @@
-"""What happens to a sample once its step is over: shards are collected, added up over ranks, and measured."""
+"""What happens to a sample once its step is over: stats are collected, added up over ranks, and measured."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass, replace
 
 from ..capture.collect import collect
-from ..capture.device_to_host import Homecoming
+from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.operands import Operand
 from ..capture.output_samples import Products
 from ..capture.scales import Scales
-from ..core.error_guard import Faults
+from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES, SHOWN_AS, Key
 from ..core.worker import Worker
-from ..distributed import Family, Ranks, Reduction
+from ..distributed import Ranks, Reduction, ShardGroup
 from ..distributed.reduction import Plan
 from ..errors import warn
 from ..measurement.measure import Measured, measure
-from ..measurement.operand_stats import Collected, Shard
+from ..measurement.operand_stats import Collected, OperandStats
 from ..measurement.output_error import output_columns
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import parse_recipe
@@ -38,22 +38,22 @@ class Sampled:
     products: list[Products]
     #: operands that this rank was to see
     expected: Collection[Key]
-    #: by name: recipes to weigh
-    weighed: Sequence[str]
+    #: by name: what-if recipes
+    what_if: Sequence[str]
     #: whether a layer of this name is looked at, on whichever rank it is
     chosen: Callable[[str], bool]
     #: numbers of the steps since the sample before and of this one, as far as they are known here
     steps: Callable[[], Steps]
     #: of what was collected
-    homecoming: Homecoming
+    device_to_host: DeviceToHostCopy
 
     def collected(self, others: Sequence[EmulatedScales] = ()) -> Collected:
         """What this rank found.
 
         Args:
-            others: recipes that it is weighed under alone, without other ranks.
+            others: recipes that it is measured under alone, without other ranks.
         """
-        self.homecoming.wait(lambda: [of for operand in self.operands for of in operand.asked(others)])
+        self.device_to_host.wait(lambda: [of for operand in self.operands for of in operand.requests(others)])
         return Collected(collect(self.operands), {key: sums for p in self.products for key, sums in p.sums().items()})
 
 
@@ -66,10 +66,10 @@ class Outcome:
     steps: Steps
 
 
-class Measuring:
+class Pipeline:
     """Measures samples; on several ranks in a thread of its own, in step with the other ranks."""
 
-    def __init__(self, ranks: Ranks, family: Family, scales: Scales, faults: Faults, outputs: bool) -> None:
+    def __init__(self, ranks: Ranks, family: ShardGroup, scales: Scales, faults: ErrorGuard, outputs: bool) -> None:
         """
         Args:
             outputs: whether parts of outputs are computed.
@@ -93,7 +93,7 @@ class Measuring:
 
         Returns:
             What gives the outcome, and does the work or waits for it: None on ranks that do not write, or where ranks have
-            come apart.
+            get out of sync.
         """
         if self._worker is None:
             return lambda: Outcome(self._alone(sampled), {})
@@ -155,36 +155,36 @@ class Measuring:
         self._ranks.close(in_sync=not self.over)
 
     def _alone(self, sampled: Sampled) -> Measured:
-        found = sampled.collected(self._weighed(sampled.weighed))
-        self._report(sampled, found.shards)
-        self._scales.observe({shard.key: shard.amax for shard in found.shards})
+        found = sampled.collected(self._what_if(sampled.what_if))
+        self._report(sampled, found.operands)
+        self._scales.observe({stat.key: stat.amax for stat in found.operands})
         return self._measured(found, sampled)
 
     def _measured(self, whole: Collected, sampled: Sampled) -> Measured:
-        kinds, casts = self._family.kinds, {shard.key: shard.cast for shard in whole.shards}
-        of_operands = measure(whole.shards, self._weighed(sampled.weighed), {n for n in kinds if sampled.chosen(n)})
+        kinds, casts = self._family.kinds, {stat.key: stat.cast for stat in whole.operands}
+        of_operands = measure(whole.operands, self._what_if(sampled.what_if), {n for n in kinds if sampled.chosen(n)})
         return replace(of_operands, outputs=output_columns(whole.outputs, kinds, casts))
 
-    def _weighed(self, names: Sequence[str]) -> list[EmulatedScales]:
-        """Keep the histories of recipes that are weighed as before, and begin those of new ones."""
+    def _what_if(self, names: Sequence[str]) -> list[EmulatedScales]:
+        """Keep the histories of recipes that are tried as before, and begin those of new ones."""
         self._others = {n: self._others.get(n) or EmulatedScales(parse_recipe(n), self._keys) for n in names}
         return list(self._others.values())
 
-    def _report(self, sampled: Sampled, shards: Sequence[Shard]) -> None:
+    def _report(self, sampled: Sampled, stats: Sequence[OperandStats]) -> None:
         """Say what is missing."""
         layers = {layer for layer, _ in sampled.expected}
-        if silent := layers - {layer for layer, _ in (shard.key for shard in shards)}:
+        if silent := layers - {layer for layer, _ in (stat.key for stat in stats)}:
             self._faults.warn(
                 f"{len(silent)} of {len(layers)} layers gave no sample, first {min(silent)}: "
                 "unused in this step, in a CUDA graph (whose replays run no hooks), "
                 "or compiled before the monitor was attached (torch.compile drops later hooks)"
             )
-        if partial := [shard for shard in shards if shard.missing]:
-            (layer, role), lost, all_of_them = partial[0].key, partial[0].missing, partial[0].missing + partial[0].shards
+        if partial := [stat for stat in stats if stat.missing]:
+            (layer, role), lost, all_of_them = partial[0].key, partial[0].missing, partial[0].missing + partial[0].ranks
             self._faults.warn(
                 f"{len(partial)} operands of step {sampled.step} are measured without the parts of some ranks, "
                 f"first {SHOWN_AS[role]} of {layer} ({lost} of {all_of_them} parts missing)",
-                kind="missing shards",
+                kind="missing parts",
             )
 
     def _together(self, sampled: Sampled) -> Outcome | None:
@@ -204,26 +204,26 @@ class Measuring:
             return None
 
     def _of_family(self, sampled: Sampled) -> Measured | None:
-        """Figures of whole tensors, on the first rank of the family."""
-        plan, found = Plan(sampled.step, sampled.weighed), Collected()
+        """Metrics of whole tensors, on the first rank of the family."""
+        plan, found = Plan(sampled.step, sampled.what_if), Collected()
         with self._faults.guard("while collecting a sample"):
             found = sampled.collected()
         if self._family.group is None:
             whole: Collected | None = found
-            amax = {shard.key: shard.amax for shard in found.shards}
+            amax = {stat.key: stat.amax for stat in found.operands}
         else:
             brought = self._reduction.brought(plan, Collected(), sampled.expected)  # this rank takes part, whatever it has
             with self._faults.guard("while packing a sample"):
                 brought = self._reduction.brought(plan, found, sampled.expected)
-            # Sketches of whole tensors take their place.
+            # Histograms of whole tensors take their place.
             sampled.operands.clear()
-            found.shards.clear()
+            found.operands.clear()
             whole, amax = self._reduction.reduce(plan, brought)
         self._scales.observe(amax)
         if whole is None:
             return None
         with self._faults.guard("while measuring"):
-            self._report(sampled, whole.shards)
+            self._report(sampled, whole.operands)
             return self._measured(whole, sampled)
         return None
 
@@ -261,13 +261,13 @@ def _resolve(outcome: Future[Outcome | None], value: Outcome | None) -> None:
         outcome.set_result(value)
 
 
-def meet(ranks: Ranks, kinds: Mapping[str, str], faults: Faults) -> tuple[Family, bool]:
+def meet(ranks: Ranks, kinds: Mapping[str, str], faults: ErrorGuard) -> tuple[ShardGroup, bool]:
     """The ranks that hold parts of the same tensors; and whether, since they cannot be connected, sampling is over."""
     try:
-        return Family.met(ranks, kinds), False
+        return ShardGroup.met(ranks, kinds), False
     except Exception as error:
         if faults.raises:
             raise
         if ranks.first_to_say("over", -1):
             faults.warn(f"the ranks cannot be connected, and operands are not looked at: {error}")
-        return Family.alone(ranks.rank, kinds), True
+        return ShardGroup.alone(ranks.rank, kinds), True

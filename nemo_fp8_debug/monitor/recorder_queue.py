@@ -1,4 +1,4 @@
-"""Measuring and recording off the training thread: in order, one sample at a time."""
+"""Pipeline and recording off the training thread: in order, one sample at a time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WAITING = 1000
 Steps = Mapping[int, Mapping[str, Any]]
 #: hands one thing to a recorder
 Record = Callable[[Recorder], None]
-Faults = Callable[[str], AbstractContextManager[None]]
+ErrorGuard = Callable[[str], AbstractContextManager[None]]
 
 
 class Recording:
     """Hands samples to recorders: in a thread of its own, or in the caller's where a recorder asks for that."""
 
-    def __init__(self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], faults: Faults) -> None:
+    def __init__(self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], faults: ErrorGuard) -> None:
         """
         Args:
             recorders: opened one by one as they come, so that an earlier one can refuse before a later one makes files.

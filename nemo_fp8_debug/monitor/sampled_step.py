@@ -12,17 +12,17 @@ import torch
 
 from ..capture.backends.base import raw_weight
 from ..capture.backends.transformer_engine import inspection
-from ..capture.device_to_host import Homecoming
+from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.dtensor import is_counted, is_dtensor
 from ..capture.gemms import matching
-from ..capture.grad_scale import GradMultiplier
-from ..capture.hooks import Capture, Taker
+from ..capture.grad_scale import GradScale
+from ..capture.hooks import Capture, OperandSink
 from ..capture.operands import Operand
 from ..capture.output_samples import Products
-from ..core.error_guard import Faults
+from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
 from ..core.layer_names import compile_patterns
-from ..distributed import Family
+from ..distributed import ShardGroup
 from ..numerics.recipe import parse_recipe
 from ..options.config import Config
 from ..record.dump import TensorDump
@@ -41,13 +41,13 @@ class Watched:
     """What the sampled steps of a run have in common."""
 
     model: ModelScan
-    family: Family
+    family: ShardGroup
     rank: int
     world: int
     #: of this run's record
     attempt: int
     dump: TensorDump | None
-    faults: Faults
+    faults: ErrorGuard
 
 
 class SampledStep:
@@ -65,7 +65,7 @@ class SampledStep:
         self._operands: dict[Key, Operand] = {}
         self._products: dict[str, Products] = {}
         self._capture: Capture | None = None
-        self._multiplier: GradMultiplier | None = None
+        self._multiplier: GradScale | None = None
         self._lost: dict[str, list[Key]] = {}
 
     @property
@@ -83,13 +83,13 @@ class SampledStep:
         dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
         sampled = {g.name for g in matching(known, plan.layers)}
         of_outputs = sampled if plan.output_rows else set()
-        weighed = [parse_recipe(recipe) for recipe in plan.weigh]
-        takers, seen = dict[Key, Taker](), defaultdict[str, dict[str, Operand]](dict)
+        what_if = [parse_recipe(recipe) for recipe in plan.what_if]
+        sinks, seen = dict[Key, OperandSink](), defaultdict[str, dict[str, Operand]](dict)
         for role in plan.roles:
             for gemm in known:
                 if role in gemm.unseen and not inspection.sees(gemm, role):
                     continue
-                key, copied = (gemm.name, role), gemm.host.copied(gemm.module, role)
+                key, copied = (gemm.name, role), gemm.backend.copied(gemm.module, role)
                 counted = gemm.name in sampled | dumped and not copied
                 # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
                 first = self._watched.family.first[gemm.name] if copied is None else None
@@ -99,19 +99,19 @@ class SampledStep:
                     continue
                 counts = _never if copied else partial(is_counted, rank=rank, first=first)
                 in_use = self._watched.model.scales.in_use(gemm, role)
-                operand = seen[gemm.name][role] = Operand(gemm, role, in_use, weighed, counts)
+                operand = seen[gemm.name][role] = Operand(gemm, role, in_use, what_if, counts)
                 if counted:
                     self._operands[key] = operand
-                takers[key] = operand
+                sinks[key] = operand
                 if dump and gemm.name in dumped:
-                    takers[key] = Dumping(operand, dump, self._watched.attempt, self.step, rank)
+                    sinks[key] = Dumping(operand, dump, self._watched.attempt, self.step, rank)
         guard = self._watched.faults.guard
         self._products = {
             name: Products(name, operands, plan.output_rows, guard) for name, operands in seen.items() if name in of_outputs
         }
         self._expected |= self._compiled_elsewhere()
         if heard:
-            self._attach(takers)
+            self._attach(sinks)
 
     def _compiled_elsewhere(self) -> set[Key]:
         """What is compiled here and is seen on another rank lacks this one's part."""
@@ -119,15 +119,15 @@ class SampledStep:
             (gemm.name, role)
             for gemm in matching(self._watched.model.compiled, self._plan.layers)
             for role in self._plan.roles
-            if role != "weight" and gemm.name in self._watched.family.kinds and not gemm.host.copied(gemm.module, role)
+            if role != "weight" and gemm.name in self._watched.family.kinds and not gemm.backend.copied(gemm.module, role)
         }
 
-    def _attach(self, takers: dict[Key, Taker]) -> None:
+    def _attach(self, sinks: dict[Key, OperandSink]) -> None:
         model, guard = self._watched.model, self._watched.faults.guard
-        self._multiplier = GradMultiplier(model.roots, partial(guard, _MULTIPLIER))
+        self._multiplier = GradScale(model.roots, partial(guard, _MULTIPLIER))
         self._multiplier.attach()
-        if takers:
-            self._capture = Capture(takers, self._lose, model.scales.auto, self._products)
+        if sinks:
+            self._capture = Capture(sinks, self._lose, model.scales.auto, self._products)
             self._capture.attach()
 
     @property
@@ -144,7 +144,7 @@ class SampledStep:
         """What dY was multiplied by, as a scalar of the step, if that is known."""
         with self._watched.faults.guard(_MULTIPLIER):
             if self._multiplier is not None and (found := self._multiplier.value()) is not None:
-                return {"grad_multiplier": found}
+                return {"grad_scale": found}
         return {}
 
     def detach(self) -> None:
@@ -175,7 +175,7 @@ class SampledStep:
                 self._expected.add((layer, role))
             self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
         else:
-            message = f"what casts {SHOWN_AS[role]} of {layer} cannot be read, and its figures are under an emulated scale"
+            message = f"what casts {SHOWN_AS[role]} of {layer} cannot be read, and its metrics are under an emulated scale"
             faults.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
 
     def forget(self) -> None:
@@ -188,13 +188,13 @@ class SampledStep:
         Args:
             steps: reads the scalars of this and earlier steps.
         """
-        weighed = [parse_recipe(recipe).name for recipe in self._plan.weigh]
+        what_if = [parse_recipe(recipe).name for recipe in self._plan.what_if]
         sampled, dumped = compile_patterns(self._plan.layers), compile_patterns(self._dumped)
         operands, products = list(self._operands.values()), list(self._products.values())
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
-        home = Homecoming([*operands, *products], {device for operand in operands if (device := operand.device)})
+        home = DeviceToHostCopy([*operands, *products], {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
-        return Sampled(self.step, operands, products, expected, weighed, of_sample, steps, home)
+        return Sampled(self.step, operands, products, expected, what_if, of_sample, steps, home)
 
 
 def _never(x: torch.Tensor) -> bool:

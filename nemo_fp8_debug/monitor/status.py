@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..options.control_file import STATUS, Control
-from ..record.storage import Place
+from ..record.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Status:
         self._left_over: dict[str, Any] = self.control if "ignored" in self.control else {}
 
     @classmethod
-    def read(cls, place: Place | None) -> Status:
+    def read(cls, place: Storage | None) -> Status:
         """What is in a record; nothing if the file cannot be used, which a run can do without."""
         try:
             content = json.loads(place.read(STATUS)) if place else {}

@@ -71,7 +71,7 @@ def read_all(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]
 def read(scalars: Mapping[str, Any]) -> dict[str, float]:
     """Numbers of a step; waits for the device where they are still there."""
     numbers = {name: float(value) for name, value in scalars.items() if name != "trigger"}
-    multiplier = numbers.get("grad_multiplier", 1.0)
+    multiplier = numbers.get("grad_scale", 1.0)
     if not math.isfinite(multiplier) or multiplier == 0:  # of micro-batches that differ, or of an overflow
-        del numbers["grad_multiplier"]
+        del numbers["grad_scale"]
     return numbers

@@ -1,4 +1,4 @@
-"""When to look more closely: a loss that spikes, a value that is not finite, a figure past a threshold."""
+"""When to look more closely: a loss that spikes, a value that is not finite, a metric past a threshold."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Triggers:
         while self._pending and (self._pending[0][1].device.type == "cpu" or len(self._pending) > 1):
             step, sums = self._pending.popleft()
             total, known, bad, *flags = sums.tolist()
-            reasons += [self._words.pop(i, "a figure on another rank") for i, flag in enumerate(flags) if flag]
+            reasons += [self._words.pop(i, "a metric on another rank") for i, flag in enumerate(flags) if flag]
             reasons += self._of_loss(step, total / known if known else None, bad > 0)
         return "; ".join(reasons) or None
 

@@ -3,7 +3,7 @@
 An operand is seen as a matrix [tokens, features] (W: [out, in]) and cut into blocks from its first row and column; at the
 edges blocks are smaller, which is what Transformer Engine's padding with zeros comes to. Rules are those of row-wise copies,
 whose blocks run along the last dimension: X and W of the forward GEMM, dY of the GEMM that gives dX. The other GEMMs take
-column-wise copies, which Transformer Engine quantises from the same values in blocks of the transposed shape. Those are not
+column-wise copies, which Transformer Engine quantizes from the same values in blocks of the transposed shape. Those are not
 measured; of a W in square blocks they are the same.
 
 NaN counts for nothing in the amax of a block. Infinity does, as in Transformer Engine, and spoils the scale of its block.
@@ -109,7 +109,7 @@ class BlockScaling(BlockRule):
         return (128, 128) if role == "weight" else (1, 128)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """Format limit / amax, in float32. Figures take the exact inverse, as they do of per-tensor scales."""
+        """Format limit / amax, in float32. Metrics take the exact inverse, as they do of per-tensor scales."""
         scale = scale_of_amax(amax, fmt.max, self.epsilon, self.power_of_two, torch.finfo(dtype).max)
         return BlockScales(scale.reciprocal(), scale, 1 / scale.double())
 
@@ -231,7 +231,7 @@ def block_sums(x: torch.Tensor, scales: BlockScales, block: Block, fmt: FloatFor
 def quantization_sums_in_blocks(
     x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, chunk: int = CHUNK
 ) -> QuantizationSums:
-    """Sums (one row, on x's device) of operand `role` under a block rule, in chunks of rows; no host synchronisation.
+    """Sums (one row, on x's device) of operand `role` under a block rule, in chunks of rows; no host synchronization.
 
     Args:
         x: [..., features], any floating dtype.

@@ -1,4 +1,4 @@
-"""Number formats as data, and the one saturating cast that every figure and every emulation uses."""
+"""Number formats as data, and the one saturating cast that every metric and every emulation uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the three products of a GEMM lose where both of their operands are quantised, from a part of each output.
+"""What the three products of a GEMM lose where both of their operands are quantized, from a part of each output.
 
 Every product is A B^T along a dimension of operands that it sums over, so that a few rows of A and a few of B, each of them
 whole, give a block of the output exactly:
@@ -9,7 +9,7 @@ whole, give a block of the output exactly:
 | dgrad, dX = dY W | rows of dY | columns of W | output features |
 | wgrad, dW = dY^T X | columns of dY | columns of X | tokens |
 
-Blocks of a block recipe run along what is summed over, as Transformer Engine quantises each operand for each product.
+Blocks of a block recipe run along what is summed over, as Transformer Engine quantizes each operand for each product.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Rows:
     #: in the matrix's dtype
     values: torch.Tensor
     #: what a low-precision GEMM sees in their place, float32
-    quantised: torch.Tensor
+    quantized: torch.Tensor
 
 
 def spread(n: int, k: int, device: torch.device) -> torch.Tensor:
     """k of n places, int64, ascending and distinct: one in each of k equal parts, or all where there are no more than k.
 
     Where in its part a place lies moves by the golden ratio from part to part, so that what repeats in a model (heads,
-    sequences, batches) is not always met at the same point. No random number, no host synchronisation.
+    sequences, batches) is not always met at the same point. No random number, no host synchronization.
     """
     parts = min(n, k)
     part = torch.arange(parts, device=device)
@@ -59,7 +59,7 @@ def spread(n: int, k: int, device: torch.device) -> torch.Tensor:
 
 
 def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule, role: str, fmt: FloatFormat) -> Rows:
-    """Rows of a matrix as copies, quantised as the whole of it is; without host synchronisation.
+    """Rows of a matrix as copies, quantized as the whole of it is; without host synchronization.
 
     Args:
         m: [n, c], not empty, any floating dtype.
@@ -99,10 +99,10 @@ def _in_blocks(
 
 
 def product_sums(a: Rows, b: Rows) -> torch.Tensor:
-    """What quantisation does to A B^T, float64 [5] as `SUMS`: sums over parts of a product, or over several, add up.
+    """What quantization does to A B^T, float64 [5] as `SUMS`: sums over parts of a product, or over several, add up.
 
     n is the number of output values, `error2` the sum of the squares of what is wrong with them, `first_error2` and
-    `second_error2` the same with only A or only B quantised, `output2` the sum of the squares of what is right. All in
+    `second_error2` the same with only A or only B quantized, `output2` the sum of the squares of what is right. All in
     float64, which neither TF32 nor autocast touches.
 
     Args:
@@ -110,7 +110,7 @@ def product_sums(a: Rows, b: Rows) -> torch.Tensor:
         b: [l, c].
     """
     x, y = a.values.double(), b.values.double()
-    of_a, of_b = a.quantised.double() - x, b.quantised.double() - y
+    of_a, of_b = a.quantized.double() - x, b.quantized.double() - y
     first, second = of_a @ y.T, x @ of_b.T
     # Aq Bq^T - A B^T, term by term: the difference of the two products would round what is small.
     both = first + second + of_a @ of_b.T

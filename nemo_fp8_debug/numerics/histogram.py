@@ -1,4 +1,4 @@
-"""The sketch: how often each of the 32,768 magnitudes of a 16-bit format occurs in a tensor.
+"""The histogram: how often each of the 32,768 magnitudes of a 16-bit format occurs in a tensor.
 
 With the sign folded away it holds all that per-tensor scaling can depend on, whatever the scale, margin or target format.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 BINS = 32768
-#: the 16-bit formats that a sketch can hold, in the order of the magnitude table
+#: the 16-bit formats that a histogram can hold, in the order of the magnitude table
 DTYPES = (torch.bfloat16, torch.float16)
 #: bins that are added up at once
 LANES = 64
@@ -25,8 +25,8 @@ Occupied = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 @dataclass
-class Sketch:
-    """Counts of a tensor's magnitudes; sketches of the same dtype add up over micro-batches, ranks and steps."""
+class Histogram:
+    """Counts of a tensor's magnitudes; histograms of the same dtype add up over micro-batches, ranks and steps."""
 
     #: torch.bfloat16 or torch.float16: what the bit patterns mean
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class Sketch:
     #: True where float32 values were rounded to bfloat16 to be counted
     rounded: bool = False
     #: what was found of it on the device that it came from, and in which row of that
-    ahead: tuple[Any, int] | None = None
+    precomputed: tuple[Any, int] | None = None
 
     @functools.cached_property
     def occupied(self) -> Occupied:
@@ -51,21 +51,21 @@ class Sketch:
         finite = bins[: np.searchsorted(bins, infinity_bin(self.dtype))]
         return float(magnitudes_of(self.dtype, torch.device("cpu"))[finite[-1]]) if len(finite) else 0.0
 
-    def __add__(self, other: Sketch) -> Sketch:
+    def __add__(self, other: Histogram) -> Histogram:
         if self.dtype != other.dtype:
-            raise ValueError(f"cannot add a sketch of {other.dtype} to one of {self.dtype}")
-        return Sketch(self.dtype, self.counts + other.counts, self.rounded or other.rounded)
+            raise ValueError(f"cannot add a histogram of {other.dtype} to one of {self.dtype}")
+        return Histogram(self.dtype, self.counts + other.counts, self.rounded or other.rounded)
 
     @classmethod
-    def total(cls, sketches: Sequence[Sketch]) -> Sketch:
+    def total(cls, histograms: Sequence[Histogram]) -> Histogram:
         """All of one dtype added up, without a new table for each."""
-        first, *rest = sketches
-        added = Sketch(first.dtype, first.counts.clone(), first.rounded)
-        for sketch in rest:
-            if sketch.dtype != added.dtype:
-                raise ValueError(f"cannot add a sketch of {sketch.dtype} to one of {added.dtype}")
-            added.counts += sketch.counts
-            added.rounded = added.rounded or sketch.rounded
+        first, *rest = histograms
+        added = Histogram(first.dtype, first.counts.clone(), first.rounded)
+        for histogram in rest:
+            if histogram.dtype != added.dtype:
+                raise ValueError(f"cannot add a histogram of {histogram.dtype} to one of {added.dtype}")
+            added.counts += histogram.counts
+            added.rounded = added.rounded or histogram.rounded
         return added
 
 
@@ -89,14 +89,14 @@ def magnitudes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class SketchBatch:
-    """The occupied bins of B sketches, end to end: finite magnitudes in ascending order, the others counted apart.
+class HistogramBatch:
+    """The occupied bins of B histograms, end to end: finite magnitudes in ascending order, the others counted apart.
 
-    Behind the bins of a sketch lie empty ones up to a multiple of LANES, so that all of them are added up in the same order
+    Behind the bins of a histogram lie empty ones up to a multiple of LANES, so that all of them are added up in the same order
     on any device, whatever else is in the batch.
     """
 
-    #: how many bins each sketch occupies, [B]
+    #: how many bins each histogram occupies, [B]
     lengths: list[int]
     #: int64 [T]: index into `magnitudes()`
     index: torch.Tensor
@@ -108,16 +108,16 @@ class SketchBatch:
     nan: torch.Tensor
 
     @classmethod
-    def of(cls, sketches: Sequence[Sketch]) -> SketchBatch:
-        """Pack sketches in host memory, in their order."""
-        ends = [infinity_bin(sketch.dtype) for sketch in sketches]
-        borders = [np.searchsorted(s.occupied[0], (end, end + 1)) for s, end in zip(sketches, ends, strict=True)]
+    def of(cls, histograms: Sequence[Histogram]) -> HistogramBatch:
+        """Pack histograms in host memory, in their order."""
+        ends = [infinity_bin(histogram.dtype) for histogram in histograms]
+        borders = [np.searchsorted(s.occupied[0], (end, end + 1)) for s, end in zip(histograms, ends, strict=True)]
         lengths = [int(finite) for finite, _ in borders]
         index, counts = (np.zeros(LANES * sum(map(lanes_of, lengths)), np.int64) for _ in range(2))
         inf, nan, start = [], [], 0
-        for sketch, (finite, after) in zip(sketches, borders, strict=True):
-            bins, of_bins = sketch.occupied
-            index[start : start + finite] = bins[:finite] + BINS * DTYPES.index(sketch.dtype)
+        for histogram, (finite, after) in zip(histograms, borders, strict=True):
+            bins, of_bins = histogram.occupied
+            index[start : start + finite] = bins[:finite] + BINS * DTYPES.index(histogram.dtype)
             counts[start : start + finite] = of_bins[:finite]
             inf.append(int(of_bins[finite:after].sum()))
             nan.append(int(of_bins[after:].sum()))
@@ -126,39 +126,41 @@ class SketchBatch:
         return cls(lengths, torch.from_numpy(index), torch.from_numpy(counts), *others)
 
     @classmethod
-    def of_bins(cls, where: torch.Tensor, there: torch.Tensor, dtypes: Sequence[torch.dtype]) -> SketchBatch:
-        """Pack sketches on the device that they are on, which is asked for their lengths only.
+    def of_bins(cls, where: torch.Tensor, there: torch.Tensor, dtypes: Sequence[torch.dtype]) -> HistogramBatch:
+        """Pack histograms on the device that they are on, which is asked for their lengths only.
 
         Args:
-            where: int64 [N], ascending: what is occupied of the sketches end to end, BINS * i + p for bin p of sketch i.
+            where: int64 [N], ascending: what is occupied of the histograms end to end, BINS * i + p for bin p of histogram i.
             there: int64 [N], the counts.
-            dtypes: of the sketches, [B].
+            dtypes: of the histograms, [B].
         """
-        sketch, bins = where // BINS, where % BINS
+        histogram, bins = where // BINS, where % BINS
         constants = [[infinity_bin(dtype) for dtype in dtypes], [BINS * DTYPES.index(dtype) for dtype in dtypes]]
-        infinity, table = torch.tensor(constants, dtype=torch.int64).to(where.device)[:, sketch]
+        infinity, table = torch.tensor(constants, dtype=torch.int64).to(where.device)[:, histogram]
 
-        def per_sketch(counts: torch.Tensor) -> torch.Tensor:
-            return there.new_zeros(len(dtypes)).index_add_(0, sketch, counts)
+        def per_histogram(counts: torch.Tensor) -> torch.Tensor:
+            return there.new_zeros(len(dtypes)).index_add_(0, histogram, counts)
 
         finite = bins < infinity
-        inf, nan = (per_sketch(there * those) for those in (bins == infinity, bins > infinity))
-        lengths: list[int] = per_sketch(finite.long()).tolist()
+        inf, nan = (per_histogram(there * those) for those in (bins == infinity, bins > infinity))
+        lengths: list[int] = per_histogram(finite.long()).tolist()
         room = torch.tensor([LANES * lanes_of(length) for length in lengths], dtype=torch.int64)
-        shift = (room.cumsum(0) - room).to(where.device) - torch.searchsorted(sketch, torch.arange(len(dtypes)).to(sketch))
+        shift = (room.cumsum(0) - room).to(where.device) - torch.searchsorted(
+            histogram, torch.arange(len(dtypes)).to(histogram)
+        )
         t = int(room.sum())
-        place = torch.where(finite, torch.arange(len(where), device=where.device) + shift[sketch], t)
+        place = torch.where(finite, torch.arange(len(where), device=where.device) + shift[histogram], t)
         index, counts = (there.new_zeros(t + 1).scatter_(0, place, of)[:t] for of in (bins + table, there))
         return cls(lengths, index, counts, inf, nan)
 
     @functools.cached_property
     def room(self) -> torch.Tensor:
-        """int64 [B]: the bins of each sketch, with the empty ones behind them."""
+        """int64 [B]: the bins of each histogram, with the empty ones behind them."""
         return torch.tensor([LANES * lanes_of(length) for length in self.lengths], dtype=torch.int64).to(self.index.device)
 
     @functools.cached_property
     def first(self) -> torch.Tensor:
-        """int64 [B]: where the bins of each sketch begin."""
+        """int64 [B]: where the bins of each histogram begin."""
         return self.room.cumsum(0) - self.room
 
     @functools.cached_property
@@ -177,16 +179,16 @@ class SketchBatch:
         return self.counts.double()
 
     def amax(self) -> torch.Tensor:
-        """float32 [B]: the largest finite magnitude of each sketch, its last bin; 0 where there is none."""
+        """float32 [B]: the largest finite magnitude of each histogram, its last bin; 0 where there is none."""
         padded = torch.cat([self.values.new_zeros(1), self.values])
         return torch.where(self.end > self.first, padded[self.end], 0.0)
 
-    def per_bin(self, per_sketch: torch.Tensor) -> torch.Tensor:
-        """[B] -> [T]: what belongs to a sketch, for each of its bins."""
-        return per_sketch.repeat_interleave(self.room, output_size=len(self.index))
+    def per_bin(self, per_histogram: torch.Tensor) -> torch.Tensor:
+        """[B] -> [T]: what belongs to a histogram, for each of its bins."""
+        return per_histogram.repeat_interleave(self.room, output_size=len(self.index))
 
-    def per_sketch(self, per_bin: torch.Tensor) -> torch.Tensor:
-        """[T] -> [B]: float64 sum over the bins of each sketch."""
+    def per_histogram(self, per_bin: torch.Tensor) -> torch.Tensor:
+        """[T] -> [B]: float64 sum over the bins of each histogram."""
         lanes = per_bin.view(-1, LANES)
         while (half := lanes.shape[1] // 2) > 0:
             lanes = lanes[:, :half] + lanes[:, half:]
@@ -199,7 +201,7 @@ class SketchBatch:
 
     @functools.cached_property
     def _pairs(self) -> tuple[int, torch.Tensor]:
-        """A power of two that is not less than the lanes of any sketch, and the place of each in a table that is so wide."""
+        """A power of two that is not less than the lanes of any histogram, and the place of each in a table that is so wide."""
         lanes = [lanes_of(length) for length in self.lengths]
         width = 1 << (max(lanes, default=1) - 1).bit_length() if max(lanes, default=1) > 1 else 1
         place = np.concatenate([np.zeros(0, np.int64), *(width * i + np.arange(n) for i, n in enumerate(lanes))])

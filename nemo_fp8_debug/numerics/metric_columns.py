@@ -1,4 +1,4 @@
-"""Figures as rows of a table: what a sample, a what-if and a replay have in common."""
+"""Metrics as rows of a table: what a sample, a what-if and a replay have in common."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .formats import FloatFormat
-from .metric_names import FIGURES, UNITS
-from .metrics import Moments, QuantizationSums, figures
+from .metric_names import METRICS, UNITS
+from .metrics import Moments, QuantizationSums, metrics_of
 from .tensor_scaling import CurrentScaling
 
 _CURRENT = CurrentScaling()
@@ -18,14 +18,14 @@ _CURRENT = CurrentScaling()
 def rows(
     moments: Moments, sums: QuantizationSums, scale: torch.Tensor, formats: Sequence[FloatFormat]
 ) -> dict[str, list[Any]]:
-    """Columns of B operands, None where a figure cannot be had.
+    """Columns of B operands, None where a metric cannot be had.
 
     Args:
         scale: float32 [B], that the operands were cast with; NaN where none is known, or blocks have scales of their own.
         formats: B formats.
     """
     current = _CURRENT.scale(moments.amax.float(), torch.tensor([fmt.max for fmt in formats], dtype=torch.float32))
-    measured = figures(moments, sums, scale, current)
+    measured = metrics_of(moments, sums, scale, current)
     return {
         "format": [fmt.name for fmt in formats],
         "n": moments.n.tolist(),
@@ -33,12 +33,12 @@ def rows(
         "inf": moments.inf.tolist(),
         "scale": _absent_as_none(scale.double()),
         "scale_current": current.double().tolist(),
-        **{name: _absent_as_none(measured[name]) for name in FIGURES},
+        **{name: _absent_as_none(measured[name]) for name in METRICS},
     }
 
 
-def in_true_units(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
-    """Columns of the figures of dY that have a unit, as gradients of the loss itself; None of X and W.
+def unscaled(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
+    """Columns of the metrics of dY that have a unit, as gradients of the loss itself; None of X and W.
 
     Args:
         multiplier: of the gradients in `columns`, not 0; None where it is not known.
@@ -53,7 +53,7 @@ def in_true_units(columns: Mapping[str, Sequence[Any]], multiplier: float | None
             for role, value in rows
         ]
 
-    return {f"true_{name}": divided(name, power) for name, power in UNITS.items()}
+    return {f"unscaled_{name}": divided(name, power) for name, power in UNITS.items()}
 
 
 def _absent_as_none(column: torch.Tensor) -> list[float | None]:

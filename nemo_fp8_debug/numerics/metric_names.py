@@ -1,6 +1,6 @@
-"""The names of figures, for those that read them and need no torch."""
+"""The names of metrics, for those that read them and need no torch."""
 
-#: figures in the order of the record's columns, and whether more of one is worse (1) or better (-1)
+#: metrics in the order of the record's columns, and whether more of one is worse (1) or better (-1)
 WORSE = {
     "underflow_pct": 1,
     "overflow_pct": 1,
@@ -15,10 +15,10 @@ WORSE = {
     "outlier_log2": 1,
     "kurtosis": 1,
 }
-FIGURES = tuple(WORSE)
+METRICS = tuple(WORSE)
 
-#: figures that grow with the values, and with which power of them
+#: metrics that grow with the values, and with which power of them
 UNITS = {"amax": 1, "amin": 1, "mse": 2}
 
-#: figures of what GEMMs put out
-OUTPUT_FIGURES = ("relative_error", "error_of_input", "error_of_weight", "error_of_grad_output")
+#: metrics of what GEMMs put out
+OUTPUT_METRICS = ("relative_error", "error_of_input", "error_of_weight", "error_of_grad_output")

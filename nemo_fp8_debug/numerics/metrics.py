@@ -1,7 +1,7 @@
-"""Every figure, from moments (of a tensor alone) and quantization sums (of a tensor under a scale and a format).
+"""Every metric, from moments (of a tensor alone) and quantization sums (of a tensor under a scale and a format).
 
-Moments and sums come from sketches, or straight from a float32 tensor; figures do not care which. All sums are float64,
-all counts int64. Formulas: docs/figures.md.
+Moments and sums come from histograms, or straight from a float32 tensor; metrics do not care which. All sums are float64,
+all counts int64. Formulas: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 
 from .formats import FloatFormat, decoded, saturating_cast
-from .histogram import LANES, Sketch, SketchBatch, infinity_bin, lanes_of, magnitudes_of
-from .metric_names import FIGURES as FIGURES
+from .histogram import LANES, Histogram, HistogramBatch, infinity_bin, lanes_of, magnitudes_of
+from .metric_names import METRICS as METRICS
 from .metric_names import WORSE as WORSE
 
 _T = TypeVar("_T", bound="_Columns")
@@ -80,7 +80,7 @@ class QuantizationSums(_Columns):
     sum_xq: torch.Tensor
     sum_q2: torch.Tensor
 
-    def fold(self, owner: torch.Tensor, n: int) -> QuantizationSums:
+    def sum_by_owner(self, owner: torch.Tensor, n: int) -> QuantizationSums:
         """Add up the rows of each owner: int64 [B] -> n rows."""
 
         def add(column: torch.Tensor) -> torch.Tensor:
@@ -90,14 +90,14 @@ class QuantizationSums(_Columns):
 
     def total(self) -> QuantizationSums:
         """All rows added up to one."""
-        return self.fold(torch.zeros_like(self.underflows), 1)
+        return self.sum_by_owner(torch.zeros_like(self.underflows), 1)
 
 
-def moments(batch: SketchBatch) -> Moments:
-    """Moments of B sketches."""
+def moments(batch: HistogramBatch) -> Moments:
+    """Moments of B histograms."""
     x, weights = batch.values.double(), batch.weights
     squares = x * x
-    total = batch.per_sketch(weights).long()
+    total = batch.per_histogram(weights).long()
     first = batch.first
 
     # Bins lie in order of magnitude, that of zero before all others, and an index past the end stands for no value.
@@ -105,7 +105,7 @@ def moments(batch: SketchBatch) -> Moments:
     has_zeros = (batch.end > first) & (padded[first] == 0)
     zeros = torch.where(has_zeros, torch.cat([batch.counts, batch.counts.new_zeros(1)])[first], 0)
     nonzero = total - zeros
-    # Running counts over all sketches find every median in one search.
+    # Running counts over all histograms find every median in one search.
     before = total.cumsum(0) - total
     middle = torch.searchsorted(batch.counts.cumsum(0), before + zeros + (nonzero + 1) // 2)
     there = nonzero > 0
@@ -120,13 +120,13 @@ def moments(batch: SketchBatch) -> Moments:
         amax=batch.amax().double(),
         amin=at(first + has_zeros),
         median=at(middle),
-        sum_x2=batch.per_sketch(weights * squares),
-        sum_x4=batch.per_sketch(squares.square_().mul_(weights)),
+        sum_x2=batch.per_histogram(weights * squares),
+        sum_x4=batch.per_histogram(squares.square_().mul_(weights)),
     )
 
 
-def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
-    """Sums of B sketches, each under its own scale and format.
+def quantization_sums(batch: HistogramBatch, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
+    """Sums of B histograms, each under its own scale and format.
 
     Args:
         scale: float32 [B].
@@ -141,7 +141,7 @@ def quantization_sums(batch: SketchBatch, scale: torch.Tensor, formats: Sequence
         overflows[start:end] = beyond(scaled[start:end], fmt)
         start = end
     q = code.double().div_(scales)
-    return sums_of_values(batch.values, overflows, q, batch.weights, batch.per_sketch)
+    return sums_of_values(batch.values, overflows, q, batch.weights, batch.per_histogram)
 
 
 def beyond(scaled: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
@@ -156,7 +156,7 @@ def sums_of_values(
     weights: torch.Tensor | float,
     total: Callable[[torch.Tensor], torch.Tensor],
 ) -> QuantizationSums:
-    """The sums behind every figure of quantization.
+    """The sums behind every metric of quantization.
 
     Args:
         x: finite values, float32.
@@ -180,10 +180,10 @@ def sums_of_values(
     )
 
 
-def quantization_sums_of_counts(sketch: Sketch, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
-    """Sums (one row, on the sketch's device) of a sketch under a scale, a float32 scalar; without host synchronisation."""
-    counts, end = sketch.counts, infinity_bin(sketch.dtype)
-    x = magnitudes_of(sketch.dtype, counts.device)[:end]
+def quantization_sums_of_counts(histogram: Histogram, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
+    """Sums (one row, on the histogram's device) of a histogram under a scale, a float32 scalar; without host synchronization."""
+    counts, end = histogram.counts, infinity_bin(histogram.dtype)
+    x = magnitudes_of(histogram.dtype, counts.device)[:end]
     scaled = x * scale.to(x.device)
     q = saturating_cast(scaled, fmt).double() / scale.to(x.device).double()
     return sums_of_values(x, beyond(scaled, fmt), q, counts[:end].double(), lambda v: v.sum()[None])
@@ -199,7 +199,7 @@ def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def moments_of_float32(x: torch.Tensor) -> Moments:
-    """Moments (one row, on x's device) of a float32 tensor, without host synchronisation. The median is NaN."""
+    """Moments (one row, on x's device) of a float32 tensor, without host synchronization. The median is NaN."""
     parts = [_moments_of_chunk(chunk) for chunk in _chunks(x)]
     return merge(Moments.concat(parts))
 
@@ -241,7 +241,7 @@ def merge(parts: Moments) -> Moments:
 
 
 def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
-    """Sums (one row, on x's device) of a float32 tensor under a scale (float32 scalar tensor); no host synchronisation."""
+    """Sums (one row, on x's device) of a float32 tensor under a scale (float32 scalar tensor); no host synchronization."""
 
     def of(chunk: torch.Tensor) -> QuantizationSums:
         x = torch.where(chunk.isfinite(), chunk, 0.0)  # a zero adds nothing to any sum
@@ -253,13 +253,13 @@ def quantization_sums_of_float32(x: torch.Tensor, scale: torch.Tensor, fmt: Floa
     return QuantizationSums.concat([of(chunk) for chunk in _chunks(x)]).total()
 
 
-def figures(
+def metrics_of(
     moments: Moments, sums: QuantizationSums, scale: torch.Tensor, scale_current: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """All figures of B operands, float64 [B] each, NaN where a figure cannot be had (of an all-zero tensor, say).
+    """All metrics of B operands, float64 [B] each, NaN where a metric cannot be had (of an all-zero tensor, say).
 
     Args:
-        sums: NaN where no scale is known, which leaves out every figure that needs one.
+        sums: NaN where no scale is known, which leaves out every metric that needs one.
         scale: float32 [B], in use; NaN where none is known, or blocks have scales of their own.
         scale_current: float32 [B], what current scaling would use.
     """

@@ -1,6 +1,6 @@
-"""What figures ask of sketches, found ahead: on the device that they are on, or on the host by a loop of its own.
+"""What metrics ask of histograms, found precomputed: on the device that they are on, or on the host by a loop of its own.
 
-Figures ask by scale and format: what they ask otherwise is computed then, and is the same to the last bit.
+Metrics ask by scale and format: what they ask otherwise is computed then, and is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import torch
 
 from . import metrics
 from .formats import E4M3, FloatFormat
-from .histogram import Sketch, SketchBatch
+from .histogram import Histogram, HistogramBatch
 from .metrics import Moments, QuantizationSums
 from .tensor_scaling import CurrentScaling, scales_of
 
 #: a scale, float32 scalar on any device, or the rule that finds it from the amax; and the format
-Ask = tuple[torch.Tensor | CurrentScaling, FloatFormat]
-#: sketches, and under what figures will ask for the sums of each
-Asked = Sequence[tuple[Sketch, Sequence[Ask]]]
-#: scales and formats of S sketches; None where a sketch is not asked for one
+CastRequest = tuple[torch.Tensor | CurrentScaling, FloatFormat]
+#: histograms, and under what metrics will ask for the sums of each
+CastRequests = Sequence[tuple[Histogram, Sequence[CastRequest]]]
+#: scales and formats of S histograms; None where a histogram is not asked for one
 Column = tuple[list[torch.Tensor | CurrentScaling | None], list[FloatFormat]]
 
 
-def in_columns(asks: Sequence[Sequence[Ask]]) -> list[Column]:
-    """What each of S sketches is asked first, what second, and so on."""
-    width = max(map(len, asks), default=0)
-    padded = [[*of, *[(None, E4M3)] * (width - len(of))] for of in asks]
+def in_columns(requests: Sequence[Sequence[CastRequest]]) -> list[Column]:
+    """What each of S histograms is asked first, what second, and so on."""
+    width = max(map(len, requests), default=0)
+    padded = [[*of, *[(None, E4M3)] * (width - len(of))] for of in requests]
     return [([of[a][0] for of in padded], [of[a][1] for of in padded]) for a in range(width)]
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Of S sketches, each under up to A scales."""
+class PrecomputedSums:
+    """Of S histograms, each under up to A scales."""
 
     #: S rows
     moments: Moments
-    #: float32 [A, S]; NaN where a sketch was not asked for that many
+    #: float32 [A, S]; NaN where a histogram was not asked for that many
     scales: torch.Tensor
     #: [A, S]
     formats: list[list[FloatFormat]]
@@ -46,13 +46,13 @@ class Ahead:
     sums: list[QuantizationSums]
 
     @classmethod
-    def of(cls, batches: Iterable[SketchBatch], asks: Sequence[Sequence[Ask]]) -> Ahead:
-        """Of all sketches of some batches, on their device, a batch at a time.
+    def of(cls, batches: Iterable[HistogramBatch], requests: Sequence[Sequence[CastRequest]]) -> PrecomputedSums:
+        """Of all histograms of some batches, on their device, a batch at a time.
 
         Args:
-            asks: of each sketch.
+            requests: of each histogram.
         """
-        columns = in_columns(asks)
+        columns = in_columns(requests)
         moments, scales, sums, start = [], [], [], 0
         for batch in batches:
             mine = slice(start, start := start + len(batch.lengths))
@@ -76,12 +76,12 @@ class Ahead:
         self.moved(note)
         return found
 
-    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Ahead:
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> PrecomputedSums:
         """The same with what `to` gives for each tensor, in that order."""
-        return Ahead(self.moments.moved(to), to(self.scales), self.formats, [s.moved(to) for s in self.sums])
+        return PrecomputedSums(self.moments.moved(to), to(self.scales), self.formats, [s.moved(to) for s in self.sums])
 
     def under(self, rows: Sequence[int], scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums | None:
-        """Sums of some sketches, each under its scale, float32 [C], and its format; None if one of them was not found."""
+        """Sums of some histograms, each under its scale, float32 [C], and its format; None if one of them was not found."""
         if not self.formats:
             return None
         at = torch.tensor(rows, dtype=torch.int64)
@@ -93,37 +93,37 @@ class Ahead:
         return QuantizationSums.concat(self.sums).rows(column * len(self.moments.n) + at)
 
 
-class Sketches:
-    """B sketches whose figures are wanted: what was found ahead, or else is computed here."""
+class Histograms:
+    """B histograms whose metrics are wanted: what was found precomputed, or else is computed here."""
 
-    def __init__(self, sketches: Sequence[Sketch]) -> None:
-        self._sketches = sketches
-        known = [sketch.ahead for sketch in sketches]
-        self._ahead: Ahead | None = known[0][0] if known and known[0] else None
-        self._rows = [row for ahead, row in filter(None, known) if ahead is self._ahead]
-        if len(self._rows) < len(sketches):
-            self._ahead = None
+    def __init__(self, histograms: Sequence[Histogram]) -> None:
+        self._histograms = histograms
+        known = [histogram.precomputed for histogram in histograms]
+        self._precomputed: PrecomputedSums | None = known[0][0] if known and known[0] else None
+        self._rows = [row for precomputed, row in filter(None, known) if precomputed is self._precomputed]
+        if len(self._rows) < len(histograms):
+            self._precomputed = None
 
-    def only(self, rows: Sequence[int]) -> Sketches:
+    def only(self, rows: Sequence[int]) -> Histograms:
         """Some of them, in order."""
-        return self if len(rows) == len(self._sketches) else Sketches([self._sketches[i] for i in rows])
+        return self if len(rows) == len(self._histograms) else Histograms([self._histograms[i] for i in rows])
 
     @functools.cached_property
-    def _batch(self) -> SketchBatch:
-        return SketchBatch.of(self._sketches)
+    def _batch(self) -> HistogramBatch:
+        return HistogramBatch.of(self._histograms)
 
     @functools.cached_property
     def moments(self) -> Moments:
         """B rows."""
-        if self._ahead:
-            return self._ahead.moments.rows(torch.tensor(self._rows, dtype=torch.int64))
+        if self._precomputed:
+            return self._precomputed.moments.rows(torch.tensor(self._rows, dtype=torch.int64))
         return metrics.moments(self._batch)
 
     def amax(self) -> torch.Tensor:
-        """float32 [B], see `SketchBatch.amax`."""
-        return self.moments.amax.float() if self._ahead else self._batch.amax()
+        """float32 [B], see `HistogramBatch.amax`."""
+        return self.moments.amax.float() if self._precomputed else self._batch.amax()
 
     def quantization_sums(self, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
         """B rows, each under its own scale, float32 [B], and format."""
-        found = self._ahead.under(self._rows, scale, formats) if self._ahead else None
+        found = self._precomputed.under(self._rows, scale, formats) if self._precomputed else None
         return found or metrics.quantization_sums(self._batch, scale, formats)

@@ -60,7 +60,7 @@ class Recipe:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether blocks of a tensor have scales of their own, which its sketch knows nothing of."""
+        """Whether blocks of a tensor have scales of their own, which its histogram knows nothing of."""
         return isinstance(self.scaling, BlockRule)
 
 

@@ -106,7 +106,7 @@ class DelayedScaling:
         return history, torch.where(seen, self.scale(history, scale, limit), scale)
 
     def scale(self, history: torch.Tensor, before: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-        """The scales, float32 [n], that a history asks for; `before` where it has nothing that can be used."""
+        """The scales, float32 [n], that a history requests for; `before` where it has nothing that can be used."""
         reference = history.amax(0) if self.amax_compute_algo == "max" else history[-1]
         usable = (reference > 0) & reference.isfinite()
         new = (limit * 2.0**-self.margin / torch.where(usable, reference, 1.0)).clamp_max(FLT_MAX)
@@ -121,7 +121,7 @@ class Unscaled:
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronisation."""
+    """Largest magnitude of `x` as a float32 scalar tensor, NaN ignored, 0 for an empty tensor; no host synchronization."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()

@@ -31,13 +31,13 @@ _NUMBERS = {
 @checks_arguments()
 @dataclass(frozen=True)
 class Config:
-    """Plain values only, so that launchers can serialise them. Constructing one checks it.
+    """Plain values only, so that launchers can serialize them. Constructing one checks it.
 
     Raises:
         ConfigError: a value cannot be used; says which and why.
     """
 
-    #: sample every step that this divides
+    #: sampling interval in steps
     interval: int = 100
     first_step: int = 0
     #: inclusive; None: to the end of the run
@@ -48,15 +48,15 @@ class Config:
     roles: Sequence[str] = ROLES
     #: "auto" reads what the run itself uses; otherwise a recipe to measure against, see `parse_recipe`
     recipe: str | Mapping[str, Any] = "auto"
-    #: recipes that were not in use and that each sample is weighed under as well
-    weigh: Sequence[str | Mapping[str, Any]] = ()
+    #: recipes that were not in use and that each sample is measured under as well
+    what_if: Sequence[str | Mapping[str, Any]] = ()
     #: layers whose tensors are dumped at every sampled step, as in `layers`
     dump: Sequence[str] = ()
     #: bytes that the dumps of a rank may take, earlier starts of the run included
     dump_max_bytes: int = 10 << 30
     #: bytes that a dump leaves free on the disk
     dump_min_free_bytes: int = 20 << 30
-    #: what makes the next steps be sampled: loss_spike, nonfinite, or a figure past a limit, as `underflow_pct/input > 20`
+    #: what makes the next steps be sampled: loss_spike, nonfinite, or a metric past a limit, as `underflow_pct/input > 20`
     triggers: Sequence[str] = ()
     #: how many steps a trigger has sampled
     trigger_steps: int = 5
@@ -83,8 +83,8 @@ class Config:
         for name in ("layers", "roles", "dump", "triggers", "trigger_dump"):
             if name != "layers" or self.layers is not None:
                 check_strings(name, getattr(self, name))
-        if not isinstance(self.weigh, Sequence) or isinstance(self.weigh, str):
-            raise ConfigError(f"weigh is {self.weigh!r}; it takes a list of recipes")
+        if not isinstance(self.what_if, Sequence) or isinstance(self.what_if, str):
+            raise ConfigError(f"what_if is {self.what_if!r}; it takes a list of recipes")
         if not isinstance(self.output, (str, os.PathLike, type(None))) or self.output == "":
             raise ConfigError(f"output is {shown(self.output)}; it must be a path")
         if self.last_step is not None and self.last_step < self.first_step:
@@ -94,7 +94,7 @@ class Config:
             raise ConfigError(f"on_error is {self.on_error!r}; use 'warn' or 'raise'")
         for patterns in (self.layers, self.dump, self.trigger_dump):
             compile_patterns(patterns)
-        for recipe in (*self.weigh, *(() if self.recipe == "auto" else (self.recipe,))):
+        for recipe in (*self.what_if, *(() if self.recipe == "auto" else (self.recipe,))):
             parse_recipe(recipe)
         for trigger in self.triggers:
             parse_rule(trigger)

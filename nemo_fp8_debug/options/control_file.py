@@ -5,7 +5,7 @@
         interval: 50
         layers: [layers.3.*]
         roles: [input, grad_output]
-        weigh: [current-e4m3, delayed(margin=1)]
+        what_if: [current-e4m3, delayed(margin=1)]
         dump: [mlp.linear_fc2]
         steps: 5
 
@@ -29,7 +29,7 @@ NAME = "control.yaml"
 #: what the run made of it, and how far dumps are
 STATUS = "status.json"
 #: fields of Config that the file may change
-FIELDS = ("interval", "layers", "roles", "weigh", "dump")
+FIELDS = ("interval", "layers", "roles", "what_if", "dump")
 #: bytes of the file, at the most
 LONGEST = 1 << 16
 

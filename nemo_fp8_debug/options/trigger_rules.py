@@ -1,4 +1,4 @@
-"""The rules of triggers, as values: a loss that spikes, a value that is not finite, a figure past a threshold."""
+"""The rules of triggers, as values: a loss that spikes, a value that is not finite, a metric past a threshold."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.keys import ROLES, SHOWN_AS
-from ..core.layer_names import fold_key, fold_of, is_fold
+from ..core.layer_names import aggregate_key, aggregate_of, is_aggregate
 from ..core.sample import Sample
 from ..errors import ConfigError
-from ..numerics.metric_names import FIGURES
+from ..numerics.metric_names import METRICS
 
-_RULE = re.compile(r"(?P<figure>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
+_RULE = re.compile(r"(?P<metric>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A figure of any tensor, or of those of one role, above or below a limit."""
+    """A metric of any tensor, or of those of one role, above or below a limit."""
 
-    figure: str
+    metric: str
     role: str | None
     sign: str
     limit: float
 
     def passed_by(self, sample: Sample) -> str | None:
-        """The first tensor of the sample that is past the limit, in words; experts are tensors each, their fold is none."""
+        """The first tensor of the sample that is past the limit, in words; experts are tensors each, their aggregate is none."""
         columns = sample.columns
-        rows = zip(columns["layer"], columns["role"], columns[self.figure], strict=True)
-        past = [row for row in rows if not is_fold(row[0]) and self._is_past(*row[1:])]
+        rows = zip(columns["layer"], columns["role"], columns[self.metric], strict=True)
+        past = [row for row in rows if not is_aggregate(row[0]) and self._is_past(*row[1:])]
         if not past:
             return None
         layer, role, value = past[0]
-        found = f"{self.figure} of {SHOWN_AS[role]} of {layer} is {value:.4g} ({self.sign} {self.limit:g})"
-        alike = sum(fold_key(*row[:2]) == fold_key(layer, role) for row in past[1:]) if fold_of(layer) else 0
+        found = f"{self.metric} of {SHOWN_AS[role]} of {layer} is {value:.4g} ({self.sign} {self.limit:g})"
+        alike = sum(aggregate_key(*row[:2]) == aggregate_key(layer, role) for row in past[1:]) if aggregate_of(layer) else 0
         return f"{found}, and of {alike} more experts of the layer" if alike else found
 
     def _is_past(self, role: str, value: float | None) -> bool:
@@ -63,7 +63,7 @@ Rule = Threshold | NonFinite | LossSpike
 
 
 def parse_rule(text: Any) -> Rule:
-    """Read a rule: `loss_spike`, `nonfinite`, or a figure past a limit as `underflow_pct > 20` or `sqnr_db/input < 15`.
+    """Read a rule: `loss_spike`, `nonfinite`, or a metric past a limit as `underflow_pct > 20` or `sqnr_db/input < 15`.
 
     Raises:
         ConfigError: it is none.
@@ -74,11 +74,11 @@ def parse_rule(text: Any) -> Rule:
         return NonFinite()
     found = _RULE.fullmatch(text.strip()) if isinstance(text, str) else None
     try:
-        if found and found["figure"] in FIGURES and found["role"] in (None, *ROLES):
-            return Threshold(found["figure"], found["role"], found["sign"], float(found["limit"]))
+        if found and found["metric"] in METRICS and found["role"] in (None, *ROLES):
+            return Threshold(found["metric"], found["role"], found["sign"], float(found["limit"]))
     except ValueError:
         pass
     raise ConfigError(
-        f"trigger {text!r} is none; use loss_spike, nonfinite, or FIGURE > LIMIT or FIGURE/ROLE < LIMIT "
-        f"with a figure of {', '.join(FIGURES)} and a role of {', '.join(ROLES)}"
+        f"invalid trigger {text!r}: expected loss_spike, nonfinite, or METRIC > LIMIT or METRIC/ROLE < LIMIT "
+        f"with a metric of {', '.join(METRICS)} and a role of {', '.join(ROLES)}"
     )

@@ -1,4 +1,4 @@
-"""What is to be changed in how a run quantises: made by `recommend`, applied by the interventions, kept as JSON."""
+"""What is to be changed in how a run quantizes: made by `recommend`, applied by the interventions, kept as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Change:
     recipe: str
     #: operands that it holds for; a GEMM runs in FP8 only if both of its operands do
     roles: Sequence[str] = ROLES
-    #: multiply what was quantised in BF16, which tells the numbers of FP8 from the kernels of FP8
+    #: multiply what was quantized in BF16, which tells the numbers of FP8 from the kernels of FP8
     multiply_in_bf16: bool = False
     #: evidence, for people
     why: str = ""

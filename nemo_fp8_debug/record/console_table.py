@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from ..core.keys import SHOWN_AS
-from ..core.layer_names import few_experts, fold_key
+from ..core.layer_names import aggregate_key, few_experts
 from ..core.sample import Sample
 
 _COLUMNS = ("amin", "amax", "scale_current", "scale", "cosine", "mse", "underflow_pct", "overflow_pct")
@@ -58,7 +58,7 @@ class TableRecorder:
             return lost, columns["relative_error"][i] or 0
 
         by_harm = sorted(range(len(sample)), key=harm, reverse=True)
-        ranked = few_experts(by_harm, lambda i: fold_key(columns["layer"][i], columns["role"][i]), 1)
+        ranked = few_experts(by_harm, lambda i: aggregate_key(columns["layer"][i], columns["role"][i]), 1)
         worst = ranked[: self._rows]
         loss = sample.scalars.get("loss")
         title = f"FP8 at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
@@ -76,7 +76,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _ruled(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose first row is a heading. Rich would hold the GIL for longer than all figures take."""
+    """Lines of a table whose first row is a heading. Rich would hold the GIL for longer than all metrics take."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(cells: Sequence[str], bar: str) -> str:

@@ -26,14 +26,14 @@ from ..core.keys import ROLES
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.histogram import DTYPES
 from ..numerics.tensor_scaling import CurrentScaling, amax_of, quantize
-from .storage import Place
+from .storage import Storage
 
 FOLDER = "tensors"
 #: bytes of tensors that wait to be written, at the most; a run that dumps faster than it can write waits
 IN_FLIGHT = 4 << 30
 #: seconds that a hook waits for room; then the tensor is left out
 PATIENCE = 30.0
-#: values quantised at once
+#: values quantized at once
 _CHUNK = 1 << 24
 #: characters of a layer's name that go into a file name
 _LONGEST = 120
@@ -76,7 +76,7 @@ class TensorDump:
     """Copies tensors in hooks and writes them in the background."""
 
     def __init__(
-        self, place: Place, rank: int, max_bytes: int, min_free_bytes: int, submit: Callable[[Callable[[], None]], None]
+        self, place: Storage, rank: int, max_bytes: int, min_free_bytes: int, submit: Callable[[Callable[[], None]], None]
     ) -> None:
         """
         Args:
@@ -192,7 +192,7 @@ def _readable(size: int) -> str:
     return f"{size / (1 << 30):.3g} GiB"
 
 
-def dumped_files(place: Place) -> Iterator[tuple[int, int, int, str]]:
+def dumped_files(place: Storage) -> Iterator[tuple[int, int, int, str]]:
     """(attempt, step, rank, name) of every dumped tensor, in order."""
     for folder in place.names(FOLDER):
         if found := _STEP.fullmatch(folder):
@@ -201,7 +201,7 @@ def dumped_files(place: Place) -> Iterator[tuple[int, int, int, str]]:
                     yield int(found[1]), int(found[2]), int(name[1]), f"{FOLDER}/{folder}/{file}"
 
 
-def read_dump(place: Place, name: str) -> tuple[Dumped, dict[str, torch.Tensor]]:
+def read_dump(place: Storage, name: str) -> tuple[Dumped, dict[str, torch.Tensor]]:
     """What a file holds, and its tensors `value`, `codes` and `scale`.
 
     Raises:

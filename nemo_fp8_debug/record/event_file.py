@@ -87,7 +87,7 @@ class EventFile:
 
 
 def _framed(data: bytes) -> bytes:
-    """A record of a TFRecord file. TensorBoard's own writer takes the checksums in Python, in longer than all figures take.
+    """A record of a TFRecord file. TensorBoard's own writer takes the checksums in Python, in longer than all metrics take.
 
     Source: `tensorflow/core/lib/io/record_writer.h`.
     """

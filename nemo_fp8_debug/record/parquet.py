@@ -22,7 +22,7 @@ _TAIL = 8  # length of the footer and magic number
 def encode(table: pa.Table) -> tuple[bytes, str]:
     """The file of a table, and the checksum that its name is to end in."""
     sink = io.BytesIO()
-    # Dictionaries of numbers that hardly repeat cost time and room; bins ascend, and neighbouring counts are alike.
+    # Dictionaries of numbers that hardly repeat cost time and room; bins ascend, and neighboring counts are alike.
     texts = [field.name for field in table.schema if field.type == pa.string()]
     lists = [f"{field.name}.list.element" for field in table.schema if pa.types.is_list(field.type)]
     writer = pq.ParquetWriter(

@@ -14,23 +14,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import ConfigError, RecordError, warn
-from . import parquet
-from .schema import READABLE, SCHEMAS, Part, arrow_schema, attempt_of_fingerprint, completed
-from .storage import Place
+from . import migration, parquet
+from .schema import SCHEMAS, Part, arrow_schema, attempt_of_fingerprint
+from .storage import Storage
 
 Address = str | os.PathLike[str]
 
 _FINGERPRINTS = "attempt-*.json"
 
 
-def find_run(address: Address) -> Place:
+def find_run(address: Address) -> Storage:
     """The record at `address`, a path or any fsspec address, or else the one below it.
 
     Raises:
         RecordError: there is none, or several.
     """
     try:
-        root = Place(address)
+        root = Storage(address)
         folders = [root] if root.has(_FINGERPRINTS) and _attempts(root) else root.folders_with(_FINGERPRINTS)
         found = [p for p in folders if _attempts(p)]
     except ConfigError as error:
@@ -50,7 +50,7 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
     Raises:
         RecordError: the record was written by a release with another schema.
     """
-    run = Place(run)
+    run = Storage(run)
     for attempt in sorted(_attempts(run), reverse=True):
         name = f"attempt-{attempt}.json"
         try:
@@ -61,12 +61,12 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
         except (OSError, ValueError, RecursionError) as error:
             warn(f"{run.path(name)} is not a fingerprint: {error}")
             continue
-        if content.get("schema_version") not in READABLE:
+        if content.get("schema_version") not in migration.READABLE:
             raise RecordError(
                 f"{run.path(name)} has schema version {content.get('schema_version')}; "
-                f"this release reads {' and '.join(map(str, READABLE))}"
+                f"this release reads {', '.join(map(str, migration.READABLE))}"
             )
-        return content
+        return migration.fingerprint(content)
     return {}
 
 
@@ -80,7 +80,7 @@ def read_table(
     """Rows of a table, in order of steps; where attempts overlap, the latest one's rows of a step.
 
     Args:
-        table: `figures`, `what_if`, `replayed`, `outputs`, `sketches` or `steps`.
+        table: `metrics`, `what_if`, `replayed`, `outputs`, `histograms` or `steps`.
         columns: to read; all by default.
         where: values that columns must have, as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.
         steps: to read; all by default. Of the others no more than one part's rows are held at a time.
@@ -89,7 +89,7 @@ def read_table(
     schema = arrow_schema(table, {*wanted, *where, "attempt", "step"})
     only = None if steps is None else pa.array(sorted(steps), pa.int64())
     parts, newest = list[tuple[set[tuple[int, int]], pa.Table]](), dict[int, int]()
-    for part, rows in _read(Place(run), table, schema, where.get("step")):
+    for part, rows in _read(Storage(run), table, schema, where.get("step")):
         samples = _samples(part, rows)
         for attempt, step in samples:
             newest[step] = max(attempt, newest.get(step, 0))
@@ -122,7 +122,7 @@ def _samples(part: Part, rows: pa.Table) -> set[tuple[int, int]]:
     return {(part.attempt, step) for step in steps}
 
 
-def _read(run: Place, table: str, schema: pa.Schema, step: int | None) -> Iterator[tuple[Part, pa.Table]]:
+def _read(run: Storage, table: str, schema: pa.Schema, step: int | None) -> Iterator[tuple[Part, pa.Table]]:
     """The parts of a table that may hold `step`, each step of an attempt once."""
     read: set[tuple[int, int]] = set()
     parts = deque(parts_of(run, table))
@@ -136,13 +136,13 @@ def _read(run: Place, table: str, schema: pa.Schema, step: int | None) -> Iterat
         if not part.merged and (part.attempt, part.first) in read:
             continue
         try:
-            rows = read_part(run, table, schema, part)
+            rows = read_part(run, schema, part)
         except FileNotFoundError:  # a run that goes on has merged it since
             parts.extend(p for p in parts_of(run, table) if p not in listed)
             listed.update(parts)
             continue
         if isinstance(rows, str):
-            unreadable[part.name] = rows
+            unreadable[part.path] = rows
             continue
         samples = _samples(part, rows)
         if table != "replayed":  # where parts of different recipes hold a step
@@ -155,38 +155,39 @@ def _read(run: Place, table: str, schema: pa.Schema, step: int | None) -> Iterat
 
 def rows_of(run: Address, table: str) -> int:
     """How many rows the parts of a table say they have; of them only the ends are read."""
-    run, rows = Place(run), 0
+    run, rows = Storage(run), 0
     for part in parts_of(run, table):
-        with contextlib.suppress(Exception), run.open(f"{table}/{part.name}") as file:
+        with contextlib.suppress(Exception), run.open(part.path) as file:
             rows += parquet.rows(file, part.checksum)
     return rows
 
 
-def _complain_of(run: Place, table: str, unreadable: Mapping[str, str]) -> None:
+def _complain_of(run: Storage, table: str, unreadable: Mapping[str, str]) -> None:
     """One line, however many parts there are: a disk that went bad spoils all.
 
     Args:
-        unreadable: what is wrong with each part, by name.
+        unreadable: what is wrong with each part, by its path.
     """
     (name, reason), *others = unreadable.items()
     more = f"; and so are {len(others)} other parts" if others else ""
-    warn(f"{run.path(f'{table}/{name}')} is left out, it cannot be read as a part of {table}: {reason}{more}")
+    warn(f"{run.path(name)} is left out, it cannot be read as a part of {table}: {reason}{more}")
 
 
 def _without(rows: pa.Table, steps: list[int]) -> pa.Table:
     return rows.filter(pc.invert(pc.is_in(rows["step"], pa.array(steps, pa.int64())))) if steps else rows
 
 
-def read_part(run: Place, table: str, schema: pa.Schema, part: Part) -> pa.Table | str:
+def read_part(run: Storage, schema: pa.Schema, part: Part) -> pa.Table | str:
     """The rows of a part, or what is wrong with it.
 
     Raises:
         FileNotFoundError: there is none.
     """
     try:
-        run.check(f"{table}/{part.name}")
-        with run.open(f"{table}/{part.name}") as file:
-            rows = completed(parquet.read(file, part.checksum, schema.names), schema)
+        run.check(part.path)
+        with run.open(part.path) as file:
+            names = migration.with_earlier_names(schema.names)
+            rows = migration.completed(parquet.read(file, part.checksum, names), schema)
         if [_plain(column.type) for column in rows.schema] != schema.types:
             return "its columns are not those of this table"
         if pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
@@ -202,16 +203,17 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def parts_of(run: Place, table: str) -> list[Part]:
+def parts_of(run: Storage, table: str) -> list[Part]:
     """The parts of a table, in order, those that are merged first."""
     parts = []
-    for name in run.names(table):
-        if part := Part.named(name):
-            parts.append(part)
-        elif not name.endswith(".part"):  # left by a process that was killed while it wrote
-            warn(f"{run.path(f'{table}/{name}')} is passed over: its name is not that of a part")
+    for folder in migration.folders_of(table):
+        for name in run.names(folder):
+            if part := Part.named(folder, name):
+                parts.append(part)
+            elif not name.endswith(".part"):  # left by a process that was killed while it wrote
+                warn(f"{run.path(f'{folder}/{name}')} is passed over: its name is not that of a part")
     return sorted(parts, key=lambda part: not part.merged)
 
 
-def _attempts(run: Place) -> list[int]:
+def _attempts(run: Storage) -> list[int]:
     return [a for name in run.names() if (a := attempt_of_fingerprint(name)) is not None]

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.keys import ROLES
-from ..core.layer_names import few_experts, fold_key, fold_of, is_fold
+from ..core.layer_names import aggregate_key, aggregate_of, few_experts, is_aggregate
 from ..core.sample import Sample
-from ..numerics.metric_names import FIGURES, UNITS, WORSE
+from ..numerics.metric_names import METRICS, UNITS, WORSE
 
 #: streamed as scalars, each tensor its own tag
-STREAMED = ("scale", *FIGURES)
-#: experts of a layer that get tags of their own beside their fold, for each figure the worst
+STREAMED = ("scale", *METRICS)
+#: experts of a layer that get tags of their own beside their aggregate, for each metric the worst
 EXPERTS_SHOWN = 3
-#: figures that are streamed for recipes that were not in use
+#: metrics that are streamed for recipes that were not in use
 _WEIGHED = ("underflow_pct", "overflow_pct", "relative_error")
 
 Write = Callable[[dict[str, float], int], None]
@@ -34,19 +34,19 @@ class TagBudget:
         self._max_tags = max_tags
         self._admitted: dict[tuple[str, str], set[str]] = defaultdict(set)
 
-    def choose(self, figure: str, role: str, worst_first: Sequence[str], tensors: int) -> set[str]:
-        """Layers whose `figure` of `role` is written, in this step and all that follow.
+    def choose(self, metric: str, role: str, worst_first: Sequence[str], tensors: int) -> set[str]:
+        """Layers whose `metric` of `role` is written, in this step and all that follow.
 
         Args:
             worst_first: layers with a value in this step.
             tensors: how many tensors could have tags in this step, over all roles.
         """
-        admitted = self._admitted[figure, role]
+        admitted = self._admitted[metric, role]
         quota = self._free
         if tensors * len(STREAMED) > self._max_tags:
             quota = min(quota, self._max_tags // (len(STREAMED) * len(ROLES)) - len(admitted))
-        few = few_experts(dict.fromkeys((*admitted, *worst_first)), fold_of, EXPERTS_SHOWN)
-        new = sorted((layer for layer in few if layer not in admitted), key=lambda layer: fold_of(layer) is not None)
+        few = few_experts(dict.fromkeys((*admitted, *worst_first)), aggregate_of, EXPERTS_SHOWN)
+        new = sorted((layer for layer in few if layer not in admitted), key=lambda layer: aggregate_of(layer) is not None)
         new = new[: max(0, quota)]
         self._free -= len(new)
         admitted.update(new)
@@ -54,7 +54,7 @@ class TagBudget:
 
 
 class ScalarRecorder:
-    """Streams figures as scalars through `write(tags, step)`."""
+    """Streams metrics as scalars through `write(tags, step)`."""
 
     #: loggers are not made for use from two threads
     in_callers_thread = True
@@ -78,34 +78,34 @@ class ScalarRecorder:
         """Nothing is held back."""
 
     def scalars(self, sample: Sample) -> tuple[dict[str, float], dict[tuple[str, str], list[str]]]:
-        """The tags of a step, and by (figure, role) the layers that have one, worst first."""
+        """The tags of a step, and by (metric, role) the layers that have one, worst first."""
         tags: dict[str, float] = {}
         worst: dict[tuple[str, str], list[str]] = {}
         keys = list(zip(sample.columns["layer"], sample.columns["role"], strict=True))
-        tensors = len(few_experts(keys, lambda key: fold_key(*key), EXPERTS_SHOWN))
+        tensors = len(few_experts(keys, lambda key: aggregate_key(*key), EXPERTS_SHOWN))
         for role in ROLES:
             rows = [i for i, r in enumerate(sample.columns["role"]) if r == role]
-            for figure in STREAMED:
-                values = {sample.columns["layer"][i]: sample.columns[figure][i] for i in rows}
+            for metric in STREAMED:
+                values = {sample.columns["layer"][i]: sample.columns[metric][i] for i in rows}
                 values = {layer: v for layer, v in values.items() if v is not None and math.isfinite(v)}
                 if not values:
                     continue
-                found, worst[figure, role] = self._streamed(figure, role, values, tensors)
+                found, worst[metric, role] = self._streamed(metric, role, values, tensors)
                 tags |= found
-        return tags | self._outputs(sample, tensors) | _true_units(sample) | _what_if(sample), worst
+        return tags | self._outputs(sample, tensors) | _unscaled(sample) | _what_if(sample), worst
 
     def _streamed(
-        self, figure: str, of: str, values: Mapping[str, float], tensors: int
+        self, metric: str, of: str, values: Mapping[str, float], tensors: int
     ) -> tuple[dict[str, float], list[str]]:
-        """Tags of a figure of a role or product, by layer, and the layers that have one of their own, worst first."""
-        sign = WORSE.get(figure, 1)
+        """Tags of a metric of a role or product, by layer, and the layers that have one of their own, worst first."""
+        sign = WORSE.get(metric, 1)
         ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
-        chosen = self._budget.choose(figure, of, ranked, tensors)
+        chosen = self._budget.choose(metric, of, ranked, tensors)
         shown = [layer for layer in ranked if layer in chosen]
-        tags = {f"fp8_{figure}/{of}/{layer}": values[layer] for layer in shown}
-        if single := [values[layer] for layer in ranked if not is_fold(layer)]:
-            tags[f"fp8/{figure}/{of}/worst"] = single[0]
-            tags[f"fp8/{figure}/{of}/median"] = statistics.median(single)
+        tags = {f"fp8_{metric}/{of}/{layer}": values[layer] for layer in shown}
+        if single := [values[layer] for layer in ranked if not is_aggregate(layer)]:
+            tags[f"fp8/{metric}/{of}/worst"] = single[0]
+            tags[f"fp8/{metric}/{of}/median"] = statistics.median(single)
         return tags, shown
 
     def _outputs(self, sample: Sample, tensors: int) -> dict[str, float]:
@@ -118,26 +118,26 @@ class ScalarRecorder:
         return {t: v for p, of in values.items() for t, v in self._streamed("output_error", p, of, tensors)[0].items()}
 
 
-def _true_units(sample: Sample) -> dict[str, float]:
+def _unscaled(sample: Sample) -> dict[str, float]:
     """The worst and the median of what dY is in the units of the loss, and what it is multiplied by."""
-    multiplier, tags = sample.scalars.get("grad_multiplier"), dict[str, float]()
-    for figure in UNITS if multiplier else ():
-        if found := [value for value in sample.columns[f"true_{figure}"] if value is not None and math.isfinite(value)]:
-            tags[f"fp8/true_{figure}/grad_output/worst"] = max(found) if WORSE[figure] > 0 else min(found)
-            tags[f"fp8/true_{figure}/grad_output/median"] = statistics.median(found)
-    return tags | ({"fp8/grad_multiplier": multiplier} if multiplier else {})
+    multiplier, tags = sample.scalars.get("grad_scale"), dict[str, float]()
+    for metric in UNITS if multiplier else ():
+        if found := [value for value in sample.columns[f"unscaled_{metric}"] if value is not None and math.isfinite(value)]:
+            tags[f"fp8/unscaled_{metric}/grad_output/worst"] = max(found) if WORSE[metric] > 0 else min(found)
+            tags[f"fp8/unscaled_{metric}/grad_output/median"] = statistics.median(found)
+    return tags | ({"fp8/grad_scale": multiplier} if multiplier else {})
 
 
 def _what_if(sample: Sample) -> dict[str, float]:
-    """The worst and the median of each role under each recipe that was weighed, beside those in use."""
+    """The worst and the median of each role under each what-if recipe, beside those in use."""
     columns, tags = sample.what_if, dict[str, float]()
-    for figure in _WEIGHED if columns else ():
+    for metric in _WEIGHED if columns else ():
         values: dict[str, list[float]] = defaultdict(list)
-        of_rows = zip(columns["layer"], columns["recipe"], columns["role"], columns[figure], strict=True)
+        of_rows = zip(columns["layer"], columns["recipe"], columns["role"], columns[metric], strict=True)
         for layer, recipe, role, value in of_rows:
-            if value is not None and math.isfinite(value) and not is_fold(layer):
+            if value is not None and math.isfinite(value) and not is_aggregate(layer):
                 values[f"{role}/{recipe}"].append(value)
         for name, found in values.items():
-            tags[f"fp8_what_if/{figure}/{name}/worst"] = max(found)
-            tags[f"fp8_what_if/{figure}/{name}/median"] = statistics.median(found)
+            tags[f"fp8_what_if/{metric}/{name}/worst"] = max(found)
+            tags[f"fp8_what_if/{metric}/{name}/median"] = statistics.median(found)
     return tags

@@ -11,19 +11,15 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ..numerics.metric_names import FIGURES, OUTPUT_FIGURES, UNITS
+from ..numerics.metric_names import METRICS, OUTPUT_METRICS, UNITS
 
-VERSION = 3
-#: versions that this release reads
-READABLE = (2, 3)
+VERSION = 4
 
 #: of dY, in the units of the loss
-_TRUE = tuple(f"true_{name}" for name in UNITS)
-#: columns that parts of version 2 may lack
-_ADDED = {*_TRUE, "grad_multiplier", "shards", "shards_missing"}
+_UNSCALED = tuple(f"unscaled_{name}" for name in UNITS)
 
 _KEYS = {"attempt": pl.Int32, "step": pl.Int64}
-_FIGURES: dict[str, Any] = {
+_METRICS: dict[str, Any] = {
     **_KEYS,
     "consumed_samples": pl.Float64,
     "layer": pl.String,
@@ -34,8 +30,8 @@ _FIGURES: dict[str, Any] = {
     "dtype": pl.String,
     "scale_source": pl.String,
     "calls": pl.Int64,
-    "shards": pl.Int64,
-    "shards_missing": pl.Int64,
+    "ranks": pl.Int64,
+    "ranks_missing": pl.Int64,
     "experts": pl.Int64,
     "n": pl.Int64,
     "nan": pl.Int64,
@@ -43,11 +39,11 @@ _FIGURES: dict[str, Any] = {
     "nonfinite_order": pl.Int64,
     "scale": pl.Float64,
     "scale_current": pl.Float64,
-    **dict.fromkeys(FIGURES, pl.Float64),
-    **dict.fromkeys(_TRUE, pl.Float64),
+    **dict.fromkeys(METRICS, pl.Float64),
+    **dict.fromkeys(_UNSCALED, pl.Float64),
 }
 #: one row for each operand and scale: its occupied bins, ascending, and how many values each counts
-_SKETCHES: dict[str, Any] = {
+_HISTOGRAMS: dict[str, Any] = {
     **_KEYS,
     "layer": pl.String,
     "role": pl.String,
@@ -68,22 +64,22 @@ _OUTPUTS: dict[str, Any] = {
     "product": pl.String,
     "recipe": pl.String,
     "scale_source": pl.String,
-    "shards": pl.Int64,
+    "ranks": pl.Int64,
     "experts": pl.Int64,
     "n": pl.Int64,
-    **dict.fromkeys(OUTPUT_FIGURES, pl.Float64),
+    **dict.fromkeys(OUTPUT_METRICS, pl.Float64),
 }
 #: numbers of every step that a host may report
-STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "grad_multiplier")
+STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "grad_scale")
 #: every step; what is read on sampled steps only is null on others
 _STEPS: dict[str, Any] = {**_KEYS, "time": pl.Float64, **dict.fromkeys(STEP_SCALARS, pl.Float64), "trigger": pl.String}
 
-#: `what_if` and `replayed` have figures under recipes that were not in use, weighed in the run or added to its record later
+#: `what_if` and `replayed` have metrics under recipes that were not in use, measured in the run or added to its record later
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "figures": _FIGURES,
-    "what_if": _FIGURES,
-    "replayed": _FIGURES,
-    "sketches": _SKETCHES,
+    "metrics": _METRICS,
+    "what_if": _METRICS,
+    "replayed": _METRICS,
+    "histograms": _HISTOGRAMS,
     "outputs": _OUTPUTS,
     "steps": _STEPS,
 }
@@ -116,14 +112,6 @@ def _array(values: Sequence[Any] | None, kind: pa.DataType, rows: int) -> pa.Arr
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat), kind)
 
 
-def completed(rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Rows as an earlier version wrote them, with nulls for the columns of `schema` that have come since."""
-    for i, field in enumerate(schema):
-        if field.name in _ADDED and field.name not in rows.schema.names:
-            rows = rows.add_column(i, field, pa.nulls(len(rows), field.type))
-    return rows
-
-
 def arrow_schema(table: str, columns: Iterable[str] | None = None) -> pa.Schema:
     """The schema of `table`, or of some of its columns, as parts have it."""
     kept = None if columns is None else set(columns)
@@ -145,6 +133,7 @@ _FINGERPRINT = re.compile(r"attempt-(\d{1,9})\.json")
 class Part:
     """What the name of a part says."""
 
+    folder: str
     name: str
     attempt: int
     first: int
@@ -153,14 +142,19 @@ class Part:
     #: made of several parts, which it replaces
     merged: bool
 
+    @property
+    def path(self) -> str:
+        """Below the record's folder."""
+        return f"{self.folder}/{self.name}"
+
     @classmethod
-    def named(cls, name: str) -> Part | None:
-        """The part called `name`; None where that is no name of one."""
+    def named(cls, folder: str, name: str) -> Part | None:
+        """The part called `name` in a folder of the record; None if that is not the name of a part."""
         found = _PART.fullmatch(name)
         if not found:
             return None
         attempt, first, last, checksum = found.groups()
-        return cls(name, int(attempt), int(first), int(last or first), checksum, last is not None)
+        return cls(folder, name, int(attempt), int(first), int(last or first), checksum, last is not None)
 
 
 def part_name(attempt: int, first: int, last: int | None, checksum: str) -> str:

@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ..errors import ConfigError
 
 
-class Place:
+class Storage:
     """Files by name below a folder; names use `/`."""
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
@@ -41,13 +41,13 @@ class Place:
     __fspath__ = __str__
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Place) and str(self) == str(other)
+        return isinstance(other, Storage) and str(self) == str(other)
 
     __hash__ = None  # type: ignore[assignment]
 
-    def below(self, name: str) -> Place:
+    def below(self, name: str) -> Storage:
         """A folder in this one."""
-        inner = object.__new__(Place)
+        inner = object.__new__(Storage)
         inner._fs, inner._root, inner.is_local, inner.anchor = self._fs, self.path(name), self.is_local, ""
         return inner
 
@@ -110,7 +110,7 @@ class Place:
         """Whether this folder itself holds a file named like the glob `pattern`."""
         return any(fnmatch.filter(files, pattern) for _, _, files in self._fs.walk(self._root, maxdepth=1))
 
-    def folders_with(self, pattern: str) -> list[Place]:
+    def folders_with(self, pattern: str) -> list[Storage]:
         """Every folder at or below this one that holds a file named like the glob `pattern`."""
         # Not the file system's own glob: the folder's name may have a [, * or ? in it.
         walked = ((str(folder), files) for folder, _, files in self._fs.walk(self._root))

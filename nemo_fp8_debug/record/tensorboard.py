@@ -10,11 +10,11 @@ from typing import Any
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from ..core.keys import ROLES, SHOWN_AS
-from ..core.layer_names import few_experts, fold_of
+from ..core.layer_names import aggregate_of, few_experts
 from ..core.sample import Sample
 from .event_file import EventWriter
 from .scalars import ScalarRecorder
-from .storage import Place
+from .storage import Storage
 
 #: charts of the custom-scalars tab, beside the loss
 _CHARTS = ("underflow_pct", "overflow_pct", "mse", "cosine", "scale_ratio_log2", "amax")
@@ -41,7 +41,7 @@ class TensorBoardRecorder(ScalarRecorder):
     def folder(self) -> str | None:
         """Where events go, as an absolute path or address."""
         folder = getattr(self._writer, "log_dir", None)
-        return str(Place(folder)) if isinstance(folder, (str, os.PathLike)) else None
+        return str(Storage(folder)) if isinstance(folder, (str, os.PathLike)) else None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Write the fingerprint."""
@@ -75,16 +75,16 @@ class TensorBoardRecorder(ScalarRecorder):
 
 
 def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
-    """Custom-scalars layout: a category a role, in it the loss and for each figure the worst layers."""
+    """Custom-scalars layout: a category a role, in it the loss and for each metric the worst layers."""
     layout: dict[str, Any] = {}
     for role in (r for r in ROLES if any(r == role for _, role in worst)):
         charts: dict[str, Any] = {"loss": ["Multiline", [_LOSS_TAGS]]}
-        for figure in _CHARTS:
-            layers = sorted(few_experts(worst.get((figure, role), []), fold_of, 1)[:_WORST_SHOWN])
+        for metric in _CHARTS:
+            layers = sorted(few_experts(worst.get((metric, role), []), aggregate_of, 1)[:_WORST_SHOWN])
             if layers:
-                charts[f"{figure}: worst layers"] = [
+                charts[f"{metric}: worst layers"] = [
                     "Multiline",
-                    [f"fp8_{figure}/{role}/{re.escape(layer)}$" for layer in layers],
+                    [f"fp8_{metric}/{role}/{re.escape(layer)}$" for layer in layers],
                 ]
         layout[f"FP8 {SHOWN_AS[role]} ({role})"] = charts
     return layout

@@ -1,11 +1,11 @@
 """Writes the run record: a folder of Parquet parts, one a sampled step, written whole or not at all.
 
     RUN/attempt-0.json                      fingerprint of the run, one a start of the process
-    RUN/figures/attempt-0-step-00000120-9f3c02d1.parquet
-    RUN/sketches/attempt-0-step-00000120-51d0e7c4.parquet
+    RUN/metrics/attempt-0-step-00000120-9f3c02d1.parquet
+    RUN/histograms/attempt-0-step-00000120-51d0e7c4.parquet
     RUN/steps/attempt-0-step-00000120-0b77aa90.parquet
 
-Small parts are merged, `MERGED` at a time, so that reading a figure over all steps does not open thousands of files. A
+Small parts are merged, `MERGED` at a time, so that reading a metric over all steps does not open thousands of files. A
 resumed run is another attempt beside the first: nothing is overwritten.
 """
 
@@ -23,14 +23,14 @@ import pyarrow as pa
 
 from ..core.sample import Sample
 from ..errors import ConfigError, warn
-from . import parquet
-from .schema import STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, completed, part_name
-from .storage import Place
+from . import migration, parquet
+from .schema import STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
+from .storage import Storage
 
 #: parts that are merged into one
 MERGED = 64
 #: tables whose parts are small
-_MERGED_TABLES = ("figures", "what_if", "outputs", "steps")
+_MERGED_TABLES = ("metrics", "what_if", "outputs", "steps")
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
 
@@ -48,7 +48,7 @@ class RunRecord:
         Raises:
             ConfigError: the address is none.
         """
-        self.place = Place(address)
+        self.place = Storage(address)
         self.attempt = 0
         #: samples that were written, or wait in the backlog
         self.samples = 0
@@ -74,13 +74,13 @@ class RunRecord:
             raise ConfigError(f"the run record cannot be written to {self.place}: {reason}") from None
 
     def _make_folders(self) -> None:
-        for table in ("figures", "sketches", "steps"):
+        for table in ("metrics", "histograms", "steps"):
             self.place.make(table)
 
     def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
         """Take the first number that no other start of a process has, even if it starts at the same moment."""
         taken = [attempt_of_fingerprint(name) for name in self.place.names()]
-        taken += [part.attempt for table in ("figures", "sketches", "steps") for part in self._parts(table)]
+        taken += [part.attempt for table in ("metrics", "histograms", "steps") for part in self._parts(table)]
         self.attempt = 1 + max((a for a in taken if a is not None), default=-1)
         while True:
             content = {"schema_version": VERSION, "attempt": self.attempt, **fingerprint}
@@ -95,15 +95,15 @@ class RunRecord:
     def record(self, sample: Sample) -> None:
         """Write one sampled step."""
         for table, columns in (
-            ("figures", sample.columns),
+            ("metrics", sample.columns),
             ("what_if", sample.what_if),
             ("outputs", sample.outputs),
-            ("sketches", sample.sketches),
+            ("histograms", sample.histograms),
         ):
             if columns:
                 rows = len(columns["layer"])
                 keys: dict[str, list[Any]] = {"attempt": [self.attempt] * rows, "step": [sample.step] * rows}
-                if table != "sketches":
+                if table != "histograms":
                     keys["consumed_samples"] = [sample.scalars.get("consumed_samples")] * rows
                 self.write_part(table, {**keys, **columns}, sample.step)
         self.samples += 1
@@ -132,7 +132,7 @@ class RunRecord:
     def write_part(self, table: str, columns: Mapping[str, Any], first: int, last: int | None = None) -> None:
         """Write a part of a table, with the rows of step `first`, or of all steps to `last`."""
         content, checksum = parquet.encode(arrow_table(table, columns))
-        part = Part.named(part_name(self.attempt, first, last, checksum))
+        part = Part.named(table, part_name(self.attempt, first, last, checksum))
         assert part
         self._backlog.append((table, part, content))
         self._write_backlog()
@@ -142,7 +142,7 @@ class RunRecord:
         try:
             while self._backlog:
                 table, part, content = self._backlog[0]
-                self.place.write(f"{table}/{part.name}", content)
+                self.place.write(part.path, content)
                 self._backlog.popleft()
                 self._merge_when_due(table, part)
             self._warned = False
@@ -157,8 +157,8 @@ class RunRecord:
                 f"up to {BACKLOG >> 20} MiB are kept in memory until it can be"
             )
         while sum(len(content) for _, _, content in self._backlog) > BACKLOG:
-            # Sketches are large, and what is lost with one is least.
-            doomed = next((entry for entry in self._backlog if entry[0] == "sketches"), self._backlog[0])
+            # Histograms are large, and what is lost with one is least.
+            doomed = next((entry for entry in self._backlog if entry[0] == "histograms"), self._backlog[0])
             self._backlog.remove(doomed)
             self.lost += 1
 
@@ -172,18 +172,20 @@ class RunRecord:
         """Put one part in the place of several of one attempt; what cannot be read stays as it is."""
         read = []
         for part in parts:
-            with contextlib.suppress(Exception), self.place.open(f"{table}/{part.name}") as file:
+            with contextlib.suppress(Exception), self.place.open(part.path) as file:
                 read.append((part, parquet.read(file, part.checksum)))
         if len(read) < 2:
             return
         schema = arrow_schema(table)
-        content, checksum = parquet.encode(pa.concat_tables([completed(rows, schema) for _, rows in read]).cast(schema))
+        content, checksum = parquet.encode(
+            pa.concat_tables([migration.completed(rows, schema) for _, rows in read]).cast(schema)
+        )
         first, last = min(part.first for part, _ in read), max(part.last for part, _ in read)
         name = part_name(parts[0].attempt, first, last, checksum)
         with contextlib.suppress(Exception):  # until the merged part is there, the small ones are
             self.place.write(f"{table}/{name}", content)
             for part, _ in read:
-                self.place.remove(f"{table}/{part.name}")
+                self.place.remove(part.path)
 
     def _tidy_up(self) -> None:
         """Once an attempt, in the background: merge what earlier attempts left in small parts."""
@@ -203,20 +205,20 @@ class RunRecord:
         held: set[int] = set()
         for part in parts:
             if part.merged:
-                with contextlib.suppress(Exception), self.place.open(f"{table}/{part.name}") as file:
+                with contextlib.suppress(Exception), self.place.open(part.path) as file:
                     held.update(parquet.read(file, part.checksum, ["step"])["step"].to_pylist())
         small = [part for part in parts if not part.merged]
         for part in small:
             if part.first in held:
                 with contextlib.suppress(Exception):
-                    self.place.remove(f"{table}/{part.name}")
+                    self.place.remove(part.path)
         return [part for part in small if part.first not in held]
 
     def _parts(self, table: str) -> list[Part]:
-        return [part for name in self.place.names(table) if (part := Part.named(name))]
+        return [part for name in self.place.names(table) if (part := Part.named(table, name))]
 
 
-def add_rows(place: Place, table: str, rows: pl.DataFrame) -> None:
+def add_rows(place: Storage, table: str, rows: pl.DataFrame) -> None:
     """Add rows to a table of a record that others may be writing; a table of its own, which no run writes."""
     for (attempt,), of_attempt in rows.group_by("attempt", maintain_order=True):
         steps = of_attempt["step"].unique().sort()

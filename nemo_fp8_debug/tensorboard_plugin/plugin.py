@@ -40,7 +40,7 @@ _RUN = Parameter(text)
 _LAYER = Parameter(text)
 _ROLE = Parameter(one_of(metadata.ROLES))
 _STEP = Parameter(step)
-_FIGURE = Parameter(one_of(metadata.NUMBERS))
+_METRIC = Parameter(one_of(metadata.NUMBERS))
 _OTHER = Parameter(text, optional=True)
 
 
@@ -73,18 +73,19 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         routes = {
             "runs": Route(self._runs, {}),
             "run": Route(self._run, {"run": _RUN}),
-            "frames": Route(self._frames, {"run": _RUN, "figure": _FIGURE, "from": _STEP, "to": _STEP}),
-            "extent": Route(self._extent, {"run": _RUN, "figure": _FIGURE}),
+            "frames": Route(self._frames, {"run": _RUN, "metric": _METRIC, "from": _STEP, "to": _STEP}),
+            "extent": Route(self._extent, {"run": _RUN, "metric": _METRIC}),
             "timeline": Route(
                 self._timeline,
-                {"run": _RUN, "layer": _LAYER, "role": _ROLE, "figures": Parameter(some_of(metadata.NUMBERS))},
+                {"run": _RUN, "layer": _LAYER, "role": _ROLE, "metrics": Parameter(some_of(metadata.NUMBERS))},
             ),
             "loss": Route(self._loss, {"run": _RUN}),
-            "sketch": Route(self._sketch, {"run": _RUN, "layer": _LAYER, "role": _ROLE, "step": _STEP}),
+            "histogram": Route(self._histogram, {"run": _RUN, "layer": _LAYER, "role": _ROLE, "step": _STEP}),
             "others": Route(self._others, {"run": _RUN, "step": _STEP}),
-            "weigh": Route(self._weigh, {"run": _RUN, "step": _STEP, "recipe": Parameter(text)}),
+            "what_if": Route(self._what_if, {"run": _RUN, "step": _STEP, "recipe": Parameter(text)}),
             "verdict": Route(
-                self._verdict, {"bad": _RUN, "good": _OTHER, "twin": _OTHER, "by": Parameter(one_of(UNITS), optional=True)}
+                self._verdict,
+                {"run": _RUN, "baseline": _OTHER, "reference": _OTHER, "by": Parameter(one_of(UNITS), optional=True)},
             ),
             "fingerprints": Route(self._fingerprints, {"a": _RUN, "b": _OTHER}),
         }
@@ -111,7 +112,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "runs": plain(runs.listed(self._parts, self._logdir)),
             "logdirs": [root.address for root in self._logdir.roots],
             "refused": [{"name": name, "why": why} for name, why in sorted(found.refused.items())],
-            "figures": metadata.figures(),
+            "metrics": metadata.metrics_of(),
             "formats": metadata.FORMATS,
             "roles": metadata.ROLES,
         }
@@ -119,33 +120,36 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _run(self, run: str) -> Any:
         return {"run": run, **tables.about_run(self._parts, self._logdir.record(run))}
 
-    def _frames(self, run: str, figure: str, **bounds: int) -> bytes:
-        return tables.frames(self._parts, self._logdir.record(run), figure, bounds["from"], bounds["to"])
+    def _frames(self, run: str, metric: str, **bounds: int) -> bytes:
+        return tables.frames(self._parts, self._logdir.record(run), metric, bounds["from"], bounds["to"])
 
-    def _extent(self, run: str, figure: str) -> Any:
-        return tables.extent(self._parts, self._logdir.record(run), figure)
+    def _extent(self, run: str, metric: str) -> Any:
+        return tables.extent(self._parts, self._logdir.record(run), metric)
 
-    def _timeline(self, run: str, layer: str, role: str, figures: list[str]) -> Any:
-        return tables.timeline(self._parts, self._logdir.record(run), layer, role, figures)
+    def _timeline(self, run: str, layer: str, role: str, metrics: list[str]) -> Any:
+        return tables.timeline(self._parts, self._logdir.record(run), layer, role, metrics)
 
     def _loss(self, run: str) -> Any:
         record = self._logdir.record(run)
         return self._losses.get((str(record), self._parts.index(record).version), lambda: losses.loss(record))
 
-    def _sketch(self, run: str, layer: str, role: str, step: int) -> Any:
-        return tables.sketch(self._parts, self._logdir.record(run), layer, role, step)
+    def _histogram(self, run: str, layer: str, role: str, step: int) -> Any:
+        return tables.histogram_of(self._parts, self._logdir.record(run), layer, role, step)
 
     def _others(self, run: str, step: int) -> Any:
         return tables.others(self._parts, self._logdir.record(run), step)
 
-    def _weigh(self, run: str, step: int, recipe: str) -> Any:
+    def _what_if(self, run: str, step: int, recipe: str) -> Any:
         record = self._logdir.record(run)
         index = self._parts.index(record)
         at = tables.nearest(record, index, step)
-        return self._jobs.ask({"kind": "weigh", "run": str(record), "step": at, "recipe": recipe}, index.version)
+        return self._jobs.ask({"kind": "what_if", "run": str(record), "step": at, "recipe": recipe}, index.version)
 
-    def _verdict(self, bad: str, good: str | None, twin: str | None, by: str | None) -> Any:
-        records = {role: name and self._logdir.record(name) for role, name in (("bad", bad), ("good", good), ("twin", twin))}
+    def _verdict(self, run: str, baseline: str | None, reference: str | None, by: str | None) -> Any:
+        records = {
+            role: name and self._logdir.record(name)
+            for role, name in (("run", run), ("baseline", baseline), ("reference", reference))
+        }
         version = " ".join(self._parts.index(record).version for record in records.values() if record)
         places = {role: record and str(record) for role, record in records.items()}
         return self._jobs.ask({"kind": "verdict", **places, "by": by or "step"}, version)

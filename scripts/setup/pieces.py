@@ -159,7 +159,7 @@ def _install_transformer_engine(workshop: Workshop, _: bool) -> None:
 
 def _install_bridge(workshop: Workshop, _: bool) -> None:
     part = _emptied(VENV / "bridge.part")
-    # It asks for Python 3.12 (tests/te/bridge_on_cpu.py has what it uses), which pip can be told to pass over, uv not.
+    # It requests for Python 3.12 (tests/te/bridge_on_cpu.py has what it uses), which pip can be told to pass over, uv not.
     # For 3.10 there is no wheel of this megatron-core, which is built from its source.
     workshop.pip_install("--ignore-requires-python", "--target", part, "-r", LOCKED / "bridge.txt")
     _put_in_place(part)

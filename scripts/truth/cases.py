@@ -20,7 +20,7 @@ class Case:
 
     name: str
     seed: int
-    #: of the data; the clean twin, and the good run that it is compared with, have seed's own
+    #: of the data; the clean reference, and the baseline that it is compared with, have seed's own
     order: int
     fault: Callable[[], Fault]
 
@@ -33,7 +33,7 @@ def onset_of(seed: int) -> int:
 def cases(seed: int) -> Iterator[Case]:
     """All runs of a seed."""
     for number in range(CLEAN):
-        # Half of them see the good run's data, half others.
+        # Half of them see the baseline's data, half others.
         yield Case(f"clean-{number}", seed, seed if number < CLEAN // 2 else 100 * seed + number + 50, Fault)
     for make in (*_wrong_scales(seed), *_of_values(seed), *_of_software(seed)):
         yield Case(make().name, seed, seed, make)

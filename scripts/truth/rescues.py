@@ -41,18 +41,18 @@ def main() -> int:
     with one_process():
         for seed in options.seeds:
             folder = options.output / f"seed-{seed}"
-            twin = twin_of(folder)
+            reference = twin_of(folder)
             without = resumed(folder, seed, Fault(), Plan())
-            if any(twin[step] != loss for step, loss in without.items()):
+            if any(reference[step] != loss for step, loss in without.items()):
                 raise SystemExit(
-                    f"seed {seed}: without the fault a resumed run is not the twin: nothing that follows counts"
+                    f"seed {seed}: without the fault a resumed run is not the reference run: nothing that follows counts"
                 )
             made = {case.name: case.fault for case in cases(seed)}
             for run in judged(folder):
                 if not (run.is_numeric and run.is_harmful and run.said.culprit):
                     continue
                 plan = run.plan()
-                gap, _ = gap_of(resumed(folder, seed, made[run.folder.name](), plan), twin)
+                gap, _ = gap_of(resumed(folder, seed, made[run.folder.name](), plan), reference)
                 outcome = {"gap": gap, "plan": [asdict(change) for change in plan.changes]}
                 (run.folder / "rescue.json").write_text(json.dumps(outcome))
                 print(f"{run.name}: {run.gap:+.3f} -> {gap:+.3f}", flush=True)

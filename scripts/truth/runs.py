@@ -28,7 +28,7 @@ JITTER = 2.0**-9
 
 
 def prepare(seed: int, folder: Path) -> None:
-    """Train to START and to the onset, and keep both states and the losses of the twin without a fault."""
+    """Train to START and to the onset, and keep both states and the losses of the reference run without a fault."""
     run = Training(seed, seed, Fault())
     for step in range(START):
         run.step(step)
@@ -39,7 +39,7 @@ def prepare(seed: int, folder: Path) -> None:
             torch.save(run.state_dict(), folder / "onset.pt")
         losses[step] = run.step(step)
     run.emulation.detach()
-    (folder / "twin.json").write_text(json.dumps(losses))
+    (folder / "reference.json").write_text(json.dumps(losses))
 
 
 def record(case: Case, folder: Path, jitter: int) -> None:
@@ -69,9 +69,9 @@ def main() -> int:
         for seed in options.seeds:
             folder = options.output / f"seed-{seed}"
             folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / "twin.json").exists():
+            if not (folder / "reference.json").exists():
                 prepare(seed, folder)
-            for number, case in enumerate([Case("good", seed, seed, Fault), *cases(seed)]):
+            for number, case in enumerate([Case("baseline", seed, seed, Fault), *cases(seed)]):
                 if not (folder / case.name / "truth.json").exists():
                     record(case, folder, 1000 * seed + number)
                     print(f"seed {seed}: {case.name}", flush=True)

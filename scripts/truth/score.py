@@ -35,7 +35,7 @@ def scores(runs: Sequence[Judged]) -> list[list[str]]:
     return [
         _share("culprit named first", [run.located for run in numeric], ">= 95%"),
         _share("cause right", [run.said.cause == run.truth["cause"] for run in injected], ">= 90%"),
-        _share("named before the loss leaves, harmful in an operand", [(run.lead or 0) > 0 for run in hurt], ">= 90%"),
+        _share("named before the loss diverges, harmful in an operand", [(run.lead or 0) > 0 for run in hurt], ">= 90%"),
         _share("clean called clean", [run.said.harm == "none" and run.said.cause == "none" for run in clean], ""),
         _share("no verdict of harm on a clean run", [run.said.harm != "harmful" for run in clean], "100%"),
         _share("harmless called harmless", [run.said.harm != "harmful" for run in harmless], ">= 80%"),

@@ -138,7 +138,7 @@ class Training:
         self._write_back()
 
     def shake(self, relative: float, seed: int) -> None:
-        """Change every weight by a random part of itself, as two runs on GPUs come apart."""
+        """Change every weight by a random part of itself, as two runs on GPUs get out of sync."""
         generator = torch.Generator().manual_seed(seed)
         for master in self._masters:
             master *= 1 + relative * torch.randn(master.shape, generator=generator)

@@ -14,7 +14,7 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from nemo_fp8_debug.analysis.recommendation.recommend import recommend
 from nemo_fp8_debug.plan.plan import Plan
 
-#: part of the twin's loss by which a run's is above it, in the mean over the last steps, when a fault has done harm. Runs
+#: part of the reference run's loss by which a run's is above it, in the mean over the last steps, when a fault has done harm. Runs
 #: without a fault are apart by a fifth of that (a standard deviation of 0.6%).
 HARM, LAST = 0.03, 60
 #: steps up to each step that its loss is averaged over, to say since when it has left
@@ -28,9 +28,9 @@ class Judged:
     folder: Path
     #: cause, culprit, onset
     truth: dict[str, Any]
-    #: of the losses, over the twin's
+    #: of the losses, over the reference run's
     gap: float
-    #: step from which the loss is above the twin's by HARM, in the mean up to there and from there on; None: it is not
+    #: step from which the loss is above the reference run's by HARM, in the mean up to there and from there on; None: it is not
     left: int | None
     said: Diagnosis
 
@@ -58,7 +58,7 @@ class Judged:
 
     @property
     def lead(self) -> int | None:
-        """Steps between the onset that is named and the step in which the loss leaves; None where either is missing."""
+        """Steps between the onset that is named and the step in which the loss diverges; None where either is missing."""
         found = self.said.culprit
         return None if found is None or found.since is None or self.left is None else self.left - found.since
 
@@ -66,13 +66,13 @@ class Judged:
         """What is recommended for the culprit."""
         found = self.said.culprit
         assert found and found.layer and found.role
-        return recommend(self.said.bad, [(found.layer, found.role)]).plan
+        return recommend(self.said.run, [(found.layer, found.role)]).plan
 
 
-def gap_of(losses: dict[int, float], twin: dict[int, float]) -> tuple[float, int | None]:
-    """Gap at the end, and since when, of losses that need not begin where the twin's do."""
+def gap_of(losses: dict[int, float], reference: dict[int, float]) -> tuple[float, int | None]:
+    """Gap at the end, and since when, of losses that need not begin where the reference run's do."""
     steps = np.array(sorted(losses))
-    mine, other = (np.array([of[s] for s in steps]) for of in (losses, twin))
+    mine, other = (np.array([of[s] for s in steps]) for of in (losses, reference))
     mine = np.where(np.isfinite(mine), mine, 1e9)
     gap = float((mine[-LAST:].mean() - other[-LAST:].mean()) / other[-LAST:].mean())
     apart = mine - other - HARM * other
@@ -84,15 +84,15 @@ def gap_of(losses: dict[int, float], twin: dict[int, float]) -> tuple[float, int
 
 def twin_of(folder: Path) -> dict[int, float]:
     """Losses of the run without a fault."""
-    return {int(step): loss for step, loss in json.loads((folder / "twin.json").read_text()).items()}
+    return {int(step): loss for step, loss in json.loads((folder / "reference.json").read_text()).items()}
 
 
 def judged(folder: Path) -> Iterator[Judged]:
     """All runs of a seed."""
-    twin = twin_of(folder)
+    reference = twin_of(folder)
     for described in sorted(folder.glob("*/truth.json")):
-        if described.parent.name == "good":
+        if described.parent.name == "baseline":
             continue
-        said = diagnose(described.parent, folder / "good")
-        losses = dict(zip(said.bad.loss.steps.tolist(), said.bad.loss.losses.tolist(), strict=True))
-        yield Judged(described.parent, json.loads(described.read_text()), *gap_of(losses, twin), said)
+        said = diagnose(described.parent, folder / "baseline")
+        losses = dict(zip(said.run.loss.steps.tolist(), said.run.loss.losses.tolist(), strict=True))
+        yield Judged(described.parent, json.loads(described.read_text()), *gap_of(losses, reference), said)

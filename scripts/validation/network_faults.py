@@ -33,7 +33,7 @@ from torch import nn
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.distributed import patience
-from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.kernels import histogram_of
 
 WORLD, INTERVAL, PORT = 4, 5, 29600
 #: seconds of a step, and those after which a call of the monitor counts as a wait
@@ -243,7 +243,7 @@ def run_case(case: Case, lasts: float, folder: Path) -> dict[str, Any]:
                 processes[rank] = process_of(take_part, rank, case, network, board, folder)
             ended = [Ended(processes[rank]) for rank in range(WORLD)]
             until(lambda: int(board.steps.min()) > 2 * INTERVAL, "all ranks train")
-            until(lambda: not case.named or any((folder / "run").rglob("figures/*.parquet")), "ranks have met, and recorded")
+            until(lambda: not case.named or any((folder / "run").rglob("metrics/*.parquet")), "ranks have met, and recorded")
             fail(case, network, board, processes, lasts)
             until(lambda: all(rank.status is not None for rank in ended), "all ranks end")
         finally:
@@ -278,8 +278,8 @@ def recorded(run: Path) -> dict[str, Any]:
     """Steps of the record, and of how many ranks its rows are made."""
     from nemo_fp8_debug.record.reader import find_run, read_table
 
-    rows = list(read_table(find_run(run), "figures", ["step", "role", "shards", "shards_missing"]).rows())
-    return {"steps": sorted({row[0] for row in rows}), "shards": sorted({tuple(row[1:]) for row in rows})}
+    rows = list(read_table(find_run(run), "metrics", ["step", "role", "ranks", "ranks_missing"]).rows())
+    return {"steps": sorted({row[0] for row in rows}), "ranks": sorted({tuple(row[1:]) for row in rows})}
 
 
 def broken(found: dict[str, Any]) -> list[str]:
@@ -293,8 +293,8 @@ def broken(found: dict[str, Any]) -> list[str]:
             wrong.append(f"{name}: ranks {speakers} warned")
         if not case.named and not any("set GLOO_SOCKET_IFNAME" in warning for _, warning in said):
             wrong.append(f"{name}: no rank says what to set")
-        if case.named and result["recorded"]["shards"] != WHOLE:
-            wrong.append(f"{name}: rows are made of {result['recorded']['shards']}")
+        if case.named and result["recorded"]["ranks"] != WHOLE:
+            wrong.append(f"{name}: rows are made of {result['recorded']['ranks']}")
         for rank in ranks:
             if not rank["losses_identical"] or rank["exit"]:
                 wrong.append(f"{name}: rank {rank['rank']} is not as without a monitor")
@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
     given = parser.parse_args()
     patience.LONGEST = given.limit
-    sketch(torch.zeros(1, dtype=torch.bfloat16))  # compiled once, and imported, for all ranks
+    histogram_of(torch.zeros(1, dtype=torch.bfloat16))  # compiled once, and imported, for all ranks
     gc.freeze()
     found: dict[str, Any] = {
         "torch": torch.__version__,

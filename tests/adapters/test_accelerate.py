@@ -55,12 +55,12 @@ def test_losses_and_weights_are_bit_identical_and_a_sample_is_an_optimizer_step(
     watched_losses, watched_weights = train(tmp_path, accumulate)
     assert len(losses) == 4 and watched_losses == losses
     assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
-    figures = read_table(find_run(tmp_path), "figures")
-    assert figures["step"].unique().to_list() == [0, 2]
-    assert (figures.filter(role="input")["calls"] == accumulate).all()
+    metrics = read_table(find_run(tmp_path), "metrics")
+    assert metrics["step"].unique().to_list() == [0, 2]
+    assert (metrics.filter(role="input")["calls"] == accumulate).all()
     steps = read_table(find_run(tmp_path), "steps")
     assert steps["loss"].to_list() == losses
-    assert steps["grad_multiplier"].to_list() == [float(torch.tensor(1.0) / accumulate), None] * 2
+    assert steps["grad_scale"].to_list() == [float(torch.tensor(1.0) / accumulate), None] * 2
 
 
 def test_the_recipe_on_two_processes(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_the_recipe_on_two_processes(tmp_path: Path) -> None:
     done = finished(*command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"The record is in {tmp_path}" in done.stdout
-    figures = read_table(find_run(tmp_path), "figures")
-    assert figures["step"].unique().to_list() == [0, 2]
-    assert (figures.filter(role="input")["calls"] == 2).all()
-    assert "layers.0.qkv" in figures["layer"]  # and not module.layers.0.qkv, as DistributedDataParallel has it
+    metrics = read_table(find_run(tmp_path), "metrics")
+    assert metrics["step"].unique().to_list() == [0, 2]
+    assert (metrics.filter(role="input")["calls"] == 2).all()
+    assert "layers.0.qkv" in metrics["layer"]  # and not module.layers.0.qkv, as DistributedDataParallel has it
     assert len(list(tmp_path.glob("attempt-*.json"))) == 1
-    assert read_table(find_run(tmp_path), "steps")["grad_multiplier"].to_list() == [0.5, None] * 2
+    assert read_table(find_run(tmp_path), "steps")["grad_scale"].to_list() == [0.5, None] * 2

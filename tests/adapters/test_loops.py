@@ -28,9 +28,9 @@ def test_recipes_run_and_say_where_the_record_is(tmp_path: Path, recipe: str, st
     assert done.returncode == 0, done.stderr[-3000:]
     run = find_run(tmp_path)
     assert f"The record is in {run};" in done.stdout
-    figures = read_table(run, "figures")
-    assert figures["step"].unique().to_list() == steps
-    assert set(figures["role"]) == {"input", "weight", "grad_output"}
+    metrics = read_table(run, "metrics")
+    assert metrics["step"].unique().to_list() == steps
+    assert set(metrics["role"]) == {"input", "weight", "grad_output"}
     losses = read_table(run, "steps")["loss"]
     assert len(losses) == 4 and losses[3] < losses[0]
 
@@ -95,22 +95,22 @@ def test_megatron_lm_forward_step(megatron: None, args: SimpleNamespace, tmp_pat
     watched, watched_weights = pretrain(args, {"interval": 2, "table_rows": 0, "on_error": "raise"})
     assert len(losses) == 15 and watched == losses
     assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
-    figures = read_table(find_run(tmp_path), "figures")
-    assert figures["step"].unique().to_list() == [2, 4]  # as Megatron-LM counts, from 1
-    assert (figures.filter(role="input")["calls"] == 3).all()
-    assert "decoder.layers.1.mlp.linear_fc2" in figures["layer"]
+    metrics = read_table(find_run(tmp_path), "metrics")
+    assert metrics["step"].unique().to_list() == [2, 4]  # as Megatron-LM counts, from 1
+    assert (metrics.filter(role="input")["calls"] == 3).all()
+    assert "decoder.layers.1.mlp.linear_fc2" in metrics["layer"]
     steps = read_table(find_run(tmp_path), "steps")
     assert steps["step"].to_list() == [1, 2, 3, 4, 5]
     assert steps["loss"].to_list() == pytest.approx([sum(losses[i : i + 3]) / 3 for i in range(0, 15, 3)], rel=1e-6)
 
-    multiplier = dict(steps.select("step", "grad_multiplier").drop_nulls().iter_rows())
+    multiplier = dict(steps.select("step", "grad_scale").drop_nulls().iter_rows())
     assert multiplier == pytest.approx({2: 1 / 3, 4: 1 / 3}, rel=1e-6)
-    figures = figures.filter(role="grad_output")
-    assert figures["true_amax"].to_list() == pytest.approx([3 * amax for amax in figures["amax"]], rel=1e-6)
+    metrics = metrics.filter(role="grad_output")
+    assert metrics["unscaled_amax"].to_list() == pytest.approx([3 * amax for amax in metrics["amax"]], rel=1e-6)
 
     pretrain(args, {"interval": 2, "table_rows": 0}, first=3)
-    figures = read_table(find_run(tmp_path), "figures", ["attempt", "step"]).unique().sort("step")
-    assert figures.rows() == [(0, 2), (1, 4), (1, 6), (1, 8)]
+    metrics = read_table(find_run(tmp_path), "metrics", ["attempt", "step"]).unique().sort("step")
+    assert metrics.rows() == [(0, 2), (1, 4), (1, 6), (1, 8)]
 
 
 def test_megatron_lm_refuses_what_it_cannot_see(megatron: None, args: SimpleNamespace) -> None:

@@ -77,21 +77,21 @@ def test_losses_weights_and_steps(megatron: None, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
     run = find_run(tmp_path)
     assert str(run) == str(tmp_path / "fp8_debug")
-    figures = read_table(run, "figures")
-    assert figures["step"].unique().to_list() == [2, 4]  # as Bridge logs them, from 1
-    assert (figures.filter(role="input")["calls"] == 2).all()
-    assert "decoder.layers.1.mlp.linear_fc2" in figures["layer"]
+    metrics = read_table(run, "metrics")
+    assert metrics["step"].unique().to_list() == [2, 4]  # as Bridge logs them, from 1
+    assert (metrics.filter(role="input")["calls"] == 2).all()
+    assert "decoder.layers.1.mlp.linear_fc2" in metrics["layer"]
     steps = read_table(run, "steps")
     assert dict(zip(steps["step"], steps["loss"], strict=True)) == pytest.approx(dict(enumerate(losses, 1)))
-    assert steps["grad_multiplier"].to_list() == [None, 0.5, None, 0.5, None]
+    assert steps["grad_scale"].to_list() == [None, 0.5, None, 0.5, None]
     assert [steps[name].unique().to_list() for name in ("lr", "grad_norm", "skipped")] == [[1e-3], [1.5], [0.0]]
 
 
 def test_a_resumed_run_is_another_attempt_that_goes_on_counting(megatron: None, tmp_path: Path) -> None:
     for first in (0, 3):
         train(tmp_path, [watch()], first)
-    figures = read_table(find_run(tmp_path), "figures", ["attempt", "step"]).unique().sort("step")
-    assert figures.rows() == [(0, 2), (1, 4), (1, 6), (1, 8)]
+    metrics = read_table(find_run(tmp_path), "metrics", ["attempt", "step"]).unique().sort("step")
+    assert metrics.rows() == [(0, 2), (1, 4), (1, 6), (1, 8)]
 
 
 def test_configuration_errors_come_before_the_first_step(megatron: None, tmp_path: Path) -> None:
@@ -105,5 +105,5 @@ def test_the_callback_can_be_copied_and_pickled_before_the_run(megatron: None, t
     callback = watch(layers=["linear_fc2"])
     for name, copied in (("copy", copy.deepcopy(callback)), ("pickle", pickle.loads(pickle.dumps(callback)))):
         train(tmp_path / name, [copied])
-        figures = read_table(find_run(tmp_path / name), "figures")
-        assert {layer.rpartition(".")[2] for layer in figures["layer"]} == {"linear_fc2"}
+        metrics = read_table(find_run(tmp_path / name), "metrics")
+        assert {layer.rpartition(".")[2] for layer in metrics["layer"]} == {"linear_fc2"}

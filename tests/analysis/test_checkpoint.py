@@ -194,7 +194,7 @@ def test_files_of_every_kind_and_dtype(tmp_path: Path, dtype: torch.dtype, how: 
 
 
 def test_a_weight_of_many_blocks(tmp_path: Path) -> None:
-    """More values than are read at once, as float32 (sums of blocks) and bfloat16 (one sketch)."""
+    """More values than are read at once, as float32 (sums of blocks) and bfloat16 (one histogram)."""
     state = {f"{dtype}.weight": normal(2100, 2101, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
     save_file(state, tmp_path / "a.safetensors")
     assert_audited(audit(tmp_path), {name.removesuffix(".weight"): w for name, w in state.items()})
@@ -243,9 +243,9 @@ def test_lightning_checkpoint(tmp_path: Path) -> None:
 def test_nonfinite_values_come_first(tmp_path: Path) -> None:
     bad = normal(8, 8)
     bad[1, 2], bad[3, 4] = torch.nan, torch.inf
-    save_file({"good.weight": normal(8, 8), "bad.weight": bad}, tmp_path / "a.safetensors")
+    save_file({"baseline.weight": normal(8, 8), "bad.weight": bad}, tmp_path / "a.safetensors")
     found = audit(tmp_path)
-    assert [(r["layer"], r["nan"], r["inf"], r["n"]) for r in found.rows] == [("bad", 1, 1, 62), ("good", 0, 0, 64)]
+    assert [(r["layer"], r["nan"], r["inf"], r["n"]) for r in found.rows] == [("bad", 1, 1, 62), ("baseline", 0, 0, 64)]
     assert any("NaN or infinity: bad" in sentence for sentence in found.verdict())
 
 
@@ -542,7 +542,7 @@ def test_flipped_bytes_never_get_a_traceback(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_weight_with_a_piece_missing_is_not_audited(megatron: None, tmp_path: Path) -> None:
-    """As where a rank's part of the metadata was lost: half a weight has other figures than the weight."""
+    """As where a rank's part of the metadata was lost: half a weight has other metrics than the weight."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     halves = [ShardedTensor.from_rank_offsets("a.weight", normal(4, 6, seed=i), (0, i, 2)) for i in range(2)]

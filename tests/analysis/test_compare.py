@@ -23,7 +23,7 @@ from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
 from nemo_fp8_debug.analysis.runs.loss import LossCurve
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import RecordError
-from nemo_fp8_debug.numerics.metric_names import FIGURES
+from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.writer import RunRecord
 
 STEPS = range(0, 200, 20)
@@ -39,9 +39,9 @@ Rows = Callable[[int], list[dict[str, Any]]]
 Losses = Mapping[int, float]
 
 
-def row(tensor: tuple[str, str], **figures: Any) -> dict[str, Any]:
+def row(tensor: tuple[str, str], **metrics: Any) -> dict[str, Any]:
     layer, role = tensor
-    return {"layer": layer, "gemm": layer.rpartition(".")[2], "role": role, **figures}
+    return {"layer": layer, "gemm": layer.rpartition(".")[2], "role": role, **metrics}
 
 
 def healthy(step: int) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def healthy(step: int) -> list[dict[str, Any]]:
 
 
 def broken(step: int) -> list[dict[str, Any]]:
-    """One tensor underflows more and more; behind it, a gradient vanishes, with what its quantisation costs."""
+    """One tensor underflows more and more; behind it, a gradient vanishes, with what its quantization costs."""
     grown = step / max(STEPS)
     return [
         row(VANISHING, mse=1e-10 * 10 ** (-4 * grown), underflow_pct=0.1 + 90 * grown, relative_error=0.026 + 0.9 * grown),
@@ -60,7 +60,7 @@ def broken(step: int) -> list[dict[str, Any]]:
 
 def all_nan(step: int) -> list[dict[str, Any]]:
     """What is left to say of a step whose tensors hold nothing but NaN."""
-    return [healthy_row | dict.fromkeys(FIGURES) | {"n": 0, "nan": 4096} for healthy_row in healthy(step)]
+    return [healthy_row | dict.fromkeys(METRICS) | {"n": 0, "nan": 4096} for healthy_row in healthy(step)]
 
 
 def falling(n: int = 200) -> dict[int, float]:
@@ -85,8 +85,8 @@ def write(folder: Path, rows: Rows | None, losses: Losses, steps: Sequence[int] 
 
 
 @pytest.fixture
-def good(tmp_path: Path) -> Path:
-    return write(tmp_path / "good", healthy, falling())
+def baseline(tmp_path: Path) -> Path:
+    return write(tmp_path / "baseline", healthy, falling())
 
 
 @pytest.fixture
@@ -99,19 +99,19 @@ def ranking(found: Comparison) -> list[tuple[str, str]]:
 
 
 class TestRanking:
-    def test_the_culprit_comes_before_the_gradient_that_vanishes_behind_it(self, good: Path, bad: Path) -> None:
-        found = ranking(compare(good, bad))
+    def test_the_culprit_comes_before_the_gradient_that_vanishes_behind_it(self, baseline: Path, bad: Path) -> None:
+        found = ranking(compare(baseline, bad))
         assert found[0] == CULPRIT
         assert found[1:] in ([STEADY, VANISHING], [VANISHING, STEADY])
 
-    def test_a_vanishing_gradient_does_not_count_as_drift(self, good: Path, bad: Path) -> None:
-        drift = {(r["layer"], r["role"]): r["drift_log2"] for r in compare(good, bad).tensors.iter_rows(named=True)}
+    def test_a_vanishing_gradient_does_not_count_as_drift(self, baseline: Path, bad: Path) -> None:
+        drift = {(r["layer"], r["role"]): r["drift_log2"] for r in compare(baseline, bad).tensors.iter_rows(named=True)}
         assert drift[CULPRIT] > 3
         assert drift[VANISHING] < 0
         assert drift[STEADY] == 0
 
-    def test_a_run_compared_with_itself_has_no_drift(self, good: Path) -> None:
-        assert compare(good, good).tensors["drift_log2"].to_list() == [0, 0, 0]
+    def test_a_run_compared_with_itself_has_no_drift(self, baseline: Path) -> None:
+        assert compare(baseline, baseline).tensors["drift_log2"].to_list() == [0, 0, 0]
 
     @pytest.mark.parametrize(
         ("before", "after", "drift"),
@@ -121,81 +121,81 @@ class TestRanking:
     def test_drift_is_the_ratio_of_underflow_above_a_floor(
         self, tmp_path: Path, before: float, after: float, drift: float
     ) -> None:
-        good = write(tmp_path / "good", lambda step: [row(CULPRIT, underflow_pct=before)], falling())
+        baseline = write(tmp_path / "baseline", lambda step: [row(CULPRIT, underflow_pct=before)], falling())
         bad = write(tmp_path / "bad", lambda step: [row(CULPRIT, underflow_pct=after, mse=1.0)], falling())
-        assert compare(good, bad).tensors["drift_log2"].to_list() == [pytest.approx(drift)]
+        assert compare(baseline, bad).tensors["drift_log2"].to_list() == [pytest.approx(drift)]
 
-    @pytest.mark.parametrize("figure", ["overflow_pct", "relative_error"])
-    def test_other_harm_than_underflow_counts_too(self, tmp_path: Path, good: Path, figure: str) -> None:
+    @pytest.mark.parametrize("metric", ["overflow_pct", "relative_error"])
+    def test_other_harm_than_underflow_counts_too(self, tmp_path: Path, baseline: Path, metric: str) -> None:
         def harmed(step: int) -> list[dict[str, Any]]:
-            return [row(VANISHING, mse=1e-10), row(STEADY), row(CULPRIT, **{"mse": 1e-3, figure: 0.5})]
+            return [row(VANISHING, mse=1e-10), row(STEADY), row(CULPRIT, **{"mse": 1e-3, metric: 0.5})]
 
-        assert ranking(compare(good, write(tmp_path / "bad", harmed, rising())))[0] == CULPRIT
+        assert ranking(compare(baseline, write(tmp_path / "bad", harmed, rising())))[0] == CULPRIT
 
-    def test_only_the_later_half_counts(self, tmp_path: Path, good: Path) -> None:
+    def test_only_the_later_half_counts(self, tmp_path: Path, baseline: Path) -> None:
         def warming_up(step: int) -> list[dict[str, Any]]:
             return healthy(step) if step >= 100 else broken(max(STEPS))
 
-        found = compare(good, write(tmp_path / "bad", warming_up, falling()))
+        found = compare(baseline, write(tmp_path / "bad", warming_up, falling()))
         assert found.tensors["drift_log2"].to_list() == [0, 0, 0]
 
-    def test_only_steps_that_both_runs_sampled_count(self, tmp_path: Path, good: Path) -> None:
+    def test_only_steps_that_both_runs_sampled_count(self, tmp_path: Path, baseline: Path) -> None:
         def broken_in_between(step: int) -> list[dict[str, Any]]:
             return healthy(step) if step in STEPS else broken(max(STEPS))
 
         bad = write(tmp_path / "bad", broken_in_between, falling(), steps=range(0, 200, 5))
-        assert compare(good, bad).tensors["drift_log2"].to_list() == [0, 0, 0]
+        assert compare(baseline, bad).tensors["drift_log2"].to_list() == [0, 0, 0]
 
     def test_a_tensor_that_fp8_holds_exactly_does_not_drift(self, tmp_path: Path) -> None:
         def both(rows: Rows) -> Rows:
             return lambda step: [row(EXACT, **NO_ERROR), row(ZERO, **OF_ZEROS), *rows(step)]
 
-        good = write(tmp_path / "good", both(healthy), falling())
+        baseline = write(tmp_path / "baseline", both(healthy), falling())
         bad = write(tmp_path / "bad", both(broken), rising())
-        found = compare(good, bad)
+        found = compare(baseline, bad)
         assert ranking(found)[0] == CULPRIT
         assert {r["drift_log2"] for r in found.tensors.to_dicts() if r["layer"] in ("exact", "zero")} <= {0, None}
 
 
 class TestVerdict:
-    def test_names_the_culprit_and_the_step(self, good: Path, bad: Path) -> None:
-        found = compare(good, bad)
+    def test_names_the_culprit_and_the_step(self, baseline: Path, bad: Path) -> None:
+        found = compare(baseline, bad)
         verdict = summarize(found)
         assert f"X of {CULPRIT[0]}" in verdict
         assert VANISHING[0] not in verdict
-        assert f"rises for good from step {found.bad.loss.diverged_at}" in verdict
+        assert f"rises for good from step {found.run.loss.diverged_at}" in verdict
 
     def test_of_a_tensor_that_fp8_holds_exactly_has_no_nan(self, tmp_path: Path) -> None:
         run = write(tmp_path / "run", lambda step: [row(EXACT, **NO_ERROR)], falling())
         assert "nan" not in summarize(compare(run, run))
 
-    def test_says_so_where_the_loss_does_not_leave(self, tmp_path: Path, good: Path) -> None:
-        found = compare(good, write(tmp_path / "bad", broken, falling()))
-        assert "loss stays with the first run's" in summarize(found)
+    def test_says_so_where_the_loss_does_not_leave(self, tmp_path: Path, baseline: Path) -> None:
+        found = compare(baseline, write(tmp_path / "bad", broken, falling()))
+        assert "loss follows the baseline's" in summarize(found)
 
-    def test_tells_a_slower_fall_from_a_rise(self, tmp_path: Path, good: Path) -> None:
+    def test_tells_a_slower_fall_from_a_rise(self, tmp_path: Path, baseline: Path) -> None:
         slower = {i: loss * 1.3 for i, loss in falling().items()}
-        verdict = summarize(compare(good, write(tmp_path / "bad", broken, slower)))
-        assert "stays above the first run's from step 0" in verdict
+        verdict = summarize(compare(baseline, write(tmp_path / "bad", broken, slower)))
+        assert "stays above the baseline's from step 0" in verdict
         assert "does not rise above its own minimum" in verdict
 
-    def test_a_twin_that_holds_puts_the_blame_on_the_difference(self, tmp_path: Path, good: Path, bad: Path) -> None:
-        verdict = summarize(compare(good, bad, write(tmp_path / "twin", None, falling())))
-        assert "Its twin does not diverge" in verdict
+    def test_a_twin_that_holds_puts_the_blame_on_the_difference(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
+        verdict = summarize(compare(baseline, bad, write(tmp_path / "reference", None, falling())))
+        assert "The reference run does not diverge" in verdict
 
-    def test_a_twin_that_diverges_too_acquits_fp8(self, tmp_path: Path, good: Path, bad: Path) -> None:
-        verdict = summarize(compare(good, bad, write(tmp_path / "twin", None, rising(100))))
-        assert "Its twin's loss leaves too" in verdict
-        assert "FP8 is not all of the cause" in verdict
+    def test_a_twin_that_diverges_too_acquits_fp8(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
+        verdict = summarize(compare(baseline, bad, write(tmp_path / "reference", None, rising(100))))
+        assert "The reference run's loss diverges too" in verdict
+        assert "FP8 is not the only cause" in verdict
 
-    def test_a_twin_of_a_run_that_did_not_diverge_has_nothing_to_tell(self, tmp_path: Path, good: Path) -> None:
-        verdict = summarize(compare(good, write(tmp_path / "bad", healthy, falling()), good))
-        assert "twin has nothing to tell" in verdict
+    def test_a_twin_of_a_run_that_did_not_diverge_has_nothing_to_tell(self, tmp_path: Path, baseline: Path) -> None:
+        verdict = summarize(compare(baseline, write(tmp_path / "bad", healthy, falling()), baseline))
+        assert "reference run tells nothing more" in verdict
 
-    def test_a_run_that_ended_in_nan_everywhere_has_a_verdict(self, tmp_path: Path, good: Path) -> None:
+    def test_a_run_that_ended_in_nan_everywhere_has_a_verdict(self, tmp_path: Path, baseline: Path) -> None:
         losses = {i: loss if i < 100 else float("nan") for i, loss in falling().items()}
         bad = write(tmp_path / "bad", lambda step: healthy(step) if step < 100 else all_nan(step), losses)
-        assert "rises for good from step 100" in summarize(compare(good, bad))
+        assert "rises for good from step 100" in summarize(compare(baseline, bad))
 
 
 def curve(losses: npt.ArrayLike) -> LossCurve:
@@ -283,34 +283,34 @@ class TestLossCurve:
 
 
 class TestRefused:
-    def test_no_step_in_common(self, tmp_path: Path, good: Path) -> None:
+    def test_no_step_in_common(self, tmp_path: Path, baseline: Path) -> None:
         late = write(tmp_path / "late", broken, rising(), steps=range(1005, 1100, 20))
         with pytest.raises(RecordError, match="no sampled step and tensor in common") as error:
-            compare(good, late)
+            compare(baseline, late)
         assert "has steps 0 to 180" in str(error.value)
         assert "has steps 1005 to 1085" in str(error.value)
 
-    def test_no_layer_in_common(self, tmp_path: Path, good: Path) -> None:
+    def test_no_layer_in_common(self, tmp_path: Path, baseline: Path) -> None:
         other = write(tmp_path / "other", lambda step: [row(("fc", "input"))], rising())
         with pytest.raises(RecordError, match="layers such as fc"):
-            compare(good, other)
+            compare(baseline, other)
 
-    def test_a_run_without_samples(self, tmp_path: Path, good: Path) -> None:
+    def test_a_run_without_samples(self, tmp_path: Path, baseline: Path) -> None:
         empty = write(tmp_path / "empty", None, {})
         with pytest.raises(RecordError, match="empty has no sampled step"):
-            compare(good, empty)
+            compare(baseline, empty)
 
-    @pytest.mark.parametrize("which", ["good", "bad", "twin"])
-    def test_a_missing_run_is_named(self, tmp_path: Path, good: Path, bad: Path, which: str) -> None:
-        paths = {"good": good, "bad": bad, "twin": None} | {which: tmp_path / "missing"}
+    @pytest.mark.parametrize("which", ["baseline", "run", "reference"])
+    def test_a_missing_run_is_named(self, tmp_path: Path, baseline: Path, bad: Path, which: str) -> None:
+        paths = {"baseline": baseline, "run": bad, "reference": None} | {which: tmp_path / "missing"}
         with pytest.raises(RecordError, match="missing holds no run record"):
             compare(**paths)
 
 
 class TestWhatIf:
-    """Recipes that were weighed in the bad run, or replayed from it, say whether they would have helped."""
+    """Recipes that were measured in the run, or replayed from it, say whether they would have helped."""
 
-    def weighed(self, folder: Path) -> Path:
+    def tried(self, folder: Path) -> Path:
         record = RunRecord(folder)
         record.open(FINGERPRINT)
         for step in STEPS:
@@ -321,50 +321,54 @@ class TestWhatIf:
         record.close()
         return folder
 
-    def test_the_verdict_says_what_they_would_have_done_to_the_culprit(self, tmp_path: Path, good: Path) -> None:
-        found = compare(good, self.weighed(tmp_path / "weighed"))
+    def test_the_verdict_says_what_they_would_have_done_to_the_culprit(self, tmp_path: Path, baseline: Path) -> None:
+        found = compare(baseline, self.tried(tmp_path / "what_if"))
         assert "Under current-hybrid its relative error would be 0.01 instead of" in summarize(found)
         rows = found.what_if()
         assert set(rows["recipe"]) == {"current-hybrid"} and set(rows["relative_error"]) == {0.01}
         assert to_json(found)["what_if"] == rows.to_dicts()
 
-    def test_without_them_nothing_is_said(self, good: Path, bad: Path) -> None:
-        assert "Under " not in summarize(compare(good, bad))
+    def test_without_them_nothing_is_said(self, baseline: Path, bad: Path) -> None:
+        assert "Under " not in summarize(compare(baseline, bad))
 
 
 class TestOrder:
-    def test_the_culprit_leaves_the_good_runs_band_first_and_before_the_loss(self, good: Path, bad: Path) -> None:
-        found = compare(good, bad)
-        assert found.left.select("layer", "role").rows()[0] == CULPRIT
-        assert set(found.left.select("layer", "role").rows()) == {CULPRIT}
-        first, since = found.left["onset"][0], found.bad.loss.above(found.good.loss)
+    def test_the_culprit_leaves_the_good_runs_band_first_and_before_the_loss(self, baseline: Path, bad: Path) -> None:
+        found = compare(baseline, bad)
+        assert found.out_of_band.select("layer", "role").rows()[0] == CULPRIT
+        assert set(found.out_of_band.select("layer", "role").rows()) == {CULPRIT}
+        first, since = found.out_of_band["onset"][0], found.run.loss.above(found.baseline.loss)
         assert since is not None and first < since
         sentence = f"is X of {CULPRIT[0]}, from step {first}, {since - first} steps before the loss:"
-        assert f"First out of the good run's band {sentence}" in summarize(found)
+        assert f"The first tensor out of the baseline's band {sentence}" in summarize(found)
 
-    def test_a_run_like_the_good_one_has_none(self, tmp_path: Path, good: Path) -> None:
+    def test_a_run_like_the_good_one_has_none(self, tmp_path: Path, baseline: Path) -> None:
         again = write(tmp_path / "again", healthy, falling())
-        assert "No tensor leaves the good run's band." in summarize(compare(good, again))
+        assert "No tensor leaves the baseline's band." in summarize(compare(baseline, again))
 
 
 class TestWithoutLosses:
     """Records made from others' logs may have none."""
 
-    def test_tensors_are_compared_and_nothing_is_said_of_the_loss(self, tmp_path: Path, good: Path) -> None:
+    def test_tensors_are_compared_and_nothing_is_said_of_the_loss(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", broken, {})
-        found = compare(good, bad)
+        found = compare(baseline, bad)
         assert ranking(found)[0] == CULPRIT
-        assert summarize(found).startswith("Not both records have losses, so only tensors are compared. First out of")
-        assert " before the loss" not in summarize(found) and " Farthest apart is" in summarize(found)
+        assert summarize(found).startswith(
+            "Not both records have losses, so only tensors are compared. The first tensor out of"
+        )
+        assert " before the loss" not in summarize(found) and " The tensor that drifted farthest is" in summarize(found)
 
-    def test_a_twin_without_losses(self, tmp_path: Path, good: Path, bad: Path) -> None:
-        twin = write(tmp_path / "twin", broken, {})
-        assert summarize(compare(good, bad, twin)).endswith("Its twin's record has no losses, so it has nothing to tell.")
+    def test_a_twin_without_losses(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
+        reference = write(tmp_path / "reference", broken, {})
+        assert summarize(compare(baseline, bad, reference)).endswith(
+            "The reference run's record has no losses, so it tells nothing."
+        )
 
-    def test_records_without_a_figure_in_common(self, tmp_path: Path) -> None:
-        none = dict.fromkeys(FIGURES)
+    def test_records_without_a_metric_in_common(self, tmp_path: Path) -> None:
+        none = dict.fromkeys(METRICS)
         runs = [write(tmp_path / name, lambda step: [{"layer": "a"} | none], {}) for name in ("a", "b")]
-        assert summarize(compare(*runs)).endswith("No figure that both records have tells their tensors apart.")
+        assert summarize(compare(*runs)).endswith("No metric that both records have tells their tensors apart.")
 
 
 def run_cli(*arguments: object) -> Result:
@@ -378,7 +382,7 @@ def tables_of(result: Result) -> list[list[str]]:
 
 
 def strict_json(text: str) -> Any:
-    """Parse as other languages do: NaN and Infinity are no JSON."""
+    """Parse as other languages do: NaN and Infinity are not valid JSON."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -387,67 +391,69 @@ def strict_json(text: str) -> Any:
 
 
 class TestCommandLine:
-    def test_prints_losses_ranking_and_verdict(self, good: Path, bad: Path) -> None:
-        result = run_cli(good, bad)
+    def test_prints_losses_ranking_and_verdict(self, baseline: Path, bad: Path) -> None:
+        result = run_cli(baseline, bad)
         assert result.exit_code == 0
         ranked, left = tables_of(result)
         assert CULPRIT[0] in ranked[0]
         assert len(ranked) == 3
         assert "0.1 ->" in ranked[0]
-        found = compare(good, bad)
-        assert len(left) == len(found.left) and CULPRIT[0] in left[0] and str(found.left["onset"][0]) in left[0]
-        assert result.output.splitlines()[-1] == summarize(compare(good, bad))
+        found = compare(baseline, bad)
+        assert (
+            len(left) == len(found.out_of_band) and CULPRIT[0] in left[0] and str(found.out_of_band["onset"][0]) in left[0]
+        )
+        assert result.output.splitlines()[-1] == summarize(compare(baseline, bad))
 
-    def test_lists_no_more_tensors_than_asked(self, good: Path, bad: Path) -> None:
-        result = run_cli(good, bad, "--top", 1)
+    def test_lists_no_more_tensors_than_asked(self, baseline: Path, bad: Path) -> None:
+        result = run_cli(baseline, bad, "--top", 1)
         assert [len(table) for table in tables_of(result)] == [1, 1]
 
-    def test_json_holds_everything(self, tmp_path: Path, good: Path, bad: Path) -> None:
-        twin = write(tmp_path / "twin", None, falling())
-        result = run_cli(good, bad, "--twin", twin, "--json", "--top", 1)
+    def test_json_holds_everything(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
+        reference = write(tmp_path / "reference", None, falling())
+        result = run_cli(baseline, bad, "--reference", reference, "--json", "--top", 1)
         assert result.exit_code == 0
-        assert strict_json(result.stdout) == json.loads(json.dumps(to_json(compare(good, bad, twin))))
+        assert strict_json(result.stdout) == json.loads(json.dumps(to_json(compare(baseline, bad, reference))))
         found = strict_json(result.stdout)
-        assert set(found["runs"]) == {"good", "bad", "twin"}
+        assert set(found["runs"]) == {"baseline", "run", "reference"}
         assert len(found["tensors"]) == 3
         assert found["tensors"][0]["layer"] == CULPRIT[0]
 
-    def test_json_of_a_loss_that_is_no_longer_a_number(self, tmp_path: Path, good: Path) -> None:
+    def test_json_of_a_loss_that_is_no_longer_a_number(self, tmp_path: Path, baseline: Path) -> None:
         losses = {i: loss if i < 100 else float("nan") for i, loss in falling().items()}
         bad = write(tmp_path / "bad", broken, losses)
-        assert strict_json(run_cli(good, bad, "--json").stdout)["runs"]["bad"]["diverged_at"] == 100
+        assert strict_json(run_cli(baseline, bad, "--json").stdout)["runs"]["run"]["diverged_at"] == 100
 
-    @pytest.mark.parametrize("in_bad", [NO_ERROR, {}], ids=["in both runs", "in the good run"])
+    @pytest.mark.parametrize("in_bad", [NO_ERROR, {}], ids=["in both runs", "in the baseline"])
     def test_json_of_a_tensor_that_fp8_holds_exactly(self, tmp_path: Path, in_bad: dict[str, Any]) -> None:
-        good = write(tmp_path / "good", lambda step: [row(EXACT, **NO_ERROR)], falling())
+        baseline = write(tmp_path / "baseline", lambda step: [row(EXACT, **NO_ERROR)], falling())
         bad = write(tmp_path / "bad", lambda step: [row(EXACT, **in_bad)], falling())
-        assert len(strict_json(run_cli(good, bad, "--json").stdout)["tensors"]) == 1
+        assert len(strict_json(run_cli(baseline, bad, "--json").stdout)["tensors"]) == 1
 
     @pytest.mark.parametrize("name", ["missing", "runs [bf16]", "runs [/a]"])
-    def test_a_missing_run_is_an_error_in_one_line(self, tmp_path: Path, good: Path, name: str) -> None:
-        result = run_cli(good, tmp_path / name)
+    def test_a_missing_run_is_an_error_in_one_line(self, tmp_path: Path, baseline: Path, name: str) -> None:
+        result = run_cli(baseline, tmp_path / name)
         assert isinstance(result.exception, SystemExit)
         assert result.exit_code == 1
         assert result.stdout == ""
         assert result.stderr == f"error: {tmp_path / name} holds no run record (a folder with attempt-0.json)\n"
 
-    def test_a_damaged_part_is_a_warning_in_one_line_and_the_rest_is_compared(self, good: Path, bad: Path) -> None:
-        part = next((bad / "figures").iterdir())
+    def test_a_damaged_part_is_a_warning_in_one_line_and_the_rest_is_compared(self, baseline: Path, bad: Path) -> None:
+        part = next((bad / "metrics").iterdir())
         part.write_bytes(part.read_bytes()[:-50])
-        result = run_cli(good, bad)
+        result = run_cli(baseline, bad)
         assert result.exit_code == 0
         assert result.stderr.startswith(f"warning: {part} is left out, it cannot be read")
         assert result.stderr.count("\n") == 1
-        assert "Farthest apart is" in result.stdout
+        assert "The tensor that drifted farthest is" in result.stdout
 
 
 class TestMistakes:
-    def test_runs_that_were_swapped_are_asked_about(self, good: Path, bad: Path) -> None:
-        assert compare(bad, good).notes[0].endswith("were the two swapped?")
-        assert not any("swapped" in note for note in compare(good, bad).notes)
+    def test_runs_that_were_swapped_are_asked_about(self, baseline: Path, bad: Path) -> None:
+        assert compare(bad, baseline).notes[0].endswith("were the two swapped?")
+        assert not any("swapped" in note for note in compare(baseline, bad).notes)
 
-    def test_the_same_run_twice_is_said(self, good: Path) -> None:
-        assert compare(good, good).notes[0] == "Both runs are the same record."
+    def test_the_same_run_twice_is_said(self, baseline: Path) -> None:
+        assert compare(baseline, baseline).notes[0] == "Both runs are the same record."
 
     def test_what_would_steer_a_terminal_is_shown_and_no_name_becomes_an_emoji(self, tmp_path: Path) -> None:
         def odd(step: int) -> list[dict[str, Any]]:
@@ -458,11 +464,11 @@ class TestMistakes:
         assert "\x1b" not in result.output and "\x07" not in result.output
         assert r"a\x1b]0;pwned\x07[bold]:dog:" in result.output
 
-    def test_a_record_of_another_schema_is_refused_in_one_line(self, good: Path, bad: Path) -> None:
-        for part in (bad / "figures").iterdir():
+    def test_a_record_of_another_schema_is_refused_in_one_line(self, baseline: Path, bad: Path) -> None:
+        for part in (bad / "metrics").iterdir():
             pl.DataFrame({"a": [1]}).write_parquet(part)
         fingerprint = json.loads((bad / "attempt-0.json").read_text())
         (bad / "attempt-0.json").write_text(json.dumps(fingerprint | {"schema_version": 99}))
-        result = run_cli(good, bad)
+        result = run_cli(baseline, bad)
         assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
         assert "schema version 99" in result.stderr

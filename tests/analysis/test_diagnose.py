@@ -1,4 +1,4 @@
-"""What rules add up to, over records of runs: with a good run, with a twin, alone, and where there is little to go by."""
+"""What rules add up to, over records of runs: with a baseline, with a reference run, alone, and where there is little to go by."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def corrupted(step: int) -> Mapping[str, Any]:
 
 
 def trending(step: int) -> Mapping[str, Any]:
-    """Figures that creep, as they do in runs that go well."""
+    """Metrics that creep, as they do in runs that go well."""
     part = step / N
     return {"underflow_pct": 8 * part, "outlier_log2": 3 + 3 * part, "mse": 1e-4 * 2 ** (4 * part), "amax": 4 * 2**part}
 
@@ -80,71 +80,71 @@ def write(
 
 
 @pytest.fixture
-def good(tmp_path: Path) -> Path:
-    return write(tmp_path / "good")
+def baseline(tmp_path: Path) -> Path:
+    return write(tmp_path / "baseline")
 
 
 class TestAPair:
-    def test_names_the_operand_the_cause_and_the_lead(self, tmp_path: Path, good: Path) -> None:
-        found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120)), good)
+    def test_names_the_operand_the_cause_and_the_lead(self, tmp_path: Path, baseline: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120)), baseline)
         assert found.culprit and (found.culprit.layer, found.culprit.role, found.culprit.since) == (CULPRIT, "input", ONSET)
         assert (found.cause, found.confidence, found.harm) == ("corrupted_scale", "high", "harmful")
-        assert found.loss_left is not None and found.lead == found.loss_left - ONSET > 0
+        assert found.divergence_step is not None and found.lead == found.divergence_step - ONSET > 0
         assert f"X of {CULPRIT} at step {ONSET}, {found.lead} steps before it" in found.verdict()
 
-    def test_without_a_rise_it_is_harmless_so_far(self, tmp_path: Path, good: Path) -> None:
-        found = diagnose(write(tmp_path / "bad", corrupted), good)
+    def test_without_a_rise_it_is_harmless_so_far(self, tmp_path: Path, baseline: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", corrupted), baseline)
         assert (found.cause, found.harm, found.lead) == ("corrupted_scale", "harmless so far", None)
         assert "audit" in found.verdict()
 
-    def test_a_run_like_the_good_one(self, tmp_path: Path, good: Path) -> None:
-        found = diagnose(write(tmp_path / "again"), good)
+    def test_a_run_like_the_good_one(self, tmp_path: Path, baseline: Path) -> None:
+        found = diagnose(write(tmp_path / "again"), baseline)
         assert (found.cause, found.confidence, found.harm, found.culprit) == ("none", "high", "none", None)
 
-    def test_a_loss_that_leaves_and_operands_that_do_not(self, tmp_path: Path, good: Path) -> None:
-        found = diagnose(write(tmp_path / "bad", losses=falling(left=120)), good)
+    def test_a_loss_that_leaves_and_operands_that_do_not(self, tmp_path: Path, baseline: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", losses=falling(left=120)), baseline)
         assert (found.cause, found.culprit) == ("software", None)
 
-    def test_what_follows_the_loss_is_not_blamed(self, tmp_path: Path, good: Path) -> None:
-        assert diagnose(write(tmp_path / "bad", corrupted, falling(left=50)), good).culprit is None
+    def test_what_follows_the_loss_is_not_blamed(self, tmp_path: Path, baseline: Path) -> None:
+        assert diagnose(write(tmp_path / "bad", corrupted, falling(left=50)), baseline).culprit is None
 
-    def test_without_samples_before_the_loss_left_it_cannot_tell(self, tmp_path: Path, good: Path) -> None:
-        found = diagnose(write(tmp_path / "bad", losses=falling(left=2)), good)
-        assert found.loss_left is not None and found.loss_left < 2 * EVERY
+    def test_without_samples_before_the_loss_left_it_cannot_tell(self, tmp_path: Path, baseline: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", losses=falling(left=2)), baseline)
+        assert found.divergence_step is not None and found.divergence_step < 2 * EVERY
         assert (found.cause, found.confidence) == ("unknown", "low") and "cannot tell why" in found.verdict()
 
-    def test_absent_figures_leave_nothing_to_tell_by(self, tmp_path: Path, good: Path) -> None:
+    def test_absent_metrics_leave_nothing_to_tell_by(self, tmp_path: Path, baseline: Path) -> None:
         absent = dict.fromkeys(
             ("relative_error", "mse", "underflow_pct", "overflow_pct", "scale_ratio_log2", "outlier_log2")
         )
         bad = write(tmp_path / "bad", lambda step: absent, falling(left=120), layers=[CULPRIT], culprit=CULPRIT)
-        assert diagnose(bad, good).cause in ("software", "unknown")
+        assert diagnose(bad, baseline).cause in ("software", "unknown")
 
     def test_experts_are_one(self, tmp_path: Path) -> None:
         experts = [f"decoder.layers.0.mlp.experts.local_experts.{i}.linear_fc1" for i in ("0", "1", "*")]
-        good, bad = (
+        baseline, bad = (
             write(tmp_path / name, change, layers=experts, culprit=experts[2])
-            for name, change in (("good", nothing), ("bad", corrupted))
+            for name, change in (("baseline", nothing), ("bad", corrupted))
         )
-        for reference in (good, None):
+        for reference in (baseline, None):
             culprit = diagnose(bad, reference).culprit
             assert culprit and culprit.layer == experts[2]
 
     def test_by_samples(self, tmp_path: Path) -> None:
         consumed = {s: float(8 * s) for s in range(N)}
-        good, bad = (
+        baseline, bad = (
             write(tmp_path / name, change, consumed_samples=consumed) for name, change in (("g", nothing), ("b", corrupted))
         )
-        found = diagnose(bad, good, by="samples")
+        found = diagnose(bad, baseline, by="samples")
         assert found.culprit and found.culprit.since == 8 * ONSET and f"at sample {8 * ONSET}" in found.verdict()
 
-    def test_nothing_quantised_can_have_done_no_harm(self, tmp_path: Path) -> None:
-        """Figures of a BF16 run are what a recipe would make of it."""
-        good, bad = (
+    def test_nothing_quantized_can_have_done_no_harm(self, tmp_path: Path) -> None:
+        """Metrics of a BF16 run are what a recipe would make of it."""
+        baseline, bad = (
             write(tmp_path / name, change, falling(left=left), "emulated")
-            for name, change, left in (("good", nothing, None), ("bad", corrupted, 120))
+            for name, change, left in (("baseline", nothing, None), ("bad", corrupted, 120))
         )
-        found = diagnose(bad, good)
+        found = diagnose(bad, baseline)
         assert (found.cause, found.culprit) == ("software", None)
 
 
@@ -158,7 +158,7 @@ class TestNan:
         assert found.cause == cause and found.harm == "harmful"
         json.dumps(found.to_json(), allow_nan=False)
 
-    def test_the_first_in_order_of_execution_is_named(self, tmp_path: Path, good: Path) -> None:
+    def test_the_first_in_order_of_execution_is_named(self, tmp_path: Path, baseline: Path) -> None:
         record = RunRecord(tmp_path / "bad")
         record.open(FINGERPRINT)
         order = {layer: i for i, layer in enumerate(reversed(LAYERS))}
@@ -168,38 +168,40 @@ class TestNan:
                 sample(step, [{"layer": x, "scale_source": "engine", **n} for x, n in zip(LAYERS, nan, strict=True)])
             )
         record.close()
-        culprit = diagnose(tmp_path / "bad", good).culprit
+        culprit = diagnose(tmp_path / "bad", baseline).culprit
         assert culprit and culprit.layer == LAYERS[-1]
 
-    def test_an_overflow_that_the_optimizer_skipped_is_none(self, tmp_path: Path, good: Path) -> None:
+    def test_an_overflow_that_the_optimizer_skipped_is_none(self, tmp_path: Path, baseline: Path) -> None:
         skipped = {s: float(s == ONSET) for s in range(N)}
-        found = diagnose(write(tmp_path / "bad", lambda s: {"inf": 7} if s == ONSET else {}, skipped=skipped), good)
+        found = diagnose(write(tmp_path / "bad", lambda s: {"inf": 7} if s == ONSET else {}, skipped=skipped), baseline)
         assert found.cause == "none"
         ever = {s: float(s >= ONSET) for s in range(N)}
-        found = diagnose(write(tmp_path / "ever", lambda s: {"inf": 7} if s >= ONSET else {}, skipped=ever), good)
+        found = diagnose(write(tmp_path / "ever", lambda s: {"inf": 7} if s >= ONSET else {}, skipped=ever), baseline)
         assert found.cause == "nonfinite"
 
 
 class TestTwin:
-    def test_that_leaves_too_is_software(self, tmp_path: Path, good: Path) -> None:
-        bad, twin = (write(tmp_path / name, losses=falling(left=120)) for name in ("bad", "twin"))
-        for reference in (good, None):
-            found = diagnose(bad, reference, twin)
+    def test_that_leaves_too_is_software(self, tmp_path: Path, baseline: Path) -> None:
+        bad, reference = (write(tmp_path / name, losses=falling(left=120)) for name in ("bad", "reference"))
+        for usual in (baseline, None):
+            found = diagnose(bad, usual, reference)
             assert (found.cause, found.confidence, found.harm) == ("software", "high", "harmful")
 
-    def test_that_leaves_too_is_less_sure_beside_a_scale_that_went_wrong_before(self, tmp_path: Path, good: Path) -> None:
+    def test_that_leaves_too_is_less_sure_beside_a_scale_that_went_wrong_before(
+        self, tmp_path: Path, baseline: Path
+    ) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))
-        found = diagnose(bad, good, write(tmp_path / "twin", losses=falling(left=150)))
+        found = diagnose(bad, baseline, write(tmp_path / "reference", losses=falling(left=150)))
         assert (found.cause, found.confidence) == ("software", "medium")
 
-    def test_that_stays_is_what_the_loss_is_compared_with(self, tmp_path: Path, good: Path) -> None:
+    def test_that_stays_is_what_the_loss_is_compared_with(self, tmp_path: Path, baseline: Path) -> None:
         slow = {i: loss + 0.1 for i, loss in falling().items()}
         bad = write(tmp_path / "bad", losses=slow)
-        assert diagnose(bad).harm == "none" and diagnose(bad, None, good).harm == "harmful"
+        assert diagnose(bad).harm == "none" and diagnose(bad, None, baseline).harm == "harmful"
 
     def test_without_losses_has_nothing_to_tell(self, tmp_path: Path) -> None:
-        bad, twin = write(tmp_path / "bad", losses=falling(left=120)), write(tmp_path / "twin", losses={})
-        assert diagnose(bad, None, twin).loss_left == diagnose(bad).loss_left is not None
+        bad, reference = write(tmp_path / "bad", losses=falling(left=120)), write(tmp_path / "reference", losses={})
+        assert diagnose(bad, None, reference).divergence_step == diagnose(bad).divergence_step is not None
 
 
 class TestAlone:
@@ -208,19 +210,19 @@ class TestAlone:
         assert found.culprit and found.culprit.layer == CULPRIT and found.harm == "harmful"
 
     @pytest.mark.parametrize("left", [None, 150])
-    def test_figures_that_trend_are_not_accused(self, tmp_path: Path, left: int | None) -> None:
+    def test_metrics_that_trend_are_not_accused(self, tmp_path: Path, left: int | None) -> None:
         found = diagnose(write(tmp_path / "bad", trending, falling(left=left)))
         assert found.culprit is None and found.cause == "unknown"
         assert {f.confidence for f in found.findings if f.rule == "operand"} == {"low"}
 
-    def test_a_run_that_goes_well(self, good: Path) -> None:
-        found = diagnose(good)
+    def test_a_run_that_goes_well(self, baseline: Path) -> None:
+        found = diagnose(baseline)
         assert (found.cause, found.confidence, found.harm) == ("none", "low", "none")
 
     def test_without_losses(self, tmp_path: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted, {}))
         assert found.harm == "unknown" and found.cause == "corrupted_scale"
-        assert "the loss stays" not in [f.evidence for f in found.findings]
+        assert "the loss does not diverge" not in [f.evidence for f in found.findings]
 
     def test_of_few_samples(self, tmp_path: Path) -> None:
         record = RunRecord(tmp_path / "one")
@@ -230,17 +232,17 @@ class TestAlone:
         found = diagnose(tmp_path / "one")
         assert (found.cause, found.harm) == ("unknown", "unknown")
 
-    def test_of_no_sample(self, tmp_path: Path, good: Path) -> None:
+    def test_of_no_sample(self, tmp_path: Path, baseline: Path) -> None:
         record = RunRecord(tmp_path / "none")
         record.open(FINGERPRINT)
         record.close()
-        for reference in (good, None):
+        for reference in (baseline, None):
             with pytest.raises(RecordError, match="has no sampled step"):
                 diagnose(tmp_path / "none", reference)
 
     def test_a_multiplier_that_moves_comes_before_all_else(self, tmp_path: Path) -> None:
         moved = {s: 1.0 if s < ONSET else 0.125 for s in STEPS}
-        found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120), grad_multiplier=moved))
+        found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120), grad_scale=moved))
         assert (found.cause, found.culprit) == ("multiplier", None)
 
 
@@ -249,16 +251,16 @@ def cli(*arguments: object) -> Result:
 
 
 class TestCommandLine:
-    def test_prints_findings_advice_and_verdict(self, tmp_path: Path, good: Path) -> None:
+    def test_prints_findings_advice_and_verdict(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))
-        result = cli(bad, "--good", good)
+        result = cli(bad, "--baseline", baseline)
         assert result.exit_code == 0 and CULPRIT in result.stdout
-        assert result.stdout.splitlines()[-1] == diagnose(bad, good).verdict()
+        assert result.stdout.splitlines()[-1] == diagnose(bad, baseline).verdict()
 
-    def test_json(self, tmp_path: Path, good: Path) -> None:
+    def test_json(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))
-        found = json.loads(cli(bad, "--good", good, "--json").stdout, parse_constant=pytest.fail)
-        assert found == json.loads(json.dumps(diagnose(bad, good).to_json())) and found["culprit"]["layer"] == CULPRIT
+        found = json.loads(cli(bad, "--baseline", baseline, "--json").stdout, parse_constant=pytest.fail)
+        assert found == json.loads(json.dumps(diagnose(bad, baseline).to_json())) and found["culprit"]["layer"] == CULPRIT
 
     @pytest.mark.parametrize("name", ["[bold]x[/bold].fc", "a[/]b.fc", "<script>alert(1)</script>.fc"])
     def test_names_are_printed_as_they_are(self, tmp_path: Path, name: str) -> None:
@@ -272,15 +274,15 @@ class TestCommandLine:
         result = cli(bad)
         assert result.exit_code == 0 and "\x1b" not in result.stdout and "\x07" not in result.stdout
 
-    def test_errors_are_one_line(self, tmp_path: Path, good: Path) -> None:
+    def test_errors_are_one_line(self, tmp_path: Path, baseline: Path) -> None:
         for arguments in (
             (tmp_path / "[/a]",),
-            (good, "--good", tmp_path / "none"),
-            (good, "--by", "moon"),
-            (good, "--by", "samples"),
+            (baseline, "--baseline", tmp_path / "none"),
+            (baseline, "--by", "moon"),
+            (baseline, "--by", "samples"),
         ):
             result = cli(*arguments)
             assert result.exit_code == 1 and result.stdout == ""
             assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
         with pytest.raises(ConfigError):
-            diagnose(good, by="moon")
+            diagnose(baseline, by="moon")

@@ -38,7 +38,7 @@ def foreign(depth: int, kind: str) -> str:
 
 
 def rows(named: Naming = megatron, harm: float = 0.0, wider: int = 1, depths: int = 2) -> list[dict[str, Any]]:
-    """The tensors of a model at one step; X of the last layer's linear_fc2 underflows by `harm` per cent."""
+    """The tensors of a model at one step; X of the last layer's linear_fc2 underflows by `harm` percent."""
     result: list[dict[str, Any]] = []
     for depth in range(depths):
         for kind in KINDS:
@@ -78,14 +78,14 @@ def run_cli(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["compare", *map(str, arguments)])
 
 
-def first_out(good: Path, bad: Path, **how: Any) -> tuple[str, str, int]:
-    row = compare(good, bad, **how).left.row(0, named=True)
+def first_out(baseline: Path, bad: Path, **how: Any) -> tuple[str, str, int]:
+    row = compare(baseline, bad, **how).out_of_band.row(0, named=True)
     return row["layer"], row["role"], row["onset"]
 
 
 class TestPairs:
     @pytest.mark.parametrize(
-        ("good", "bad", "pairs"),
+        ("baseline", "bad", "pairs"),
         [
             ([0, 20, 40], [0, 5, 10, 15, 20, 25, 30, 35, 40], [(0, 0), (20, 20), (40, 40)]),
             ([0, 10, 20, 30], [0, 15, 30], [(0, 0), (10, 15), (30, 30)]),
@@ -97,9 +97,9 @@ class TestPairs:
             ([], [1], []),
         ],
     )
-    def test_samples_that_belong_together(self, good: list[int], bad: list[int], pairs: list[tuple[int, int]]) -> None:
-        found = Paired.of(np.array(good, np.int64), np.array(bad, np.int64))
-        assert [(good[i], bad[j]) for i, j in zip(found.good, found.bad, strict=True)] == pairs
+    def test_samples_that_belong_together(self, baseline: list[int], bad: list[int], pairs: list[tuple[int, int]]) -> None:
+        found = Paired.of(np.array(baseline, np.int64), np.array(bad, np.int64))
+        assert [(baseline[i], bad[j]) for i, j in zip(found.baseline, found.run, strict=True)] == pairs
 
 
 def with_holes(shape: tuple[int, int], share: float) -> np.ndarray:
@@ -126,84 +126,86 @@ def test_medians_are_those_of_sorted_values(n: int, holes: float) -> None:
 class TestSteps:
     @pytest.mark.parametrize("steps", [range(0, 200, 15), range(5, 200, 10), range(3, 200, 7), range(0, 90, 10)])
     def test_runs_of_other_intervals_and_lengths(self, tmp_path: Path, steps: range) -> None:
-        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", steps, since=40)
-        found = compare(good, bad)
+        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", steps, since=40)
+        found = compare(baseline, bad)
         onset = min(step for step in steps if step >= 40)
-        assert found.left.select("layer", "role", "onset").rows()[0] == (*CULPRIT, onset)
+        assert found.out_of_band.select("layer", "role", "onset").rows()[0] == (*CULPRIT, onset)
         assert found.tensors.select("layer", "role").rows()[0] == CULPRIT and found.tensors["drift_log2"][0] > 3
 
     def test_what_comes_after_the_good_run_is_told(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good", range(0, 100, 10)), write(tmp_path / "bad", range(0, 300, 10))
-        assert "The first run's samples end at step 90, the second's at 290: nothing later is judged." in (
-            compare(good, bad).notes
+        baseline, bad = write(tmp_path / "baseline", range(0, 100, 10)), write(tmp_path / "bad", range(0, 300, 10))
+        assert "The baseline's samples end at step 90, the run's at 290: nothing later is judged." in (
+            compare(baseline, bad).notes
         )
 
     def test_a_single_sample_ranks_and_says_that_it_tells_no_onset(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good", range(1)), write(tmp_path / "bad", range(1), since=0)
-        found = compare(good, bad)
+        baseline, bad = write(tmp_path / "baseline", range(1)), write(tmp_path / "bad", range(1), since=0)
+        found = compare(baseline, bad)
         assert found.tensors.select("layer", "role").rows()[0] == CULPRIT
-        assert found.left.is_empty() and found.notes[0].startswith("1 samples of the second run are within the first")
+        assert found.out_of_band.is_empty() and found.notes[0].startswith(
+            "1 samples of the run are within the baseline's steps"
+        )
 
     def test_a_record_that_still_grows(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", range(0, 120, 10), since=60, close=False)
-        assert first_out(good, bad) == (*CULPRIT, 60)
+        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", range(0, 120, 10), since=60, close=False)
+        assert first_out(baseline, bad) == (*CULPRIT, 60)
 
 
 class TestSamples:
     def test_batch_sizes_may_differ(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good", batch=8), write(tmp_path / "bad", range(0, 100, 5), since=50, batch=16)
-        assert first_out(good, bad, by="samples") == (*CULPRIT, 800)
-        assert "from sample 800" in summarize(compare(good, bad, by="samples"))
+        baseline, bad = write(tmp_path / "baseline", batch=8), write(tmp_path / "bad", range(0, 100, 5), since=50, batch=16)
+        assert first_out(baseline, bad, by="samples") == (*CULPRIT, 800)
+        assert "from sample 800" in summarize(compare(baseline, bad, by="samples"))
 
     def test_steps_between_those_that_know_are_filled_in(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good", batch=8), write(tmp_path / "bad", since=100, batch=8)
+        baseline, bad = write(tmp_path / "baseline", batch=8), write(tmp_path / "bad", since=100, batch=8)
         record = RunRecord(bad)
         record.open(FINGERPRINT)
         record.record_steps({step: {"loss": 9.0} for step in range(105, 190, 10)})
         record.close()
-        loss = compare(good, bad, by="samples").bad.loss
+        loss = compare(baseline, bad, by="samples").run.loss
         assert dict(zip(loss.steps, loss.losses, strict=True))[105 * 8] == 9.0
 
     def test_a_run_that_does_not_know_is_refused(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good", batch=8), write(tmp_path / "bad")
-        result = run_cli(good, bad, "--by", "samples")
+        baseline, bad = write(tmp_path / "baseline", batch=8), write(tmp_path / "bad")
+        result = run_cli(baseline, bad, "--by", "samples")
         assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr == f"error: {bad} does not know how many samples were consumed; match the runs by step\n"
 
     def test_another_way_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be matched by 'epochs'; choose from step, samples"):
-            compare(write(tmp_path / "good"), tmp_path / "good", by="epochs")
+            compare(write(tmp_path / "baseline"), tmp_path / "baseline", by="epochs")
 
 
 class TestNames:
     @pytest.mark.parametrize("prefix", ["model.", "module.language_model."])
     def test_a_prefix_is_matched(self, tmp_path: Path, prefix: str) -> None:
-        good = write(tmp_path / "good")
+        baseline = write(tmp_path / "baseline")
         bad = write(tmp_path / "bad", since=100, named=lambda depth, kind: prefix + megatron(depth, kind))
-        for one, other in ((good, bad), (bad, good)):
+        for one, other in ((baseline, bad), (bad, baseline)):
             assert any(note.startswith("Names were matched with ") for note in compare(one, other).notes)
-        assert first_out(good, bad) == (*CULPRIT, 100)
+        assert first_out(baseline, bad) == (*CULPRIT, 100)
 
     def test_layers_are_matched_one_to_one(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", since=100, named=foreign)
-        assert first_out(good, bad) == (*CULPRIT, 100)
-        (told,) = compare(good, bad).notes
+        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", since=100, named=foreign)
+        assert first_out(baseline, bad) == (*CULPRIT, 100)
+        (told,) = compare(baseline, bad).notes
         assert "matched one to one, by order and size of W" in told and "c_out for linear_fc2" in told
 
     @pytest.mark.parametrize("other", [{"wider": 2}, {"depths": 3}])
     def test_layers_of_another_shape_are_not(self, tmp_path: Path, other: dict[str, int]) -> None:
-        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", named=foreign, **other)
+        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", named=foreign, **other)
         with pytest.raises(RecordError, match="no sampled step and tensor in common"):
-            compare(good, bad)
+            compare(baseline, bad)
 
     def test_by_hand(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", since=100, named=foreign)
+        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", since=100, named=foreign)
         rename = [r"transformer\.h=decoder.layers", *(rf"{new}$=linear_{old[7:]}" for old, new in FOREIGN.items())]
         rename += [r"(qkv|proj)$=self_attention.linear_\1", r"linear_self=self", r"(fc\d)$=mlp.linear_\1", r"linear_mlp=mlp"]
-        result = run_cli(good, bad, *(f"--rename={r}" for r in rename), "--json")
+        result = run_cli(baseline, bad, *(f"--rename={r}" for r in rename), "--json")
         found = json.loads(result.stdout)
-        assert found["left"][0]["layer"] == CULPRIT[0] and found["notes"] == [
-            "8 layers of the second run were renamed as told."
+        assert found["out_of_band"][0]["layer"] == CULPRIT[0] and found["notes"] == [
+            "8 layers of the run were renamed as asked."
         ]
 
     @pytest.mark.parametrize(
@@ -213,33 +215,33 @@ class TestNames:
             ("(=x", "cannot rename"),
             (r"decoder=\7", "cannot rename: invalid group reference 7"),
             (r"\d=0", "would both be called"),
-            ("encoder=decoder", "no layer of the second run matches encoder=decoder"),
+            ("encoder=decoder", "no layer of the run matches encoder=decoder"),
         ],
     )
     def test_what_cannot_be_renamed_is_refused(self, tmp_path: Path, rename: str, told: str) -> None:
-        good = write(tmp_path / "good")
-        result = run_cli(good, good, "--rename", rename)
+        baseline = write(tmp_path / "baseline")
+        result = run_cli(baseline, baseline, "--rename", rename)
         assert result.exit_code == 1 and told in result.stderr and result.stderr.count("\n") == 1
 
 
 class TestModels:
     def test_another_model_is_refused(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", wider=2)
+        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", wider=2)
         with pytest.raises(RecordError, match=r"are runs of different models: W of .* has 4096 values and 8192"):
-            compare(good, bad)
+            compare(baseline, bad)
 
     def test_a_layer_of_another_size_is_left_out(self, tmp_path: Path) -> None:
         def padded(depth: int, kind: str) -> str:
             return "output_layer.linear_fc1" if (depth, kind) == (0, "mlp.linear_qkv") else megatron(depth, kind)
 
-        good = write(tmp_path / "good")
+        baseline = write(tmp_path / "baseline")
         record = RunRecord(tmp_path / "bad")
         record.open(FINGERPRINT)
         other = "decoder.layers.0.mlp.linear_fc1"
         for step in range(0, 200, 10):
             record.record(sample(step, [r | ({"n": 99} if r["layer"] == other else {}) for r in rows()]))
         record.close()
-        found = compare(good, tmp_path / "bad")
+        found = compare(baseline, tmp_path / "bad")
         assert other not in found.tensors["layer"] and len(found.tensors) == 7 * 3
         assert (
             found.notes[0]
@@ -247,9 +249,9 @@ class TestModels:
         )
 
     def test_layers_of_one_run_alone_are_told(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", depths=3)
-        assert compare(good, bad).notes == (
-            "4 layers are in the second run alone, as decoder.layers.2.self_attention.linear_qkv.",
+        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", depths=3)
+        assert compare(baseline, bad).notes == (
+            "4 layers are in the run alone, as decoder.layers.2.self_attention.linear_qkv.",
         )
 
 
@@ -267,7 +269,7 @@ class TestRecipes:
             runs.append(tmp_path / name)
         found = compare(*runs)
         assert "different recipes (current-hybrid and delayed-hybrid)" in found.notes[0]
-        assert found.notes[1].startswith("No engine scales the second run's operands")
+        assert found.notes[1].startswith("No engine scales the run's operands")
         assert found.differences().rows() == [
             ("recipe.measured_against", "current-hybrid", "delayed-hybrid", True),
             ("risky_features_on.fp8_param", "True", None, True),
@@ -276,14 +278,14 @@ class TestRecipes:
 
 class TestWhere:
     def test_groups_and_lead(self, tmp_path: Path) -> None:
-        good, bad = write(tmp_path / "good"), write(tmp_path / "bad", since=100)
-        found = compare(good, bad)
-        lead = found.left["lead"][0]
-        assert found.loss_left is not None and lead == found.loss_left - 100
+        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", since=100)
+        found = compare(baseline, bad)
+        lead = found.out_of_band["lead"][0]
+        assert found.divergence_step is not None and lead == found.divergence_step - 100
         groups = {(r["by"], r["group"]): r for r in found.groups().to_dicts()}
-        assert groups["kind", "linear_fc2"] == groups["kind", "linear_fc2"] | {"tensors": 6, "left": 1, "onset": 100}
-        assert groups["depth", "layer 0"]["left"] == 0 and groups["depth", "layer 1"]["left"] == 1
-        assert groups["role", "X"]["tensors"] == 8 and groups["role", "dY"]["left"] == 0
+        assert groups["kind", "linear_fc2"] == groups["kind", "linear_fc2"] | {"tensors": 6, "out_of_band": 1, "onset": 100}
+        assert groups["depth", "layer 0"]["out_of_band"] == 0 and groups["depth", "layer 1"]["out_of_band"] == 1
+        assert groups["role", "X"]["tensors"] == 8 and groups["role", "dY"]["out_of_band"] == 0
         assert [r["lead"] for r in to_json(found)["tensors"][:2]] == [lead, None]
 
     @pytest.mark.parametrize(
@@ -291,13 +293,13 @@ class TestWhere:
         [
             (
                 lambda r: r["layer"].endswith("linear_fc2") and r["role"] == "input",
-                "All 12 tensors that leave are X of linear_fc2.",
+                "All 12 tensors out of band are X of linear_fc2.",
             ),
-            (lambda r: ".layers.0." in r["layer"], "All 12 tensors that leave are in layer 0, the first."),
-            (lambda r: r["role"] == "grad_output", "All 48 tensors that leave are dY."),
+            (lambda r: ".layers.0." in r["layer"], "All 12 tensors out of band are in layer 0, the first."),
+            (lambda r: r["role"] == "grad_output", "All 48 tensors out of band are dY."),
             (
                 lambda r: r["layer"].split(".")[2] in ("8", "9"),
-                "All 24 tensors that leave are in the last third of the layers.",
+                "All 24 tensors out of band are in the last third of the layers.",
             ),
             (lambda r: True, None),
         ],
@@ -305,23 +307,23 @@ class TestWhere:
     def test_what_those_that_left_have_in_common(
         self, tmp_path: Path, harmed: Callable[[Any], bool], said: str | None
     ) -> None:
-        for name, bad in (("good", False), ("bad", True)):
+        for name, bad in (("baseline", False), ("bad", True)):
             record = RunRecord(tmp_path / name)
             record.open(FINGERPRINT)
             for step in range(0, 60, 10):
                 worse = {"underflow_pct": 30.0, "mse": 1.0} if bad and step >= 20 else {}
                 record.record(sample(step, [r | (worse if harmed(r) else {}) for r in rows(depths=12)]))
             record.close()
-        verdict = summarize(compare(tmp_path / "good", tmp_path / "bad"))
-        assert (said in verdict) if said else ("tensors that leave are" not in verdict)
+        verdict = summarize(compare(tmp_path / "baseline", tmp_path / "bad"))
+        assert (said in verdict) if said else ("tensors out of band are" not in verdict)
 
 
 class TestSeveral:
     def test_each_is_compared_with_the_good_one(self, tmp_path: Path) -> None:
-        good = write(tmp_path / "good")
+        baseline = write(tmp_path / "baseline")
         bad = [write(tmp_path / f"bad{since}", since=since) for since in (60, 120)]
-        found = json.loads(run_cli(good, *bad, "--json").stdout)["comparisons"]
-        assert [one["left"][0]["onset"] for one in found] == [60, 120]
-        assert [one["runs"]["bad"]["path"] for one in found] == [str(path) for path in bad]
-        printed = run_cli(good, *bad).stdout
-        assert all(summarize(compare(good, path)) in printed for path in bad)
+        found = json.loads(run_cli(baseline, *bad, "--json").stdout)["comparisons"]
+        assert [one["out_of_band"][0]["onset"] for one in found] == [60, 120]
+        assert [one["runs"]["run"]["path"] for one in found] == [str(path) for path in bad]
+        printed = run_cli(baseline, *bad).stdout
+        assert all(summarize(compare(baseline, path)) in printed for path in bad)

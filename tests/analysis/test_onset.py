@@ -1,4 +1,4 @@
-"""Since when tensors are out of a good run's band: planted rises, noise, other intervals, and size."""
+"""Since when tensors are out of a baseline's band: planted rises, noise, other intervals, and size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = range(0, 400, 10)
 LAYERS = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"]
 ROLES = ["input", "weight", "grad_output"]
 CULPRIT = ("decoder.layers.1.mlp.linear_fc2", "input")
-#: what a healthy tensor's figures are, and the standard deviation of each from sample to sample
+#: what a healthy tensor's metrics are, and the standard deviation of each from sample to sample
 USUAL = {
     "underflow_pct": (0.3, 0.05),
     "overflow_pct": (0.0, 0.0),
@@ -26,7 +26,7 @@ USUAL = {
 
 
 def run(seed: int, steps: range = STEPS, since: int | None = None, **rise: float) -> pl.DataFrame:
-    """A healthy run; figures of the culprit rise by so much from a step on, its MSE tenfold unless told otherwise."""
+    """A healthy run; metrics of the culprit rise by so much from a step on, its MSE tenfold unless told otherwise."""
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
     for step in steps:
@@ -47,7 +47,7 @@ def test_runs_that_differ_by_noise_alone_have_none(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("figure", "by"),
+    ("metric", "by"),
     [
         ("underflow_pct", 5.0),
         ("overflow_pct", 0.1),
@@ -56,9 +56,9 @@ def test_runs_that_differ_by_noise_alone_have_none(seed: int) -> None:
         ("outlier_log2", 4.0),
     ],
 )
-def test_a_rise_is_found_at_its_step_in_its_tensor(figure: str, by: float) -> None:
-    found = onsets(run(0), run(1, since=200, **{figure: by}))
-    assert found.select("layer", "role", "figure", "onset").rows() == [(*CULPRIT, figure, 200)]
+def test_a_rise_is_found_at_its_step_in_its_tensor(metric: str, by: float) -> None:
+    found = onsets(run(0), run(1, since=200, **{metric: by}))
+    assert found.select("layer", "role", "metric", "onset").rows() == [(*CULPRIT, metric, 200)]
     row = found.row(0, named=True)
     assert row["value"] - row["expected"] == pytest.approx(by, rel=0.3)
     assert row["excess"] > 1 and row["tensor"] == "X"
@@ -66,8 +66,8 @@ def test_a_rise_is_found_at_its_step_in_its_tensor(figure: str, by: float) -> No
 
 def test_one_nan_is_enough_and_comes_first() -> None:
     found = onsets(run(0), run(1, since=200, nonfinite=1, underflow_pct=5))
-    assert found.select("figure", "onset").rows()[0] in [("nonfinite", 200), ("underflow_pct", 200)]
-    assert set(found["figure"]) == {"nonfinite", "underflow_pct"}
+    assert found.select("metric", "onset").rows()[0] in [("nonfinite", 200), ("underflow_pct", 200)]
+    assert set(found["metric"]) == {"nonfinite", "underflow_pct"}
 
 
 def test_a_lone_sample_is_no_onset() -> None:
@@ -102,7 +102,7 @@ def test_what_the_good_run_does_not_cover_is_not_judged() -> None:
     assert onsets(run(0, range(0, 200, 10)), run(1, since=200, underflow_pct=5)).is_empty()
 
 
-def test_a_figure_that_trends_in_the_good_run_may_do_so_in_the_other() -> None:
+def test_a_metric_that_trends_in_the_good_run_may_do_so_in_the_other() -> None:
     def trending(seed: int) -> pl.DataFrame:
         return run(seed).with_columns(pl.col("underflow_pct") + pl.col("step") / 20)
 
@@ -121,14 +121,14 @@ def test_a_transient_of_both_runs_is_no_onset() -> None:
     assert len(onsets(run(0), passing(1))) == len(LAYERS) * len(ROLES)
 
 
-@pytest.mark.parametrize("empty", ["good", "bad", "both"])
+@pytest.mark.parametrize("empty", ["baseline", "bad", "both"])
 def test_nothing_comes_of_nothing(empty: str) -> None:
     none = run(0).clear()
-    good, bad = (none if empty in (name, "both") else run(0) for name in ("good", "bad"))
-    assert onsets(good, bad).is_empty()
+    baseline, bad = (none if empty in (name, "both") else run(0) for name in ("baseline", "bad"))
+    assert onsets(baseline, bad).is_empty()
 
 
-def test_absent_figures_are_not_out() -> None:
+def test_absent_metrics_are_not_out() -> None:
     absent = run(1, since=200, underflow_pct=5).with_columns(pl.lit(None, pl.Float64).alias(e) for e in USUAL)
     assert onsets(run(0), absent).is_empty() and onsets(absent, run(0)).is_empty()
-    assert {e.figure for e in EVIDENCE} - {"nonfinite"} <= set(USUAL)
+    assert {e.metric for e in EVIDENCE} - {"nonfinite"} <= set(USUAL)

@@ -68,7 +68,7 @@ class Parsed(HTMLParser):
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    return [write(tmp_path / name, name == "bad") for name in ("good", "bad")]
+    return [write(tmp_path / name, name == "bad") for name in ("baseline", "bad")]
 
 
 def drawn(parsed: Parsed) -> list[Any]:
@@ -84,9 +84,9 @@ def test_the_page_has_the_verdict_the_tables_and_the_plots(tmp_path: Path, runs:
     parsed = Parsed((tmp_path / "page.html").read_text())
     assert summarize(compare(*runs)) in parsed.text
     losses, drift, onset, timelines = drawn(parsed)
-    assert [trace["name"] for trace in losses if trace.get("mode") == "markers"] == ["a tensor leaves"]
+    assert [trace["name"] for trace in losses if trace.get("mode") == "markers"] == ["a tensor leaves the band"]
     assert (drift[0]["type"], onset[0]["type"]) == ("heatmap", "heatmap")
-    bad = next(trace for trace in timelines if trace["name"] == "bad run")
+    bad = next(trace for trace in timelines if trace["name"] == "run")
     assert list(bad["x"])[10] == 100 and list(bad["y"])[9:11] == [0.1, 30.0]
     assert "recipe.name" in parsed.text and "<b>current</b>" in parsed.text
 
@@ -103,7 +103,7 @@ def test_it_loads_nothing(tmp_path: Path, runs: list[Path]) -> None:
 
 
 def test_hostile_names_are_text(tmp_path: Path, runs: list[Path]) -> None:
-    hostile = [write(tmp_path / f"hostile_{name}", name == "bad", HOSTILE) for name in ("good", "bad")]
+    hostile = [write(tmp_path / f"hostile_{name}", name == "bad", HOSTILE) for name in ("baseline", "bad")]
     pages = []
     for i, pair in enumerate((runs, hostile)):
         assert run_cli(*pair, "--html", tmp_path / f"{i}.html").exit_code == 0
@@ -124,7 +124,7 @@ def test_several_runs_are_sections_of_one_page(tmp_path: Path, runs: list[Path])
 def test_without_losses_or_onsets_the_rest_is_shown(tmp_path: Path) -> None:
     runs = [write(tmp_path / name, False, losses=False) for name in ("a", "b")]
     assert run_cli(*runs, "--html", tmp_path / "page.html").exit_code == 0
-    assert "No tensor leaves the good run's band." in Parsed((tmp_path / "page.html").read_text()).text
+    assert "No tensor leaves the baseline's band." in Parsed((tmp_path / "page.html").read_text()).text
 
 
 def test_a_file_is_not_overwritten(tmp_path: Path, runs: list[Path]) -> None:

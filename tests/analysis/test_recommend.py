@@ -27,13 +27,13 @@ from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.writer import RunRecord
 
 X = ("0", "input")
-FIGURES = ("relative_error", "underflow_pct", "overflow_pct")
+METRICS = ("relative_error", "underflow_pct", "overflow_pct")
 
 
 def record_of(
     folder: Path, amplitudes: Iterable[float], recipe: str, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> Run:
-    """A run, which does not quantise, whose input has one amplitude a step."""
+    """A run, which does not quantize, whose input has one amplitude a step."""
     model = nn.Sequential(nn.Linear(64, 32, dtype=dtype))
     x = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
     monitor = Monitor(model, str(folder), interval=1, recipe=recipe, table_rows=0, on_error="raise", **options)
@@ -72,10 +72,10 @@ def test_the_run_under_the_change_keeps_the_budget_and_under_the_cheaper_one_doe
     assert [change.recipe for change in found.plan.changes] == [expected][: len(found.to_change)]
     at = finding.options.index(finding.chosen)
     for option in finding.options[max(0, at - 1) : at + 1]:
-        figures = record_of(tmp_path / option.kind, amplitudes, option.recipe).figures.filter(layer="0", role="input")
-        worst = {name: figures.tail(len(amplitudes) // 2)[name].max() for name in FIGURES}
-        assert {name: getattr(option.errors, name) for name in FIGURES} == pytest.approx(worst, rel=1e-12)
-        assert all(worst[name] <= getattr(limits, name) for name in FIGURES) == (option.recipe == expected)
+        metrics = record_of(tmp_path / option.kind, amplitudes, option.recipe).metrics.filter(layer="0", role="input")
+        worst = {name: metrics.tail(len(amplitudes) // 2)[name].max() for name in METRICS}
+        assert {name: getattr(option.errors, name) for name in METRICS} == pytest.approx(worst, rel=1e-12)
+        assert all(worst[name] <= getattr(limits, name) for name in METRICS) == (option.recipe == expected)
 
 
 def outliers(seed: int, largest: float) -> torch.Tensor:
@@ -111,7 +111,7 @@ class TestBF16:
         assert [(c.layer, c.recipe, c.roles) for c in found.plan.changes] == [(fc2(4), "bf16", ("input",))]
         assert found.before == 1 and found.after == pytest.approx(1 - 2 / 24)
         assert found.findings[0].cost == pytest.approx(2 / 24) and found.ends is None
-        assert "weigh" in found.notes[0]
+        assert "what_if" in found.notes[0]
 
     def test_two_operands_of_a_layer_take_all_of_it(self, tmp_path: Path) -> None:
         keys = [(fc2(4), "input"), (fc2(4), "grad_output")]
@@ -135,7 +135,7 @@ class TestBF16:
 
 
 def test_another_format_where_the_range_is_too_small(tmp_path: Path) -> None:
-    """3e4 standard deviations: E4M3 underflows, E5M2 does not; figures against torch's own casts."""
+    """3e4 standard deviations: E4M3 underflows, E5M2 does not; metrics against torch's own casts."""
     found = recommend(planted(tmp_path, {(fc2(4), "input"): 3e4}), [(fc2(4), "input")])
     assert found.findings[0].chosen.recipe == "current-e5m2" and found.findings[0].cost == 0
     worst = dict.fromkeys(("now", "then"), 0.0)
@@ -149,11 +149,11 @@ def test_another_format_where_the_range_is_too_small(tmp_path: Path) -> None:
     assert now and then and (now.underflow_pct, then.underflow_pct) == pytest.approx((worst["now"], worst["then"]))
 
 
-def test_a_block_recipe_only_where_it_was_weighed(tmp_path: Path) -> None:
+def test_a_block_recipe_only_where_it_was_what_if(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
     chosen = {}
-    for name, weigh in (("none", []), ("mxfp8", ["mxfp8"]), ("both", ["mxfp8", "blockwise"])):
-        monitor = Monitor(model, str(tmp_path / name), interval=1, recipe="current", weigh=weigh, table_rows=0)
+    for name, what_if in (("none", []), ("mxfp8", ["mxfp8"]), ("both", ["mxfp8", "blockwise"])):
+        monitor = Monitor(model, str(tmp_path / name), interval=1, recipe="current", what_if=what_if, table_rows=0)
         for step in range(3):
             with monitor.step(step):
                 model(outliers(step, 1e11)).float().sum().backward()
@@ -162,11 +162,11 @@ def test_a_block_recipe_only_where_it_was_weighed(tmp_path: Path) -> None:
     assert chosen == {"none": "bf16", "mxfp8": "mxfp8-e4m3", "both": "blockwise-e4m3"}
 
 
-def test_float32_operands_have_no_sketch_to_weigh_but_dumps(tmp_path: Path) -> None:
+def test_float32_operands_have_no_histogram_to_weigh_but_dumps(tmp_path: Path) -> None:
     run = record_of(tmp_path, growing(32.0), "delayed", dtype=torch.float32, dump=["0"], dump_min_free_bytes=0)
     found = recommend(run, [X])
     assert found.findings[0].chosen.kind == "bf16" and found.findings[0].chosen.errors is None
-    assert any("no exact sketches" in note for note in found.notes)
+    assert any("no exact histograms" in note for note in found.notes)
     add_to_record(tmp_path, replay(tmp_path, "current", "dumps"))
     assert recommend(Run.read(tmp_path), [X]).findings[0].chosen.recipe == "current-hybrid"
 
@@ -200,7 +200,7 @@ class TestFlops:
                 loss_of(model, seed).backward()
         monitor.close()
         assert len(seen) > 8
-        assert flops_of(Run.read(tmp_path).figures) == pytest.approx({name: f for name, f in seen.items() if f})
+        assert flops_of(Run.read(tmp_path).metrics) == pytest.approx({name: f for name, f in seen.items() if f})
 
     def test_values_that_are_not_finite_count(self, tmp_path: Path) -> None:
         rows = [{"layer": "a", "role": r, "n": n, "nan": 2, "inf": 1} for r, n in zip(ROLES, (9, 17, 21), strict=True)]
@@ -208,7 +208,7 @@ class TestFlops:
         record.open(FINGERPRINT)
         record.record(sample(0, [*rows, {"layer": "b", "role": "input"}]))
         record.close()
-        assert flops_of(Run.read(tmp_path).figures) == pytest.approx({"a": 2 * (12 * 20 * 24) ** 0.5})
+        assert flops_of(Run.read(tmp_path).metrics) == pytest.approx({"a": 2 * (12 * 20 * 24) ** 0.5})
 
     def test_coverage_is_of_gemms_of_which_both_operands_are_cast(self) -> None:
         flops = {"a": 3.0, "b": 1.0}
@@ -264,8 +264,10 @@ class TestCommandLine:
         assert {path: path.read_text() for path in (tmp_path / "fix").iterdir()} == before
 
     def test_against_a_good_run_what_left_its_band(self, tmp_path: Path) -> None:
-        good, bad = (planted(tmp_path / name, {(fc2(4), "input"): much}) for name, much in (("good", 3.0), ("bad", 1e11)))
-        plain = json.loads(cli(bad.path, "--good", good.path, "--json").stdout)
+        baseline, bad = (
+            planted(tmp_path / name, {(fc2(4), "input"): much}) for name, much in (("baseline", 3.0), ("bad", 1e11))
+        )
+        plain = json.loads(cli(bad.path, "--baseline", baseline.path, "--json").stdout)
         assert [(f["layer"], f["role"]) for f in plain["findings"]] == [(fc2(4), "input")]
         assert "underflow_pct" in plain["findings"][0]["why"] and "from step 0" in plain["findings"][0]["why"]
         assert np.isclose(plain["fp8_coverage"]["after"], 22 / 24)
@@ -288,7 +290,7 @@ class TestCommandLine:
             (["--operand", "nothing"], "write LAYER:ROLE"),
             (["--operand", "nothing:X"], "has no operand"),
             (["--underflow", "-1"], "must not be below 0"),
-            (["--good", "nowhere"], "holds no run record"),
+            (["--baseline", "nowhere"], "holds no run record"),
         ],
     )
     def test_what_cannot_be_done_is_said_in_a_line(self, tmp_path: Path, arguments: list[str], message: str) -> None:

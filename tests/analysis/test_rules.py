@@ -1,4 +1,4 @@
-"""Rules one by one, on planted figures, losses, multipliers and fingerprints; none guesses where evidence is missing."""
+"""Rules one by one, on planted metrics, losses, multipliers and fingerprints; none guesses where evidence is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from samples import FINGERPRINT, sample
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.analysis.diagnosis.rules.divergence import departure, left_at_the_start
+from nemo_fp8_debug.analysis.diagnosis.rules.divergence import diverged_at_the_start, divergence
 from nemo_fp8_debug.analysis.diagnosis.rules.finding import CAUSES, CONFIDENCE, Finding
 from nemo_fp8_debug.analysis.diagnosis.rules.grad_scale import multiplier
 from nemo_fp8_debug.analysis.diagnosis.rules.known_issues import KNOWN
@@ -35,12 +35,12 @@ AFTER = np.arange(N) >= AT
 Values = npt.ArrayLike
 
 
-def course(**figures: Values) -> Course:
-    """An ordinary operand but for these figures; `wanted` is the log2 of the scale that the values ask for."""
-    wanted = np.broadcast_to(np.asarray(figures.pop("wanted", 6.0), np.float64), N)
-    scale = np.broadcast_to(np.asarray(figures.pop("scale", 6.0), np.float64), N)
+def course(**metrics: Values) -> Course:
+    """An ordinary operand but for these metrics; `wanted` is the log2 of the scale that the values ask for."""
+    wanted = np.broadcast_to(np.asarray(metrics.pop("wanted", 6.0), np.float64), N)
+    scale = np.broadcast_to(np.asarray(metrics.pop("scale", 6.0), np.float64), N)
     ordinary = {"outlier_log2": 3.0, "underflow_pct": 0.1, "overflow_pct": 0.0, "amax": 4.0, "nan": 0, "inf": 0}
-    columns = {name: np.broadcast_to(value, N) for name, value in (ordinary | figures).items()}
+    columns = {name: np.broadcast_to(value, N) for name, value in (ordinary | metrics).items()}
     columns = {"scale": 2.0**scale, "scale_ratio_log2": scale - wanted} | columns
     rows = pl.DataFrame({"step": STEPS, "layer": LAYER, "role": "input"} | columns)
     return Course.of(rows.with_columns(pl.col(pl.Float64).fill_nan(None)), LAYER, "input")
@@ -97,7 +97,7 @@ class TestOperand:
         assert "nan" not in found.evidence.lower() or found.cause == "nonfinite"
 
     @pytest.mark.parametrize("since", [STEPS[0], ONSET, STEPS[-1]])
-    def test_absent_figures_are_no_evidence(self, since: int) -> None:
+    def test_absent_metrics_are_no_evidence(self, since: int) -> None:
         none = np.full(N, np.nan)
         absent = dict.fromkeys(("scale", "scale_ratio_log2", "outlier_log2", "underflow_pct", "overflow_pct", "amax"), none)
         found = why(course(**absent), since, course())
@@ -117,7 +117,7 @@ class TestOperand:
         last = np.arange(N) == N - 1
         assert said(why(course(scale=np.where(last, 12.0, 6.0)), STEPS[-1])) == ("corrupted_scale", "high")
 
-    def test_holes_in_a_figure_do_not_hide_a_jump(self) -> None:
+    def test_holes_in_a_metric_do_not_hide_a_jump(self) -> None:
         scale = np.where(AFTER, 12.0, 6.0)
         scale[[AT - 1, AT + 1]] = np.nan
         assert said(why(course(scale=scale), ONSET, course())) == ("corrupted_scale", "high")
@@ -127,9 +127,9 @@ class TestOperand:
         assert why(course(inf=3), ONSET, course(inf=3)).cause == "unknown"
         assert why(course(amax=0.0), ONSET, course(amax=0.0)).cause == "unknown"
 
-    @pytest.mark.parametrize("figure", [{"underflow_pct": np.linspace(0, 20, N)}, {"outlier_log2": np.linspace(2, 8, N)}])
-    def test_a_trend_alone_is_a_hint_and_no_more(self, figure: dict[str, Values]) -> None:
-        assert said(why(course(**figure), ONSET))[1] == "low"
+    @pytest.mark.parametrize("metric", [{"underflow_pct": np.linspace(0, 20, N)}, {"outlier_log2": np.linspace(2, 8, N)}])
+    def test_a_trend_alone_is_a_hint_and_no_more(self, metric: dict[str, Values]) -> None:
+        assert said(why(course(**metric), ONSET))[1] == "low"
 
     def test_the_loss_may_have_brought_values_about_but_not_scales(self) -> None:
         follow = {cause: why(course(**fault), ONSET).may_follow_the_loss for cause, fault in self.FAULTS.items()}
@@ -197,18 +197,25 @@ class TestSpikes:
 
 class TestDeparture:
     def test_from_the_start_and_in_mid_run_ask_for_other_things(self) -> None:
-        start, later = (departure(noisy(), since, None)[0] for since in (5, 150))
+        start, later = (divergence(noisy(), since, None)[0] for since in (5, 150))
         assert "from the start" in start.evidence and "in mid-run, at step 150" in later.evidence
         assert start.advice != later.advice
-        assert left_at_the_start(noisy(), 25) and not left_at_the_start(noisy(), 27) and not left_at_the_start(noisy(), None)
+        assert (
+            diverged_at_the_start(noisy(), 25)
+            and not diverged_at_the_start(noisy(), 27)
+            and not diverged_at_the_start(noisy(), None)
+        )
 
     def test_a_twin_that_leaves_too_is_software(self) -> None:
-        assert [(f.rule, f.cause) for f in departure(noisy(), 100, 120)] == [("departure", "unknown"), ("twin", "software")]
-        assert [f.cause for f in departure(noisy(), None, 120)] == ["none"]
+        assert [(f.rule, f.cause) for f in divergence(noisy(), 100, 120)] == [
+            ("divergence", "unknown"),
+            ("reference", "software"),
+        ]
+        assert [f.cause for f in divergence(noisy(), None, 120)] == ["none"]
 
     @pytest.mark.parametrize("n", [0, 1, 4])
     def test_too_few_losses_do_not_stay(self, n: int) -> None:
-        assert [f.cause for f in departure(noisy(n), None, None)] == ["unknown"]
+        assert [f.cause for f in divergence(noisy(n), None, None)] == ["unknown"]
 
 
 def run(folder: Path, steps: dict[int, dict[str, Any]], calls: int = 1) -> Run:
@@ -226,7 +233,7 @@ def reported(folder: Path, multiplier: Any, loss_scale: Any = None, calls: Any =
     """A run of 20 samples, a value or one for each."""
     values = [v if isinstance(v, list) else [v] * 20 for v in (multiplier, loss_scale, calls)]
     rows = zip(*values, strict=True)
-    steps = {i: {"grad_multiplier": m, "loss_scale": s, "calls": c, "loss": 2.0} for i, (m, s, c) in enumerate(rows)}
+    steps = {i: {"grad_scale": m, "loss_scale": s, "calls": c, "loss": 2.0} for i, (m, s, c) in enumerate(rows)}
     return run(folder, steps)
 
 
@@ -281,26 +288,26 @@ class TestMultiplier:
 
     def test_what_the_good_run_does_too_is_no_fault(self, tmp_path: Path) -> None:
         moves = [1.0] * 10 + [0.125] * 10
-        runs = [reported(tmp_path / name, moves) for name in ("good", "bad")]
+        runs = [reported(tmp_path / name, moves) for name in ("baseline", "bad")]
         assert multiplier(runs[1], runs[0]) == []
 
     def test_another_multiplier_than_the_good_runs_is_a_hint(self, tmp_path: Path) -> None:
-        good = reported(tmp_path / "good", 1.0)
-        (found,) = multiplier(reported(tmp_path / "bad", 0.125), good)
+        baseline = reported(tmp_path / "baseline", 1.0)
+        (found,) = multiplier(reported(tmp_path / "bad", 0.125), baseline)
         assert said(found) == ("multiplier", "low") and "0.125" in found.evidence
         for name, value, scale, calls in (("scaled", 64.0, 64.0, 1), ("accumulated", 0.125, None, 8)):
-            assert multiplier(reported(tmp_path / name, value, scale, calls), good) == []
+            assert multiplier(reported(tmp_path / name, value, scale, calls), baseline) == []
 
     def test_a_good_run_that_does_not_know_its_own(self, tmp_path: Path) -> None:
-        good = reported(tmp_path / "good", None)
-        assert multiplier(reported(tmp_path / "bad", 0.125), good) == []
-        assert len(multiplier(reported(tmp_path / "moved", [1.0] * 10 + [0.125] * 10), good)) == 1
+        baseline = reported(tmp_path / "baseline", None)
+        assert multiplier(reported(tmp_path / "bad", 0.125), baseline) == []
+        assert len(multiplier(reported(tmp_path / "moved", [1.0] * 10 + [0.125] * 10), baseline)) == 1
 
 
 class TestSettings:
-    MXFP8: ClassVar[dict[str, Any]] = {"host_options": {"fp8": "hybrid", "fp8_recipe": "Fp8Recipe.mxfp8"}}
+    MXFP8: ClassVar[dict[str, Any]] = {"backend_options": {"fp8": "hybrid", "fp8_recipe": "Fp8Recipe.mxfp8"}}
     PARAMETERS: ClassVar[dict[str, Any]] = {
-        "host_options": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+        "backend_options": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
         "risky_features_on": {"fp8_param_gather": True},
     }
     TE: ClassVar[dict[str, Any]] = {
@@ -319,7 +326,7 @@ class TestSettings:
         "fingerprint",
         [
             {},
-            {"versions": None, "host_options": None, "risky_features_on": None, "recipe": None},
+            {"versions": None, "backend_options": None, "risky_features_on": None, "recipe": None},
             {"versions": {"transformer-engine": None}},
             {"versions": {"transformer-engine": "main-abc"}},
             {"versions": {"transformer-engine": "1.7"}, "recipe": {"fp8_engine": "none"}},
@@ -330,16 +337,16 @@ class TestSettings:
     )
     def test_what_is_not_known_is_no_fault(self, fingerprint: dict[str, Any]) -> None:
         assert [f for known in KNOWN if known.holds(fingerprint) for f in [known]] == []
-        for good in (None, {}, fingerprint):
-            assert [f.rule for f in settings(fingerprint, good, False) if f.rule != "features"] == []
+        for baseline in (None, {}, fingerprint):
+            assert [f.rule for f in settings(fingerprint, baseline, False) if f.rule != "features"] == []
 
     def test_features_that_the_good_run_did_not_have_on(self) -> None:
         bad = {"risky_features_on": {"cpu_offloading": True, "recompute_granularity": "full"}}
-        for good, start, confidence in (({"risky_features_on": {}}, True, "medium"), (None, True, "low")):
-            (found,) = settings(bad, good, start)
+        for baseline, start, confidence in (({"risky_features_on": {}}, True, "medium"), (None, True, "low")):
+            (found,) = settings(bad, baseline, start)
             assert said(found) == ("software", confidence) and found.evidence.startswith("CPU offloading: on")
         assert list(settings(bad, None, False)) == [] == list(settings(bad, bad, True))
-        assert list(settings(bad, {"versions": {}}, False)) == []  # a good run that does not say
+        assert list(settings(bad, {"versions": {}}, False)) == []  # a baseline that does not say
 
     def test_fp8_without_effect(self) -> None:
         engine = "none: fp8 is configured but has no effect without Transformer Engine"

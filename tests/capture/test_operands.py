@@ -10,14 +10,14 @@ from nemo_fp8_debug.capture.backends import torch_linear
 from nemo_fp8_debug.capture.backends.base import ScaleInUse
 from nemo_fp8_debug.capture.gemms import Gemm
 from nemo_fp8_debug.capture.operands import KEPT_APART, Operand
-from nemo_fp8_debug.kernels import sketch
+from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.numerics.block_scaling import quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.metrics import QuantizationSums
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 
-#: casts of a step's calls: one sketch of them all, one sketch a call up to `KEPT_APART`, and what comes after
+#: casts of a step's calls: one histogram of them all, one histogram a call up to `KEPT_APART`, and what comes after
 IN_USE = {
     "one scale, of the whole": ScaleInUse(CurrentScaling(), E4M3, "current", "current"),
     "one scale, held": ScaleInUse(torch.tensor(3.0), E4M3, "delayed", "engine"),
@@ -27,16 +27,16 @@ IN_USE = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("use", IN_USE.values(), ids=IN_USE)
-def test_block_recipes_are_weighed_on_each_micro_batch_by_itself(use: ScaleInUse, dtype: torch.dtype) -> None:
+def test_block_recipes_are_what_if_on_each_micro_batch_by_itself(use: ScaleInUse, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     batches = [(10.0**i * torch.randn(24, 160, generator=g)).to(dtype) for i in range(KEPT_APART + 2)]
-    weighed = [parse_recipe(name) for name in ("mxfp8", "blockwise", "nvfp4")]
-    operand = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.HOST), "input", use, weigh=weighed)
+    what_if = [parse_recipe(name) for name in ("mxfp8", "blockwise", "nvfp4")]
+    operand = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), "input", use, what_if=what_if)
     for order, x in enumerate(batches):
         operand.add(x, order)
-    assert torch.equal(operand.total.counts, sketch(torch.stack(batches)).counts)
-    for recipe in weighed:
-        got = QuantizationSums.concat(operand.weighed[recipe.name])
+    assert torch.equal(operand.total.counts, histogram_of(torch.stack(batches)).counts)
+    for recipe in what_if:
+        got = QuantizationSums.concat(operand.what_if_sums[recipe.name])
         by = recipe.scaling, "input", recipe.format_of("input")
         want = QuantizationSums.concat([quantization_sums_in_blocks(x, *by) for x in batches])
         for name, column in vars(want).items():

@@ -1,4 +1,4 @@
-"""What quantisation does to the outputs of GEMMs, against whole products in float64 with casts by ml_dtypes."""
+"""What quantization does to the outputs of GEMMs, against whole products in float64 with casts by ml_dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Samples
-from products import errors, figures, quantised, rows
+from products import errors, metrics_of, quantized, rows
 from test_emulate import attached
 from test_megatron import gpt, loss_of
 from torch import nn
@@ -54,7 +54,7 @@ def run(linear: nn.Module, given: dict[str, torch.Tensor], **options: Any) -> di
 
 
 def lowered(given: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {role: quantised(x, role) for role, x in given.items()}
+    return {role: quantized(x, role) for role, x in given.items()}
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -64,8 +64,8 @@ def test_whole_outputs_are_those_of_the_oracle(bias: bool) -> None:
     expected = errors([(given, lowered(given))])
     assert set(found) == {("model", product) for product in expected}
     for (_, product), row in found.items():
-        assert figures(row) == pytest.approx(expected[product], rel=1e-5)
-        assert (row["recipe"], row["scale_source"], row["shards"]) == ("current-hybrid", "current", 1)
+        assert metrics_of(row) == pytest.approx(expected[product], rel=1e-5)
+        assert (row["recipe"], row["scale_source"], row["ranks"]) == ("current-hybrid", "current", 1)
     assert [row["n"] for row in found.values()] == [150 * 40, 150 * 48, 40 * 48]
 
 
@@ -78,7 +78,7 @@ TAKEN = {
 
 
 def of_a_block(product: str, given: dict[str, torch.Tensor], low: Mapping[str, Any], n: int) -> dict[str, float]:
-    """Figures of a product from n rows or columns of its operands alone."""
+    """Metrics of a product from n rows or columns of its operands alone."""
 
     def cut(m: torch.Tensor, columns: bool) -> torch.Tensor:
         at = spread(m.shape[columns], n, torch.device("cpu"))
@@ -98,7 +98,7 @@ def test_a_part_of_an_output_is_a_block_of_it() -> None:
     found = run(linear, given, output_rows=16)
     for product in TAKEN:
         expected = of_a_block(product, given, lowered(given), 16)
-        assert figures(found["model", product]) == pytest.approx(expected, rel=1e-5)
+        assert metrics_of(found["model", product]) == pytest.approx(expected, rel=1e-5)
         assert found["model", product]["n"] == 256
 
 
@@ -113,7 +113,7 @@ def test_places_are_spread_evenly_and_in_step_with_nothing() -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "blockwise", "nvfp4"])
 def test_blocks_run_along_what_is_summed_over(recipe: str) -> None:
-    """As Transformer Engine quantises the copies that each product takes; W in square blocks is one copy."""
+    """As Transformer Engine quantizes the copies that each product takes; W in square blocks is one copy."""
     linear, given = linear_operands()
     parsed = parse_recipe(recipe)
     rule = parsed.scaling
@@ -127,9 +127,9 @@ def test_blocks_run_along_what_is_summed_over(recipe: str) -> None:
     for n in (ALL, 16):
         found = run(linear, given, recipe=recipe, output_rows=n)
         for product, taken in TAKEN.items():
-            quantised_operands = {role: low(role, columns) for role, columns in taken.items()}
-            expected = of_a_block(product, given, quantised_operands, n)
-            assert figures(found["model", product]) == pytest.approx(expected, rel=1e-5)
+            quantized_operands = {role: low(role, columns) for role, columns in taken.items()}
+            expected = of_a_block(product, given, quantized_operands, n)
+            assert metrics_of(found["model", product]) == pytest.approx(expected, rel=1e-5)
             assert found["model", product]["recipe"] == parsed.name
 
 
@@ -170,10 +170,10 @@ def test_delayed_scales_in_use_and_the_first_micro_batch(monkeypatch: pytest.Mon
     for layer in layers:
         assert len(taken[layer, "input"]) == len(taken[layer, "grad_output"]) == 2
         given = {role: taken[layer, role][0] for role in ROLES}
-        low = {role: quantised(x, role, scales[index[layer, role]].item()) for role, x in given.items()}
+        low = {role: quantized(x, role, scales[index[layer, role]].item()) for role, x in given.items()}
         for product, expected in errors([(given, low)]).items():
             row = found[layer, product]
-            assert figures(row) == pytest.approx(expected, rel=1e-5), (layer, product)
+            assert metrics_of(row) == pytest.approx(expected, rel=1e-5), (layer, product)
             assert (row["scale_source"], row["recipe"]) == ("engine", "delayed-hybrid(amax_history_len=2)")
 
 
@@ -215,7 +215,7 @@ def test_a_layer_that_is_called_twice_gives_one_of_its_calls(reentrant: bool | N
         call(3 * call(x).tanh()).float().square().mean().backward()
     found = rows(samples.samples[0])
     for product, expected in errors([(given, lowered(given))]).items():
-        assert figures(found["model", product]) == pytest.approx(expected, rel=1e-5)
+        assert metrics_of(found["model", product]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_underflow_of_most_values_may_hurt_nothing() -> None:
@@ -235,7 +235,7 @@ def test_underflow_of_most_values_may_hurt_nothing() -> None:
 
 
 @pytest.mark.parametrize("n", [ALL, 1])
-def test_of_operands_that_hold_nan_or_nothing_figures_are_absent(n: int) -> None:
+def test_of_operands_that_hold_nan_or_nothing_metrics_are_absent(n: int) -> None:
     """Also where the part that is multiplied holds no NaN."""
     linear, given = linear_operands()
     given["input"][1, 1, 1] = torch.nan
@@ -243,7 +243,7 @@ def test_of_operands_that_hold_nan_or_nothing_figures_are_absent(n: int) -> None
     found = run(linear, given, output_rows=n)
     # What W does to a part of X without NaN does not hang on the scale of X.
     known = {"error_of_weight"} if n == 1 else set()
-    assert {product: set(figures(row)) for (_, product), row in found.items()} == {
+    assert {product: set(metrics_of(row)) for (_, product), row in found.items()} == {
         "fprop": known,
         "dgrad": set(),
         "wgrad": set(),
@@ -289,7 +289,7 @@ def test_a_fault_costs_products_and_no_operand(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_experts_and_their_fold() -> None:
-    """A fold is the outputs of all its experts laid end to end."""
+    """A aggregate is the outputs of all its experts laid end to end."""
     torch.manual_seed(0)
     model = nn.Module()
     model.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 12)) for _ in range(3)])
@@ -304,7 +304,7 @@ def test_experts_and_their_fold() -> None:
             parts.append((given, lowered(given)))
     found = rows(samples.samples[0])
     for product, expected in errors(parts).items():
-        assert figures(found["experts.*.0", product]) == pytest.approx(expected, rel=1e-5)
+        assert metrics_of(found["experts.*.0", product]) == pytest.approx(expected, rel=1e-5)
         assert found["experts.*.0", product]["experts"] == 3
         assert found["experts.1.0", product]["experts"] == 1
 

@@ -15,8 +15,8 @@ from helpers import Samples
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.grad_scale import GradMultiplier
-from nemo_fp8_debug.capture.patching import stand_in
+from nemo_fp8_debug.capture.grad_scale import GradScale
+from nemo_fp8_debug.capture.patching import patched
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -40,8 +40,8 @@ def batch(step: int, micro: int = 0) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + micro))
 
 
-def true_rows(model: nn.Module, batches: list[torch.Tensor], recipe: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Figures of these batches run plainly: one `loss.backward()` each, nothing scaled or divided."""
+def unscaled_rows(model: nn.Module, batches: list[torch.Tensor], recipe: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Metrics of these batches run plainly: one `loss.backward()` each, nothing scaled or divided."""
     model, seen = copy.deepcopy(model), Samples()
     monitor = Monitor(model, recorders=[seen], interval=1, recipe=recipe, on_error="raise")
     monitor.begin_step(0)
@@ -66,7 +66,7 @@ def test_a_loss_that_the_model_returns(
     returned: Callable[[torch.Tensor], Any], taken: Callable[[Any], torch.Tensor], in_place: bool
 ) -> None:
     model = Model(returned)
-    multiplier = GradMultiplier([model], nullcontext)
+    multiplier = GradScale([model], nullcontext)
     multiplier.attach()
     for micro in range(2):
         loss = taken(model(batch(0, micro)))
@@ -83,7 +83,7 @@ def test_a_loss_that_the_model_returns(
 
 def test_what_is_not_known_is_not_made_up() -> None:
     model = Model()
-    multiplier = GradMultiplier([model, model.layers], nullcontext)
+    multiplier = GradScale([model, model.layers], nullcontext)
     multiplier.attach()
     model.layers(batch(0)).square().mean().backward()  # no scalar
     with torch.no_grad():
@@ -121,31 +121,31 @@ def train(output: Path | None, factor: float | None, **options: Any) -> tuple[li
 
 
 @pytest.mark.parametrize("factor", [0.5, 64.0, 1 / 3])
-def test_a_run_is_not_disturbed_and_has_its_figures_in_units_of_its_loss(tmp_path: Path, factor: float) -> None:
+def test_a_run_is_not_disturbed_and_has_its_metrics_in_units_of_its_loss(tmp_path: Path, factor: float) -> None:
     losses, weights = train(None, factor)
-    watched, watched_weights = train(tmp_path, factor, weigh=["delayed"])
+    watched, watched_weights = train(tmp_path, factor, what_if=["delayed"])
     assert watched == losses and all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
-    steps = read_table(find_run(tmp_path), "steps", ["step", "grad_multiplier"])
+    steps = read_table(find_run(tmp_path), "steps", ["step", "grad_scale"])
     measured = float(torch.tensor(factor))  # of a loss in float32
     assert steps.rows() == [(0, measured), (1, None), (2, measured), (3, None)]
-    plain = true_rows(Model(), [batch(0, micro) for micro in range(2)], "current")
-    for table in ("figures", "what_if"):
+    plain = unscaled_rows(Model(), [batch(0, micro) for micro in range(2)], "current")
+    for table in ("metrics", "what_if"):
         rows = list(read_table(find_run(tmp_path), table, where={"step": 0}).iter_rows(named=True))
-        assert len(rows) in (6, 0)  # float32 operands are not weighed
+        assert len(rows) in (6, 0)  # float32 operands are not tried
         for row in rows:
-            for figure in UNITS:
+            for metric in UNITS:
                 if row["role"] != "grad_output":
-                    assert row[f"true_{figure}"] is None
-                elif table == "figures":
-                    expected = plain[row["layer"], "grad_output"][figure]
+                    assert row[f"unscaled_{metric}"] is None
+                elif table == "metrics":
+                    expected = plain[row["layer"], "grad_output"][metric]
                     exact = math.frexp(factor)[0] == 0.5
-                    assert row[f"true_{figure}"] == (expected if exact else pytest.approx(expected, rel=1e-5))
+                    assert row[f"unscaled_{metric}"] == (expected if exact else pytest.approx(expected, rel=1e-5))
 
 
 def test_micro_batches_that_differ_leave_it_open(tmp_path: Path) -> None:
     train(tmp_path, None)
-    assert read_table(find_run(tmp_path), "steps")["grad_multiplier"].null_count() == 4
-    assert read_table(find_run(tmp_path), "figures")["true_amax"].null_count() == 12
+    assert read_table(find_run(tmp_path), "steps")["grad_scale"].null_count() == 4
+    assert read_table(find_run(tmp_path), "metrics")["unscaled_amax"].null_count() == 12
 
 
 def test_what_the_user_says_counts(tmp_path: Path) -> None:
@@ -153,16 +153,16 @@ def test_what_the_user_says_counts(tmp_path: Path) -> None:
     monitor = Monitor(model, tmp_path, interval=1, table_rows=0, on_error="raise")
     with monitor.step(0) as report:
         model(batch(0)).backward()
-        report(grad_multiplier=8.0)
+        report(grad_scale=8.0)
     with monitor.step(1) as report:
         loss = model.layers(batch(0)).sum()
         monitor.watch_loss(loss, tokens=16)
         (loss / 32).backward()
     with monitor.step(2) as report:
         model(batch(0)).backward()
-        report(grad_multiplier=0.0)
+        report(grad_scale=0.0)
     monitor.close()
-    assert read_table(find_run(tmp_path), "steps")["grad_multiplier"].to_list() == [8.0, 0.5, None]
+    assert read_table(find_run(tmp_path), "steps")["grad_scale"].to_list() == [8.0, 0.5, None]
 
 
 def test_a_grad_scaler_that_skips_a_step() -> None:
@@ -171,7 +171,7 @@ def test_a_grad_scaler_that_skips_a_step() -> None:
     plain = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=100)
-    monitor = Monitor(model, recorders=[seen], interval=1, weigh=["delayed"], on_error="raise")
+    monitor = Monitor(model, recorders=[seen], interval=1, what_if=["delayed"], on_error="raise")
     for step in range(4):
         before = scaler.get_scale()
         with monitor.step(step) as report:
@@ -189,7 +189,7 @@ def test_a_grad_scaler_that_skips_a_step() -> None:
     for step in range(4):
         sample = seen.samples[step]
         assert ("the optimizer skipped this step" in sample.remarks) == skipped[step]
-        assert sample.scalars["grad_multiplier"] == 2.0 ** (20 - step if step < sum(skipped) else 20 - sum(skipped))
+        assert sample.scalars["grad_scale"] == 2.0 ** (20 - step if step < sum(skipped) else 20 - sum(skipped))
     first = skipped.index(False)  # no step before has changed the weights
     expected = Samples()
     monitor = Monitor(plain, recorders=[expected], interval=1, on_error="raise")
@@ -197,16 +197,16 @@ def test_a_grad_scaler_that_skips_a_step() -> None:
         plain.layers(batch(0)).square().mean().backward()
     monitor.close()
     for layer in ("layers.0", "layers.2"):
-        true = seen.rows(first)[layer, "grad_output"]["true_amax"]
+        true = seen.rows(first)[layer, "grad_output"]["unscaled_amax"]
         assert true == pytest.approx(expected.rows(0)[layer, "grad_output"]["amax"], rel=2e-3)
     what_if = seen.samples[first].what_if
     of_dy = [i for i, role in enumerate(what_if["role"]) if role == "grad_output"]
-    scale = seen.samples[first].scalars["grad_multiplier"]
-    assert of_dy and all(what_if["true_mse"][i] == what_if["mse"][i] / scale**2 for i in of_dy)
+    scale = seen.samples[first].scalars["grad_scale"]
+    assert of_dy and all(what_if["unscaled_mse"][i] == what_if["mse"][i] / scale**2 for i in of_dy)
 
 
 def test_several_may_stand_in_and_leave_in_any_order() -> None:
-    class Host:
+    class Backend:
         def work(self, x: int) -> int:
             return x + 1
 
@@ -216,8 +216,8 @@ def test_several_may_stand_in_and_leave_in_any_order() -> None:
         return result
 
     for order in ((0, 1), (1, 0)):
-        host, seen = Host(), ([], [])
-        leave = [stand_in(host, "work", call, seen[i].append) for i in range(2)]
+        host, seen = Backend(), ([], [])
+        leave = [patched(host, "work", call, seen[i].append) for i in range(2)]
         assert host.work(1) == 2
         leave[order[0]]()
         assert host.work(2) == 3
@@ -272,7 +272,7 @@ def test_megatron_schedules() -> None:
     assert len(expected) > 20
     for micro_batches, loss_scale, summed in ((1, 1.0, False), (2, 1.0, False), (4, 256.0, False), (2, 8.0, True)):
         sample = megatron_step(micro_batches, loss_scale, summed)
-        assert sample.scalars["grad_multiplier"] == loss_scale / micro_batches
-        rows = zip(*(sample.columns[c] for c in ("layer", "role", "true_amax")), strict=True)
+        assert sample.scalars["grad_scale"] == loss_scale / micro_batches
+        rows = zip(*(sample.columns[c] for c in ("layer", "role", "unscaled_amax")), strict=True)
         assert {(layer, role): value for layer, role, value in rows} == expected
     assert schedules.forward_step is original

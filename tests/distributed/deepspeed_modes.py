@@ -136,7 +136,7 @@ class Watched:
 
     def start(self, model: nn.Module) -> None:
         if self._wanted:
-            self._monitor = Monitor(model, recorders=[self.kept], interval=INTERVAL, on_error="raise", weigh=["delayed"])
+            self._monitor = Monitor(model, recorders=[self.kept], interval=INTERVAL, on_error="raise", what_if=["delayed"])
             MONITORS.append(self._monitor)
 
     def begin_step(self, step: int) -> None:
@@ -152,13 +152,13 @@ class Watched:
         return {
             step: {
                 "rows": {"/".join(key): row for key, row in self.kept.rows(step).items()},
-                "sketches": sketches(self.kept.samples[step].sketches),
+                "histograms": histograms(self.kept.samples[step].histograms),
             }
             for step in self.kept.samples
         }
 
 
-def sketches(columns: Mapping[str, Any]) -> dict[str, dict[int, int]]:
+def histograms(columns: Mapping[str, Any]) -> dict[str, dict[int, int]]:
     """Counts of occupied bins by layer and role, over all calls."""
     found: dict[str, Counter[int]] = {}
     for layer, role, bins, counts in zip(*(columns[name] for name in ("layer", "role", "bins", "counts")), strict=True):
@@ -287,10 +287,10 @@ def lightning(within: Path, watched: bool) -> dict[str, Any]:
     trainer.fit(module, DataLoader([batch(step, rank()) for step in range(STEPS)], batch_size=None))
     found = {}
     if watched and rank() == 0:
-        figures, kept = (read_table(find_run(folder), table) for table in ("figures", "sketches"))
-        for step in figures["step"].unique().to_list():
-            rows = {f"{row['layer']}/{row['role']}": row for row in figures.filter(step=step).to_dicts()}
-            found[step] = {"rows": rows, "sketches": sketches(kept.filter(step=step).to_dict(as_series=False))}
+        metrics, kept = (read_table(find_run(folder), table) for table in ("metrics", "histograms"))
+        for step in metrics["step"].unique().to_list():
+            rows = {f"{row['layer']}/{row['role']}": row for row in metrics.filter(step=step).to_dicts()}
+            found[step] = {"rows": rows, "histograms": histograms(kept.filter(step=step).to_dict(as_series=False))}
     return {"losses": module.losses, "digest": digest(module), "samples": found}
 
 

@@ -139,7 +139,7 @@ def hooks_are_lost(run: Run, step: int) -> None:
 
 def is_blocked(run: Run, step: int) -> None:
     if run.rank == 1 and run.watched and step == 4:
-        run.monitor._measuring._worker.submit(threading.Event().wait)
+        run.monitor._pipeline._worker.submit(threading.Event().wait)
 
 
 class Hanging(RunRecord):

@@ -78,7 +78,7 @@ LAYOUTS = [
     Layout("tp-sp-dp", 4, _tp(2), _SP, _SHARDED, noise=_ROUNDING),
     Layout("experts", 1, experts=True),
     # An expert multiplies the tokens of all ranks in one GEMM, so that its gradient rounds once; and after an update that
-    # differs in its last bits, tokens for which two experts weigh nearly the same go elsewhere.
+    # differs in its last bits, tokens for which two experts try nearly the same go elsewhere.
     Layout("ep", 2, _ep(2), experts=True, alike=1),
     Layout("ep-pp", 4, _ep(2) | _pp(2), experts=True, alike=1),
     Layout("ep-tp", 4, _ep(2) | _tp(2), _SP | _EVEN, experts=True, noise=_MORE_ROUNDING, alike=1),
@@ -91,7 +91,7 @@ SPREAD = [layout for layout in LAYOUTS if layout.world > 1 and layout.name != "c
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 #: how each layout is watched
 WATCHED: dict[str, dict[str, Any]] = {
-    "auto": {"recipe": "auto", "weigh": ["current-e5m2", "mxfp8"], "output_rows": 1000},
+    "auto": {"recipe": "auto", "what_if": ["current-e5m2", "mxfp8"], "output_rows": 1000},
     "delayed": {"recipe": "delayed"},
 }
 

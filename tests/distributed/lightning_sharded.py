@@ -83,9 +83,9 @@ def compare(folder: Path, how: str) -> None:
     losses, rank = train(folder, how, True)
     unwatched, _ = train(folder, how, False)
     if rank == 0:
-        table = read_table(find_run(folder / how), "figures").filter(step=0).sort("layer", "role")
-        figures = {f"{row['layer']} {row['role']}": [row[k] for k in ("n", "amax", "amin")] for row in table.to_dicts()}
-        (folder / f"{how}.json").write_text(json.dumps({"figures": figures, "losses": losses, "unwatched": unwatched}))
+        table = read_table(find_run(folder / how), "metrics").filter(step=0).sort("layer", "role")
+        metrics = {f"{row['layer']} {row['role']}": [row[k] for k in ("n", "amax", "amin")] for row in table.to_dicts()}
+        (folder / f"{how}.json").write_text(json.dumps({"metrics": metrics, "losses": losses, "unwatched": unwatched}))
 
 
 if __name__ == "__main__":

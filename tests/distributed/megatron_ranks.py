@@ -64,7 +64,7 @@ PLAIN = {
 
 
 class Norm(torch.nn.LayerNorm):
-    """Megatron's wrapper of torch's refuses sequence parallelism, which asks for this mark only."""
+    """Megatron's wrapper of torch's refuses sequence parallelizm, which asks for this mark only."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps)
@@ -92,7 +92,7 @@ def chunks_of(layout: Layout) -> list[GPTModel]:
         ffn_hidden_size=2 * HIDDEN,
         num_attention_heads=4,
         pipeline_dtype=torch.bfloat16,
-        # The loss of a token weighs the same on however many ranks its batch is.
+        # The loss of a token tries the same on however many ranks its batch is.
         calculate_per_token_loss=True,
         **layout.groups,
         **PLAIN,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, OperandStats, Partial, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -110,7 +110,7 @@ def fsdp1(**options: Any) -> Callable[[Model], nn.Module]:
 
 
 def plan(of_sequence: bool) -> dict[str, Any]:
-    between = Shard(1) if of_sequence else Replicate()
+    between = OperandStats(1) if of_sequence else Replicate()
     layers = {
         "blocks.*.up": ColwiseParallel(input_layouts=between),
         "blocks.*.down": RowwiseParallel(output_layouts=between),
@@ -229,21 +229,21 @@ def train(mode: str, rank: int, world: int, watched: bool) -> dict[str, Any]:
             monitor.end_step(loss=loss)
     if monitor:
         monitor.close()
-    return {"losses": losses, "weights": digest(net), "samples": list(figures(samples)), "last": true_weights}
+    return {"losses": losses, "weights": digest(net), "samples": list(metrics_of(samples)), "last": true_weights}
 
 
-def figures(samples: Samples) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
+def metrics_of(samples: Samples) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
     for step, sample in samples.samples.items():
-        sketches = dict(
-            zip(zip(sample.sketches["layer"], sample.sketches["role"], strict=True), sketches_of(sample), strict=True)
+        histograms = dict(
+            zip(zip(sample.histograms["layer"], sample.histograms["role"], strict=True), histograms_of(sample), strict=True)
         )
         for i, key in enumerate(zip(sample.columns["layer"], sample.columns["role"], strict=True)):
             row = {name: column[i] for name, column in sample.columns.items()}
-            yield step, *key, row | {"sketch": sketches[key]}
+            yield step, *key, row | {"histogram": histograms[key]}
 
 
-def sketches_of(sample: Any) -> Iterator[dict[int, int]]:
-    for bins, counts in zip(sample.sketches["bins"], sample.sketches["counts"], strict=True):
+def histograms_of(sample: Any) -> Iterator[dict[int, int]]:
+    for bins, counts in zip(sample.histograms["bins"], sample.histograms["counts"], strict=True):
         yield dict(zip(bins.tolist(), counts.tolist(), strict=True))
 
 

@@ -14,8 +14,8 @@ def test_a_layer_that_one_rank_has_compiled_lacks_its_part(tmp_path: Path) -> No
     run_script(Path(__file__).with_name("compiled.py"), tmp_path, TORCHDYNAMO_DISABLE=None)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     assert first["watched"] == first["plain"] and second["watched"] == second["plain"]
-    rows = read_table(find_run(tmp_path / "run"), "figures").select("layer", "role", "shards", "shards_missing").unique()
-    found = {(layer, role): (shards, missing) for layer, role, shards, missing in rows.rows()}
+    rows = read_table(find_run(tmp_path / "run"), "metrics").select("layer", "role", "ranks", "ranks_missing").unique()
+    found = {(layer, role): (stats, missing) for layer, role, stats, missing in rows.rows()}
     activations = ("input", "grad_output")
     assert found == {
         **{("0.0", role): (1, 1) for role in activations},

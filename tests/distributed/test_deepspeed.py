@@ -1,4 +1,4 @@
-"""Under DeepSpeed figures of W are those of the full weight, of X and dY those of all ranks; nothing is gathered."""
+"""Under DeepSpeed metrics of W are those of the full weight, of X and dY those of all ranks; nothing is gathered."""
 
 from __future__ import annotations
 
@@ -72,21 +72,21 @@ def test_weights_are_really_split_between_forwards(ranks: list[dict[str, Run]], 
 
 @pytest.mark.parametrize("mode", ALL)
 def test_first_step_is_that_of_one_process(ranks: list[dict[str, Run]], mode: str) -> None:
-    """Until the first update the arithmetic is the same: every count of every sketch, and every figure."""
+    """Until the first update the arithmetic is the same: every count of every histogram, and every metric."""
     run, twin = ranks[0][mode]["watched"], ranks[0][TWINS.get(mode, "plain")]
-    assert of_step(run, "0", "sketches") == of_step(twin, "0", "sketches")
+    assert of_step(run, "0", "histograms") == of_step(twin, "0", "histograms")
     rows, expected = of_step(run, "0", "rows"), of_step(twin, "0", "rows")
     assert rows.keys() == expected.keys() and len(rows) == 27
     for key, row in rows.items():
         holders = 1 if key.endswith("/weight") or mode == "pipeline" else 2
-        assert (row["shards"], row["shards_missing"]) == (holders, 0)
+        assert (row["ranks"], row["ranks_missing"]) == (holders, 0)
         # Lightning shows what it returns as the loss; the others return none.
         own = (
-            "shards",
+            "ranks",
             "layer",
             "step",
             "attempt",
-            *(("true_amax", "true_amin", "true_mse") if mode == "lightning" else ()),
+            *(("unscaled_amax", "unscaled_amin", "unscaled_mse") if mode == "lightning" else ()),
         )
         others = {name: value for name, value in expected[key].items() if name not in own}
         for name, value in others.items():
@@ -98,9 +98,9 @@ def test_first_step_is_that_of_one_process(ranks: list[dict[str, Run]], mode: st
 @pytest.mark.parametrize("step", ["0", "2"])
 def test_w_is_the_full_weight_of_its_step(ranks: list[dict[str, Run]], mode: str, step: str) -> None:
     """As DeepSpeed itself gathered it at that moment in the run without a monitor."""
-    sketches = of_step(ranks[0][mode]["watched"], step, "sketches")
+    histograms = of_step(ranks[0][mode]["watched"], step, "histograms")
     truth = ranks[0][mode]["bare"]["weights"][step]
-    assert len(truth) == 9 and {key: sketches[key] for key in truth} == truth
+    assert len(truth) == 9 and {key: histograms[key] for key in truth} == truth
 
 
 @pytest.mark.parametrize("mode", [mode for mode in STAGE_3[1:] if mode not in TWINS])
@@ -120,8 +120,8 @@ def test_later_steps_differ_by_the_rounding_of_gradients_only(ranks: list[dict[s
     expected = of_step(ranks[0][TWINS.get(mode, "plain")], "2", "rows")
     rel = 1e-5 if mode == "zero-3 float32" else 0.05
     for key, row in rows.items():
-        for figure in ("amax", "scale", "relative_error"):
-            assert row[figure] == pytest.approx(expected[key][figure], rel=rel)
+        for metric in ("amax", "scale", "relative_error"):
+            assert row[metric] == pytest.approx(expected[key][metric], rel=rel)
 
 
 def test_recipe(tmp_path: Path) -> None:
@@ -131,13 +131,13 @@ def test_recipe(tmp_path: Path) -> None:
     told = run_script(*launch, *options, DS_ACCELERATOR="cpu", PYTHONWARNINGS="ignore")
     run = find_run(tmp_path)
     assert f"The record is in {run};" in told
-    figures = read_table(run, "figures")
-    assert figures["step"].unique().to_list() == [0, 2] and set(figures["role"]) == {"input", "weight", "grad_output"}
-    assert set(figures["layer"]) == {
+    metrics = read_table(run, "metrics")
+    assert metrics["step"].unique().to_list() == [0, 2] and set(metrics["role"]) == {"input", "weight", "grad_output"}
+    assert set(metrics["layer"]) == {
         "output_layer",
         *(f"layers.{layer}.{gemm}" for layer in range(2) for gemm in ("qkv", "proj", "fc1", "fc2")),
     }
-    assert set(figures.filter(role="input")["calls"]) == {4}  # two micro-batches on each of two ranks
+    assert set(metrics.filter(role="input")["calls"]) == {4}  # two micro-batches on each of two ranks
     steps = read_table(run, "steps")
     assert len(steps) == 4 and steps["loss"][3] < steps["loss"][0]
     assert steps["skipped"].to_list() == [0] * 4 and steps["loss_scale"].to_list() == [1] * 4
@@ -149,12 +149,12 @@ def test_float16_whose_loss_scale_is_too_large_at_first(folders: tuple[Path, Pat
         for found in rank.values():
             assert found["watched"] == found["plain"]
     scaled, not_scaled = (read_table(find_run(folders[1] / stage), "steps") for stage in ("1", "0"))
-    assert scaled["grad_multiplier"].to_list() == [scale / 2 for scale in scaled["loss_scale"]]
+    assert scaled["grad_scale"].to_list() == [scale / 2 for scale in scaled["loss_scale"]]
     assert scaled["skipped"].to_list() == [1, 1, 1, 1, 1, 0] and scaled["loss_scale"][0] == 2.0**24
-    assert not_scaled["grad_multiplier"].to_list() == [0.5] * 6 and not_scaled["loss_scale"].min() == 2.0**24
-    one, other = (read_table(find_run(folders[1] / stage), "figures", where={"role": "grad_output"}) for stage in ("1", "0"))
+    assert not_scaled["grad_scale"].to_list() == [0.5] * 6 and not_scaled["loss_scale"].min() == 2.0**24
+    one, other = (read_table(find_run(folders[1] / stage), "metrics", where={"role": "grad_output"}) for stage in ("1", "0"))
     assert 0 in one.filter(pl.col("inf") > 0)["step"] and 5 not in one.filter(pl.col("inf") > 0)["step"]
     # The first steps have hardly moved the weights, and the factors are 2^19 apart.
     last = one.filter(step=5), other.filter(step=5)
     assert (last[0]["amax"] / last[1]["amax"] > 2**18).all()
-    assert last[0]["true_amax"].to_list() == pytest.approx(last[1]["true_amax"].to_list(), rel=0.05)
+    assert last[0]["unscaled_amax"].to_list() == pytest.approx(last[1]["unscaled_amax"].to_list(), rel=0.05)

@@ -1,4 +1,4 @@
-"""What goes wrong on one of several ranks costs figures and says so once: never a hang, an exit code or a bit of the run."""
+"""What goes wrong on one of several ranks costs metrics and says so once: never a hang, an exit code or a bit of the run."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def runs(ended: Path) -> tuple[Path, Found]:
 
 
 def rows(folder: Path, scenario: str) -> dict[tuple[int, str, str], tuple[int, int]]:
-    """(shards, missing) by step, layer and role."""
-    columns = ["step", "layer", "role", "shards", "shards_missing"]
-    table = read_table(find_run(folder / scenario), "figures", columns)
+    """(stats, missing) by step, layer and role."""
+    columns = ["step", "layer", "role", "ranks", "ranks_missing"]
+    table = read_table(find_run(folder / scenario), "metrics", columns)
     return {(step, layer, role): (made, lost) for step, layer, role, made, lost in table.rows()}
 
 
@@ -63,24 +63,24 @@ ACTIVATIONS = {(layer, role) for layer in ("0", "2") for role in ("input", "grad
 def test_rows_without_the_part_of_a_rank_say_so(runs: tuple[Path, Found], scenario: str, lost_at: list[int]) -> None:
     found = rows(runs[0], scenario)
     assert {step for step, *_ in found} == {0, 2, 4, 6, 8}
-    for (step, layer, role), shards in found.items():
+    for (step, layer, role), stats in found.items():
         if role == "weight":  # all ranks have the same one, and the first counts it
-            assert shards == (1, 0)
+            assert stats == (1, 0)
         else:
             assert (layer, role) in ACTIVATIONS
-            assert shards == ((2, 1) if step in lost_at else (3, 0))
+            assert stats == ((2, 1) if step in lost_at else (3, 0))
     warned = [(rank, message) for rank, message in said(runs[1], scenario) if "measured without the parts" in message]
     assert [rank for rank, _ in warned] == [0]
     assert f"4 operands of step {lost_at[0]} are measured without the parts of some ranks" in warned[0][1]
 
 
 @pytest.mark.parametrize(
-    ("scenario", "shards"), [("no_gemm_on_0", 2), ("no_gemm_on_1", 2), ("two_monitors", 3), ("uneven_groups", 3)]
+    ("scenario", "ranks"), [("no_gemm_on_0", 2), ("no_gemm_on_1", 2), ("two_monitors", 3), ("uneven_groups", 3)]
 )
-def test_what_is_no_fault_is_no_warning(runs: tuple[Path, Found], scenario: str, shards: int) -> None:
+def test_what_is_no_fault_is_no_warning(runs: tuple[Path, Found], scenario: str, stats: int) -> None:
     assert said(runs[1], scenario) == []
     found = rows(runs[0], scenario)
-    assert set(found.values()) == {(1, 0), (shards, 0)}
+    assert set(found.values()) == {(1, 0), (stats, 0)}
     assert {step for step, *_ in found} == {0, 2, 4, 6, 8}
 
 

@@ -1,4 +1,4 @@
-"""The same step under torch's sharding engines as in one process: figures are those of the same whole tensors."""
+"""The same step under torch's sharding engines as in one process: metrics are those of the same whole tensors."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_operands_are_those_of_one_process(results: Results, world: int, mode: s
     expected, found = rows(plain(results, mode), 0), rows(results[world][0][mode], 0)
     assert len(expected) == 15 and set(found) == set(expected)
     for key, row in expected.items():
-        assert found[key]["sketch"] == row["sketch"], key
-        assert {k: found[key][k] for k in ("n", "amax", "dtype", "shards_missing")} == {
+        assert found[key]["histogram"] == row["histogram"], key
+        assert {k: found[key][k] for k in ("n", "amax", "dtype", "ranks_missing")} == {
             "n": row["n"],
             "amax": row["amax"],
             "dtype": "bfloat16",
-            "shards_missing": 0,
+            "ranks_missing": 0,
         }
 
 
@@ -67,8 +67,8 @@ def test_weights_are_those_of_the_step(results: Results, world: int, mode: str) 
     first, last = rows(mine, 0), rows(mine, 2)
     assert len(mine["last"]) == 5
     for layer, counts in mine["last"].items():
-        assert last[layer, "weight"]["sketch"] == counts
-        assert last[layer, "weight"]["sketch"] != first[layer, "weight"]["sketch"]
+        assert last[layer, "weight"]["histogram"] == counts
+        assert last[layer, "weight"]["histogram"] != first[layer, "weight"]["histogram"]
 
 
 @pytest.mark.parametrize(("world", "mode"), [*CASES, (2, "fsdp2-unsharded"), (2, "partial-exact")])
@@ -95,15 +95,15 @@ def test_losses_and_weights_are_bit_identical(results: Results, world: int, mode
 )
 def test_copies_are_counted_once(results: Results, world: int, mode: str, layer: str, x: int, w: int, dy: int) -> None:
     found = rows(results[world][0][mode], 0)
-    shards = {role: found[layer, role]["shards"] for role in ("input", "weight", "grad_output")}
-    assert shards == {"input": x, "weight": w, "grad_output": dy}
+    stats = {role: found[layer, role]["ranks"] for role in ("input", "weight", "grad_output")}
+    assert stats == {"input": x, "weight": w, "grad_output": dy}
 
 
 def test_x_is_what_fsdp2_casts_it_to_even_if_w_was_gathered_before(results: Results) -> None:
     expected, found = rows(plain(results, "plain"), 0), rows(results[2][0]["fsdp2-unsharded"], 0)
     assert {row["dtype"] for row in found.values()} == {"bfloat16"}
     # Between layers there is float32, so that later operands differ; the first X and all W do not.
-    assert found["blocks.0.up", "input"]["sketch"] == expected["blocks.0.up", "input"]["sketch"]
+    assert found["blocks.0.up", "input"]["histogram"] == expected["blocks.0.up", "input"]["histogram"]
     assert all(found[key]["n"] == row["n"] for key, row in expected.items())
 
 
@@ -111,7 +111,7 @@ def test_a_sum_that_no_rank_knows_is_left_out_and_said(results: Results) -> None
     expected, found = rows(plain(results, "partial-exact"), 0), rows(results[2][0]["partial-exact"], 0)
     assert ("head", "input") not in found
     for role in ("weight", "grad_output"):
-        assert found["head", role]["sketch"] == expected["head", role]["sketch"]
+        assert found["head", role]["histogram"] == expected["head", role]["histogram"]
     for rank in results[2]:
         said = "\n".join(rank["partial-exact"]["warnings"])
         assert "X of head" in said and "are missing from the sample of step 0" in said
@@ -123,11 +123,11 @@ def test_the_recipe_runs_on_two_processes(tmp_path: Path) -> None:
     told = run_script(*launch, RECIPE, "--output", tmp_path, "--steps", "4", "--interval", "2")
     run = find_run(tmp_path)
     assert told.count(f"The record is in {run};") == 1
-    figures = read_table(run, "figures")
-    assert figures["step"].unique().to_list() == [0, 2]
-    assert (figures.filter(role="weight")["shards"] == 1).all()
-    of_x = figures.filter(role="input")
-    assert (of_x["shards"] == 2).all() and (of_x["calls"] == 2 * 2).all()  # ranks, accumulated batches
+    metrics = read_table(run, "metrics")
+    assert metrics["step"].unique().to_list() == [0, 2]
+    assert (metrics.filter(role="weight")["ranks"] == 1).all()
+    of_x = metrics.filter(role="input")
+    assert (of_x["ranks"] == 2).all() and (of_x["calls"] == 2 * 2).all()  # ranks, accumulated batches
     losses = read_table(run, "steps")["loss"]
     assert len(losses) == 4 and losses[3] < losses[0]
 
@@ -137,5 +137,5 @@ def test_lightnings_strategies(tmp_path: Path) -> None:
     told = {how: json.loads((tmp_path / f"{how}.json").read_text()) for how in ("plain", "fsdp2", "fsdp1")}
     for found in told.values():
         assert found["losses"] == found["unwatched"]
-    assert len(told["plain"]["figures"]) == 15
-    assert told["fsdp2"]["figures"] == told["fsdp1"]["figures"] == told["plain"]["figures"]
+    assert len(told["plain"]["metrics"]) == 15
+    assert told["fsdp2"]["metrics"] == told["fsdp1"]["metrics"] == told["plain"]["metrics"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from layouts import BY_NAME, LAYOUTS, SPREAD, STEPS, WATCHED, Layout, sequences
 from processes import run_script
-from products import errors, figures, quantised
+from products import errors, metrics_of, quantized
 
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -106,20 +106,20 @@ class Whole:
 
 
 def counted(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Occupied bins of a sketch, by hand: how often each magnitude of BF16 occurs."""
+    """Occupied bins of a histogram, by hand: how often each magnitude of BF16 occurs."""
     bits = torch.cat([t.flatten() for t in tensors]).view(torch.int16) & 0x7FFF
     bins, counts = bits.unique(return_counts=True)
     return dict(zip(bins.tolist(), counts.tolist(), strict=True))
 
 
-def record(folder: Path, name: str, watched: str, table: str = "figures") -> pl.DataFrame:
+def record(folder: Path, name: str, watched: str, table: str = "metrics") -> pl.DataFrame:
     """Rows of a table; those of all experts of a layer as one are tested elsewhere."""
     rows = read_table(find_run(folder / name / watched), table).sort(["step", "layer", "role"])
     return rows.filter(~pl.col("layer").str.contains("*", literal=True))
 
 
-def sketches(folder: Path, name: str, watched: str) -> dict[tuple[int, str, str], dict[int, int]]:
-    rows = record(folder, name, watched, "sketches").select("step", "layer", "role", "bins", "counts").rows()
+def histograms(folder: Path, name: str, watched: str) -> dict[tuple[int, str, str], dict[int, int]]:
+    rows = record(folder, name, watched, "histograms").select("step", "layer", "role", "bins", "counts").rows()
     return {(step, layer, role): dict(zip(bins, counts, strict=True)) for step, layer, role, bins, counts in rows}
 
 
@@ -135,15 +135,15 @@ def apart(mine: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
 
 
 def sorted_values(bins: Mapping[int, int]) -> torch.Tensor:
-    """Magnitudes of all values of a sketch, ascending."""
+    """Magnitudes of all values of a histogram, ascending."""
     found = torch.tensor(sorted(bins), dtype=torch.int16).view(torch.bfloat16).double()
     return found.repeat_interleave(torch.tensor([bins[b] for b in sorted(bins)]))
 
 
 def assert_same(mine: pl.DataFrame, its: pl.DataFrame) -> None:
-    """All figures are equal to the last bit, but those of errors, which ranks may add up in another order."""
-    errors = ["mse", "true_mse", "relative_error", "sqnr_db", "cosine"]
-    several = ["shards", "calls"]
+    """All metrics are equal to the last bit, but those of errors, which ranks may add up in another order."""
+    errors = ["mse", "unscaled_mse", "relative_error", "sqnr_db", "cosine"]
+    several = ["ranks", "calls"]
     assert len(mine) > 0
     assert mine.drop(several + errors).equals(its.drop(several + errors))
     for name in errors:
@@ -163,8 +163,8 @@ def test_training_is_bit_identical_with_and_without_the_monitor(trained: Path, l
 @of_watched
 @of_all
 def test_the_record_counts_each_value_of_the_whole_tensors_once(trained: Path, layout: Layout, watched: str) -> None:
-    whole, found = Whole(trained, layout), sketches(trained, layout.name, watched)
-    rows = record(trained, layout.name, watched).select("step", "layer", "role", "shards", "shards_missing", "n").rows()
+    whole, found = Whole(trained, layout), histograms(trained, layout.name, watched)
+    rows = record(trained, layout.name, watched).select("step", "layer", "role", "ranks", "ranks_missing", "n").rows()
     assert set(found) == {(step, *key) for step in range(STEPS) for key in whole.keys}
     assert set(found) == {(step, layer, role) for step, layer, role, *_ in rows} and len(rows) == len(found)
     for step, layer, role, *counts in rows:
@@ -181,21 +181,21 @@ def test_errors_of_outputs_are_those_of_what_each_rank_multiplies(trained: Path,
     expected = {}
     for step, name in {(step, name) for step in range(STEPS) for name, _ in whole.keys}:
         parts = whole.multiplied(step, name)
-        of_ranks = [(given, {role: quantised(x, role) for role, x in given.items()}) for given in parts]
+        of_ranks = [(given, {role: quantized(x, role) for role, x in given.items()}) for given in parts]
         for product, of in errors(of_ranks).items():
             expected[step, name, product] = (len(parts), of)
     assert set(rows) == set(expected)
     assert {product for *_, product in rows} >= {"fprop", "dgrad"}
-    for key, (shards, of) in expected.items():
-        assert rows[key]["shards"] == shards, key
-        assert figures(rows[key]) == pytest.approx(of, rel=1e-4), key
+    for key, (stats, of) in expected.items():
+        assert rows[key]["ranks"] == stats, key
+        assert metrics_of(rows[key]) == pytest.approx(of, rel=1e-4), key
 
 
 @of_spread
 def test_operands_are_those_of_one_process_but_for_the_noise_of_the_layout(trained: Path, layout: Layout) -> None:
-    """Sorting brings two sets of values as close as they get, so that sketches may not be further apart than the tensors."""
+    """Sorting brings two sets of values as close as they get, so that histograms may not be further apart than the tensors."""
     whole, one = Whole(trained, layout), Whole(trained, BY_NAME[like(layout)])
-    mine, its = (sketches(trained, name, "auto") for name in (layout.name, like(layout)))
+    mine, its = (histograms(trained, name, "auto") for name in (layout.name, like(layout)))
     assert set(mine) == set(its)
     for step, name, role in [found for found in mine if found[0] < layout.alike]:
         here, there, key = mine[step, name, role], its[step, name, role], (name, role)
@@ -210,13 +210,13 @@ def test_operands_are_those_of_one_process_but_for_the_noise_of_the_layout(train
 
 @of_watched
 @of_spread
-def test_figures_are_those_of_one_process(trained: Path, layout: Layout, watched: str) -> None:
+def test_metrics_are_those_of_one_process(trained: Path, layout: Layout, watched: str) -> None:
     mine, its = (record(trained, name, watched) for name in (layout.name, like(layout)))
     keys = ["step", "layer", "gemm", "role", "recipe", "format", "dtype", "scale_source"]
     assert mine.select(keys).equals(its.select(keys))
     exact = (pl.col("step") < layout.alike) if layout.noise == 0 else (pl.col("step") == 0) & (pl.col("role") == "weight")
     assert_same(mine.filter(exact), its.filter(exact))
-    # A token may go to another expert, where two weigh nearly the same for it; what all of them get together stays.
+    # A token may go to another expert, where two try nearly the same for it; what all of them get together stays.
     counts = [pl.sum(name) for name in ("n", "nan", "inf")]
     dense = pl.when(pl.col("layer").str.contains("local_experts")).then(pl.col("gemm")).otherwise(pl.col("layer"))
     totals = [f.group_by("step", dense.alias("of"), "role").agg(counts).sort("step", "of", "role") for f in (mine, its)]
@@ -224,8 +224,8 @@ def test_figures_are_those_of_one_process(trained: Path, layout: Layout, watched
 
 
 @of_spread
-def test_recipes_that_are_weighed(trained: Path, layout: Layout) -> None:
-    """Shards end where blocks of 32 values do, so that those of W are the same."""
+def test_recipes_that_are_what_if(trained: Path, layout: Layout) -> None:
+    """Operand statistics end where blocks of 32 values do, so that those of W are the same."""
     order = ["step", "layer", "role", "recipe"]
     mine, its = (record(trained, name, "auto", "what_if").sort(order) for name in (layout.name, like(layout)))
     assert mine.select(order).equals(its.select(order))
@@ -235,10 +235,10 @@ def test_recipes_that_are_weighed(trained: Path, layout: Layout) -> None:
 
 
 def test_parts_of_a_sequence_are_counted_on_both_ranks_and_weights_on_one(trained: Path) -> None:
-    found, rows = sketches(trained, "cp", "auto"), record(trained, "cp", "auto").to_dicts()
+    found, rows = histograms(trained, "cp", "auto"), record(trained, "cp", "auto").to_dicts()
     for step in range(STEPS):
         assert found[step, "linear_fc1", "input"] == counted([sequences(step)])
-    assert {(row["role"], row["shards"]) for row in rows} == {("input", 2), ("weight", 1), ("grad_output", 2)}
+    assert {(row["role"], row["ranks"]) for row in rows} == {("input", 2), ("weight", 1), ("grad_output", 2)}
 
 
 def test_the_loss_of_the_last_stage_is_recorded(trained: Path) -> None:

@@ -42,7 +42,7 @@ def attached(model: nn.Module, recipe: str | dict[str, Any], layers: list[str] |
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backward", ["e5m2", "e4m3"])
-def test_output_and_gradients_are_those_of_quantised_operands(dtype: torch.dtype, backward: str) -> None:
+def test_output_and_gradients_are_those_of_quantized_operands(dtype: torch.dtype, backward: str) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(24, 12).to(dtype)
     x, dy = torch.randn(7, 24).to(dtype).requires_grad_(), (1e-4 * torch.randn(7, 12)).to(dtype)

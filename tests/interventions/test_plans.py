@@ -96,7 +96,7 @@ def test_the_monitor_reports_each_operand_as_it_is_cast() -> None:
             train(linears, emulation, range(step, step + 1))
     rows = samples.rows(2)
     found = {key: (row["scale_source"], row["recipe"], row["format"]) for key, row in rows.items()}
-    plain = ("not quantised", "current-hybrid")
+    plain = ("not quantized", "current-hybrid")
     own, margin = "delayed-hybrid(amax_history_len=2)", "delayed-e4m3(margin=2,amax_history_len=3)"
     assert found == {
         ("0", "input"): (*plain, "e4m3"),
@@ -112,7 +112,7 @@ def test_the_monitor_reports_each_operand_as_it_is_cast() -> None:
         ("3", "weight"): ("engine", own, "e4m3"),
         ("3", "grad_output"): ("engine", own, "e5m2"),
     }
-    assert samples.fingerprint["recipe"]["gemms_quantised_by_emulation"] == 3
+    assert samples.fingerprint["recipe"]["gemms_quantized_by_emulation"] == 3
     assert samples.fingerprint["recipe"]["measured_against"] == own
 
 

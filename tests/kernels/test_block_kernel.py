@@ -1,4 +1,4 @@
-"""What the CPU kernel does in another way than the plain path: sums from the sketch, NVFP4's scales in a loop of its own."""
+"""What the CPU kernel does in another way than the plain path: sums from the histogram, NVFP4's scales in a loop of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from nemo_fp8_debug.kernels import quantization_sums, sketch
+from nemo_fp8_debug.kernels import histogram_of, quantization_sums
 from nemo_fp8_debug.kernels.cpu.block_scales import tables_of
 from nemo_fp8_debug.numerics.formats import E2M1
 from nemo_fp8_debug.numerics.histogram import infinity_bin, magnitudes_of
@@ -83,7 +83,7 @@ def test_sums_under_powers_of_two(name: str, role: str, block: tuple[int, int], 
     recipe = parse_recipe(name)
     for what, made in tensors().items():
         x = made.to(dtype).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-        got = quantization_sums(x, recipe.scaling, role, recipe.format_of(role), sketch(x))
+        got = quantization_sums(x, recipe.scaling, role, recipe.format_of(role), histogram_of(x))
         want = by_value(x, 0.5 if "epsilon" in name else 0, block, codes)
         assert {name: getattr(got, name).item() for name in want} == {
             name: pytest.approx(value, rel=1e-12, abs=0.0) for name, value in want.items()

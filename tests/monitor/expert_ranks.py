@@ -25,7 +25,7 @@ def main(rank: int, world: int, folder: str) -> None:
             "experts": nn.ModuleDict({name: nn.ModuleDict({"w1": nn.Linear(16, 32)}) for name in names}),
         }
     ).bfloat16()
-    monitor = Monitor(model, folder, interval=1, table_rows=0, on_error="raise", weigh=["current-e4m3"])
+    monitor = Monitor(model, folder, interval=1, table_rows=0, on_error="raise", what_if=["current-e4m3"])
     for step in range(2):
         with monitor.step(step):
             x = (torch.randn(8, 16) * 2.0**rank).bfloat16()

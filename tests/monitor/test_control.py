@@ -24,7 +24,7 @@ from nemo_fp8_debug.options.config import Config
 from nemo_fp8_debug.options.control_file import Control
 from nemo_fp8_debug.record.dump import dumped_files
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Place
+from nemo_fp8_debug.record.storage import Storage
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
 
 
 def sampled(folder: Path, **where: Any) -> list[int]:
-    return read_table(folder, "figures", where=where)["step"].unique().to_list()
+    return read_table(folder, "metrics", where=where)["step"].unique().to_list()
 
 
 class TestObeyed:
@@ -68,20 +68,20 @@ class TestObeyed:
         assert sampled(tmp_path, layer="1", role="weight") == [0, 10, 20, 30, 40, 50]
         assert sampled(tmp_path, layer="0") == sampled(tmp_path, role="input") == [0]
 
-    def test_recipes_to_weigh(self, tmp_path: Path) -> None:
-        assert not run(tmp_path, {3: "weigh: [current-e5m2, {name: delayed, margin: 1}]"})
+    def test_recipes_to_try(self, tmp_path: Path) -> None:
+        assert not run(tmp_path, {3: "what_if: [current-e5m2, {name: delayed, margin: 1}]"})
         what_if = read_table(tmp_path, "what_if")
         assert what_if["step"].unique().to_list() == [10, 20, 30, 40, 50]
         assert set(what_if["recipe"]) == {"current-e5m2", "delayed-hybrid(margin=1)"}
 
     def test_dump_on_and_off(self, tmp_path: Path) -> None:
         assert not run(tmp_path, {3: "dump: ['0']", 23: "dump: []"})
-        assert {step for _, step, _, _ in dumped_files(Place(tmp_path))} == {10, 20}
+        assert {step for _, step, _, _ in dumped_files(Storage(tmp_path))} == {10, 20}
 
     def test_a_number_of_steps(self, tmp_path: Path) -> None:
         assert not run(tmp_path, {3: "dump: ['0']\nsteps: 4"})
         assert sampled(tmp_path) == [0, 10, 11, 12, 13, 20, 30, 40, 50]
-        assert {step for _, step, _, _ in dumped_files(Place(tmp_path))} == {10, 11, 12, 13}
+        assert {step for _, step, _, _ in dumped_files(Storage(tmp_path))} == {10, 11, 12, 13}
 
     def test_removed_it_is_as_the_run_was_started(self, tmp_path: Path) -> None:
         assert not run(tmp_path, {3: "interval: 15\nlayers: ['1']", 16: None})
@@ -91,13 +91,13 @@ class TestObeyed:
     def test_a_resumed_run_does_not_count_the_steps_again(self, tmp_path: Path) -> None:
         run(tmp_path, {3: "dump: ['0']\nsteps: 4"}, steps=12)  # it is interrupted after two of the four
         run(tmp_path, {}, start=12, steps=40)
-        assert {(attempt, step) for attempt, step, _, _ in dumped_files(Place(tmp_path))} == {(0, 10), (0, 11)}
+        assert {(attempt, step) for attempt, step, _, _ in dumped_files(Storage(tmp_path))} == {(0, 10), (0, 11)}
         assert sampled(tmp_path) == [0, 10, 11, 20, 30]
 
     def test_a_resumed_run_finishes_the_steps(self, tmp_path: Path) -> None:
         run(tmp_path, {3: "dump: ['0']\nsteps: 14"}, steps=18)
         run(tmp_path, {}, start=18, steps=40)
-        again = {step for attempt, step, _, _ in dumped_files(Place(tmp_path)) if attempt == 1}
+        again = {step for attempt, step, _, _ in dumped_files(Storage(tmp_path)) if attempt == 1}
         assert again == {20, 21, 22, 23}
 
 
@@ -162,11 +162,11 @@ REFUSED = {
     "layers: 1": "layers is 1; it takes a list of strings",
     "layers: ['re:(a+)+$']": "takes globs only: a regular expression can be such that it never ends",
     "roles: [X]": "unknown roles ['X']",
-    "weigh: [fp7]": "unknown recipe 'fp7'",
-    "weigh: current": "weigh is 'current'; it takes a list of recipes",
+    "what_if: [fp7]": "unknown recipe 'fp7'",
+    "what_if: current": "what_if is 'current'; it takes a list of recipes",
     "steps: 0": "steps in control.yaml is 0",
     "steps: true": "steps in control.yaml is True",
-    "output: /tmp/elsewhere": "unknown keys output; it may have interval, layers, roles, weigh, dump, steps",
+    "output: /tmp/elsewhere": "unknown keys output; it may have interval, layers, roles, what_if, dump, steps",
     "[1, 2]": "must map keys to values; it is a list",
     "just text": "must map keys to values; it is a str",
     "a: [": "is not YAML",
@@ -219,7 +219,7 @@ class TestRefused:
                 "interval": st.integers(1, 10**6),
                 "layers": st.lists(st.sampled_from(["layers.*", "*fc2", "[ab]"]), min_size=1).map(tuple),
                 "roles": st.lists(st.sampled_from(["input", "weight"]), min_size=1).map(tuple),
-                "weigh": st.lists(st.sampled_from(["current", "delayed(margin=1)"])).map(tuple),
+                "what_if": st.lists(st.sampled_from(["current", "delayed(margin=1)"])).map(tuple),
                 "dump": st.lists(st.sampled_from(["layers.*", "*"])).map(tuple),
             },
         ),
@@ -260,11 +260,11 @@ def cli(*arguments: object) -> Result:
 
 class TestCommandLine:
     def test_it_writes_what_the_run_obeys(self, recorded: Path) -> None:
-        result = cli(recorded, "--dump", "0", "--steps", 2, "--interval", 20, "--weigh", "current-e4m3")
+        result = cli(recorded, "--dump", "0", "--steps", 2, "--interval", 20, "--what-if", "current-e4m3")
         assert result.exit_code == 0, result.output
         assert f"wrote {recorded}/run/control.yaml" in result.output
         assert not run(recorded / "run", {}, start=15, steps=45)
-        assert {step for _, step, _, _ in dumped_files(Place(recorded / "run"))} == {20, 21}
+        assert {step for _, step, _, _ in dumped_files(Storage(recorded / "run"))} == {20, 21}
         assert sampled(recorded / "run", attempt=1) == [20, 21, 40]
 
     def test_without_options_it_shows_what_became_of_it(self, recorded: Path) -> None:
@@ -283,7 +283,7 @@ class TestCommandLine:
         ("arguments", "message"),
         [
             (["--interval", "-1"], "interval is -1"),
-            (["--weigh", "fp7"], "unknown recipe 'fp7'"),
+            (["--what-if", "fp7"], "unknown recipe 'fp7'"),
             (["--steps", "0"], "steps in control.yaml is 0"),
             (["--roles", "dY"], "unknown roles"),
             (["--layers", "re:("], "takes globs only"),

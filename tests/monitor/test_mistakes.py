@@ -75,7 +75,7 @@ def warned(folder: Path, *arguments: Any, **options: Any) -> list[str]:
 
 
 def sampled(folder: Path) -> list[int]:
-    return read_table(folder, "figures")["step"].unique().to_list()
+    return read_table(folder, "metrics")["step"].unique().to_list()
 
 
 CLASSES: dict[str, Callable[..., Any]] = {
@@ -302,8 +302,8 @@ class TestModels:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_a_model_made_of_another_dtype_is_measured_as_it_is(self, tmp_path: Path, dtype: torch.dtype) -> None:
         assert not warned(tmp_path, change=lambda model: model.to(dtype))
-        figures = read_table(tmp_path, "figures")
-        assert figures.filter(step=3)["dtype"].unique().to_list() == [str(dtype).removeprefix("torch.")]
+        metrics = read_table(tmp_path, "metrics")
+        assert metrics.filter(step=3)["dtype"].unique().to_list() == [str(dtype).removeprefix("torch.")]
 
     def test_layers_replaced_after_attaching_are_one_warning(self, tmp_path: Path) -> None:
         (message,) = trained(tmp_path, change=lambda model: model.__setitem__(0, nn.Linear(8, 8)))[1]

@@ -248,7 +248,7 @@ def test_a_plain_loop_in_three_lines(tmp_path: Path, capsys: pytest.CaptureFixtu
             report(loss=loss)
     monitor.close()
     run = find_run(tmp_path)
-    assert read_table(run, "figures")["step"].unique().to_list() == [0, 2]
+    assert read_table(run, "metrics")["step"].unique().to_list() == [0, 2]
     assert read_table(run, "steps")["step"].to_list() == [0, 1, 2, 3]
     assert "FP8 at step 2" in capsys.readouterr().out
 

@@ -146,7 +146,7 @@ def test_a_dtype_that_fp8_does_not_stand_in_for(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["current", {"name": "delayed", "amax_history_len": 2}])
-def test_a_bfloat16_default_dtype_changes_no_figure(recipe: Any) -> None:
+def test_a_bfloat16_default_dtype_changes_no_metric(recipe: Any) -> None:
     def rows() -> list[dict[str, Any]]:
         torch.manual_seed(0)
         model = nn.Linear(16, 16, dtype=torch.bfloat16)
@@ -183,7 +183,7 @@ def test_an_emulated_model_can_be_copied_and_pickled() -> None:
         assert torch.equal(each(x), plain)
 
 
-def test_an_interrupted_forward_does_not_keep_the_quantised_weight() -> None:
+def test_an_interrupted_forward_does_not_keep_the_quantized_weight() -> None:
     class Interrupted(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Several ranks, each a process with a monitor: they take the same steps, dump their own shards, and never wait in vain."""
+"""Several ranks, each a process with a monitor: they take the same steps, dump their own stats, and never wait in vain."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_a_control_file_is_obeyed_by_all_ranks_at_the_same_steps(ran: Path) -> N
 
 
 def test_triggers_decide_alike_on_all_ranks(ran: Path) -> None:
-    """The loss that spikes is known to the last rank only, and the figure past its limit to the first."""
+    """The loss that spikes is known to the last rank only, and the metric past its limit to the first."""
     (first, second), folder = found_by_ranks(ran, "triggers"), ran / "triggers"
-    spike, figure = [24, 25, 26], [s for s in second["sampled"] if s > 30]
-    assert figure == [figure[0] + i for i in range(3)]  # as soon as the sample of step 30 is measured
-    assert first["sampled"] == second["sampled"] == sorted({0, 10, 20, 30, *spike, *figure})
-    assert set(dumped(folder)) == {(step, rank) for step in (*spike, *figure) for rank in (0, 1)}
+    spike, metric = [24, 25, 26], [s for s in second["sampled"] if s > 30]
+    assert metric == [metric[0] + i for i in range(3)]  # as soon as the sample of step 30 is measured
+    assert first["sampled"] == second["sampled"] == sorted({0, 10, 20, 30, *spike, *metric})
+    assert set(dumped(folder)) == {(step, rank) for step in (*spike, *metric) for rank in (0, 1)}
     why = dict(read_table(find_run(folder / "run"), "steps", ["step", "trigger"]).rows())
     assert all("loss spike at step 23: 52.02, median" in why[step] for step in spike)
-    assert all("outlier_log2 of X of stage0.0 is" in why[step] for step in figure)
+    assert all("outlier_log2 of X of stage0.0 is" in why[step] for step in metric)
 
 
 def test_losses_do_not_depend_on_what_is_sampled_and(ran: Path) -> None:
@@ -69,16 +69,16 @@ def test_a_rank_that_cannot_start_stops_all_of_them(ran: Path) -> None:
 def test_more_ranks(ran: Path) -> None:
     ranks = found_by_ranks(ran, "control of 3")
     assert [rank["sampled"] for rank in ranks] == [[0, 10, 11, 12, 20, 30]] * 3
-    # Stages have layers of their own, whose figures come to the one that writes.
-    rows = read_table(find_run(ran / "control of 3" / "run"), "figures", ["step", "layer", "role"]).rows()
+    # Stages have layers of their own, whose metrics come to the one that writes.
+    rows = read_table(find_run(ran / "control of 3" / "run"), "metrics", ["step", "layer", "role"]).rows()
     layers = [f"stage{stage}.{i}" for stage in range(3) for i in (0, 2)]
     assert sorted(rows) == sorted((s, layer, r) for s in ranks[0]["sampled"] for layer in layers for r in ROLES)
 
 
 def test_the_last_stage_of_a_pipeline_knows_what_all_gradients_are_multiplied_by(ran: Path) -> None:
     record = find_run(ran / "units" / "run")
-    steps = read_table(record, "steps", ["step", "grad_multiplier"]).drop_nulls().rows()
+    steps = read_table(record, "steps", ["step", "grad_scale"]).drop_nulls().rows()
     assert steps == [(step, 0.25) for step in (0, 10, 20, 30)]
-    figures = read_table(record, "figures").filter(role="grad_output")
-    assert {layer.partition(".")[0] for layer in figures["layer"]} == {"stage0", "stage1"}
-    assert figures["true_amax"].to_list() == [4 * amax for amax in figures["amax"]]
+    metrics = read_table(record, "metrics").filter(role="grad_output")
+    assert {layer.partition(".")[0] for layer in metrics["layer"]} == {"stage0", "stage1"}
+    assert metrics["unscaled_amax"].to_list() == [4 * amax for amax in metrics["amax"]]

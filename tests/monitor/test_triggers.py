@@ -1,4 +1,4 @@
-"""What has the next steps sampled: spikes, values that are not finite, figures past a limit; and who was the first."""
+"""What has the next steps sampled: spikes, values that are not finite, metrics past a limit; and who was the first."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class TestRules:
         "text", ["", "spike", "underflow_pct", "underflow > 3", "mse/X > 1", "mse > x", "mse > 1e", "mse >= 1", 7, None]
     )
     def test_others_are_refused(self, text: Any) -> None:
-        with pytest.raises(ConfigError, match=r"trigger .* is none; use loss_spike, nonfinite, or FIGURE > LIMIT"):
+        with pytest.raises(ConfigError, match=r"trigger .* is none; use loss_spike, nonfinite, or METRIC > LIMIT"):
             parse_rule(text)
 
-    def test_a_figure_past_its_limit(self) -> None:
+    def test_a_metric_past_its_limit(self) -> None:
         rows = [{"layer": "a", "mse": 1.0}, {"layer": "b", "mse": 3.0}, {"layer": "b", "role": "weight", "mse": None}]
         assert parse_rule("mse > 2").passed_by(sample(0, rows)) == "mse of X of b is 3 (> 2)"
         assert parse_rule("mse/input < 1.5").passed_by(sample(0, rows)) == "mse of X of a is 1 (< 1.5)"
@@ -202,7 +202,7 @@ class TestInARun:
             model(torch.randn(4, 8).bfloat16()).float().sum().backward()
             monitor.end_step(loss=9.0 if step == 33 else 2.0)
         monitor.close()
-        return read_table(folder, "figures")["step"].unique().to_list()
+        return read_table(folder, "metrics")["step"].unique().to_list()
 
     def test_the_next_steps_are_sampled_dumped_and_tagged(self, tmp_path: Path) -> None:
         sampled = self.run(tmp_path, triggers=["loss_spike"], trigger_steps=3, trigger_dump=["*"])

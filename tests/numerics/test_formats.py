@@ -34,8 +34,8 @@ def random_float32() -> torch.Tensor:
     return torch.from_numpy(bits.view(np.float32))
 
 
-def ties_and_neighbours() -> torch.Tensor:
-    """Half way between any two neighbours of each narrow format, and the float32 values next to it."""
+def ties_and_neighbors() -> torch.Tensor:
+    """Half way between any two neighbors of each narrow format, and the float32 values next to it."""
     ties = []
     for name, codes in (("e4m3", 256), ("e5m2", 256), ("e2m1", 16)):
         values = np.unique(np.arange(codes, dtype=np.uint8).view(ML_DTYPE[name]).astype(np.float32))
@@ -50,7 +50,7 @@ INPUTS = {
     "all-bf16": lambda: all_patterns(torch.bfloat16).float(),
     "all-fp16": lambda: all_patterns(torch.float16).float(),
     "random-float32": random_float32,
-    "ties": ties_and_neighbours,
+    "ties": ties_and_neighbors,
 }
 
 

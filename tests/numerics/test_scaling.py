@@ -1,4 +1,4 @@
-"""Scaling rules against plain transcriptions of Transformer Engine's, in NumPy float32; recipes; quantisation."""
+"""Scaling rules against plain transcriptions of Transformer Engine's, in NumPy float32; recipes; quantization."""
 
 from __future__ import annotations
 

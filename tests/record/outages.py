@@ -76,11 +76,11 @@ def outcome(run: Path | str, before: dict[int, Callable[[], None]]) -> dict[str,
     return {
         "undisturbed": (losses, weights) == train(None),
         "warnings": [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)],
-        **{table: read_table(place, table)["step"].unique().to_list() for table in ("figures", "sketches", "steps")},
+        **{table: read_table(place, table)["step"].unique().to_list() for table in ("metrics", "histograms", "steps")},
         "dumps": sorted(dumped),
         "events": losses_in_tensorboard(str(place)),
         "status": json.loads(place.read("status.json")) if "status.json" in place.names() else None,
-        "leftovers": [name for folder in ("", "figures", "sketches") for name in place.names(folder) if ".part" in name],
+        "leftovers": [name for folder in ("", "metrics", "histograms") for name in place.names(folder) if ".part" in name],
     }
 
 

@@ -1,4 +1,4 @@
-"""Logs that Transformer Engine, nvdlfw_inspect and msProbe wrote, as a record: their figures, and damage of every kind."""
+"""Logs that Transformer Engine, nvdlfw_inspect and msProbe wrote, as a record: their metrics, and damage of every kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
-from nemo_fp8_debug.numerics.metrics import figures, moments_of_float32, quantization_sums_of_float32
+from nemo_fp8_debug.numerics.metrics import metrics_of, moments_of_float32, quantization_sums_of_float32
 from nemo_fp8_debug.record.imports import import_logs
 from nemo_fp8_debug.record.reader import read_fingerprint, read_table
 
@@ -37,7 +37,7 @@ SECOND_MONITOR = LOGS / "msprobe" / "monitor_v2"
 ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
 
 
-def table(source: Path, output: Path, name: str = "figures") -> pl.DataFrame:
+def table(source: Path, output: Path, name: str = "metrics") -> pl.DataFrame:
     import_logs(source, output)
     return read_table(output, name)
 
@@ -61,7 +61,7 @@ class TestTransformerEngine:
         return output
 
     def test_rows_are_operands_under_our_names(self, run: Path) -> None:
-        rows = read_table(run, "figures")
+        rows = read_table(run, "metrics")
         layers = {f"decoder.layers.{i}.mlp.linear_fc{j}" for i in (0, 1) for j in (1, 2)}
         expected = {(step, layer, role) for step in range(3) for layer in layers for role in ROLES.values()}
         assert set(rows.select("step", "layer", "role").iter_rows()) == expected
@@ -71,24 +71,24 @@ class TestTransformerEngine:
         assert set(rows["scale_source"]) == {"nvdlfw_inspect"}
 
     @pytest.mark.parametrize("dumped", sorted(load_file(TE / "operands_of_step_2.safetensors")))
-    def test_figures_are_those_of_the_tensors(self, run: Path, dumped: str) -> None:
-        """Against our own figures of the tensors that Transformer Engine dumped, under the scale that it logged."""
+    def test_metrics_are_those_of_the_tensors(self, run: Path, dumped: str) -> None:
+        """Against our own metrics of the tensors that Transformer Engine dumped, under the scale that it logged."""
         x = load_file(TE / "operands_of_step_2.safetensors")[dumped].float()
         number, gemm, tensor = re.fullmatch(r"model_module_decoder_layers_(\d)_mlp_(linear_fc\d)_(\w+)", dumped).groups()
         where = {"step": 2, "layer": f"decoder.layers.{int(number) - 1}.mlp.{gemm}", "role": ROLES[tensor]}
-        (row,) = read_table(run, "figures", where=where).iter_rows(named=True)
+        (row,) = read_table(run, "metrics", where=where).iter_rows(named=True)
         scale = torch.tensor([row["scale"]], dtype=torch.float32)
         sums = quantization_sums_of_float32(x, scale[0], E5M2 if tensor == "gradient" else E4M3)
-        ours = {name: value.item() for name, value in figures(moments_of_float32(x), sums, scale, scale).items()}
+        ours = {name: value.item() for name, value in metrics_of(moments_of_float32(x), sums, scale, scale).items()}
         assert row["underflow_pct"] == pytest.approx(ours["underflow_pct"], rel=1e-6)
         assert row["overflow_pct"] == pytest.approx(ours["overflow_pct"], rel=1e-6)
         assert row["amax"] == ours["amax"]
         assert row["dynamic_range_log2"] == pytest.approx(ours["dynamic_range_log2"], abs=1e-5)
-        # Transformer Engine dequantises and squares in BF16.
+        # Transformer Engine dequantizes and squares in BF16.
         assert row["mse"] == pytest.approx(ours["mse"], rel=0.02)
 
-    def test_the_logs_show_what_the_figures_are_for(self, run: Path) -> None:
-        rows = read_table(run, "figures")
+    def test_the_logs_show_what_the_metrics_are_for(self, run: Path) -> None:
+        rows = read_table(run, "metrics")
         assert rows["underflow_pct"].max() > 0.5
         assert rows["overflow_pct"].max() > 0.1
 
@@ -112,28 +112,28 @@ class TestTransformerEngine:
 
     def test_text_alone_has_what_four_decimals_tell(self, tmp_path: Path, run: Path) -> None:
         key = ["step", "layer", "role"]
-        both = table(TE_TEXT, tmp_path / "text").join(read_table(run, "figures"), on=key, suffix="_exact")
+        both = table(TE_TEXT, tmp_path / "text").join(read_table(run, "metrics"), on=key, suffix="_exact")
         assert len(both) == 36
-        for figure, absolute in {
+        for metric, absolute in {
             "underflow_pct": True,
             "overflow_pct": True,
             "amax": False,
             "mse": False,
             "scale": False,
         }.items():
-            known = both.filter(pl.col(figure).is_not_null())
-            error = (known[figure] - known[f"{figure}_exact"]).abs()
+            known = both.filter(pl.col(metric).is_not_null())
+            error = (known[metric] - known[f"{metric}_exact"]).abs()
             assert len(known) > 5
-            assert (error / (1 if absolute else known[f"{figure}_exact"])).max() < (6e-5 if absolute else 0.12)
+            assert (error / (1 if absolute else known[f"{metric}_exact"])).max() < (6e-5 if absolute else 0.12)
         unknown = both.filter(pl.col("mse").is_null())
         assert 0 < len(unknown) < 36
         assert unknown["mse_exact"].max() < 6e-4
 
     def test_an_event_file_alone(self, tmp_path: Path, run: Path) -> None:
-        figures_ = table(TE_EVENTS, tmp_path / "events")
-        expected = read_table(run, "figures")
+        metrics_ = table(TE_EVENTS, tmp_path / "events")
+        expected = read_table(run, "metrics")
         key = ["step", "layer", "role"]
-        assert figures_.sort(key).equals(expected.sort(key))
+        assert metrics_.sort(key).equals(expected.sort(key))
 
     def test_the_log_of_features_is_not_taken_for_statistics(self, tmp_path: Path) -> None:
         with pytest.raises(RecordError, match=r"nvdlfw_inspect_statistics_logs/\*\.log or TensorBoard"):
@@ -157,7 +157,7 @@ class TestTwoRanks:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = import_logs(folder, tmp_path / "run")
-        rows = read_table(tmp_path / "run", "figures")
+        rows = read_table(tmp_path / "run", "metrics")
         assert rows["step"].to_list() == list(nvdlfw_run.STEPS)
         assert set(rows.select("layer", "role").iter_rows()) == {("decoder.layers.2.mlp.linear_fc1", "input")}
         for step, amax in rows.select("step", "amax").iter_rows():
@@ -178,7 +178,7 @@ class TestWhatAStatisticIs:
     def test_underflow_without_a_sign_of_the_release_is_left_out(self, tmp_path: Path) -> None:
         log = text_log(tmp_path / "logs", line(f"{self.X}_cur_amax", "2.0000"), line(f"{self.X}_underflows%", "3.0000"))
         found = import_logs(log, tmp_path / "run")
-        assert read_table(tmp_path / "run", "figures")["underflow_pct"].to_list() == [None]
+        assert read_table(tmp_path / "run", "metrics")["underflow_pct"].to_list() == [None]
         assert any("share of zeros in Transformer Engine 2.4 to 2.6" in what for what in found.left_out)
 
     @pytest.mark.parametrize("newer", ["mse", "overflows%", "scale_inv_min", "fp8_current_scaling_underflows%"])
@@ -189,8 +189,8 @@ class TestWhatAStatisticIs:
     def test_underflow_below_zero_discredits_all(self, tmp_path: Path) -> None:
         prefix = f"{self.X}_fp8_delayed_scaling_"
         lines = [line(f"{prefix}underflows%", value, step) for step, value in enumerate(("3.0000", "-0.1000"))]
-        figures_ = table(text_log(tmp_path / "logs", *lines, line(f"{prefix}mse", "1.0000")), tmp_path / "run")
-        assert figures_["underflow_pct"].to_list() == [None]
+        metrics_ = table(text_log(tmp_path / "logs", *lines, line(f"{prefix}mse", "1.0000")), tmp_path / "run")
+        assert metrics_["underflow_pct"].to_list() == [None]
 
     def test_overflow_tells_that_delayed_scaling_was_in_use(self, tmp_path: Path) -> None:
         row = self.row(tmp_path, line(f"{self.X}_overflows%", "1.0000"), line(f"{self.X}_fp8_current_scaling_mse", "1.0000"))
@@ -250,12 +250,12 @@ class TestWhatAStatisticIs:
     @pytest.mark.parametrize(
         "name", ["fc_output_max", "fc_wgrad_cur_amax", "fc_activation_std", "fc_weight_mxfp8_mse_columnwise"]
     )
-    def test_what_no_figure_is_defined_as_is_named(self, tmp_path: Path, name: str) -> None:
+    def test_what_no_metric_is_defined_as_is_named(self, tmp_path: Path, name: str) -> None:
         found = import_logs(
             text_log(tmp_path / "logs", line(f"{self.X}_cur_amax", "1.0000"), line(name, "1.0000")), tmp_path / "run"
         )
         assert sum(found.left_out.values()) == 1
-        assert len(read_table(tmp_path / "run", "figures")) == 1
+        assert len(read_table(tmp_path / "run", "metrics")) == 1
 
     def test_a_step_that_is_logged_again_counts_as_it_was_logged_last(self, tmp_path: Path) -> None:
         log = text_log(tmp_path / "logs", *(line(f"{self.X}_cur_amax", value) for value in ("1.0000", "2.0000")))
@@ -276,7 +276,7 @@ class TestMsProbe:
         micro_batches = {role: set(rows["calls"]) for (role,), rows in both.group_by("role")}
         assert micro_batches == {"input": {2}, "grad_output": {2}, "weight": {1}}
 
-    def test_figures_are_those_of_the_tensors(self, tmp_path: Path) -> None:
+    def test_metrics_are_those_of_the_tensors(self, tmp_path: Path) -> None:
         """Against the run that was monitored, done again."""
         amax: dict[tuple[int, str], float] = {}
         torch.manual_seed(0)
@@ -306,7 +306,7 @@ class TestMsProbe:
         for path in (logs / "rank_10").iterdir():
             path.write_text(path.read_text().replace("fc1", "other"))
         found = import_logs(logs, tmp_path / "run")
-        assert "other" not in set(read_table(tmp_path / "run", "figures")["layer"])
+        assert "other" not in set(read_table(tmp_path / "run", "metrics")["layer"])
         assert any("files of ranks above 2" in what for what in found.left_out)
 
     def test_a_run_that_was_started_again(self, tmp_path: Path) -> None:
@@ -316,10 +316,10 @@ class TestMsProbe:
             path = logs / name / "param_origin_0-1.csv"
             path.write_text(re.sub(r"^(0,fc1.weight,\d,)[^,]*,[^,]*", rf"\g<1>-{digit}.0,0.1", path.read_text(), flags=re.M))
         found = import_logs(logs, tmp_path / "run")
-        rows = read_table(tmp_path / "run", "figures").filter(layer="fc1", role="weight", step=0)
+        rows = read_table(tmp_path / "run", "metrics").filter(layer="fc1", role="weight", step=0)
         assert rows["amax"].to_list() == [9]
         assert any("written again" in what for what in found.left_out)
-        assert set(read_table(tmp_path / "run", "figures").filter(role="input")["calls"]) == {2}
+        assert set(read_table(tmp_path / "run", "metrics").filter(role="input")["calls"]) == {2}
 
     def test_nan_is_counted_and_its_amax_absent(self, tmp_path: Path) -> None:
         logs = tmp_path / "rank_0"
@@ -358,7 +358,7 @@ class TestDamagedLogs:
         lines = TE_TEXT.read_text().count("\n")
         (warning,) = warned(log, tmp_path / "run")
         assert f"{log}, line {lines}: the line is cut off" in warning
-        assert len(read_table(tmp_path / "run", "figures")) == 36
+        assert len(read_table(tmp_path / "run", "metrics")) == 36
 
     def test_foreign_lines_and_bytes(self, tmp_path: Path) -> None:
         log = tmp_path / "nvdlfw_inspect_globalrank-0.log"
@@ -369,7 +369,7 @@ class TestDamagedLogs:
         log.write_bytes(b"".join(content))
         (warning,) = warned(log, tmp_path / "run")
         assert f"{log}, line 4, and 2 more lines: it is no statistic; left out" in warning
-        assert len(read_table(tmp_path / "run", "figures")) == 36
+        assert len(read_table(tmp_path / "run", "metrics")) == 36
 
     @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
     def test_values_that_are_no_numbers_are_absent(self, tmp_path: Path, value: str) -> None:
@@ -382,7 +382,7 @@ class TestDamagedLogs:
         events.write_bytes(TE_EVENTS.read_bytes()[: TE_EVENTS.stat().st_size // 2])
         (warning,) = warned(events, tmp_path / "run")
         assert f"{events} is damaged or cut off before byte" in warning
-        assert 0 < len(read_table(tmp_path / "run", "figures")) < 36
+        assert 0 < len(read_table(tmp_path / "run", "metrics")) < 36
 
     @pytest.mark.parametrize(
         ("row", "reason"),
@@ -402,7 +402,7 @@ class TestDamagedLogs:
         header, good = "vpp_stage,step,module_name,scope,min,max,nans", "-1,1,fc.input.0,forward,-2.0,1.0,0.0"
         path.write_text("\n".join([header, row, good, ""]))
         messages = warned(tmp_path, tmp_path / "run")
-        assert read_table(tmp_path / "run", "figures")["step"].to_list() == [1]
+        assert read_table(tmp_path / "run", "metrics")["step"].to_list() == [1]
         if reason:
             (message,) = messages
             assert f"{path}, line 2: " in message
@@ -435,9 +435,9 @@ class TestDamagedLogs:
             except RecordError as error:
                 assert str(folder) in str(error)
             else:
-                rows = read_table(folder / "run", "figures")
+                rows = read_table(folder / "run", "metrics")
                 assert len(rows) > 0
-                assert all(v is None or math.isfinite(v) for figure in ("amax", "mse", "scale") for v in rows[figure])
+                assert all(v is None or math.isfinite(v) for metric in ("amax", "mse", "scale") for v in rows[metric])
 
 
 class TestRefused:
@@ -461,9 +461,9 @@ class TestRefused:
         ):
             import_logs(LOGS, tmp_path / "run")
 
-    def test_a_log_without_a_figure(self, tmp_path: Path) -> None:
+    def test_a_log_without_a_metric(self, tmp_path: Path) -> None:
         log = text_log(tmp_path / "logs", line("fc_output_std", "1.0000"))
-        with pytest.raises(RecordError, match=r"no figure that can be imported .*output: no operand of a GEMM \(1\)"):
+        with pytest.raises(RecordError, match=r"no metric that can be imported .*output: no operand of a GEMM \(1\)"):
             import_logs(log, tmp_path / "run")
 
 
@@ -480,12 +480,12 @@ class TestCommandLine:
         assert "tensors  12" in out
         assert "underflow_pct 36" in out
         assert "losses   3" in out
-        assert "72  std: no figure is defined so" in out
+        assert "72  std: no metric is defined so" in out
 
     def test_importing_again_is_another_attempt(self, tmp_path: Path) -> None:
         for _ in range(2):
             assert self.run_cli(SECOND_MONITOR, tmp_path / "run")[0] == 0
-        assert set(read_table(tmp_path / "run", "figures")["attempt"]) == {1}
+        assert set(read_table(tmp_path / "run", "metrics")["attempt"]) == {1}
         assert read_fingerprint(tmp_path / "run")["imported"]["tool"] == "msprobe"
 
     def test_what_cannot_be_imported_is_one_line(self, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
 from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.core.layer_names import compile_patterns, few_experts, fold_of, is_fold
+from nemo_fp8_debug.core.layer_names import aggregate_of, compile_patterns, few_experts, is_aggregate
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.options.trigger_rules import parse_rule
 from nemo_fp8_debug.record.console_table import TableRecorder
@@ -37,25 +37,25 @@ def name_of(layer: int, expert: int | str, gemm: str) -> str:
     return f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.{gemm}"
 
 
-def moe(step: int, rng: random.Random, **figures: float) -> Sample:
-    """Figures of every tensor at random; those of a fold lie between those of its experts."""
+def moe(step: int, rng: random.Random, **metrics: float) -> Sample:
+    """Metrics of every tensor at random; those of a aggregate lie between those of its experts."""
     rows: list[dict[str, Any]] = []
     for role in ROLES:
         rows += [
-            {"layer": f"decoder.layers.{i}.self_attention.linear_proj", "role": role} | drawn(rng, 0, 1) | figures
+            {"layer": f"decoder.layers.{i}.self_attention.linear_proj", "role": role} | drawn(rng, 0, 1) | metrics
             for i in range(LAYERS)
         ]
         for gemm in GEMMS:
             for i in range(LAYERS):
                 about = {"role": role, "gemm": gemm}
                 experts = [{"layer": name_of(i, e, gemm), "experts": 1} | drawn(rng, 0, 1) for e in range(EXPERTS)]
-                fold = {"layer": name_of(i, "*", gemm), "experts": EXPERTS} | drawn(rng, 0.4, 0.6)
-                rows += [row | about | figures for row in (*experts, fold)]
+                aggregate = {"layer": name_of(i, "*", gemm), "experts": EXPERTS} | drawn(rng, 0.4, 0.6)
+                rows += [row | about | metrics for row in (*experts, aggregate)]
     return sample(step, rows, loss=2.5)
 
 
 def drawn(rng: random.Random, low: float, high: float) -> dict[str, float]:
-    return {figure: rng.uniform(low, high) for figure in STREAMED}
+    return {metric: rng.uniform(low, high) for metric in STREAMED}
 
 
 class TestNames:
@@ -71,10 +71,10 @@ class TestNames:
         ],
     )
     def test_experts_of_a_layer_share_a_name(self, name: str) -> None:
-        assert fold_of(name.format(17)) == fold_of(name.format(0)) == name.format("*")
-        assert is_fold(name.format("*"))
-        assert not is_fold(name.format(17))
-        assert fold_of(name.format("*")) is None
+        assert aggregate_of(name.format(17)) == aggregate_of(name.format(0)) == name.format("*")
+        assert is_aggregate(name.format("*"))
+        assert not is_aggregate(name.format(17))
+        assert aggregate_of(name.format("*")) is None
 
     @pytest.mark.parametrize(
         "name",
@@ -90,8 +90,8 @@ class TestNames:
         ],
     )
     def test_others_have_none(self, name: str) -> None:
-        assert fold_of(name) is None
-        assert not is_fold(name)
+        assert aggregate_of(name) is None
+        assert not is_aggregate(name)
 
     def test_the_name_is_a_pattern_for_its_experts(self) -> None:
         matches = compile_patterns([name_of(1, "*", "linear_fc1")])
@@ -101,7 +101,7 @@ class TestNames:
 
     def test_a_few_of_each(self) -> None:
         names = ["a", *(f"experts.{i}.w" for i in range(9)), "b", *(f"experts.{i}.v" for i in range(2)), "experts.*.w"]
-        assert few_experts(names, fold_of, 2) == [
+        assert few_experts(names, aggregate_of, 2) == [
             *("a", "experts.0.w", "experts.1.w", "b", "experts.0.v", "experts.1.v", "experts.*.w")
         ]
 
@@ -122,13 +122,13 @@ class TestTensorBoard:
         worst = sorted((tags[t] for t in tags if t.startswith("fp8_mse/input/" + name_of(0, "", "")[:-1])), reverse=True)
         assert len(worst) == 2 * (1 + EXPERTS_SHOWN)
         of = moe(0, random.Random(0)).columns
-        mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if (fold_of(n), r) == FIRST]
+        mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if (aggregate_of(n), r) == FIRST]
         got = sorted((v for t, v in tags.items() if re.fullmatch(EXPERT_TAG, t)), reverse=True)
         assert got == sorted(mse, reverse=True)[:EXPERTS_SHOWN]
 
     def test_they_stay_few_however_often_the_worst_changes(self) -> None:
         of_all_steps = set().union(*self.tags(4, 5000))
-        found = Counter(fold_of(tag) for tag in of_all_steps if tag.startswith("fp8_") and fold_of(tag))
+        found = Counter(aggregate_of(tag) for tag in of_all_steps if tag.startswith("fp8_") and aggregate_of(tag))
         assert set(found.values()) == {EXPERTS_SHOWN}
         assert len(found) == len(STREAMED) * len(ROLES) * FOLDS
 
@@ -137,12 +137,12 @@ class TestTensorBoard:
         single = {tag for tags in self.tags(2, max_tags) for tag in tags if tag.startswith("fp8_")}
         assert len(single) <= max_tags
         assert len(single) >= max_tags // len(STREAMED) // len(ROLES) * len(STREAMED) * len(ROLES)
-        assert not [tag for tag in single if fold_of(tag)]
+        assert not [tag for tag in single if aggregate_of(tag)]
 
     def test_worst_and_median_are_of_tensors(self) -> None:
         (tags,) = self.tags(1, 5000)
         of = moe(0, random.Random(0)).columns
-        mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if r == "input" and not is_fold(n)]
+        mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if r == "input" and not is_aggregate(n)]
         assert len(mse) == DENSE + FOLDS * EXPERTS
         assert tags["fp8/mse/input/worst"] == max(mse)
 
@@ -157,7 +157,7 @@ class TestTensorBoard:
             for chart in category.chart[1:]:
                 shown = [tag.replace("\\", "").removesuffix("$") for tag in chart.multiline.tag]
                 assert len(shown) == 5
-                assert max(Counter(filter(None, map(fold_of, shown))).values()) == 1
+                assert max(Counter(filter(None, map(aggregate_of, shown))).values()) == 1
 
 
 FIRST = (name_of(0, "*", "linear_fc1"), "input")
@@ -171,8 +171,8 @@ def test_the_table_shows_the_worst_expert_of_a_layer_only() -> None:
     assert "60 of 60 tensors" in lines[0]
     rows = [tuple(cell.strip() for cell in line.split("│")[1:3]) for line in lines if line.startswith("│")]
     assert len(rows) == 60 == len(ROLES) * (DENSE + 2 * FOLDS)
-    assert set(Counter((fold_of(layer), role) for layer, role in rows if fold_of(layer)).values()) == {1}
-    assert sum(is_fold(layer) for layer, _ in rows) == len(ROLES) * FOLDS
+    assert set(Counter((aggregate_of(layer), role) for layer, role in rows if aggregate_of(layer)).values()) == {1}
+    assert sum(is_aggregate(layer) for layer, _ in rows) == len(ROLES) * FOLDS
 
 
 class TestTriggers:
@@ -201,7 +201,7 @@ class TestTriggers:
 
 
 def written(folder: Path, worst: int | None, nan: bool = False) -> Path:
-    """A record in which one expert of layer 2 is off, and its fold a little."""
+    """A record in which one expert of layer 2 is off, and its aggregate a little."""
     record = RunRecord(folder)
     record.open(FINGERPRINT)
     for step in range(0, 40, 10):
@@ -224,7 +224,7 @@ class TestCompare:
         assert len(found.tensors) == LAYERS
         assert len(found.experts) == LAYERS * EXPERTS
         assert (
-            f"Farthest apart is X of {name_of(2, '*', 'linear_fc1')}: MSE x 100, underflow 0.1% -> 5%, overflow 0% -> 0%. "
+            f"The tensor that drifted farthest is X of {name_of(2, '*', 'linear_fc1')}: MSE x 100, underflow 0.1% -> 5%, overflow 0% -> 0%. "
             f"Of its experts, farthest apart is X of {name_of(2, 77, 'linear_fc1')}: MSE x 100, underflow 0.1% -> 40%"
         ) in summarize(found)
         assert len(to_json(found)["experts"]) == LAYERS * EXPERTS
@@ -232,7 +232,7 @@ class TestCompare:
     def test_the_expert_that_first_held_nan_is_named(self, tmp_path: Path) -> None:
         found = compare(written(tmp_path / "good", None), written(tmp_path / "bad", 9, nan=True))
         assert (
-            f"First to hold NaN or infinity is X of {name_of(2, '*', 'linear_fc1')}, at step 0. "
+            f"The first tensor with NaN or infinity is X of {name_of(2, '*', 'linear_fc1')}, at step 0. "
             f"Of its experts, first to hold NaN or infinity is X of {name_of(2, 9, 'linear_fc1')}, at step 0."
         ) in summarize(found)
 

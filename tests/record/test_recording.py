@@ -24,7 +24,7 @@ from nemo_fp8_debug.monitor import recorder_queue
 from nemo_fp8_debug.monitor.recorder_queue import Recording
 from nemo_fp8_debug.record.dump import dumped_files
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Place
+from nemo_fp8_debug.record.storage import Storage
 
 
 class Threads(Samples):
@@ -131,7 +131,7 @@ def test_a_step_may_dump_more_tensors_than_may_wait_behind_a_hang(tmp_path: Path
         with monitor.step(step):
             model(torch.randn(2, 4).bfloat16()).sum().backward()
     monitor.close()
-    assert len(list(dumped_files(Place(tmp_path)))) == 3 * 3 * 8
+    assert len(list(dumped_files(Storage(tmp_path)))) == 3 * 3 * 8
 
 
 def test_the_folder_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +150,8 @@ def test_the_folder_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.Mon
                 report(loss=loss)
             monkeypatch.chdir(tmp_path / "elsewhere")
         monitor.close()
-        assert len(read_table(tmp_path / at, "figures")) == 9
-        assert len(list(dumped_files(Place(tmp_path / at)))) == 9
+        assert len(read_table(tmp_path / at, "metrics")) == 9
+        assert len(list(dumped_files(Storage(tmp_path / at)))) == 9
         (events,) = (tmp_path / at).glob("events*")
         assert events.stat().st_size > 1000
     assert not list((tmp_path / "elsewhere").iterdir())
@@ -167,7 +167,7 @@ def unclosed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_that_ends_without_closing_loses_nothing(unclosed: Path, end: str) -> None:
-    assert read_table(unclosed / end, "figures")["step"].unique().to_list() == [0, 5]
+    assert read_table(unclosed / end, "metrics")["step"].unique().to_list() == [0, 5]
     assert read_table(unclosed / end, "steps")["step"].to_list() == list(range(8))
 
 

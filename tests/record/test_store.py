@@ -56,31 +56,31 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def a_part(run: Path, table: str = "figures") -> Path:
+def a_part(run: Path, table: str = "metrics") -> Path:
     return sorted((run / table).glob("*.parquet"))[1]
 
 
 class TestWritten:
-    def test_figures_are_read_back_as_measured(self, run: Path) -> None:
-        table = read_table(run, "figures")
-        assert table.schema == pl.Schema(SCHEMAS["figures"])
+    def test_metrics_are_read_back_as_measured(self, run: Path) -> None:
+        table = read_table(run, "metrics")
+        assert table.schema == pl.Schema(SCHEMAS["metrics"])
         assert table["step"].unique().to_list() == [0, 10, 20]
         for step in (0, 10, 20):
             rows = table.filter(pl.col("step") == step).select(COLUMNS)
             assert rows.to_dict(as_series=False) == measured(step).columns
 
-    def test_sketches_are_read_back_whole(self, run: Path) -> None:
-        table = read_table(run, "sketches")
-        assert table.schema == pl.Schema(SCHEMAS["sketches"])
+    def test_histograms_are_read_back_whole(self, run: Path) -> None:
+        table = read_table(run, "histograms")
+        assert table.schema == pl.Schema(SCHEMAS["histograms"])
         columns = table.filter(step=20).drop("attempt", "step").to_dict(as_series=False)
         assert columns == {
-            name: [getattr(v, "tolist", lambda v=v: v)() for v in values] for name, values in measured(20).sketches.items()
+            name: [getattr(v, "tolist", lambda v=v: v)() for v in values] for name, values in measured(20).histograms.items()
         }
         counted = table.with_columns(n=pl.col("counts").list.sum())
         assert counted["n"].to_list() == 3 * [64 * 32, 8 * 32, 4]
 
-    def test_a_figure_that_cannot_be_had_is_null(self, run: Path) -> None:
-        zeros = read_table(run, "figures").filter(pl.col("role") == "grad_output")
+    def test_a_metric_that_cannot_be_had_is_null(self, run: Path) -> None:
+        zeros = read_table(run, "metrics").filter(pl.col("role") == "grad_output")
         assert zeros["relative_error"].null_count() == zeros["cosine"].null_count() == len(zeros) == 3
         assert zeros["mse"].to_list() == [0, 0, 0]
 
@@ -90,7 +90,7 @@ class TestWritten:
         assert dict(zip(table["step"], table["loss"], strict=True)) == {s: 3.0 - s / 100 for s in range(30)}
 
     def test_any_parquet_reader_reads_it(self, run: Path) -> None:
-        assert pl.read_parquet(run / "figures").equals(read_table(run, "figures"))
+        assert pl.read_parquet(run / "metrics").equals(read_table(run, "metrics"))
 
     def test_nothing_temporary_is_left(self, run: Path) -> None:
         assert {p.suffix for p in run.rglob("*") if p.is_file()} == {".json", ".parquet"}
@@ -104,7 +104,7 @@ class TestWritten:
 
     def test_a_record_without_samples_has_the_columns(self, tmp_path: Path) -> None:
         start(tmp_path)
-        assert read_table(tmp_path, "figures").schema == pl.Schema(SCHEMAS["figures"])
+        assert read_table(tmp_path, "metrics").schema == pl.Schema(SCHEMAS["metrics"])
         assert read_table(tmp_path, "steps").is_empty()
 
 
@@ -113,7 +113,7 @@ class TestResumed:
         def rows(table: str) -> list[object]:
             return pl.concat(pl.read_parquet(p) for p in sorted((run / table).glob("*.parquet"))).rows()
 
-        before = {table: rows(table) for table in ("figures", "sketches", "steps")}
+        before = {table: rows(table) for table in ("metrics", "histograms", "steps")}
         again = start(run)
         again.record(measured(20))
         again.record_steps({20: {"loss": 1.0}})
@@ -125,7 +125,7 @@ class TestResumed:
         again = start(run)
         again.record(sample(20, [{"layer": "resumed"}]))
         again.record(sample(30, [{"layer": "resumed"}]))
-        table = read_table(run, "figures")
+        table = read_table(run, "metrics")
         found = table.group_by("step", maintain_order=True).agg(pl.col("attempt").unique(), pl.len())
         assert found.rows() == [(0, [0], 3), (10, [0], 3), (20, [1], 1), (30, [1], 1)]
 
@@ -139,7 +139,7 @@ class TestResumed:
         for attempt in range(11):
             start(tmp_path).record(sample(0, [{"layer": f"attempt {attempt}"}]))
         assert read_fingerprint(tmp_path)["attempt"] == 10
-        assert read_table(tmp_path, "figures")["layer"].to_list() == ["attempt 10"]
+        assert read_table(tmp_path, "metrics")["layer"].to_list() == ["attempt 10"]
 
     def test_an_attempt_is_safe_though_an_earlier_fingerprint_was_removed(self, tmp_path: Path) -> None:
         for attempt in range(2):
@@ -147,16 +147,16 @@ class TestResumed:
         (tmp_path / "attempt-0.json").unlink()
         start(tmp_path).record(sample(1, [{"layer": "attempt 2"}]))
         assert read_fingerprint(tmp_path)["attempt"] == 2
-        assert read_table(tmp_path, "figures")["layer"].to_list() == ["attempt 0", "attempt 2"]
+        assert read_table(tmp_path, "metrics")["layer"].to_list() == ["attempt 0", "attempt 2"]
 
 
 class TestFolder:
-    @pytest.mark.parametrize("inside", [".", "below", "figures"])
+    @pytest.mark.parametrize("inside", [".", "below", "metrics"])
     def test_a_file_in_the_way_is_a_config_error(self, tmp_path: Path, inside: str) -> None:
         folder = tmp_path / "run"
-        if inside == "figures":
+        if inside == "metrics":
             folder.mkdir()
-            (folder / "figures").write_text("in the way")
+            (folder / "metrics").write_text("in the way")
         else:
             folder.write_text("in the way")
         with pytest.raises(ConfigError, match=r"cannot be written to .*run"):
@@ -176,7 +176,7 @@ class TestFolder:
         assert [p.name for p in tmp_path.iterdir()] == [name]
         for above in (tmp_path, tmp_path / name):
             assert str(find_run(above)) == str(tmp_path / name)
-        assert len(read_table(find_run(tmp_path), "figures")) == 3
+        assert len(read_table(find_run(tmp_path), "metrics")) == 3
 
     def test_find_run_takes_a_record_that_has_another_below(self, run: Path) -> None:
         start(run / "again")
@@ -210,7 +210,7 @@ warnings.simplefilter("always")
 for place in map(int, sys.argv[2:]):
     part.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
     with warnings.catch_warnings(record=True) as seen:
-        read_table(part.parent.parent, "figures")
+        read_table(part.parent.parent, "metrics")
     if not any(str(part) in str(warning.message) for warning in seen):
         print(place, end=" ", flush=True)
 """
@@ -227,7 +227,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 class TestDamaged:
     @pytest.mark.parametrize("damage", DAMAGE)
-    @pytest.mark.parametrize("table", ["figures", "steps", "sketches"])
+    @pytest.mark.parametrize("table", ["metrics", "steps", "histograms"])
     def test_a_damaged_part_is_named_and_all_else_is_read(self, run: Path, table: str, damage: str) -> None:
         whole, part = read_table(run, table), a_part(run, table)
         lost = pl.read_parquet(part)["step"].unique()
@@ -240,11 +240,11 @@ class TestDamaged:
         assert not left.is_empty()
 
     def test_many_damaged_parts_are_one_warning_with_their_number(self, run: Path) -> None:
-        parts = list((run / "figures").iterdir())
+        parts = list((run / "metrics").iterdir())
         for part in parts:
             part.write_bytes(b"nothing")
         with pytest.warns(FP8DebugWarning) as told:
-            assert read_table(run, "figures").is_empty()
+            assert read_table(run, "metrics").is_empty()
         assert [f"{len(parts) - 1} other parts" in str(warning.message) for warning in told] == [True]
 
     @pytest.mark.parametrize("where", ["pages", "footer"])
@@ -261,40 +261,40 @@ class TestDamaged:
         "foreign",
         [
             pl.DataFrame({"a": [1]}),
-            pl.DataFrame(schema={k: v for k, v in SCHEMAS["figures"].items() if k != "mse"}),
-            pl.DataFrame(schema=SCHEMAS["figures"] | {"mse": pl.String}),
-            pl.DataFrame(schema=SCHEMAS["figures"] | {"step": pl.Float64}),
+            pl.DataFrame(schema={k: v for k, v in SCHEMAS["metrics"].items() if k != "mse"}),
+            pl.DataFrame(schema=SCHEMAS["metrics"] | {"mse": pl.String}),
+            pl.DataFrame(schema=SCHEMAS["metrics"] | {"step": pl.Float64}),
         ],
-        ids=["other columns", "a column missing", "a figure as text", "steps as floats"],
+        ids=["other columns", "a column missing", "a metric as text", "steps as floats"],
     )
     def test_a_foreign_part_is_named(self, run: Path, foreign: pl.DataFrame) -> None:
-        before = read_table(run, "figures")
-        part = run / "figures" / "attempt-0-step-00000099-00000000.parquet"
+        before = read_table(run, "metrics")
+        part = run / "metrics" / "attempt-0-step-00000099-00000000.parquet"
         foreign.write_parquet(part)
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{part} is left out")):
-            assert read_table(run, "figures").equals(before)
+            assert read_table(run, "metrics").equals(before)
 
     def test_a_part_of_another_table_is_named(self, run: Path) -> None:
-        part = a_part(run, "steps").rename(run / "figures" / a_part(run, "steps").name)
+        part = a_part(run, "steps").rename(run / "metrics" / a_part(run, "steps").name)
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{part} is left out")):
-            assert len(read_table(run, "figures")) == 9
+            assert len(read_table(run, "metrics")) == 9
 
     def test_a_part_of_another_attempt_hides_no_row(self, run: Path) -> None:
-        before = read_table(run, "figures")
+        before = read_table(run, "metrics")
         part = a_part(run)
         copy = part.with_name(part.name.replace("attempt-0", "attempt-7"))
         copy.write_bytes(part.read_bytes())
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{copy} is left out") + ".*attempt"):
-            assert read_table(run, "figures").equals(before)
+            assert read_table(run, "metrics").equals(before)
 
     def test_a_number_that_no_attempt_can_have_is_none(self, run: Path) -> None:
-        before = read_table(run, "figures")
+        before = read_table(run, "metrics")
         (run / "attempt-99999999999.json").write_text("{}")
         part = a_part(run)
         copy = part.with_name(part.name.replace("attempt-0", "attempt-99999999999"))
         copy.write_bytes(part.read_bytes())
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{copy} is passed over")):
-            assert read_table(run, "figures").equals(before)
+            assert read_table(run, "metrics").equals(before)
         start(run)
         assert read_fingerprint(run)["attempt"] == 1
 
@@ -303,28 +303,28 @@ class TestDamaged:
         record = start(tmp_path)
         for step in range(2 * writer.MERGED):
             record.record(sample(step, [{"layer": "l"}]))
-        rows = read_table(tmp_path, "figures")
-        writer.add_rows(record.place, "figures", rows[writer.MERGED // 2 : 3 * writer.MERGED // 2])
-        assert len(list((tmp_path / "figures").iterdir())) == 3
-        assert read_table(tmp_path, "figures").equals(rows)
+        rows = read_table(tmp_path, "metrics")
+        writer.add_rows(record.place, "metrics", rows[writer.MERGED // 2 : 3 * writer.MERGED // 2])
+        assert len(list((tmp_path / "metrics").iterdir())) == 3
+        assert read_table(tmp_path, "metrics").equals(rows)
 
     def test_a_file_of_another_name_is_named(self, run: Path) -> None:
-        (run / "figures" / "notes.txt").write_text("mine")
-        with pytest.warns(FP8DebugWarning, match=re.escape(f"{run}/figures/notes.txt is passed over")):
-            assert len(read_table(run, "figures")) == 9
+        (run / "metrics" / "notes.txt").write_text("mine")
+        with pytest.warns(FP8DebugWarning, match=re.escape(f"{run}/metrics/notes.txt is passed over")):
+            assert len(read_table(run, "metrics")) == 9
 
     def test_a_part_left_unfinished_by_a_crash_is_ignored(self, run: Path) -> None:
-        (run / "figures" / "attempt-0-step-00000030.part").write_bytes(b"PAR1 and then nothing")
-        assert read_table(run, "figures")["step"].max() == 20
+        (run / "metrics" / "attempt-0-step-00000030.part").write_bytes(b"PAR1 and then nothing")
+        assert read_table(run, "metrics")["step"].max() == 20
 
     def test_a_record_of_version_2_is_read_and_gone_on_with(self, run: Path) -> None:
         """Its parts lack what has come since; here they are written again without that, as version 2 wrote them."""
-        added = {"figures": {"true_amax", "true_amin", "true_mse"}, "steps": {"grad_multiplier"}}
+        added = {"metrics": {"unscaled_amax", "unscaled_amin", "unscaled_mse"}, "steps": {"grad_scale"}}
         before = {table: read_table(run, table) for table in added}
         for table, names in added.items():
             for path in sorted((run / table).glob("*.parquet")):
                 content, checksum = parquet.encode(pq.read_table(path).drop_columns(sorted(names)))
-                part = Part.named(path.name)
+                part = Part.named(path.parent.name, path.name)
                 assert part and not part.merged
                 path.unlink()
                 (run / table / part_name(part.attempt, part.first, None, checksum)).write_bytes(content)
@@ -336,15 +336,15 @@ class TestDamaged:
         resumed = start(run)
         resumed.record(measured(30))  # merges what the first attempt left
         resumed.close()
-        assert len(list((run / "figures").glob("attempt-0-steps-*.parquet"))) == 1
-        figures = read_table(run, "figures")
-        assert figures.filter(pl.col("step") < 30).equals(before["figures"]) and figures["step"].max() == 30
+        assert len(list((run / "metrics").glob("attempt-0-steps-*.parquet"))) == 1
+        metrics = read_table(run, "metrics")
+        assert metrics.filter(pl.col("step") < 30).equals(before["metrics"]) and metrics["step"].max() == 30
 
     @pytest.mark.parametrize("version", [None, 0, VERSION + 1, "1"])
     def test_another_schema_version_is_refused(self, run: Path, version: object) -> None:
         path = run / "attempt-0.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": version}))
-        message = f"{path} has schema version {version}; this release reads 2 and 3"
+        message = f"{path} has schema version {version}; this release reads 2, 3, 4"
         with pytest.raises(RecordError, match=re.escape(message)):
             read_fingerprint(run)
 
@@ -375,15 +375,15 @@ class TestMerged:
         return tmp_path
 
     def test_there_are_few_parts_and_all_rows(self, long: Path) -> None:
-        assert len(list((long / "figures").iterdir())) == len(list((long / "steps").iterdir())) == 2 + writer.MERGED // 2
+        assert len(list((long / "metrics").iterdir())) == len(list((long / "steps").iterdir())) == 2 + writer.MERGED // 2
         n = 5 * writer.MERGED // 2
-        figures = read_table(long, "figures")
-        assert figures["step"].to_list() == [step for step in range(n) for _ in range(3)]
-        assert figures["mse"].to_list() == [step + i / 4 for step in range(n) for i in range(3)]
+        metrics = read_table(long, "metrics")
+        assert metrics["step"].to_list() == [step for step in range(n) for _ in range(3)]
+        assert metrics["mse"].to_list() == [step + i / 4 for step in range(n) for i in range(3)]
         assert read_table(long, "steps")["loss"].to_list() == [float(step) for step in range(n)]
 
     def test_parts_of_the_table_are_read(self, long: Path) -> None:
-        whole = read_table(long, "figures")
+        whole = read_table(long, "metrics")
         for where in (
             {"step": 3},
             {"step": 2 * writer.MERGED + 1},
@@ -392,33 +392,33 @@ class TestMerged:
             {"step": 10**6},
         ):
             expected = whole.filter(**where)
-            assert read_table(long, "figures", where=where).equals(expected)
-            assert read_table(long, "figures", ["mse", "step"], where).equals(expected.select("mse", "step"))
+            assert read_table(long, "metrics", where=where).equals(expected)
+            assert read_table(long, "metrics", ["mse", "step"], where).equals(expected.select("mse", "step"))
 
     def test_a_merge_cut_short_doubles_no_row(self, tmp_path: Path) -> None:
         record = start(tmp_path)
         for step in range(writer.MERGED - 1):
             record.record(sample(step, [{"layer": "l"}]))
-        small = {p: p.read_bytes() for p in (tmp_path / "figures").iterdir()}
+        small = {p: p.read_bytes() for p in (tmp_path / "metrics").iterdir()}
         record.record(sample(writer.MERGED - 1, [{"layer": "l"}]))
-        whole = read_table(tmp_path, "figures")
+        whole = read_table(tmp_path, "metrics")
         for part in list(small)[10:]:  # the process was killed while it removed them
             part.write_bytes(small[part])
-        assert read_table(tmp_path, "figures").equals(whole)
+        assert read_table(tmp_path, "metrics").equals(whole)
         start(tmp_path).record(sample(10**6, [{"layer": "l"}]))  # another attempt tidies up
-        assert len(pl.read_parquet(tmp_path / "figures")) == len(whole) + 1
-        assert read_table(tmp_path, "figures")[:-1].equals(whole)
+        assert len(pl.read_parquet(tmp_path / "metrics")) == len(whole) + 1
+        assert read_table(tmp_path, "metrics")[:-1].equals(whole)
 
     def test_a_damaged_part_stays_where_it_is_and_is_named(self, tmp_path: Path) -> None:
         record = start(tmp_path)
         for step in range(writer.MERGED):
             if step == writer.MERGED - 1:
-                part = next((tmp_path / "figures").glob("*-00000007-*"))
+                part = next((tmp_path / "metrics").glob("*-00000007-*"))
                 part.write_bytes(part.read_bytes()[:-1])
             record.record(sample(step, [{"layer": "l"}]))
-        assert len(list((tmp_path / "figures").iterdir())) == 2
+        assert len(list((tmp_path / "metrics").iterdir())) == 2
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{part} is left out")):
-            steps = read_table(tmp_path, "figures")["step"].to_list()
+            steps = read_table(tmp_path, "metrics")["step"].to_list()
         assert steps == [step for step in range(writer.MERGED) if step != 7]
 
     def test_a_resumed_run_merges_what_earlier_attempts_left(self, tmp_path: Path) -> None:
@@ -426,8 +426,8 @@ class TestMerged:
             record = start(tmp_path)
             for step in range(10 * attempt, 10 * attempt + 20):
                 record.record(sample(step, [{"layer": f"attempt {attempt}"}]))
-        assert len(list((tmp_path / "figures").iterdir())) == 2 + 20
-        by_step = read_table(tmp_path, "figures").select("step", "attempt").rows()
+        assert len(list((tmp_path / "metrics").iterdir())) == 2 + 20
+        by_step = read_table(tmp_path, "metrics").select("step", "attempt").rows()
         assert by_step == [(step, min(2, step // 10)) for step in range(40)]
 
     @settings(max_examples=30, deadline=None)
@@ -459,7 +459,7 @@ class TestUnwritable:
         run.unlink()
         away.rename(run)
         record.record(measured(60))
-        for table in ("figures", "sketches"):
+        for table in ("metrics", "histograms"):
             assert read_table(run, table)["step"].unique().to_list() == [0, 10, 20, 30, 40, 50, 60]
         assert {30, 40, 50} <= set(read_table(run, "steps")["step"])
 
@@ -475,11 +475,11 @@ class TestUnwritable:
         away.rename(run)
         with pytest.warns(FP8DebugWarning, match=r"(\d+) parts of the record were lost") as caught:
             record.close()
-        tables = ("figures", "sketches")
-        figures, sketches = (read_table(run, table, where={"attempt": 1})["step"].n_unique() for table in tables)
+        tables = ("metrics", "histograms")
+        metrics, histograms = (read_table(run, table, where={"attempt": 1})["step"].n_unique() for table in tables)
         lost = int(re.search(r"(\d+) parts", str(caught[0].message))[1])
-        assert (figures + sketches + lost, lost > 0) == (60, True)
-        assert figures >= sketches  # sketches go first
+        assert (metrics + histograms + lost, lost > 0) == (60, True)
+        assert metrics >= histograms  # histograms go first
 
     def test_a_full_disk(self, run: Path) -> None:
         """A limit on file size stands for the full disk: the kernel refuses the write in the same way."""
@@ -493,7 +493,7 @@ class TestUnwritable:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert not list(run.rglob("*.part"))  # what was begun is removed: a full disk needs the space
         record.close()
-        assert 30 in read_table(run, "figures")["step"] and 30 in read_table(run, "sketches")["step"]
+        assert 30 in read_table(run, "metrics")["step"] and 30 in read_table(run, "histograms")["step"]
 
 
 @pytest.mark.parametrize("address", ["memory://bucket/deep/run", "file://{tmp}/run"])
@@ -507,8 +507,8 @@ def test_any_fsspec_address(tmp_path: Path, address: str) -> None:
         record.close()
     run = find_run(address.removesuffix("/run"))
     assert read_fingerprint(run)["attempt"] == 1
-    assert read_table(run, "figures")["layer"].to_list() == ["attempt 1"] * (writer.MERGED + 1)
-    assert len(run.names("figures")) == 4
+    assert read_table(run, "metrics")["layer"].to_list() == ["attempt 1"] * (writer.MERGED + 1)
+    assert len(run.names("metrics")) == 4
 
 
 @pytest.mark.parametrize("address", ["nowhere://a/b", "s3://bucket/run"])

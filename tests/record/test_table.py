@@ -28,8 +28,8 @@ def rows(of: Sample, **options: Any) -> list[dict[str, str]]:
     return [dict(zip(heading, row, strict=True)) for row in body]
 
 
-def test_shows_each_figure_under_its_heading() -> None:
-    figures = {
+def test_shows_each_metric_under_its_heading() -> None:
+    metrics = {
         "amin": 1e-5,
         "amax": 4.07,
         "scale_current": 110.0,
@@ -39,7 +39,7 @@ def test_shows_each_figure_under_its_heading() -> None:
         "underflow_pct": 0.125,
         "overflow_pct": 0.5,
     }
-    (row,) = rows(sample(120, [{"layer": "decoder.layers.0.mlp.linear_fc1", "role": "grad_output", **figures}]))
+    (row,) = rows(sample(120, [{"layer": "decoder.layers.0.mlp.linear_fc1", "role": "grad_output", **metrics}]))
     assert row == {
         "layer": "decoder.layers.0.mlp.linear_fc1",
         "tensor": "dY",
@@ -91,7 +91,7 @@ def test_tensors_go_by_the_names_people_write(role: str, shown: str) -> None:
     assert rows(sample(0, [{"role": role}]))[0]["tensor"] == shown
 
 
-def test_an_absent_figure_is_a_dash() -> None:
+def test_an_absent_metric_is_a_dash() -> None:
     absent = dict.fromkeys(("amin", "cosine", "mse", "underflow_pct", "overflow_pct", "relative_error"))
     (row,) = rows(sample(0, [absent]))
     assert [row[heading] for heading in ("amin", "cosine", "MSE", "underflow %", "overflow %")] == ["-"] * 5

@@ -53,12 +53,12 @@ def layout(events: EventAccumulator) -> layout_pb2.Layout:
 
 
 class TestEvents:
-    def test_each_tensor_has_a_tag_for_each_figure(self, tmp_path: Path) -> None:
+    def test_each_tensor_has_a_tag_for_each_metric(self, tmp_path: Path) -> None:
         events = written(tmp_path, two_layers(120))
-        for figure in STREAMED:
+        for metric in STREAMED:
             for role, layer in [("input", FC1), ("grad_output", FC1), ("input", FC2)]:
-                want = {120: float(np.float32(ORDINARY[figure]))}
-                assert points(events, f"fp8_{figure}/{role}/{layer}") == want
+                want = {120: float(np.float32(ORDINARY[metric]))}
+                assert points(events, f"fp8_{metric}/{role}/{layer}") == want
 
     def test_values_are_those_of_their_step(self, tmp_path: Path) -> None:
         events = written(tmp_path, two_layers(0, underflow_pct=0.5), two_layers(100, underflow_pct=37.5))
@@ -81,7 +81,7 @@ class TestEvents:
         assert points(events, f"fp8_sqnr_db/input/{FC2}") == {10: 20.0}
         assert points(events, "fp8/sqnr_db/input/worst") == pytest.approx({0: 31.7, 10: 20.0})
 
-    def test_a_figure_that_no_tensor_has_gets_no_tag(self, tmp_path: Path) -> None:
+    def test_a_metric_that_no_tensor_has_gets_no_tag(self, tmp_path: Path) -> None:
         events = written(tmp_path, sample(0, [{"cosine": None}]))
         assert [tag for tag in events.Tags()["scalars"] if "cosine" in tag] == []
 
@@ -101,8 +101,8 @@ class TestEvents:
 class TestWhatIf:
     def test_each_recipe_has_its_worst_and_median(self, tmp_path: Path) -> None:
         rows = [{"layer": layer, "recipe": "current-e4m3", "relative_error": e} for layer, e in ((FC1, 0.01), (FC2, 0.05))]
-        weighed = dataclasses.replace(two_layers(3), what_if=sample(3, rows).columns)
-        events = written(tmp_path, weighed)
+        what_if = dataclasses.replace(two_layers(3), what_if=sample(3, rows).columns)
+        events = written(tmp_path, what_if)
         assert points(events, "fp8_what_if/relative_error/input/current-e4m3/worst") == {3: pytest.approx(0.05)}
         assert points(events, "fp8_what_if/relative_error/input/current-e4m3/median") == {3: pytest.approx(0.03)}
 
@@ -168,9 +168,9 @@ class Tags:
 
 
 def shuffled(rng: random.Random, layers: list[int], roles: list[str]) -> list[dict[str, Any]]:
-    """Rows whose figures, and so whose order, are anew at random."""
+    """Rows whose metrics, and so whose order, are anew at random."""
     return [
-        {"layer": f"layers.{i}", "role": role} | {figure: rng.random() for figure in STREAMED}
+        {"layer": f"layers.{i}", "role": role} | {metric: rng.random() for metric in STREAMED}
         for role in roles
         for i in layers
     ]
@@ -188,9 +188,9 @@ class TestTagBudget:
         tags = Tags(max_tags=3 * len(ROLES) * len(STREAMED))
         layers = [{"layer": f"layers.{i}", "underflow_pct": float(i), "cosine": 1 - i / 10} for i in range(9)]
         got = tags.record([layer | {"role": role} for role in ROLES for layer in layers])
-        for figure in ("underflow_pct", "cosine"):
-            assert {tag for tag in got if tag.startswith(f"fp8_{figure}/")} == {
-                f"fp8_{figure}/{role}/layers.{i}" for role in ROLES for i in (6, 7, 8)
+        for metric in ("underflow_pct", "cosine"):
+            assert {tag for tag in got if tag.startswith(f"fp8_{metric}/")} == {
+                f"fp8_{metric}/{role}/layers.{i}" for role in ROLES for i in (6, 7, 8)
             }
 
     @pytest.mark.parametrize("max_tags", [0, 1, 38, 39, 200, 1000])
@@ -200,12 +200,12 @@ class TestTagBudget:
             tags.record(shuffled(rng, list(range(30)), ROLES))
         assert tags.total <= max_tags
 
-    def test_is_shared_evenly_by_figures_and_roles(self) -> None:
+    def test_is_shared_evenly_by_metrics_and_roles(self) -> None:
         tags, rng = Tags(max_tags=2 * len(ROLES) * len(STREAMED) + 20), random.Random(0)
         for _ in range(20):
             tags.record(shuffled(rng, list(range(30)), ROLES))
         assert Counter(tag.rpartition("/")[0] for tag in set().union(*tags.steps)) == {
-            f"fp8_{figure}/{role}": 2 for figure in STREAMED for role in ROLES
+            f"fp8_{metric}/{role}": 2 for metric in STREAMED for role in ROLES
         }
 
     def test_is_kept_where_other_layers_are_seen_in_each_step(self) -> None:

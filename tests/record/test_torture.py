@@ -74,7 +74,7 @@ class TestOutages:
     @pytest.mark.parametrize("outage", [name for name in outages.OUTAGES if name != "deleted"])
     def test_recording_goes_on_where_the_place_comes_back(self, outcomes: dict[str, dict[str, Any]], outage: str) -> None:
         outcome = outcomes[outage]
-        assert outcome["figures"] == outcome["sketches"] == outcome["steps"] == ALL
+        assert outcome["metrics"] == outcome["histograms"] == outcome["steps"] == ALL
         assert outcome["dumps"] == [step for step in ALL if step not in MISSED]
         assert set(ALL) - set(outcome["events"]) <= set(MISSED)
         assert not outcome["leftovers"]
@@ -85,7 +85,7 @@ class TestOutages:
 
     def test_a_deleted_record_is_begun_anew_in_the_end(self, outcomes: dict[str, dict[str, Any]]) -> None:
         outcome = outcomes["deleted"]
-        assert outcome["figures"] == outcome["sketches"] == outcome["steps"] == list(range(LEAVES, STEPS))
+        assert outcome["metrics"] == outcome["histograms"] == outcome["steps"] == list(range(LEAVES, STEPS))
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ class TestHangs:
         def come_back() -> None:
             recorder_queue.STUCK = GUARD
             Hanging.is_there.set()
-            wait_until(lambda: LEAVES in read_table(hanging, "figures")["step"])
+            wait_until(lambda: LEAVES in read_table(hanging, "metrics")["step"])
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -129,7 +129,7 @@ class TestHangs:
         assert "recording hangs" in warning
         assert waits.count(False) == 1  # training waited for the hang once, not at each step
         run = find_run(hanging)
-        sampled = read_table(run, "figures")["step"].unique().to_list()
+        sampled = read_table(run, "metrics")["step"].unique().to_list()
         assert set(sampled) >= {*range(LEAVES + 1), *range(COMES_BACK + 1, STEPS)}
         assert not set(sampled) & set(range(LEAVES + 1, COMES_BACK))
         assert read_table(run, "steps")["step"].to_list() == ALL
@@ -147,13 +147,13 @@ class TestHangs:
             with open(pipe, "w") as file:
                 pipe.unlink()  # while it is being read, so that it is not opened again
                 file.write("interval: 1")
-            wait_until(lambda: LEAVES in read_table(tmp_path / "run", "figures")["step"])
+            wait_until(lambda: LEAVES in read_table(tmp_path / "run", "metrics")["step"])
 
         with pytest.warns(FP8DebugWarning) as caught:
             done = train(tmp_path / "run", {LEAVES: ask, COMES_BACK: answer})
         assert done == train(None)
         assert ["recording hangs" in str(w.message) for w in caught] == [True]
-        sampled = set(read_table(tmp_path / "run", "figures")["step"])
+        sampled = set(read_table(tmp_path / "run", "metrics")["step"])
         assert sampled >= {*range(LEAVES + 1), *range(COMES_BACK + 1, STEPS)}
         assert read_table(tmp_path / "run", "steps")["step"].to_list() == ALL
 
@@ -227,8 +227,8 @@ class TestTwoAtOnce:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             while any(writer.is_alive() for writer in writers):
-                readings.append(read_table(tmp_path, "figures")["step"].to_list())
-            readings.append(read_table(tmp_path, "figures")["step"].to_list())
+                readings.append(read_table(tmp_path, "metrics")["step"].to_list())
+            readings.append(read_table(tmp_path, "metrics")["step"].to_list())
         assert [writer.exitcode for writer in writers] == [0, 0]
         assert all(steps == list(range(len(steps))) for steps in readings)
         assert [len(steps) for steps in readings] == sorted(map(len, readings)) and len(readings[-1]) == 300

@@ -60,15 +60,15 @@ def demo(job: Demo) -> Path:
 @pytest.fixture(scope="module")
 def comparison(demo: Path) -> dict[str, Any]:
     cli = str(Path(sys.executable).with_name("nemo-fp8-debug"))
-    command = [cli, "compare", str(demo / "good"), str(demo / "bad"), "--twin", str(demo / "twin"), "--json"]
+    command = [cli, "compare", str(demo / "baseline"), str(demo / "bad"), "--reference", str(demo / "reference"), "--json"]
     return json.loads(finished(*command).stdout)
 
 
 def test_the_bad_run_diverges_in_mid_run_and_the_good_one_does_not(comparison: dict[str, Any]) -> None:
     runs = comparison["runs"]
-    assert runs["good"]["diverged_at"] is None
-    assert 120 < runs["bad"]["diverged_at"] < 300
-    assert runs["bad"]["final_loss"] > 1.2 * runs["good"]["final_loss"]
+    assert runs["baseline"]["diverged_at"] is None
+    assert 120 < runs["run"]["diverged_at"] < 300
+    assert runs["run"]["final_loss"] > 1.2 * runs["baseline"]["final_loss"]
 
 
 def test_compare_names_the_input_of_linear_fc2(comparison: dict[str, Any]) -> None:
@@ -76,13 +76,13 @@ def test_compare_names_the_input_of_linear_fc2(comparison: dict[str, Any]) -> No
     assert first["layer"].endswith("mlp.linear_fc2")
     assert first["role"] == "input"
     assert first["mse_ratio"] >= 1000
-    assert first["underflow_pct_bad"] >= 10 * first["underflow_pct_good"]
+    assert first["underflow_pct_run"] >= 10 * first["underflow_pct_good"]
     assert f"X of {first['layer']}" in comparison["verdict"]
 
 
 def test_the_first_to_leave_the_good_runs_band_is_among_the_farthest_apart(comparison: dict[str, Any]) -> None:
     """In which layer it is depends on how a CPU adds up: from then on the runs have nothing in common."""
-    first = comparison["left"][0]
+    first = comparison["out_of_band"][0]
     far = {(t["layer"], t["role"]) for t in comparison["tensors"] if (t["mse_ratio"] or 0) >= 1000}
     assert (first["layer"], first["role"]) in far
     assert first["layer"].endswith("mlp.linear_fc2")
@@ -91,18 +91,18 @@ def test_the_first_to_leave_the_good_runs_band_is_among_the_farthest_apart(compa
 
 
 def test_compare_says_whether_the_twin_diverged(comparison: dict[str, Any]) -> None:
-    left = comparison["runs"]["twin"]["above_good_since"]
+    left = comparison["runs"]["reference"]["above_baseline_since"]
     assert left is not None
-    assert f"Its twin's loss leaves too, from step {left}" in comparison["verdict"]
+    assert f"Its twin's loss diverges too, from step {left}" in comparison["verdict"]
 
 
 def test_the_demo_ends_with_a_verdict_in_two_sentences_and_says_where_all_is(job: Demo, comparison: dict[str, Any]) -> None:
     verdict, *ending = [line for line in job.printed.splitlines() if not line.startswith(("[", "Three runs"))][1:]
-    since = comparison["runs"]["bad"]["above_good_since"]
+    since = comparison["runs"]["run"]["above_baseline_since"]
     assert verdict.startswith(f"The loss diverges at step {since}. The cause is not how FP8 represents the operands;")
     assert verdict.count(". ") == 1
     assert "Port 6006 is taken, so this uses port 6007." in ending
-    assert all(str(job.output / name) in ending[-1] for name in ("good", "bad", "twin"))
+    assert all(str(job.output / name) in ending[-1] for name in ("baseline", "bad", "reference"))
 
 
 def test_progress_has_an_estimate_and_fits_a_terminal(job: Demo) -> None:
@@ -115,7 +115,7 @@ def test_ctrl_c_ends_the_runs(tmp_path: Path) -> None:
     with subprocess.Popen(list(map(str, (*DEMO, tmp_path / "runs"))), stdout=subprocess.PIPE, text=True) as demo:
         try:
             assert demo.stdout
-            next(line for line in demo.stdout if "good" in line)
+            next(line for line in demo.stdout if "baseline" in line)
             runs = psutil.Process(demo.pid).children()
             assert len(runs) == 3
             demo.send_signal(signal.SIGINT)
@@ -127,7 +127,7 @@ def test_ctrl_c_ends_the_runs(tmp_path: Path) -> None:
 
 def test_diagnose_blames_no_operand_for_a_learning_rate(demo: Path) -> None:
     cli = str(Path(sys.executable).with_name("nemo-fp8-debug"))
-    command = [cli, "diagnose", str(demo / "bad"), "--good", str(demo / "good"), "--json"]
+    command = [cli, "diagnose", str(demo / "bad"), "--baseline", str(demo / "baseline"), "--json"]
     found = json.loads(finished(*command).stdout)
     assert (found["cause"], found["culprit"], found["harm"]) == ("software", None, "harmful")
 

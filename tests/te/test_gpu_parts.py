@@ -52,10 +52,10 @@ def test_every_row_over_emulated_kernels(tmp_path: Path) -> None:
     promises = {what for what, measure in measures.items() if measure["of_time"] and measure["kept"] is not None}
     assert promises == set(PROMISES_OF_TIME)
     lines = attempts["te-statistics-delayed"]["results"]["lines"]
-    figures = {line["tool"]: line["figures"] for line in lines}
-    ours = figures.pop("nemo_fp8_debug")
-    assert figures == {f"Transformer Engine {tool}": OPERANDS * each for tool, each in STATISTICS.items()}
-    assert ours > max(figures.values())
+    metrics = {line["tool"]: line["metrics"] for line in lines}
+    ours = metrics.pop("nemo_fp8_debug")
+    assert metrics == {f"Transformer Engine {tool}": OPERANDS * each for tool, each in STATISTICS.items()}
+    assert ours > max(metrics.values())
     equality = {line["metric"]: line for line in attempts["te-statistics-delayed"]["results"]["equality"]}
     assert {line["compared"] for line in equality.values()} == {COMPARED}
     assert equality["underflow_pct"]["identical"] == COMPARED and equality["mse"]["apart"] < 0.05

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from histogram_rows import Question
 from processes import GUARD
-from sketch_rows import Question
 
 _CAST_JS = Path(__file__).parents[2] / "nemo_fp8_debug/tensorboard_plugin/frontend/src/cast.js"
 # JSON has neither infinities nor NaN.
@@ -23,7 +23,7 @@ for await (const line of createInterface({{input: process.stdin}})) {{
   const answers = JSON.parse(line).map(({{rows, scales, format}}) => {{
     const parts = rows.map(cast.unpacked);
     return {{
-      ...cast.figuresOf(parts, scales, format), ...cast.together(parts),
+      ...cast.metricsOf(parts, scales, format), ...cast.together(parts),
       amax: cast.amaxOf(parts), current: cast.currentScale(cast.amaxOf(parts), format), halves: cast.histogram(parts),
     }};
   }});
@@ -39,7 +39,7 @@ class CastJs:
         self._process = process
 
     def ask(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
-        """Of each the figures and what else the page shows."""
+        """Of each the metrics and what else the page shows."""
         said = [
             {
                 "rows": rows,

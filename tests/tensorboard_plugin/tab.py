@@ -58,7 +58,7 @@ def unpacked(data: bytes) -> tuple[dict[str, Any], Any]:
 
 
 def _no_constant(name: str) -> None:
-    raise AssertionError(f"{name} is no JSON")
+    raise AssertionError(f"{name} is not valid JSON")
 
 
 def start(folder: Path, **more: Any) -> RunRecord:
@@ -68,7 +68,7 @@ def start(folder: Path, **more: Any) -> RunRecord:
 
 
 def write_odd_run(folder: Path) -> Path:
-    """Merged parts and small ones, tensors that come and go, figures that are absent or not finite, a second attempt."""
+    """Merged parts and small ones, tensors that come and go, metrics that are absent or not finite, a second attempt."""
     random = np.random.default_rng(1)
     record = start(folder)
     for i in range(70):
@@ -90,8 +90,8 @@ def write_odd_run(folder: Path) -> Path:
     return folder
 
 
-def write_sketched_run(folder: Path) -> Path:
-    """Real tensors with their sketches at steps 0, 10 and 20."""
+def write_counted_run(folder: Path) -> Path:
+    """Real tensors with their histograms at steps 0, 10 and 20."""
     record = start(folder)
     for step in (0, 10, 20):
         x = torch.randn(64, 32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(step))

@@ -1,4 +1,4 @@
-"""What the browser computes from a sketch is what numerics computes."""
+"""What the browser computes from a histogram is what numerics computes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from cast_js import CastJs, cast_js
+from histogram_rows import DTYPES, SHOWN, Question, Row, all_by_numerics, row
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sketch_rows import DTYPES, SHOWN, Question, Row, all_by_numerics, row
 
 from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, FloatFormat
 from nemo_fp8_debug.numerics.histogram import BINS
@@ -47,7 +47,7 @@ def random_question(random: np.random.Generator) -> Question:
     return rows, scales, fmt
 
 
-def test_figures_of_thousands_of_sketches_are_those_of_numerics(browser_side: CastJs) -> None:
+def test_metrics_of_thousands_of_histograms_are_those_of_numerics(browser_side: CastJs) -> None:
     random = np.random.default_rng(0)
     for _ in range(12):
         check(browser_side, [random_question(random) for _ in range(100)])
@@ -77,7 +77,7 @@ a_scale = st.floats(2.0**-149, 2.0**127, width=32)
 @example([row("float16", {0x7C00: 3, 0x7C01: 2, 0x0001: 1})], 2.0**-149, E2M1)
 @example([row("bfloat16", {0x7F7F: 1, 1: 1})], 2.0**127, BF16)
 @given(st.lists(a_row, min_size=1, max_size=3), a_scale, st.sampled_from(list(FORMATS.values())))
-def test_figures_of_extremes_are_those_of_numerics(
+def test_metrics_of_extremes_are_those_of_numerics(
     browser_side: CastJs, rows: list[Row], scale: float, fmt: FloatFormat
 ) -> None:
     check(browser_side, [(rows, [scale] * len(rows), fmt)])

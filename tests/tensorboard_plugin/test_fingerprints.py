@@ -14,13 +14,13 @@ from nemo_fp8_debug.analysis.runs.settings import differences
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint
 
 Open = Callable[..., Page]
-STATE = {"view": "fingerprints", "run": "bad", "good": "good", "twin": "twin"}
+STATE = {"view": "fingerprints", "run": "bad", "baseline": "baseline", "reference": "reference"}
 
 
-@pytest.mark.parametrize("part", ["good", "twin"])
+@pytest.mark.parametrize("part", ["baseline", "reference"])
 def test_differences_come_first_and_are_those_of_compare(frame: Open, logdir: Path, part: str) -> None:
     expected = [
-        [row["setting"], row["good"] or "-", row["bad"] or "-", "bears on precision" if row["telling"] else "differs"]
+        [row["setting"], row["baseline"] or "-", row["run"] or "-", "bears on precision" if row["telling"] else "differs"]
         for row in said("compare", logdir / part, logdir / "bad")["differences"]
     ]
     assert expected
@@ -33,14 +33,14 @@ def test_differences_come_first_and_are_those_of_compare(frame: Open, logdir: Pa
 
 
 def test_differences_only_stays_in_the_address(frame: Open) -> None:
-    page = frame(**STATE, against="twin")
+    page = frame(**STATE, against="reference")
     every = len(cells(table(page, "settings")))
     page.locator("[data-picker=differs]").check()
     expect(page.locator("tbody tr")).not_to_have_count(every)
     some = len(cells(table(page, "settings")))
     assert 0 < some < every
     page.wait_for_function("location.hash.includes('p.fp8.differs=1')")
-    again = frame(**STATE, against="twin", differs=1)
+    again = frame(**STATE, against="reference", differs=1)
     expect(again.locator("tbody tr")).to_have_count(some)
     assert again.locator("[data-picker=differs]").is_checked()
     assert taken_away(again, table(again, "settings"))[1:] == [
@@ -59,11 +59,11 @@ def test_a_search_finds_settings_and_values(frame: Open) -> None:
 
 
 def test_one_run_alone_shows_its_fingerprint_as_text(frame: Open, logdir: Path) -> None:
-    page = frame(view="fingerprints", run=HOSTILE, good="", twin="")
+    page = frame(view="fingerprints", run=HOSTILE, baseline="", reference="")
     settings = table(page, "settings")
     fingerprint = read_fingerprint(find_run(logdir / HOSTILE))
     assert fingerprint["model"]["class"] == HOSTILE
-    expected = differences({}, fingerprint).sort("setting").select("setting", "bad").rows()
+    expected = differences({}, fingerprint).sort("setting").select("setting", "run").rows()
     assert sorted((row[0], row[1]) for row in cells(settings)) == expected
     assert page.locator("[data-picker=differs]").count() == 0
     assert page.locator("#view img").count() == 0 and not page.evaluate("window.hacked")

@@ -1,4 +1,4 @@
-"""Verdicts and recipes weighed in a child process: right, alone, and gone when nobody wants them."""
+"""Verdicts and recipes tried in a child process: right, alone, and gone when nobody wants them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import polars as pl
 import pytest
 from processes import wait_until
 from samples import sample
-from tab import FC1, FC2, Tab, start, write_sketched_run
+from tab import FC1, FC2, Tab, start, write_counted_run
 
 from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
@@ -42,9 +42,9 @@ def write_run(folder: Path, harmed: bool) -> Path:
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logdir")
-    write_run(folder / "good", harmed=False)
+    write_run(folder / "baseline", harmed=False)
     write_run(folder / "bad", harmed=True)
-    write_sketched_run(folder / "sketched")
+    write_counted_run(folder / "counted")
     return folder
 
 
@@ -65,20 +65,20 @@ def plain(value: Any) -> Any:
 
 
 def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
-    answer = waited(tab, "verdict", bad="bad", good="good")
-    found = diagnose(logdir / "bad", logdir / "good")
+    answer = waited(tab, "verdict", run="bad", baseline="baseline")
+    found = diagnose(logdir / "bad", logdir / "baseline")
     assert answer["state"] == "done", answer
     assert answer["result"]["diagnosis"] == plain(found.to_json())
     assert found.comparison and answer["result"]["comparison"] == plain(to_json(found.comparison))
     assert answer["result"]["diagnosis"]["culprit"]["layer"] == FC1
     plan = json.loads(answer["result"]["snippets"][0]["text"])
     assert [change["layer"] for change in plan["changes"]] == [FC1]
-    assert tab.json("verdict", bad="bad", good="good") == answer  # it was kept, or it would be worked on again
+    assert tab.json("verdict", run="bad", baseline="baseline") == answer  # it was kept, or it would be worked on again
 
 
-def test_a_recipe_is_weighed_as_by_replay(tab: Tab, logdir: Path) -> None:
-    answer = waited(tab, "weigh", run="sketched", step=12, recipe="current-e5m2")
-    expected = replay(logdir / "sketched", "current-e5m2", steps=[10])
+def test_a_recipe_is_what_if_as_by_replay(tab: Tab, logdir: Path) -> None:
+    answer = waited(tab, "what_if", run="counted", step=12, recipe="current-e5m2")
+    expected = replay(logdir / "counted", "current-e5m2", steps=[10])
     assert answer["state"] == "done" and answer["result"]["step"] == 10
     rows = answer["result"]["rows"]
     assert set(rows["recipe"]) == {"current-e5m2"} and set(rows["in_use"]) == {False}
@@ -94,30 +94,30 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
         assert answer["state"] == "failed"
         return str(answer["error"])
 
-    run = str(logdir / "good")
-    assert "unknown recipe" in answered(kind="weigh", run=run, step=0, recipe="nonsense")
-    assert "no exact sketches" in answered(kind="weigh", run=run, step=0, recipe="current")
-    assert "know nothing of blocks" in answered(kind="weigh", run=run, step=0, recipe="mxfp8")
-    assert "samples" in answered(kind="verdict", bad=run, good=None, twin=None, by="samples")
+    run = str(logdir / "baseline")
+    assert "unknown recipe" in answered(kind="what_if", run=run, step=0, recipe="nonsense")
+    assert "no exact histograms" in answered(kind="what_if", run=run, step=0, recipe="current")
+    assert "know nothing of blocks" in answered(kind="what_if", run=run, step=0, recipe="mxfp8")
+    assert "samples" in answered(kind="verdict", run=run, baseline=None, reference=None, by="samples")
     monkeypatch.setattr(worker_process, "_MOST_REPLAYED", 79)
-    assert "has 80 rows" in answered(kind="weigh", run=run, step=0, recipe="current")
+    assert "has 80 rows" in answered(kind="what_if", run=run, step=0, recipe="current")
 
 
 def test_of_large_records_some_samples_are_left_out_and_that_is_said(logdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "MOST_ROWS", 40)
-    bad, good = str(logdir / "bad"), str(logdir / "good")
-    answer = worker_process.answered({"kind": "verdict", "bad": bad, "good": good, "twin": None, "by": "step"})
+    bad, baseline = str(logdir / "bad"), str(logdir / "baseline")
+    answer = worker_process.answered({"kind": "verdict", "run": bad, "baseline": baseline, "reference": None, "by": "step"})
     result = answer["result"]
     assert "one of each 2 samples" in result["diagnosis"]["notes"][-1]
     assert result["recommendation"] is None and result["snippets"] == []
     assert result["diagnosis"]["culprit"]["layer"] == FC1 and result["diagnosis"]["culprit"]["since"] == 220
-    assert result["comparison"]["runs"]["bad"]["path"] == bad
+    assert result["comparison"]["runs"]["run"]["path"] == bad
 
 
 @pytest.fixture
 def asked(logdir: Path) -> Iterator[tuple[jobs.Jobs, Callable[[], dict[str, Any]]]]:
     mine = jobs.Jobs()
-    what = {"kind": "weigh", "run": str(logdir / "sketched"), "step": 0, "recipe": "current"}
+    what = {"kind": "what_if", "run": str(logdir / "counted"), "step": 0, "recipe": "current"}
     yield mine, lambda: mine.ask(what, "1")
     mine.stop()
 
@@ -156,17 +156,17 @@ def test_one_child_at_a_time(asked: Any, logdir: Path) -> None:
     mine, ask = asked
     ask()
     first = the_child(mine)
-    assert mine.ask({"kind": "weigh", "run": "other"}, "1")["state"] == "working"
+    assert mine.ask({"kind": "what_if", "run": "other"}, "1")["state"] == "working"
     time.sleep(0.3)
     assert mine._child is first
-    answers = [mine.ask({"kind": "weigh", "run": str(i)}, "1") for i in range(30)]
+    answers = [mine.ask({"kind": "what_if", "run": str(i)}, "1") for i in range(30)]
     assert answers[0]["state"] == "working" and "try again" in answers[-1]["error"]
 
 
 def test_a_child_ends_with_tensorboard(logdir: Path) -> None:
     code = (
         "import sys, time; from nemo_fp8_debug.tensorboard_plugin.jobs.jobs import Jobs\n"
-        "jobs = Jobs(); jobs.ask({'kind': 'verdict', 'bad': sys.argv[1], 'good': None, 'twin': None, 'by': 'step'}, '')\n"
+        "jobs = Jobs(); jobs.ask({'kind': 'verdict', 'run': sys.argv[1], 'baseline': None, 'reference': None, 'by': 'step'}, '')\n"
         "while jobs._child is None: time.sleep(0.01)\n"
         "print(jobs._child.pid, flush=True); time.sleep(60)"
     )

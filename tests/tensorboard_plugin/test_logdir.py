@@ -15,7 +15,7 @@ from processes import GUARD, wait_until
 from samples import sample
 from tab import Tab, start
 
-from nemo_fp8_debug.record.storage import Place
+from nemo_fp8_debug.record.storage import Storage
 from nemo_fp8_debug.tensorboard_plugin.records import logdir as logdir_module
 
 
@@ -36,10 +36,10 @@ def refused(tab: Tab) -> dict[str, str]:
 
 
 def test_runs_are_named_by_their_folders(tmp_path: Path) -> None:
-    for folder in ("good/fp8_debug", "a/b/fp8_debug", "plain", "plain/figures/inner", "plain/again"):
+    for folder in ("baseline/fp8_debug", "a/b/fp8_debug", "plain", "plain/metrics/inner", "plain/again"):
         write_run(tmp_path / folder)
-    assert names(Tab(tmp_path)) == ["a/b", "good", "plain", "plain/again"]
-    assert names(Tab(tmp_path / "good")) == names(Tab(tmp_path / "good/fp8_debug")) == ["."]
+    assert names(Tab(tmp_path)) == ["a/b", "baseline", "plain", "plain/again"]
+    assert names(Tab(tmp_path / "baseline")) == names(Tab(tmp_path / "baseline/fp8_debug")) == ["."]
 
 
 def test_a_record_within_a_record_has_a_name_of_its_own(tmp_path: Path) -> None:
@@ -61,12 +61,12 @@ def test_several_logdirs_are_named(tmp_path: Path) -> None:
 
 def test_a_remote_logdir_is_read(tmp_path: Path) -> None:
     address = f"memory://{uuid.uuid4().hex}/runs"
-    write_run(f"{address}/good/fp8_debug", loss=1.5)
+    write_run(f"{address}/baseline/fp8_debug", loss=1.5)
     tab = Tab(address)
     (about,) = tab.json("runs")["runs"]
-    assert (about["name"], about["samples"], about["state"]) == ("good", 1, "growing")
-    assert tab.json("loss", run="good")["loss"] == [1.5]
-    assert tab.frames(run="good", figure="mse", from_=0, to=0)[1].tolist() == [[pytest.approx(1e-4)]]
+    assert (about["name"], about["samples"], about["state"]) == ("baseline", 1, "growing")
+    assert tab.json("loss", run="baseline")["loss"] == [1.5]
+    assert tab.frames(run="baseline", metric="mse", from_=0, to=0)[1].tolist() == [[pytest.approx(1e-4)]]
 
 
 def test_an_address_without_a_driver_is_named(tmp_path: Path) -> None:
@@ -76,15 +76,15 @@ def test_an_address_without_a_driver_is_named(tmp_path: Path) -> None:
 def test_nothing_is_there_yet(tmp_path: Path) -> None:
     for logdir in (tmp_path / "later", tmp_path):
         assert Tab(logdir).json("runs")["runs"] == []
-    status, why = Tab(tmp_path).error("run", run="good")
+    status, why = Tab(tmp_path).error("run", run="baseline")
     assert status == 404 and "none yet" in why
 
 
 def test_a_record_that_comes_later_is_found(tmp_path: Path) -> None:
     tab = Tab(tmp_path)
     assert names(tab) == []
-    write_run(tmp_path / "good/fp8_debug")
-    wait_until(lambda: names(tab) == ["good"])
+    write_run(tmp_path / "baseline/fp8_debug")
+    wait_until(lambda: names(tab) == ["baseline"])
 
 
 def test_links_out_of_the_logdir_are_not_followed(tmp_path: Path) -> None:
@@ -103,17 +103,17 @@ def test_links_out_of_the_logdir_are_not_followed(tmp_path: Path) -> None:
     assert outside.exists()
 
 
-@pytest.mark.parametrize("what", ["attempt-0.json", "figures", "a part"])
+@pytest.mark.parametrize("what", ["attempt-0.json", "metrics", "a part"])
 def test_a_record_with_a_link_out_of_the_logdir_is_not_read(tmp_path: Path, what: str) -> None:
     logdir, secret = tmp_path / "logdir", write_run(tmp_path / "secret")
     run = write_run(logdir / "run")
-    name = f"figures/{next((run / 'figures').iterdir()).name}" if what == "a part" else what
-    source = next((secret / "figures").iterdir()) if what == "a part" else secret / name
+    name = f"metrics/{next((run / 'metrics').iterdir()).name}" if what == "a part" else what
+    source = next((secret / "metrics").iterdir()) if what == "a part" else secret / name
     shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
     (run / name).symlink_to(source)
     tab = Tab(logdir)
     assert names(tab) == [] and "link out of the logdir" in refused(tab)["run"]
-    assert tab.error("frames", run="run", figure="mse", from_=0, to=9)[0] == 404
+    assert tab.error("frames", run="run", metric="mse", from_=0, to=9)[0] == 404
 
 
 def test_a_record_that_is_swapped_for_a_link_is_not_read(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_record_that_is_swapped_for_a_link_is_not_read(tmp_path: Path) -> None
 @pytest.mark.parametrize("what", ["attempt-0.json", "attempt-1.json", "a part", "a link"])
 def test_pipes_and_sockets_are_passed_over(tmp_path: Path, what: str) -> None:
     """Who opens a pipe waits for ever."""
-    write_run(tmp_path / "good")
+    write_run(tmp_path / "baseline")
     part = "attempt-0-step-00000009-00000000.parquet"
     in_a_record = what in ("attempt-1.json", "a part")
     os.mkfifo(tmp_path / "pipe")
@@ -139,18 +139,18 @@ def test_pipes_and_sockets_are_passed_over(tmp_path: Path, what: str) -> None:
         run = tmp_path / f"{name} here"
         if in_a_record:
             write_run(run)
-        (run / "figures").mkdir(parents=True, exist_ok=True)
-        odd = {"a part": run / "figures" / part, "a link": run / "attempt-0.json"}.get(what, run / what)
+        (run / "metrics").mkdir(parents=True, exist_ok=True)
+        odd = {"a part": run / "metrics" / part, "a link": run / "attempt-0.json"}.get(what, run / what)
         if what == "a link":
             odd.symlink_to(tmp_path / "pipe")
         else:
             make(odd)
     tab = Tab(tmp_path)
-    records = ["good", "pipe here", "socket here"] if in_a_record else ["good"]
+    records = ["baseline", "pipe here", "socket here"] if in_a_record else ["baseline"]
     assert names(tab) == records
     for name in records:
         assert tab.json("run", run=name)["steps"] == [0]
-        assert tab.json("extent", run=name, figure="mse")["low"] == pytest.approx(1e-4)
+        assert tab.json("extent", run=name, metric="mse")["low"] == pytest.approx(1e-4)
 
 
 def _bind(path: Path) -> None:
@@ -171,7 +171,7 @@ def test_no_path_comes_from_a_parameter(tmp_path: Path, name: str) -> None:
     for route, more in (("run", {}), ("loss", {}), ("others", {"step": 0})):
         assert tab.error(route, run=name, **more)[0] in (400, 404)
     assert tab.error("fingerprints", a=name)[0] in (400, 404)
-    assert tab.error("verdict", bad=name)[0] in (400, 404)
+    assert tab.error("verdict", run=name)[0] in (400, 404)
 
 
 def test_hostile_names_are_names(tmp_path: Path) -> None:
@@ -197,15 +197,15 @@ def test_a_logdir_of_many_files_does_not_stall_a_request(tmp_path: Path, monkeyp
     """The look goes on in the background: here it hangs until requests were answered."""
     write_run(tmp_path / "a")
     write_run(tmp_path / "b/hangs")
-    listed, answered = Place.entries, threading.Event()
+    listed, answered = Storage.entries, threading.Event()
 
-    def slow(self: Place, folder: str = "") -> Any:
+    def slow(self: Storage, folder: str = "") -> Any:
         if folder == "b":
             assert answered.wait(GUARD)
         return listed(self, folder)
 
     monkeypatch.setattr(logdir_module, "_FIRST", 0.1)
-    monkeypatch.setattr(Place, "entries", slow)
+    monkeypatch.setattr(Storage, "entries", slow)
     tab = Tab(tmp_path)
     wait_until(lambda: names(tab) == ["a"])
     answered.set()

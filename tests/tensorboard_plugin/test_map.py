@@ -40,7 +40,7 @@ def write(folder: Path, steps: range = STEPS, harmed: bool = False, more: tuple[
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    write(folder / "good" / "fp8_debug").close()
+    write(folder / "baseline" / "fp8_debug").close()
     write(folder / "bad" / "fp8_debug", harmed=True).close()
     write(folder / "growing", range(0, 30, 10)).close()
     write(folder / "<b onclick=top.hacked=1>odd", range(0, 30, 10), more=(HOSTILE,)).close()
@@ -86,26 +86,26 @@ def in_address(page: Page, state: str) -> None:
 
 
 def test_the_worst_cell_is_the_worst_of_the_record(page: Page, board: str, logdir: Path) -> None:
-    tab = opened(page, board, run="bad", good="good", step=555)
+    tab = opened(page, board, run="bad", baseline="baseline", step=555)
     at_step(tab, 550)
-    rows = read_table(logdir / "bad" / "fp8_debug", "figures", where={"step": 550})
+    rows = read_table(logdir / "bad" / "fp8_debug", "metrics", where={"step": 550})
     worst = rows.sort("underflow_pct").tail(1)
     assert values_of(tab, "run") == (*worst.select("layer", "role").row(0), pytest.approx(40.0))
     assert values_of(tab, "difference") == (CULPRIT, "input", pytest.approx(39.95))
-    assert values_of(tab, "good")[0] != CULPRIT
+    assert values_of(tab, "baseline")[0] != CULPRIT
 
 
-def test_steps_and_figures_move_the_map_and_the_address(page: Page, board: str) -> None:
-    tab = opened(page, board, run="bad", good="good", step=390)
+def test_steps_and_metrics_move_the_map_and_the_address(page: Page, board: str) -> None:
+    tab = opened(page, board, run="bad", baseline="baseline", step=390)
     at_step(tab, 390)
     assert values_of(tab, "run")[0] != CULPRIT
     tab.get_by_role("button", name="Next sampled step").click()
     at_step(tab, 400)
     assert values_of(tab, "run")[0] == CULPRIT
     in_address(page, "p.fp8.step=400")
-    tab.get_by_label("Figure").select_option("mse")
+    tab.get_by_label("Metric").select_option("mse")
     expect(tab.locator(".legend").first).to_contain_text("mean squared error")
-    in_address(page, "p.fp8.figure=mse")
+    in_address(page, "p.fp8.metric=mse")
 
 
 def test_playing_goes_to_the_end_by_itself(page: Page, board: str) -> None:
@@ -153,7 +153,7 @@ def test_the_csv_of_a_map_is_the_record(page: Page, board: str, logdir: Path, tm
     download.value.save_as(tmp_path / "map.csv")
     with (tmp_path / "map.csv").open() as file:
         head, *rows = csv.reader(file)
-    recorded = read_table(logdir / "bad" / "fp8_debug", "figures", ["layer", "role", "underflow_pct"], {"step": 500})
+    recorded = read_table(logdir / "bad" / "fp8_debug", "metrics", ["layer", "role", "underflow_pct"], {"step": 500})
     assert head[:2] == ["layer", "role"]
     assert {(layer, role): float(value) for layer, role, value in rows} == {
         (layer, role): pytest.approx(value, rel=1e-6) for layer, role, value in recorded.iter_rows()
@@ -196,9 +196,9 @@ def test_a_run_without_a_sample_says_what_is_awaited(page: Page, tmp_path: Path)
 
 
 def test_under_a_path_prefix_and_with_several_logdirs(page: Page, logdir: Path) -> None:
-    spec = f"here:{logdir / 'good'},there:{logdir / 'bad'}"
+    spec = f"here:{logdir / 'baseline'},there:{logdir / 'bad'}"
     with tensorboard("--logdir_spec", spec, "--path_prefix", "/a/b") as address:
-        tab = opened(page, address, run="there", good="here", step=600)
+        tab = opened(page, address, run="there", baseline="here", step=600)
         at_step(tab, 600)
         assert values_of(tab, "difference")[:2] == (CULPRIT, "input")
 
@@ -209,6 +209,6 @@ def test_an_unknown_run_in_the_address_is_said(page: Page, board: str) -> None:
 
 
 def test_runs_beside_it_that_are_not_there_are_said(page: Page, board: str) -> None:
-    tab = opened(page, board, run="bad", good="gone", twin="")
+    tab = opened(page, board, run="bad", baseline="gone", reference="")
     expect(tab.locator(".notes")).to_have_text("Good run gone is not under the logdir: the page goes on without it.")
     at_step(tab, 790)

@@ -14,14 +14,14 @@ from urllib.parse import urljoin
 
 import pytest
 from processes import GUARD
-from tab import FC1, unpacked, write_sketched_run
+from tab import FC1, unpacked, write_counted_run
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     """Where it is, and its process."""
     logdir = tmp_path_factory.mktemp("logdir")
-    write_sketched_run(logdir / "run/fp8_debug")
+    write_counted_run(logdir / "run/fp8_debug")
     options = ["--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0", "--path_prefix", "/behind/a/proxy"]
     program = [sys.executable, "-W", "ignore", "-m", "tensorboard.main", *options]
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as process:
@@ -54,9 +54,9 @@ def test_it_answers_without_torch(address: Any) -> None:
     base, pid = address
     routes = f"{base}/data/plugin/fp8"
     assert [run["name"] for run in json.loads(get(f"{routes}/runs"))["runs"]] == ["run"]
-    for route in ("run", "loss", "others&step=0", f"sketch&layer={FC1}&role=input&step=0"):
+    for route in ("run", "loss", "others&step=0", f"histogram&layer={FC1}&role=input&step=0"):
         name, _, more = route.partition("&")
         assert json.loads(get(f"{routes}/{name}?run=run&{more}"))
-    header, _ = unpacked(get(f"{routes}/frames?run=run&figure=mse&from=0&to=99"))
+    header, _ = unpacked(get(f"{routes}/frames?run=run&metric=mse&from=0&to=99"))
     assert header["steps"] == [0, 10, 20]
     assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()

@@ -1,4 +1,4 @@
-"""Figures of a tensor over the steps, above the loss: what is shown is what was recorded."""
+"""Metrics of a tensor over the steps, above the loss: what is shown is what was recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ Shown = Callable[..., Page]
 @pytest.fixture
 def shown(casts_shown: Shown) -> Shown:
     def open_on(**state: object) -> Page:
-        state = {"view": "timeline", "run": DELAYED, "good": "quiet", "layer": "first", "role": "input", "step": 20} | state
+        state = {
+            "view": "timeline",
+            "run": DELAYED,
+            "baseline": "quiet",
+            "layer": "first",
+            "role": "input",
+            "step": 20,
+        } | state
         page = casts_shown(**state)
         page.locator("canvas").wait_for()
         page.get_by_text("Reading the record").wait_for(state="detached")
@@ -33,7 +40,7 @@ def shown(casts_shown: Shown) -> Shown:
 def taken_away(page: Page) -> list[dict[str, Any]]:
     """The rows of the charts' CSV, numbers as such."""
     with page.expect_download() as download:
-        page.locator("figure button", has_text="CSV").click()
+        page.locator("metric button", has_text="CSV").click()
     found = csv.DictReader(io.StringIO(Path(download.value.path()).read_text(), newline=""))
     return [{k: v if k == "run" else None if v == "" else float(v) for k, v in row.items()} for row in found]
 
@@ -51,33 +58,33 @@ def address_has(page: Page, **state: object) -> None:
 
 
 def test_all_values_are_those_of_the_records(shown: Shown, casts: Path) -> None:
-    figures = ["underflow_pct", "relative_error", "scale_ratio_log2", "amax"]
+    metrics = ["underflow_pct", "relative_error", "scale_ratio_log2", "amax"]
     rows = taken_away(shown())
-    assert list(rows[0]) == ["run", "step", *figures, "loss"]
+    assert list(rows[0]) == ["run", "step", *metrics, "loss"]
     for name in (DELAYED, "quiet"):
         run, mine = find_run(casts / name), [row for row in rows if row["run"] == name]
         losses = read_table(run, "steps", ["step", "loss"])
         assert [(row["step"], row["loss"]) for row in mine] == losses.rows()
-        sampled = read_table(run, "figures", ["step", *figures], {"layer": "first", "role": "input"})
+        sampled = read_table(run, "metrics", ["step", *metrics], {"layer": "first", "role": "input"})
         assert len(sampled) >= STEPS // EVERY
-        at = {row["step"]: tuple(row[figure] for figure in figures) for row in mine if row["amax"] is not None}
+        at = {row["step"]: tuple(row[metric] for metric in metrics) for row in mine if row["amax"] is not None}
         assert at == {row[0]: row[1:] for row in sampled.rows()}
 
 
-def test_figures_are_chosen_and_a_link_keeps_them(shown: Shown, casts: Path) -> None:
-    page = shown(figures="sqnr_db,nonsense")
+def test_metrics_are_chosen_and_a_link_keeps_them(shown: Shown, casts: Path) -> None:
+    page = shown(metrics="sqnr_db,nonsense")
     page.locator("details.choices summary").click()
-    page.locator("[data-figure-choice=kurtosis]").check()
-    page.locator("[data-figure-choice=grad_norm]").check()
-    page.locator("[data-figure-choice=sqnr_db]").uncheck()
-    address_has(page, figures="kurtosis,grad_norm")
+    page.locator("[data-metric-choice=kurtosis]").check()
+    page.locator("[data-metric-choice=grad_norm]").check()
+    page.locator("[data-metric-choice=sqnr_db]").uncheck()
+    address_has(page, metrics="kurtosis,grad_norm")
     page.reload()
     page.locator("canvas").wait_for()
     page.get_by_text("Reading the record").wait_for(state="detached")
     rows = [row for row in taken_away(page) if row["run"] == DELAYED]
     assert list(rows[0]) == ["run", "step", "kurtosis", "grad_norm", "loss"]
     assert [row["grad_norm"] for row in rows] == [float(step) for step in range(STEPS)]
-    recorded = read_table(find_run(casts / DELAYED), "figures", ["step", "kurtosis"], {"layer": "first", "role": "input"})
+    recorded = read_table(find_run(casts / DELAYED), "metrics", ["step", "kurtosis"], {"layer": "first", "role": "input"})
     assert [(row["step"], row["kurtosis"]) for row in rows if row["kurtosis"] is not None] == recorded.rows()
 
 
@@ -126,7 +133,7 @@ def test_the_zoom_is_kept_in_the_address(shown: Shown) -> None:
 
 
 def test_a_run_without_the_tensor_leaves_the_others_be(shown: Shown, casts: Path) -> None:
-    page = shown(good="other")
+    page = shown(baseline="other")
     expect(page.locator("main .notes")).to_contain_text("other: ")
     assert {row["run"] for row in taken_away(page) if row["amax"] is not None} == {DELAYED}
     assert {row["run"] for row in taken_away(page)} == {DELAYED, "other"}

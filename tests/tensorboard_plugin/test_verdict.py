@@ -17,7 +17,7 @@ from verdict_records import CULPRIT, HOSTILE, ONSET
 from nemo_fp8_debug.cli import app
 
 Open = Callable[..., Page]
-THREE = {"view": "verdict", "run": "bad", "good": "good", "twin": "twin"}
+THREE = {"view": "verdict", "run": "bad", "baseline": "baseline", "reference": "reference"}
 
 
 def verdict(page: Page) -> str:
@@ -28,11 +28,11 @@ def verdict(page: Page) -> str:
 class TestThreeRuns:
     @pytest.fixture(scope="class")
     def diagnosis(self, logdir: Path) -> Any:
-        return said("diagnose", logdir / "bad", "--good", logdir / "good", "--twin", logdir / "twin")
+        return said("diagnose", logdir / "bad", "--baseline", logdir / "baseline", "--reference", logdir / "reference")
 
     @pytest.fixture(scope="class")
     def comparison(self, logdir: Path) -> Any:
-        return said("compare", logdir / "good", logdir / "bad", "--twin", logdir / "twin")
+        return said("compare", logdir / "baseline", logdir / "bad", "--reference", logdir / "reference")
 
     def test_the_sentences_and_the_findings_are_those_of_diagnose(self, frame: Open, diagnosis: Any) -> None:
         page = frame(**THREE)
@@ -63,32 +63,34 @@ class TestThreeRuns:
         for row, of in zip(rows, comparison["tensors"], strict=True):
             found = dict(zip(names, row, strict=True))
             assert found["tensor"] == title(of)
-            for column, figure in (
+            for column, metric in (
                 ("drift (log2)", "drift_log2"),
                 ("MSE ratio", "mse_ratio"),
                 ("leaves from step", "onset"),
             ):
-                assert number(found[column]) == of[figure]
-            for run, column in (("good", "before"), ("bad", "after")):
+                assert number(found[column]) == of[metric]
+            for run, column in (("baseline", "before"), ("bad", "after")):
                 assert number(found[f"underflow (%), {column}"]) == of[f"underflow_pct_{run}"]
-        order = cells(table(page, "Each tensor and figure at the first step"))
+        order = cells(table(page, "Each tensor and metric at the first step"))
         assert [row[:4] for row in order] == [
-            [str(of["onset"]), "-" if of["lead"] is None else str(of["lead"]), title(of), of["figure"]]
-            for of in comparison["left"]
+            [str(of["onset"]), "-" if of["lead"] is None else str(of["lead"]), title(of), of["metric"]]
+            for of in comparison["out_of_band"]
         ]
         losses = {row[0]: row[5:] for row in cells(table(page, "Medians over a sixth"))}
         assert losses == {
-            part: ["-" if run[key] is None else str(run[key]) for key in ("diverged_at", "above_good_since")]
+            part: ["-" if run[key] is None else str(run[key]) for key in ("diverged_at", "above_baseline_since")]
             for part, run in comparison["runs"].items()
         }
         differences = cells(table(page, "what bears on precision"))
-        assert [row[:3] for row in differences] == [[d["setting"], d["good"], d["bad"]] for d in comparison["differences"]]
+        assert [row[:3] for row in differences] == [
+            [d["setting"], d["baseline"], d["run"]] for d in comparison["differences"]
+        ]
 
     def test_files_to_copy_and_to_save_are_those_that_recommend_writes(
         self, frame: Open, logdir: Path, tmp_path: Path
     ) -> None:
         folder = tmp_path / "fix"
-        command = ["recommend", str(logdir / "bad"), "--good", str(logdir / "good"), "--output", str(folder)]
+        command = ["recommend", str(logdir / "bad"), "--baseline", str(logdir / "baseline"), "--output", str(folder)]
         assert CliRunner().invoke(app, command).exit_code == 0
         written = {path.name: path.read_text() for path in folder.iterdir()}
         page = frame(**THREE)
@@ -113,15 +115,15 @@ class TestThreeRuns:
         assert page.evaluate("String(getSelection())").strip() == (snippet.locator("pre").text_content() or "").strip()
 
     def test_the_change_its_errors_and_the_coverage(self, frame: Open, logdir: Path) -> None:
-        found = said("recommend", logdir / "bad", "--good", logdir / "good")
+        found = said("recommend", logdir / "bad", "--baseline", logdir / "baseline")
         page = frame(**THREE)
         verdict(page)
         names, *rows = taken_away(page, table(page, "The cheapest changes"))
         for row, of in zip(rows, found["findings"], strict=True):
             shown = dict(zip(names, row, strict=True))
             assert (shown["tensor"], shown["change"]) == (title(of), of["chosen"]["recipe"])
-            for label, figure in (("relative error", "relative_error"), ("underflow (%)", "underflow_pct")):
-                pair = of["options"][0]["errors"][figure], of["chosen"]["errors"][figure]
+            for label, metric in (("relative error", "relative_error"), ("underflow (%)", "underflow_pct")):
+                pair = of["options"][0]["errors"][metric], of["chosen"]["errors"][metric]
                 assert tuple(number(shown[f"{label}, {when}"]) for when in ("before", "after")) == pair
         before, after = (f"{100 * found['fp8_coverage'][when]:.3g}%" for when in ("before", "after"))
         expect(page.get_by_text("FP8 coverage")).to_contain_text(f"{before} → {after}")
@@ -133,7 +135,7 @@ class TestThreeRuns:
         expect(page.frame_locator("iframe").locator("#tab-timeline")).to_have_attribute("aria-selected", "true")
         state = unquote(page.url)
         assert page.url.startswith(f"{board}/#fp8&")
-        for part in ("view=timeline", f"layer={CULPRIT}", "role=input", f"step={ONSET}", "run=bad", "good=good"):
+        for part in ("view=timeline", f"layer={CULPRIT}", "role=input", f"step={ONSET}", "run=bad", "baseline=baseline"):
             assert f"p.fp8.{part}" in state
         page.go_back()
         expect(page.frame_locator("iframe").locator("p.verdict").first).to_be_visible()
@@ -141,23 +143,25 @@ class TestThreeRuns:
 
 
 def test_advice_against_fp8_is_none_where_software_is_to_blame(frame: Open, logdir: Path) -> None:
-    """The twin, here the same run again, leaves too."""
-    found = said("diagnose", logdir / "bad", "--good", logdir / "good", "--twin", logdir / "again")
+    """The reference run, here the same run again, leaves too."""
+    found = said("diagnose", logdir / "bad", "--baseline", logdir / "baseline", "--reference", logdir / "again")
     assert found["cause"] == "software" and any(f["rule"] == "operand" for f in found["findings"])
-    page = frame(**THREE | {"twin": "again"})
+    page = frame(**THREE | {"reference": "again"})
     assert verdict(page) == found["verdict"]
-    assert page.locator("ul.advice li").all_inner_texts() == [f["advice"] for f in found["findings"] if f["rule"] == "twin"]
-    assert [row[0] for row in cells(table(page, "What the rules found"))] == ["twin"]
+    assert page.locator("ul.advice li").all_inner_texts() == [
+        f["advice"] for f in found["findings"] if f["rule"] == "reference"
+    ]
+    assert [row[0] for row in cells(table(page, "What the rules found"))] == ["reference"]
     evidence = page.locator("details")
     assert evidence.locator("td").first.is_hidden()
     evidence.locator("summary").click()
-    others = [f["rule"] for f in found["findings"] if f["rule"] != "twin"]
+    others = [f["rule"] for f in found["findings"] if f["rule"] != "reference"]
     assert [row[0] for row in cells(evidence.locator(".table"))] == others
     assert page.locator(".snippet").count() == 0
 
 
 def test_without_a_good_run_it_is_judged_alone(frame: Open, logdir: Path) -> None:
-    page = frame(view="verdict", run="bad", good="", twin="")
+    page = frame(view="verdict", run="bad", baseline="", reference="")
     assert verdict(page) == said("diagnose", logdir / "bad")["verdict"]
     expect(page.get_by_text("Judged alone")).to_be_visible()
     recommended = said("recommend", logdir / "bad")["findings"]
@@ -173,9 +177,9 @@ def test_hostile_names_are_text(frame: Open) -> None:
 
 
 def test_a_verdict_that_there_is_none_of_is_a_sentence(frame: Open, logdir: Path) -> None:
-    result = CliRunner().invoke(app, ["diagnose", str(logdir / HOSTILE), "--good", str(logdir / "good")])
+    result = CliRunner().invoke(app, ["diagnose", str(logdir / HOSTILE), "--baseline", str(logdir / "baseline")])
     assert result.exit_code != 0
-    page = frame(**THREE | {"run": HOSTILE, "twin": ""})
+    page = frame(**THREE | {"run": HOSTILE, "reference": ""})
     problem = page.get_by_role("alert")
     problem.wait_for()
     assert " ".join(problem.inner_text().split()) in " ".join(result.output.split())

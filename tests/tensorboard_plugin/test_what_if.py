@@ -19,7 +19,7 @@ from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 Open = Callable[..., Page]
 STEP = 60
-BAD = {"view": "what_if", "run": "bad", "good": "", "twin": "", "step": STEP}
+BAD = {"view": "what_if", "run": "bad", "baseline": "", "reference": "", "step": STEP}
 #: milliseconds that a job may take, on a busy machine
 SOON = 60_000
 Values = dict[str, dict[str, float | None]]
@@ -30,12 +30,12 @@ def run(logdir: Path) -> Run:
     return Run.read(logdir / "bad")
 
 
-def recorded(run: Run, figure: str) -> Values:
+def recorded(run: Run, metric: str) -> Values:
     """By tensor and recipe."""
     found: Values = {}
-    for rows, name in ((run.figures, "in use"), (run.others, None)):
+    for rows, name in ((run.metrics, "in use"), (run.others, None)):
         for row in rows.filter(pl.col("step") == STEP).to_dicts():
-            found.setdefault(title(row), {})[name or row["recipe"]] = row[figure]
+            found.setdefault(title(row), {})[name or row["recipe"]] = row[metric]
     return found
 
 
@@ -52,17 +52,17 @@ def values(page: Page) -> Values:
     return {row[0]: dict(zip(names, map(number, row[1:]), strict=True)) for row in rows}
 
 
-@pytest.mark.parametrize("figure", ["relative_error", "underflow_pct", "overflow_pct", "mse"])
-def test_the_numbers_are_those_of_the_record_and_the_worst_comes_first(frame: Open, run: Run, figure: str) -> None:
-    expected = recorded(run, figure)
-    found = values(frame(**BAD, figure=figure))
+@pytest.mark.parametrize("metric", ["relative_error", "underflow_pct", "overflow_pct", "mse"])
+def test_the_numbers_are_those_of_the_record_and_the_worst_comes_first(frame: Open, run: Run, metric: str) -> None:
+    expected = recorded(run, metric)
+    found = values(frame(**BAD, metric=metric))
     assert found == expected and len({name for row in found.values() for name in row}) == 3
     in_use = [row["in use"] or 0.0 for row in found.values()]
     assert in_use == sorted(in_use, reverse=True)
 
 
-def test_what_is_above_the_limit_and_what_is_least_is_marked_by_more_than_colour(frame: Open, run: Run) -> None:
-    page = frame(**BAD, figure="underflow_pct")
+def test_what_is_above_the_limit_and_what_is_least_is_marked_by_more_than_color(frame: Open, run: Run) -> None:
+    page = frame(**BAD, metric="underflow_pct")
     expected = recorded(run, "underflow_pct")
     for row in recipes(page).locator("tbody tr").all():
         name = row.locator("td").first.inner_text()
@@ -74,42 +74,42 @@ def test_what_is_above_the_limit_and_what_is_least_is_marked_by_more_than_colour
             assert cell.get_by_role("img", name="above the limit").count() == (value > Budget().underflow_pct)
             assert cell.get_by_role("img", name="least of the row").count() == (some and value == least)
     worst, calm = (recipes(page).locator("tbody tr").nth(i).locator("td[data-recipe]").first for i in (0, -1))
-    colours = [cell.evaluate("cell => getComputedStyle(cell).backgroundColor") for cell in (worst, calm)]
-    assert colours == ["rgb(254, 232, 56)", "rgb(0, 34, 78)"]
+    colors = [cell.evaluate("cell => getComputedStyle(cell).backgroundColor") for cell in (worst, calm)]
+    assert colors == ["rgb(254, 232, 56)", "rgb(0, 34, 78)"]
 
 
 def test_the_share_within_the_limits_is_that_of_the_budget(frame: Open, run: Run) -> None:
     page = frame(**BAD)
     shown = recipes(page).locator("tr.summary td").all_inner_texts()
-    figures = ("relative_error", "underflow_pct", "overflow_pct")
+    metrics = ("relative_error", "underflow_pct", "overflow_pct")
     others = run.others.filter(pl.col("step") == STEP)
     by_recipe = [others.filter(recipe=recipe) for recipe in others["recipe"].unique(maintain_order=True)]
-    tables = [run.figures.filter(pl.col("step") == STEP), *by_recipe]
+    tables = [run.metrics.filter(pl.col("step") == STEP), *by_recipe]
     for text, rows in zip(shown, tables, strict=True):
-        kept = [Budget().met_by(Errors(*errors)) for errors in rows.select(figures).rows()]
+        kept = [Budget().met_by(Errors(*errors)) for errors in rows.select(metrics).rows()]
         assert f"({sum(kept)} of {len(kept)})" in text
     known = Budget()
     limits = f"relative error {known.relative_error:g}, underflow {known.underflow_pct:g}%, overflow {known.overflow_pct:g}%"
     expect(page.get_by_text("least of the row. Limits:")).to_contain_text(limits)
 
 
-def test_another_recipe_is_weighed_from_the_sketches(frame: Open, logdir: Path) -> None:
-    page = frame(**BAD, figure="underflow_pct")
+def test_another_recipe_is_what_if_from_the_histograms(frame: Open, logdir: Path) -> None:
+    page = frame(**BAD, metric="underflow_pct")
     page.locator("[data-picker=scaling]").select_option("delayed")
     page.locator("[data-picker=format]").select_option("e5m2")
     page.locator("[data-picker=margin]").fill("2")
     assert page.locator("[data-picker=history]").input_value() == "4"
-    weigh = page.get_by_role("button", name="Weigh", exact=True)
-    page.route("**/weigh?*", lambda route: route.abort())
-    weigh.click()
-    expect(page.get_by_role("alert")).to_contain_text("could not be weighed")
-    page.unroute("**/weigh?*")
-    weigh.click()
+    what_if = page.get_by_role("button", name="Try", exact=True)
+    page.route("**/try?*", lambda route: route.abort())
+    what_if.click()
+    expect(page.get_by_role("alert")).to_contain_text("could not be tried")
+    page.unroute("**/try?*")
+    what_if.click()
     wanted = parse_recipe("delayed-e5m2(margin=2,amax_history_len=4)").name
     page.locator(f"td[data-recipe='{wanted}']").first.wait_for()
     expected = {title(row): row["underflow_pct"] for row in replay(logdir / "bad", wanted, steps=[STEP]).to_dicts()}
     assert {name: row[wanted] for name, row in values(page).items()} == expected
-    page.wait_for_function("wanted => decodeURIComponent(location.hash).includes('p.fp8.weigh=' + wanted)", arg=wanted)
+    page.wait_for_function("wanted => decodeURIComponent(location.hash).includes('p.fp8.what_if=' + wanted)", arg=wanted)
     page.get_by_role("button", name=f"Leave {wanted} out").click()
     expect(page.locator(f"td[data-recipe='{wanted}']")).to_have_count(0)
 
@@ -127,14 +127,14 @@ def test_operand_and_search_are_in_the_address(frame: Open, run: Run) -> None:
 
 
 def test_a_record_of_one_recipe_says_how_to_weigh_others(frame: Open) -> None:
-    page = frame(view="what_if", run="good", good="", twin="")
-    expect(page.get_by_text("No other recipe was weighed")).to_be_visible()
-    expect(page.get_by_text('weigh=["current"')).to_be_visible()
-    assert page.get_by_role("button", name="Weigh", exact=True).is_visible()
+    page = frame(view="what_if", run="baseline", baseline="", reference="")
+    expect(page.get_by_text("No other recipe was tried")).to_be_visible()
+    expect(page.get_by_text('what_if=["current"')).to_be_visible()
+    assert page.get_by_role("button", name="Try", exact=True).is_visible()
 
 
 def test_hostile_names_are_text(frame: Open) -> None:
-    page = frame(view="what_if", run=HOSTILE, good="", twin="")
+    page = frame(view="what_if", run=HOSTILE, baseline="", reference="")
     expect(page.get_by_role("link", name="W of <b>other</b>")).to_be_visible()
     expect(page.locator("caption")).to_contain_text(HOSTILE)
     assert page.locator("#view img, #view b").count() == 0 and not page.evaluate("window.hacked")

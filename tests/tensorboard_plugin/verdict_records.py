@@ -1,4 +1,4 @@
-"""Small runs that learn by heart in emulated FP8: a good one, one with a fault that only FP8 minds, its twin in BF16."""
+"""Small runs that learn by heart in emulated FP8: a baseline, one with a fault that only FP8 minds, its reference run in BF16."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class Hostile(nn.Module):
 
 
 def record_all(logdir: Path) -> None:
-    """good, bad, twin, the bad one again, and a short run all of whose names are hostile."""
-    record(logdir / "good", fault=False, fp8=True)
-    record(logdir / "bad", fault=True, fp8=True, weigh=["current", "mxfp8"])
-    record(logdir / "twin", fault=True, fp8=False)
+    """baseline, bad, reference, the run again, and a short run all of whose names are hostile."""
+    record(logdir / "baseline", fault=False, fp8=True)
+    record(logdir / "bad", fault=True, fp8=True, what_if=["current", "mxfp8"])
+    record(logdir / "reference", fault=True, fp8=False)
     shutil.copytree(logdir / "bad", logdir / "again")
     record(logdir / HOSTILE, fault=False, fp8=True, model=type(HOSTILE, (Hostile,), {}), steps=4 * EVERY)

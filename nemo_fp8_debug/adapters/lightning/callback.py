@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from ...capture.grad_scale import scale_of, was_skipped
-from ...capture.patching import Watcher, stand_in
+from ...capture.patching import Watcher, patched
 from ...core.arguments import checks_arguments
 from ...core.keys import ROLES
 from ...core.sample import Recorder
@@ -51,7 +51,7 @@ class FP8DebugCallback(pl.Callback):
         layers: Sequence[str] | None = None,
         roles: Sequence[str] = ROLES,
         recipe: str | Mapping[str, Any] = "auto",
-        weigh: Sequence[str | Mapping[str, Any]] = (),
+        what_if: Sequence[str | Mapping[str, Any]] = (),
         dump: Sequence[str] = (),
         dump_max_bytes: int = 10 << 30,
         dump_min_free_bytes: int = 20 << 30,
@@ -110,7 +110,7 @@ class FP8DebugCallback(pl.Callback):
     def _watch(self, trainer: pl.Trainer) -> Callable[[], None]:
         """See the losses of the step's batches: no event hands them over before Lightning divides and scales them."""
         assert self._monitor
-        return stand_in(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
+        return patched(trainer.strategy, "training_step", _training_step, self._monitor.watch_loss)
 
     def _stop_watching(self) -> None:
         if self._leave is not None:

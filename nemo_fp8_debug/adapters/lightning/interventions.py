@@ -72,7 +72,7 @@ class _Intervention(pl.Callback):
 
 @checks_arguments()
 class FP8EmulationCallback(_Intervention):
-    """Trains with FP8-quantised GEMM operands and high-precision GEMMs, without editing the model."""
+    """Trains with FP8-quantized GEMM operands and high-precision GEMMs, without editing the model."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class FP8EmulationCallback(_Intervention):
         """
         Args:
             recipe: see `numerics.scaling.parse_recipe`.
-            layers: which GEMMs are quantised; by default those of the transformer layers and not the output layer, as
+            layers: which GEMMs are quantized; by default those of the transformer layers and not the output layer, as
                 Megatron's FP8 does.
             first_layers_bf16: transformer layers at the start of the model that are left alone.
             last_layers_bf16: likewise at its end.
@@ -103,7 +103,7 @@ class FP8EmulationCallback(_Intervention):
     def _attached(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Emulation:
         gemms = without_ends(select(find_gemms(roots(trainer, pl_module)), self._layers), *self._ends)
         plan = plan_in_force(self.plan) or NO_CHANGES
-        check_named(plan, gemms, "that this run quantises")
+        check_named(plan, gemms, "that this run quantizes")
         emulation = Emulation(gemms, self._recipe, plan)
         emulation.attach()
         return emulation
@@ -111,7 +111,7 @@ class FP8EmulationCallback(_Intervention):
 
 @checks_arguments()
 class FP8PlanCallback(_Intervention):
-    """Changes how a run quantises, as a plan says: what Transformer Engine casts, or what `FP8EmulationCallback` does.
+    """Changes how a run quantizes, as a plan says: what Transformer Engine casts, or what `FP8EmulationCallback` does.
 
     Without a plan it does nothing, unless `nemo-fp8-debug rescue` has started the run.
     """
@@ -130,7 +130,7 @@ class FP8PlanCallback(_Intervention):
         return apply_plan(roots(trainer, pl_module), self._plan)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Hand the plan to what quantises the run by emulation, if anything does."""
+        """Hand the plan to what quantizes the run by emulation, if anything does."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, FP8EmulationCallback) and self._plan:
                 callback.plan = self._plan

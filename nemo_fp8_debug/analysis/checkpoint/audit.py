@@ -1,4 +1,4 @@
-"""The figures of a checkpoint's weights: in FP8 under current scaling, in FP8 under the stored scale, and in BF16."""
+"""The metrics of a checkpoint's weights: in FP8 under current scaling, in FP8 under the stored scale, and in BF16."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ...errors import ConfigError, RecordError, warn
 from ...kernels import count_into
 from ...numerics import metrics
 from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
-from ...numerics.histogram import DTYPES as SKETCHED
-from ...numerics.histogram import Sketch, SketchBatch
+from ...numerics.histogram import DTYPES as COUNTED
+from ...numerics.histogram import Histogram, HistogramBatch
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
 from ...numerics.tensor_scaling import CurrentScaling
@@ -26,12 +26,12 @@ from .report import Audit
 from .stored import ROWS, Contents
 from .weights import FP8_DTYPES, Weight, find_weights
 
-#: figures of a weight alone, and of a weight under one scale and format
+#: metrics of a weight alone, and of a weight under one scale and format
 _OF_WEIGHT = ("amax", "amin", "dynamic_range_log2", "outlier_log2", "kurtosis")
 _OF_CAST = ("relative_error", "mse", "sqnr_db", "cosine", "underflow_pct", "overflow_pct")
 #: a stored scale below the current one by this many powers of two counts as stale: of E4M3's 17.8, range is wasted
 FAR_BELOW = -3.0
-#: weights whose sketches are held at once, 256 KiB each
+#: weights whose histograms are held at once, 256 KiB each
 _BATCH = 64
 _CURRENT = CurrentScaling()
 _BOTH = torch.zeros(2, dtype=torch.int64)
@@ -110,7 +110,7 @@ class _Seen:
     """What one reading of a weight leaves: counts of a 16-bit weight, sums of another."""
 
     weight: Weight
-    sketch: Sketch
+    histogram: Histogram
     stored: StoredScale | None
     #: why there is no stored scale to compare with, where the checkpoint has something in its place
     note: str | None
@@ -121,21 +121,21 @@ class _Seen:
 def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults: _Faults) -> _Seen:
     scale = _companion(weight)
     stored, note = _stored_scale(weight, scale, contents, path, faults)
-    direct = weight.dtype not in SKETCHED
-    sketch = Sketch(torch.bfloat16 if direct else weight.dtype, rounded=direct)
+    direct = weight.dtype not in COUNTED
+    histogram = Histogram(torch.bfloat16 if direct else weight.dtype, rounded=direct)
     moments, read = None, 0
     for block in _blocks(weight, scale):
-        count_into(sketch, block)
+        count_into(histogram, block)
         read += block.numel()
         if direct:
             moments = _moments(block, moments)
     if read != weight.shape[0] * weight.shape[1]:
         raise RecordError(f"{path}: {read} of the {weight.shape[0] * weight.shape[1]} values of {weight.name} are there")
     if moments is None:
-        return _Seen(weight, sketch, stored, note)
+        return _Seen(weight, histogram, stored, note)
     now, then, bf16 = _casts(moments.amax.float(), [stored], recipe)
     sums = _sums(weight, scale, (now, then, bf16) if stored else (now, bf16))
-    return _Seen(weight, sketch, stored, note, moments, sums if stored else (sums[0], sums[0], sums[1]))
+    return _Seen(weight, histogram, stored, note, moments, sums if stored else (sums[0], sums[0], sums[1]))
 
 
 # Sums are added up as they come: many small results held among large temporaries keep the heap from being used again.
@@ -154,7 +154,7 @@ def _sums(weight: Weight, scale: torch.Tensor | None, casts: Sequence[_Cast]) ->
         for piece in block.reshape(-1).split(_PIECE):
             for i, (factor, formats) in enumerate(casts):
                 found = metrics.quantization_sums_of_float32(piece, factor[0], formats[0])
-                totals[i] = QuantizationSums.concat([totals[i], found]).fold(_BOTH, 1)
+                totals[i] = QuantizationSums.concat([totals[i], found]).sum_by_owner(_BOTH, 1)
     return tuple(totals)
 
 
@@ -165,7 +165,7 @@ def _blocks(weight: Weight, scale: torch.Tensor | None) -> Iterator[torch.Tensor
         if stored.dtype != weight.dtype or len(stored.shape) != 2:
             raise RecordError(f"{stored.path} is damaged: {weight.name} is {stored.dtype} {stored.shape} there")
         for first, block in stored.blocks():
-            if weight.dtype in SKETCHED:
+            if weight.dtype in COUNTED:
                 yield block
             else:
                 yield block.float() if scale is None else block.float() * _scale_of(scale, weight, first, block)
@@ -238,7 +238,7 @@ def _usable(stored: StoredScale) -> bool:
 def _rows(seen: Sequence[_Seen], recipe: Recipe) -> list[dict[str, Any]]:
     if not seen:
         return []
-    batch = SketchBatch.of([s.sketch for s in seen])
+    batch = HistogramBatch.of([s.histogram for s in seen])
     counted = metrics.moments(batch)
     moments = Moments.concat(
         [counted.row(i) if s.moments is None else s.moments.with_median(counted.row(i).median) for i, s in enumerate(seen)]
@@ -249,7 +249,7 @@ def _rows(seen: Sequence[_Seen], recipe: Recipe) -> list[dict[str, Any]]:
         summed = metrics.quantization_sums(batch, scale, formats)
         sums = QuantizationSums.concat([s.sums[which] if s.sums else summed.row(i) for i, s in enumerate(seen)])
         current = _CURRENT.scale(amax, torch.tensor([fmt.max for fmt in formats]))
-        found = metrics.figures(moments, sums, scale, current)
+        found = metrics.metrics_of(moments, sums, scale, current)
         tables.append({name: _absent_as_none(column) for name, column in found.items()} | {"scale": scale.double().tolist()})
     now, then, bf16 = tables
     return [

@@ -11,7 +11,7 @@ import torch
 
 from ...errors import RecordError
 from ...numerics.formats import E4M3, E5M2, FloatFormat
-from .pickles import StandIn, load_pickle, load_torch_bytes
+from .pickles import Placeholder, load_pickle, load_torch_bytes
 from .stored import Stored
 
 #: where a weight's scale lies among a module's forward scales, and how many there are: X, W and Y of each GEMM in turn
@@ -72,7 +72,7 @@ def _decoded(state: Any, source: str) -> Any:
             raise RecordError(f"{source} is damaged: extra state of dtype {state.dtype}")
         data = state.numpy().tobytes()
         return load_pickle(io.BytesIO(data), source) if data else None
-    if isinstance(state, StandIn) and isinstance(state.state, tuple) and isinstance(state.state[0], bytes):
+    if isinstance(state, Placeholder) and isinstance(state.state, tuple) and isinstance(state.state[0], bytes):
         return load_torch_bytes(state.state[0], source)
     if state is None:
         return None

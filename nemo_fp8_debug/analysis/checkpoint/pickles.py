@@ -22,13 +22,13 @@ from ...errors import RecordError
 from .stored import Stored
 
 
-class StandIn:
+class Placeholder:
     """An object of a class that is not loaded: what it was made of, and nothing else."""
 
     args: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Placeholder:
         """Remember the arguments."""
         made = super().__new__(cls)
         made.args, made.state = args, None
@@ -166,7 +166,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if known in _STAND_IN_NAMES or module.startswith(_STAND_IN_PACKAGES):
-            return type(name, (StandIn,), {})
+            return type(name, (Placeholder,), {})
         raise _Refused(f"{module}.{name}")
 
     def persistent_load(self, identity: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import RecordError
-from .pickles import StandIn, load_pickle, load_torch
+from .pickles import Placeholder, load_pickle, load_torch
 from .stored import Contents, Entry, Piece, Stored, read_bytes
 
 _EXTRA = "_extra_state"
@@ -93,7 +93,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path} is damaged: {error}") from None
     if not isinstance(found, dict):
-        raise RecordError(f"{path} is damaged: no JSON object")
+        raise RecordError(f"{path} is damaged: not a JSON object")
     return found
 
 
@@ -206,7 +206,7 @@ def _distributed(folder: Path) -> Contents:
     return contents
 
 
-def _piece(folder: Path, name: str, chunk: StandIn, places: Mapping[Any, StandIn]) -> Piece:
+def _piece(folder: Path, name: str, chunk: Placeholder, places: Mapping[Any, Placeholder]) -> Piece:
     offsets, shape = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
     info = places.get((name, offsets))
 
@@ -219,7 +219,7 @@ def _piece(folder: Path, name: str, chunk: StandIn, places: Mapping[Any, StandIn
     return Piece(offsets, shape, open_)
 
 
-def _object(folder: Path, info: StandIn | None) -> Callable[[], Any]:
+def _object(folder: Path, info: Placeholder | None) -> Callable[[], Any]:
     def open_() -> Any:
         found = _load(folder, info, "an extra state")
         return found[0] if isinstance(found, list) and len(found) == 1 else found  # Megatron saves lists of one
@@ -227,7 +227,7 @@ def _object(folder: Path, info: StandIn | None) -> Callable[[], Any]:
     return open_
 
 
-def _load(folder: Path, info: StandIn | None, what: str) -> Any:
+def _load(folder: Path, info: Placeholder | None, what: str) -> Any:
     """What lies at one place of a checkpoint's files."""
     if info is None:
         raise RecordError(f"{folder / '.metadata'} does not say where {what} lies")

@@ -1,4 +1,4 @@
-"""What an audit found, in figures and in sentences."""
+"""What an audit found, in metrics and in sentences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Audit:
         }
 
     def verdict(self) -> list[str]:
-        """What the figures say, a sentence each."""
+        """What the metrics say, a sentence each."""
         parts = [self._read(), self._nonfinite(), self._in_fp8(), self._stored(), self._in_bf16()]
         return [sentence for sentence in parts if sentence]
 

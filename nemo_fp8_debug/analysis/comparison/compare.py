@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from ...core.keys import MIXED
-from ...core.layer_names import fold_key, is_fold
+from ...core.layer_names import aggregate_key, is_aggregate
 from ..runs.grid import Grid
 from ..runs.run import Run
 from ..runs.settings import remarks
@@ -17,26 +17,26 @@ from .drift import SHOWN, drifts
 from .layer_matching import named_alike
 from .onset import IN_A_ROW, onsets_of
 
-#: of `figures`, all that a comparison takes
+#: of `metrics`, all that a comparison takes
 COLUMNS = (
     *("step", "consumed_samples", "layer", "role", "recipe", "scale_source"),
-    *("n", "nan", "inf", "nonfinite_order", "true_mse"),
+    *("n", "nan", "inf", "nonfinite_order", "unscaled_mse"),
     *SHOWN,
 )
 
 
 def compare(
-    good: str | os.PathLike[str] | Run,
-    bad: str | os.PathLike[str] | Run,
-    twin: str | os.PathLike[str] | Run | None = None,
+    baseline: str | os.PathLike[str] | Run,
+    run: str | os.PathLike[str] | Run,
+    reference: str | os.PathLike[str] | Run | None = None,
     by: str = "step",
     renames: Sequence[str] = (),
 ) -> Comparison:
     """Compare the records of two runs.
 
     Args:
-        good: a record; or a run that has been read, with the same `by` and with `COLUMNS` at least. Likewise the others.
-        twin: a run that differs from `bad` in one thing, as BF16 instead of FP8.
+        baseline: a record; or a run that has been read, with the same `by` and with `COLUMNS` at least. Likewise the others.
+        reference: a run that differs from `run` in one thing, as BF16 instead of FP8.
         by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
         renames: see `named_alike`.
 
@@ -45,56 +45,60 @@ def compare(
             different models.
         ConfigError: `by` or `renames` cannot be used.
     """
-    first, second, other = (run if run is None or isinstance(run, Run) else Run.read(run, by) for run in (good, bad, twin))
+    first, second, other = (
+        run if run is None or isinstance(run, Run) else Run.read(run, by) for run in (baseline, run, reference)
+    )
     assert first and second
     second, notes = named_alike(first, second, renames)
     ranked = drifts(first, second)
-    judged = quantised(second.figures)
-    left = onsets_of(first.grid, second.grid if judged is second.figures else Grid.of_table(judged))
-    left = _with_lead(left, second.loss.above(first.loss))
-    since = left.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
+    judged = quantized(second.metrics)
+    out_of_band = onsets_of(first.grid, second.grid if judged is second.metrics else Grid.of_table(judged))
+    out_of_band = _with_lead(out_of_band, second.loss.above(first.loss))
+    since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = experts_apart(ranked)
-    notes = [*_mistaken(first, second), *notes, *_coverage(first, second), *remarks(first.figures, second.figures)]
-    return Comparison(first, second, other, tensors, experts, experts_apart(left)[0], tuple(notes))
+    notes = [*_mistaken(first, second), *notes, *_coverage(first, second), *remarks(first.metrics, second.metrics)]
+    return Comparison(first, second, other, tensors, experts, experts_apart(out_of_band)[0], tuple(notes))
 
 
-def _with_lead(left: pl.DataFrame, loss_left: int | None) -> pl.DataFrame:
-    return left.with_columns(lead=pl.lit(loss_left, pl.Int64) - pl.col("onset"))
+def _with_lead(out_of_band: pl.DataFrame, divergence_step: int | None) -> pl.DataFrame:
+    return out_of_band.with_columns(lead=pl.lit(divergence_step, pl.Int64) - pl.col("onset"))
 
 
-def _mistaken(good: Run, bad: Run) -> list[str]:
+def _mistaken(baseline: Run, run: Run) -> list[str]:
     """What looks as if the runs were not those that were meant."""
-    if good.path == bad.path:
+    if baseline.path == run.path:
         return ["Both runs are the same record."]
-    above = good.loss.above(bad.loss)
-    if above is None or bad.loss.above(good.loss) is not None:
+    above = baseline.loss.above(run.loss)
+    if above is None or run.loss.above(baseline.loss) is not None:
         return []
-    return [f"The first (good) run's loss stays above the second's from {good.unit} {above}: were the two swapped?"]
+    return [f"The baseline's loss stays above the run's from {baseline.unit} {above}: were the two swapped?"]
 
 
-def _coverage(good: Run, bad: Run) -> list[str]:
+def _coverage(baseline: Run, run: Run) -> list[str]:
     """What the runs' lengths leave untold."""
-    steps = [run.figures["step"].unique().sort() for run in (good, bad)]
+    steps = [run.metrics["step"].unique().sort() for run in (baseline, run)]
     both = steps[1].filter(steps[1].is_between(steps[0].min(), steps[0].max()))
     told = []
     if len(both) < IN_A_ROW:
-        told.append(f"{len(both)} samples of the second run are within the first: too few to tell when a tensor leaves.")
+        told.append(
+            f"{len(both)} samples of the run are within the baseline's steps: too few to tell when a tensor leaves the band."
+        )
     elif steps[1][-1] > steps[0][-1]:
-        ends = f"{good.unit} {steps[0][-1]}, the second's at {steps[1][-1]}"
-        told.append(f"The first run's samples end at {ends}: nothing later is judged.")
+        ends = f"{baseline.unit} {steps[0][-1]}, the run's at {steps[1][-1]}"
+        told.append(f"The baseline's samples end at {ends}: nothing later is judged.")
     return told
 
 
-def quantised(figures: pl.DataFrame) -> pl.DataFrame:
-    """Rows of operands that an engine quantises, where one does: the others cannot have done harm."""
-    by_engine = figures["scale_source"].is_in(["engine", MIXED])
-    return figures.filter(by_engine) if by_engine.any() and not by_engine.all() else figures
+def quantized(metrics: pl.DataFrame) -> pl.DataFrame:
+    """Rows of operands that an engine quantizes, where one does: the others cannot have done harm."""
+    by_engine = metrics["scale_source"].is_in(["engine", MIXED])
+    return metrics.filter(by_engine) if by_engine.any() and not by_engine.all() else metrics
 
 
 def experts_apart(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The rows of tensors, and apart from them those of experts whose fold is among them."""
+    """The rows of tensors, and apart from them those of experts whose aggregate is among them."""
     keys = rows.select("layer", "role").rows()
-    folds = {key for key in keys if is_fold(key[0])}
-    apart = pl.Series([fold_key(*key) in folds for key in keys], dtype=pl.Boolean)
+    aggregates = {key for key in keys if is_aggregate(key[0])}
+    apart = pl.Series([aggregate_key(*key) in aggregates for key in keys], dtype=pl.Boolean)
     return rows.filter(~apart), rows.filter(apart)

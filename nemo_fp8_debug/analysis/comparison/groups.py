@@ -1,4 +1,4 @@
-"""Where the tensors are that left: by what their GEMM does, by depth, by role."""
+"""Where the tensors out of band are: by what their GEMM does, by depth, by role."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import polars as pl
 
-from ...core.layer_names import fold_of, is_fold
+from ...core.layer_names import aggregate_of, is_aggregate
 
 #: models of more layers are looked at in thirds
 _EACH = 8
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"(?:^|\.)(\d{1,18})(?=\.|$)")
 def kind_of(layer: str) -> str:
     """What a GEMM does: `decoder.layers.3.mlp.linear_fc2` -> `linear_fc2`; of experts with `experts.` before it."""
     last = next((part for part in reversed(layer.split(".")) if not part.isdigit() and part != "*"), layer)
-    return f"experts.{last}" if is_fold(layer) or fold_of(layer) else last
+    return f"experts.{last}" if is_aggregate(layer) or aggregate_of(layer) else last
 
 
 def depth_of(layer: str) -> int | None:
@@ -48,7 +48,7 @@ def _part(depth: int | None, n: int) -> str:
 
 
 def groups(tensors: pl.DataFrame) -> pl.DataFrame:
-    """A row a group: by (kind, depth or role), group, tensors, left (how many of them), onset (the earliest), drift_log2
+    """A row a group: by (kind, depth or role), group, tensors, out_of_band (how many of them), onset (the earliest), drift_log2
     (median).
 
     Args:
@@ -58,7 +58,7 @@ def groups(tensors: pl.DataFrame) -> pl.DataFrame:
     for by, column in (("kind", "kind"), ("depth", "part"), ("role", "tensor")):
         of_all = rows.group_by(column, maintain_order=True).agg(
             pl.len().cast(pl.Int64).alias("tensors"),
-            pl.col("onset").is_not_null().sum().cast(pl.Int64).alias("left"),
+            pl.col("onset").is_not_null().sum().cast(pl.Int64).alias("out_of_band"),
             pl.col("onset").min(),
             pl.col("drift_log2").median(),
             pl.col("depth").min().alias("order"),
@@ -70,32 +70,32 @@ def groups(tensors: pl.DataFrame) -> pl.DataFrame:
 
 
 def concentrated(tensors: pl.DataFrame) -> list[str]:
-    """In a sentence what the tensors that left have in common and others lack; nothing where that is nothing.
+    """In a sentence what the tensors out of band have in common and others lack; nothing where that is nothing.
 
     Args:
         tensors: as for `groups`.
     """
     rows = placed(tensors)
-    left = rows.filter(pl.col("onset").is_not_null())
-    if len(left) < 2:
+    out_of_band = rows.filter(pl.col("onset").is_not_null())
+    if len(out_of_band) < 2:
         return []
 
-    what = " of ".join(left[c][0] for c in ("tensor", "kind") if _shared(c, left, rows))
-    where = _where(left, rows)
+    what = " of ".join(out_of_band[c][0] for c in ("tensor", "kind") if _shared(c, out_of_band, rows))
+    where = _where(out_of_band, rows)
     common = " ".join(filter(None, (what, where)))
-    return [f"All {len(left)} tensors that leave are {common}."] if common else []
+    return [f"All {len(out_of_band)} tensors out of band are {common}."] if common else []
 
 
-def _where(left: pl.DataFrame, rows: pl.DataFrame) -> str:
-    if _shared("depth", left, rows):
-        depth = left["depth"][0]
+def _where(out_of_band: pl.DataFrame, rows: pl.DataFrame) -> str:
+    if _shared("depth", out_of_band, rows):
+        depth = out_of_band["depth"][0]
         ends = {rows["depth"].min(): ", the first", rows["depth"].max(): ", the last"}
         return f"in layer {depth}{ends.get(depth, '')}"
-    if _shared("part", left, rows) and "third" in left["part"][0]:
-        return f"in the {left['part'][0]} of the layers"
+    if _shared("part", out_of_band, rows) and "third" in out_of_band["part"][0]:
+        return f"in the {out_of_band['part'][0]} of the layers"
     return ""
 
 
-def _shared(column: str, left: pl.DataFrame, rows: pl.DataFrame) -> bool:
-    """Whether those that left have one value, and others have another."""
-    return left[column].n_unique() == 1 < rows[column].n_unique() and left[column].null_count() == 0
+def _shared(column: str, out_of_band: pl.DataFrame, rows: pl.DataFrame) -> bool:
+    """Whether those out of band have one value, and others have another."""
+    return out_of_band[column].n_unique() == 1 < rows[column].n_unique() and out_of_band[column].null_count() == 0

@@ -15,11 +15,11 @@ from .groups import kind_of
 Names = Mapping[str, str]
 
 
-def named_alike(good: Run, bad: Run, renames: Sequence[str] = ()) -> tuple[Run, list[str]]:
-    """The bad run with the good run's names for its layers, and how they were found, in sentences.
+def named_alike(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[Run, list[str]]:
+    """The run with the baseline's names for its layers, and how they were found, in sentences.
 
     Args:
-        renames: `REGEX=REPLACEMENT` each, as of `re.sub`, applied in turn to the bad run's names. Without them, and where no
+        renames: `REGEX=REPLACEMENT` each, as of `re.sub`, applied in turn to the run's names. Without them, and where no
             name is in common, names that differ by what comes before them are matched, or layers one to one by order, size
             and kind.
 
@@ -28,24 +28,24 @@ def named_alike(good: Run, bad: Run, renames: Sequence[str] = ()) -> tuple[Run, 
         RecordError: the layers have other sizes in the other run: it is of another model.
     """
     how: list[str] = []
-    sizes = [sizes_of_weights(run.figures) for run in (good, bad)]
+    sizes = [sizes_of_weights(run.metrics) for run in (baseline, run)]
     names = _by_hand(list(sizes[1]), renames)
     if names:
-        how.append(f"{len(names)} layers of the second run were renamed as told.")
+        how.append(f"{len(names)} layers of the run were renamed as asked.")
     elif sizes[0] and sizes[1] and not sizes[0].keys() & sizes[1].keys():
         names, told = _by_prefix(list(sizes[0]), list(sizes[1]))
         if not names:
             names, told = _one_to_one(*sizes)
         how += [told] if names else []
-    alike = bad.renamed(names) if names else bad
-    bad_sizes = {names.get(name, name): n for name, n in sizes[1].items()}
-    return _without_others_sizes(alike, sizes[0], bad_sizes, good.path, how), how + _alone(sizes[0], bad_sizes)
+    alike = run.renamed(names) if names else run
+    run_sizes = {names.get(name, name): n for name, n in sizes[1].items()}
+    return _without_others_sizes(alike, sizes[0], run_sizes, baseline.path, how), how + _alone(sizes[0], run_sizes)
 
 
-def sizes_of_weights(figures: pl.DataFrame) -> dict[str, int | None]:
+def sizes_of_weights(metrics: pl.DataFrame) -> dict[str, int | None]:
     """How many values W has, by layer in order; None where that is not known."""
     n = pl.when(pl.col("role") == "weight").then(pl.col("n") + pl.col("nan") + pl.col("inf")).max()
-    layers = figures.with_columns(pl.col("layer", "role").cast(pl.Categorical)).group_by("layer", maintain_order=True)
+    layers = metrics.with_columns(pl.col("layer", "role").cast(pl.Categorical)).group_by("layer", maintain_order=True)
     return dict(layers.agg(n.alias("n")).iter_rows())
 
 
@@ -66,7 +66,7 @@ def _by_hand(names: Sequence[str], renames: Sequence[str]) -> Names:
         taken[new] = name
     changed = {name: new for name, new in renamed.items() if name != new}
     if renames and not changed:
-        raise ConfigError(f"no layer of the second run matches {', '.join(renames)}; it has layers such as {_first(names)}")
+        raise ConfigError(f"no layer of the run matches {', '.join(renames)}; it has layers such as {_first(names)}")
     return changed
 
 
@@ -74,14 +74,14 @@ def _first(names: Sequence[str]) -> str:
     return next(iter(names), "-")
 
 
-def _by_prefix(good: Sequence[str], bad: Sequence[str]) -> tuple[Names, str]:
+def _by_prefix(baseline: Sequence[str], run: Sequence[str]) -> tuple[Names, str]:
     """Names that end alike, if one prefix in the place of another matches all layers of the run that has fewer."""
-    for left in _prefixes(good[0]):
-        for right in _prefixes(bad[0]):
-            ours = {name[len(left) :]: name for name in good if name.startswith(left)}
-            names = {n: ours[n[len(right) :]] for n in bad if n.startswith(right) and n[len(right) :] in ours}
-            if len(names) == min(len(good), len(bad)):
-                return names, f"Names were matched with {right!r} of the second run for {left!r} of the first."
+    for left in _prefixes(baseline[0]):
+        for right in _prefixes(run[0]):
+            ours = {name[len(left) :]: name for name in baseline if name.startswith(left)}
+            names = {n: ours[n[len(right) :]] for n in run if n.startswith(right) and n[len(right) :] in ours}
+            if len(names) == min(len(baseline), len(run)):
+                return names, f"Names were matched with {right!r} of the run for {left!r} of the baseline."
     return {}, ""
 
 
@@ -90,33 +90,38 @@ def _prefixes(name: str) -> list[str]:
     return ["".join(f"{part}." for part in parts[:i]) for i in range(len(parts))]
 
 
-def _one_to_one(good: Mapping[str, int | None], bad: Mapping[str, int | None]) -> tuple[Names, str]:
+def _one_to_one(baseline: Mapping[str, int | None], run: Mapping[str, int | None]) -> tuple[Names, str]:
     """All layers in their order, if each has as many weights as its like, and kinds go with kinds."""
-    pairs = list(zip(bad, good, strict=False))
+    pairs = list(zip(run, baseline, strict=False))
     kinds = {(kind_of(b), kind_of(g)) for b, g in pairs}
     one_to_one = len(kinds) == len({k for k, _ in kinds}) == len({k for _, k in kinds})
-    if len(good) != len(bad) or None in good.values() or list(good.values()) != list(bad.values()) or not one_to_one:
+    if (
+        len(baseline) != len(run)
+        or None in baseline.values()
+        or list(baseline.values()) != list(run.values())
+        or not one_to_one
+    ):
         return {}, ""
     examples = ", ".join(f"{b} for {g}" for b, g in sorted(kinds))
     return dict(pairs), f"No name is in common: layers were matched one to one, by order and size of W ({examples})."
 
 
 def _without_others_sizes(
-    bad: Run, sizes: Mapping[str, int | None], bad_sizes: Mapping[str, int | None], good_path: str, how: list[str]
+    run: Run, sizes: Mapping[str, int | None], run_sizes: Mapping[str, int | None], baseline_path: str, how: list[str]
 ) -> Run:
-    """The bad run without layers whose W has another size in the good one, as a padded output layer; told in `how`."""
-    known = {name for name, n in bad_sizes.items() if n is not None and sizes.get(name) is not None}
-    others = sorted(name for name in known if sizes[name] != bad_sizes[name])
+    """The run without layers whose W has another size in the baseline, as a padded output layer; told in `how`."""
+    known = {name for name, n in run_sizes.items() if n is not None and sizes.get(name) is not None}
+    others = sorted(name for name in known if sizes[name] != run_sizes[name])
     if not others:
-        return bad
-    example = f"W of {others[0]} has {sizes[others[0]]} values and {bad_sizes[others[0]]}"
+        return run
+    example = f"W of {others[0]} has {sizes[others[0]]} values and {run_sizes[others[0]]}"
     if 2 * len(others) > len(known):
-        raise RecordError(f"{good_path} and {bad.path} are runs of different models: {example}")
+        raise RecordError(f"{baseline_path} and {run.path} are runs of different models: {example}")
     how.append(f"{len(others)} layers are left out, since they are of different size: {example}.")
     kept = ~pl.col("layer").is_in(others)
-    return replace(bad, figures=bad.figures.filter(kept))
+    return replace(run, metrics=run.metrics.filter(kept))
 
 
-def _alone(good: Mapping[str, object], bad: Mapping[str, object]) -> list[str]:
-    only = [(which, [n for n in a if n not in b]) for which, a, b in (("first", good, bad), ("second", bad, good))]
-    return [f"{len(names)} layers are in the {which} run alone, as {names[0]}." for which, names in only if names]
+def _alone(baseline: Mapping[str, object], run: Mapping[str, object]) -> list[str]:
+    only = [(which, [n for n in a if n not in b]) for which, a, b in (("baseline", baseline, run), ("run", run, baseline))]
+    return [f"{len(names)} layers are in the {which} alone, as {names[0]}." for which, names in only if names]

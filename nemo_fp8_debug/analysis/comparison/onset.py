@@ -1,7 +1,7 @@
-"""Since when a tensor of a run is out of the band of a good one, and by what.
+"""Since when a tensor of a run is out of the band of a baseline, and by what.
 
-The band of a figure is its running median in the good run, give or take what it moves by from sample to sample. A tensor is
-out from the first of several samples in a row that lie beyond the band on the bad side. Figures are those that do not depend
+The band of a metric is its running median in the baseline, give or take what it moves by from sample to sample. A tensor is
+out from the first of several samples in a row that lie beyond the band on the run side. Metrics are those that do not depend
 on the size of values, on scales on which equal steps mean the same.
 """
 
@@ -21,10 +21,10 @@ from ..runs.grid import Floats, Grid, in_common, lower_median
 
 @dataclass(frozen=True)
 class Evidence:
-    """A figure by which a tensor can be out of the band."""
+    """A metric by which a tensor can be out of the band."""
 
-    figure: str
-    #: the least rise that counts, however steady the good run is; on a log2 scale where `log2`
+    metric: str
+    #: the least rise that counts, however steady the baseline is; on a log2 scale where `log2`
     least: float
     #: whether it is what a loss of precision looks like, and counts only where more is lost
     of_error: bool = False
@@ -50,13 +50,13 @@ EVIDENCE = (
     Evidence("relative_error", 0.585, of_error=True, log2=True),  # half as much again
     Evidence("outlier_log2", 2.0, of_error=True),
 )
-#: spreads of the good run that count
+#: spreads of the baseline that count
 SPREADS = 6.0
 #: samples in a row that count
 IN_A_ROW = 3
 #: log2 of the rise of the MSE that makes it more: half as much again
 _MORE_LOST = 0.585
-#: samples of the good run that a running median is taken over, on either side
+#: samples of the baseline that a running median is taken over, on either side
 _HALF = 4
 #: tensors whose medians are taken at once, few enough for the cache
 _BLOCK = 16
@@ -66,24 +66,24 @@ _EXCHANGES = (
 )
 
 
-def onsets(good: pl.DataFrame, bad: pl.DataFrame) -> pl.DataFrame:
-    """When each tensor that both runs have left the good run's band.
+def onsets(baseline: pl.DataFrame, run: pl.DataFrame) -> pl.DataFrame:
+    """When each tensor that both runs have left the baseline's band.
 
     Args:
-        good: `figures` table; steps need not be those of `bad`, but only steps that both runs cover are looked at.
-        bad: likewise.
+        baseline: `metrics` table; steps need not be those of `run`, but only steps that both runs cover are looked at.
+        run: likewise.
 
     Returns:
-        A row for each figure of a tensor that is out: layer, role, tensor (as people write the role), figure, onset (step),
+        A row for each metric of a tensor that is out: layer, role, tensor (as people write the role), metric, onset (step),
         excess (how many times the least rise that counts, a median over the samples that made the onset), value and expected
-        (of the figure at the onset; a running median of the good run). Earliest first, then strongest.
+        (of the metric at the onset; a running median of the baseline). Earliest first, then strongest.
     """
-    return onsets_of(Grid.of_table(good), Grid.of_table(bad))
+    return onsets_of(Grid.of_table(baseline), Grid.of_table(run))
 
 
-def onsets_of(good: Grid, bad: Grid) -> pl.DataFrame:
+def onsets_of(baseline: Grid, run: Grid) -> pl.DataFrame:
     """The same of runs that have been laid out."""
-    pair = _Pair(*in_common(good, bad))
+    pair = _Pair(*in_common(baseline, run))
     found = [row for evidence in EVIDENCE for row in _out(evidence, pair)]
     return pl.DataFrame(found, schema=_SCHEMA, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
 
@@ -92,7 +92,7 @@ _SCHEMA: Mapping[str, type[pl.DataType]] = {
     "layer": pl.String,
     "role": pl.String,
     "tensor": pl.String,
-    "figure": pl.String,
+    "metric": pl.String,
     "onset": pl.Int64,
     "excess": pl.Float64,
     "value": pl.Float64,
@@ -101,26 +101,26 @@ _SCHEMA: Mapping[str, type[pl.DataType]] = {
 
 
 class _Pair:
-    """Two runs over the same tensors, and the steps of the bad one that the good one covers."""
+    """Two runs over the same tensors, and the steps of the run that the baseline covers."""
 
-    def __init__(self, good: Grid, bad: Grid) -> None:
+    def __init__(self, baseline: Grid, run: Grid) -> None:
         #: layer, role
-        self.tensors = good.tensors
-        self._good = good
-        self._kept: dict[str, tuple[Floats, Floats]] = {}  # of one figure at a time: they are large
-        covered = min(good.steps, default=0), max(good.steps, default=-1)
-        self._bad = bad.at(np.flatnonzero((bad.steps >= covered[0]) & (bad.steps <= covered[1])))
+        self.tensors = baseline.tensors
+        self._baseline = baseline
+        self._kept: dict[str, tuple[Floats, Floats]] = {}  # of one metric at a time: they are large
+        covered = min(baseline.steps, default=0), max(baseline.steps, default=-1)
+        self._run = run.at(np.flatnonzero((run.steps >= covered[0]) & (run.steps <= covered[1])))
         #: int64 [S]
-        self.steps = self._bad.steps
+        self.steps = self._run.steps
         expected, found = self.of("mse")
         with np.errstate(divide="ignore", invalid="ignore"):
-            #: [T, S]: whether more is lost than in the good run; less is in a gradient that vanishes behind the culprit
+            #: [T, S]: whether more is lost than in the baseline; less is in a gradient that vanishes behind the culprit
             self.loses_more = np.log2(found) - np.log2(expected) > _MORE_LOST
 
-    def of(self, figure: str) -> tuple[Floats, Floats]:
-        """The median of the good run at the bad one's steps, and the bad one's values; [T, S] each."""
-        medians, steps = self._of_good(figure)[1], self._good.steps
-        found = self._bad.of(figure)
+    def of(self, metric: str) -> tuple[Floats, Floats]:
+        """The median of the baseline at the run's steps, and the run's values; [T, S] each."""
+        medians, steps = self._of_baseline(metric)[1], self._baseline.steps
+        found = self._run.of(metric)
         if np.array_equal(steps, self.steps) and not np.isnan(medians).any():
             return medians, found
         expected = np.full((len(medians), len(self.steps)), np.nan)
@@ -129,16 +129,16 @@ class _Pair:
                 expected[i] = np.interp(self.steps, steps[known], of_one[known])
         return expected, found
 
-    def _of_good(self, figure: str) -> tuple[Floats, Floats]:
+    def _of_baseline(self, metric: str) -> tuple[Floats, Floats]:
         """Values and running medians."""
-        if figure not in self._kept:
-            values = self._good.of(figure)
-            self._kept = {figure: (values, running_median(values))}
-        return self._kept[figure]
+        if metric not in self._kept:
+            values = self._baseline.of(metric)
+            self._kept = {metric: (values, running_median(values))}
+        return self._kept[metric]
 
-    def highest(self, figure: str) -> Floats:
-        """[T, S]: the largest value of the good run at the samples around each of the bad one's steps."""
-        values, steps = self._of_good(figure)[0], self._good.steps
+    def highest(self, metric: str) -> Floats:
+        """[T, S]: the largest value of the baseline at the samples around each of the run's steps."""
+        values, steps = self._of_baseline(metric)[0], self._baseline.steps
         if not len(steps):
             return np.full((len(values), len(self.steps)), np.nan)
         around = np.pad(values, ((0, 0), (2, 1)), mode="edge")
@@ -147,19 +147,19 @@ class _Pair:
         return at
 
     def spread(self, evidence: Evidence) -> Floats:
-        """[T]: what the good run's figure moves by around its median, as a standard deviation."""
-        values, medians = self._of_good(evidence.figure)
+        """[T]: what the baseline's metric moves by around its median, as a standard deviation."""
+        values, medians = self._of_baseline(evidence.metric)
         apart = np.abs(evidence.scaled(values) - evidence.scaled(medians))
         return np.nan_to_num(1.4826 * lower_median(apart))
 
 
-def band(good: pl.DataFrame, bad: pl.DataFrame, layer: str, role: str, figure: str) -> pl.DataFrame:
-    """What decides whether a tensor is out: step, found, expected (running median of the good run), limit (above which it is
-    out), at the bad run's steps."""
-    evidence = next(e for e in EVIDENCE if e.figure == figure)
-    rows = (Grid.of_table(run.filter(layer=layer, role=role)) for run in (good, bad))
+def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metric: str) -> pl.DataFrame:
+    """What decides whether a tensor is out: step, found, expected (running median of the baseline), limit (above which it is
+    out), at the run's steps."""
+    evidence = next(e for e in EVIDENCE if e.metric == metric)
+    rows = (Grid.of_table(run.filter(layer=layer, role=role)) for run in (baseline, run))
     pair = _Pair(*in_common(*rows))
-    expected, found = pair.of(figure)
+    expected, found = pair.of(metric)
     limit = evidence.unscaled(_usual(evidence, expected, pair) + _least_rise(evidence, pair)[:, None])
     columns = {"found": found, "expected": expected, "limit": limit}
     return pl.DataFrame({"step": pair.steps} | {name: values.reshape(-1) for name, values in columns.items()})
@@ -171,23 +171,23 @@ def _least_rise(evidence: Evidence, pair: _Pair) -> Floats:
 
 
 def _usual(evidence: Evidence, expected: Floats, pair: _Pair) -> Floats:
-    """[T, S]: what the good run does at these very steps is usual too, a transient that its median knows nothing of."""
-    return evidence.scaled(np.fmax(expected, pair.highest(evidence.figure)))
+    """[T, S]: what the baseline does at these very steps is usual too, a transient that its median knows nothing of."""
+    return evidence.scaled(np.fmax(expected, pair.highest(evidence.metric)))
 
 
 def _out(evidence: Evidence, pair: _Pair) -> Iterator[tuple[str | int | float, ...]]:
-    """Rows of the tensors that are out by one figure."""
-    expected, found = pair.of(evidence.figure)
+    """Rows of the tensors that are out by one metric."""
+    expected, found = pair.of(evidence.metric)
     excess = evidence.scaled(found) - _usual(evidence, expected, pair)
     excess /= _least_rise(evidence, pair)[:, None]
     out = (excess > 1) & (pair.loses_more | (not evidence.of_error))
-    needed = 1 if evidence.figure == "nonfinite" else IN_A_ROW
+    needed = 1 if evidence.metric == "nonfinite" else IN_A_ROW
     for i in np.flatnonzero(out.sum(axis=1) >= needed):
         start = _first_of_several(out[i], needed)
         if start is not None:
             layer, role = pair.tensors.row(int(i))
             strength = float(np.median(excess[i, start : start + needed]))
-            row = (layer, role, SHOWN_AS[role], evidence.figure, int(pair.steps[start]), strength)
+            row = (layer, role, SHOWN_AS[role], evidence.metric, int(pair.steps[start]), strength)
             yield (*row, float(found[i, start]), float(expected[i, start]))
 
 

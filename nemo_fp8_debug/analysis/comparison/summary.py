@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.layer_names import fold_key
+from ...core.layer_names import aggregate_key
 from ..formatting import number
 from .comparison import Comparison
 from .groups import concentrated
@@ -19,35 +19,35 @@ def summarize(found: Comparison) -> str:
         *_of_the_loss(found),
         *_of_the_first_out(found),
         *concentrated(found.tensors),
-        described(worst, found.bad.unit),
+        described(worst, found.run.unit),
         *_of_the_experts(found, worst),
         *_of_other_recipes(found, worst),
     ]
-    if found.twin is not None:
-        sentences.append(_of_the_twin(found))
+    if found.reference is not None:
+        sentences.append(_of_the_reference(found))
     return " ".join(sentences)
 
 
 def _of_the_loss(found: Comparison) -> list[str]:
-    loss, unit = found.bad.loss, found.bad.unit
-    if found.good.loss.final is None or loss.final is None:
+    loss, unit = found.run.loss, found.run.unit
+    if found.baseline.loss.final is None or loss.final is None:
         return ["Not both records have losses, so only tensors are compared."]
-    if found.loss_left is None:
-        return ["The second run's loss stays with the first run's."]
+    if found.divergence_step is None:
+        return ["The run's loss follows the baseline's."]
     fell = loss.diverged_at
     how = f"and rises for good from {unit} {fell}" if fell is not None else "but does not rise above its own minimum"
-    return [f"The second run's loss stays above the first run's from {unit} {found.loss_left}, {how}."]
+    return [f"The run's loss stays above the baseline's from {unit} {found.divergence_step}, {how}."]
 
 
 def _of_the_first_out(found: Comparison) -> list[str]:
-    if found.left.is_empty():
-        return ["No tensor leaves the good run's band."]
-    first = found.left.row(0, named=True)
-    unit = found.bad.unit
+    if found.out_of_band.is_empty():
+        return ["No tensor leaves the baseline's band."]
+    first = found.out_of_band.row(0, named=True)
+    unit = found.run.unit
     before = "" if first["lead"] is None else f", {_apart(first['lead'], unit)} the loss"
-    what = f"{first['figure']} {number(first['expected'])} -> {number(first['value'])}"
+    what = f"{first['metric']} {number(first['expected'])} -> {number(first['value'])}"
     which = f"{first['tensor']} of {first['layer']}"
-    return [f"First out of the good run's band is {which}, from {unit} {first['onset']}{before}: {what}."]
+    return [f"The first tensor out of the baseline's band is {which}, from {unit} {first['onset']}{before}: {what}."]
 
 
 def _apart(lead: int, unit: str) -> str:
@@ -56,19 +56,19 @@ def _apart(lead: int, unit: str) -> str:
     return f"{abs(lead)} {unit}s {'before' if lead > 0 else 'after'}"
 
 
-def _of_the_experts(found: Comparison, fold: Mapping[str, Any]) -> list[str]:
+def _of_the_experts(found: Comparison, aggregate: Mapping[str, Any]) -> list[str]:
     """The worst of the experts, if there are any and one of them stands out."""
     for row in found.experts.iter_rows(named=True):
-        if fold_key(row["layer"], row["role"]) == (fold["layer"], fold["role"]):
+        if aggregate_key(row["layer"], row["role"]) == (aggregate["layer"], aggregate["role"]):
             tells = row["nonfinite_since"] is not None or row["drift_log2"] is not None
-            text = described(row, found.bad.unit)
+            text = described(row, found.run.unit)
             return [f"Of its experts, {text[0].lower()}{text[1:]}"] if tells else []
     return []
 
 
 def _of_other_recipes(found: Comparison, worst: Mapping[str, Any]) -> list[str]:
     rows = found.what_if().filter(layer=worst["layer"], role=worst["role"]).sort("relative_error")
-    before = number(worst["relative_error_bad"])
+    before = number(worst["relative_error_run"])
     return [
         f"Under {row['recipe']} its relative error would be {number(row['relative_error'])} instead of {before}, "
         f"its underflow {number(row['underflow_pct'], '%')}."
@@ -76,54 +76,54 @@ def _of_other_recipes(found: Comparison, worst: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _of_the_twin(found: Comparison) -> str:
-    assert found.twin is not None
-    since = found.twin.loss.above(found.good.loss)
-    if found.twin.loss.final is None:
-        return "Its twin's record has no losses, so it has nothing to tell."
-    if found.loss_left is None:
-        return "With no divergence in the second run, the twin has nothing to tell."
+def _of_the_reference(found: Comparison) -> str:
+    assert found.reference is not None
+    since = found.reference.loss.above(found.baseline.loss)
+    if found.reference.loss.final is None:
+        return "The reference run's record has no losses, so it tells nothing."
+    if found.divergence_step is None:
+        return "The loss does not diverge, so the reference run tells nothing more."
     if since is None:
-        return "Its twin does not diverge: what differs between them (quantisation, for a BF16 twin) is to blame."
-    return f"Its twin's loss leaves too, from {found.twin.unit} {since}: FP8 is not all of the cause."
+        return "The reference run does not diverge: the cause is what differs between the two (quantization, if it is a BF16 run)."
+    return f"The reference run's loss diverges too, from {found.reference.unit} {since}: FP8 is not the only cause."
 
 
 def described(worst: Mapping[str, Any], unit: str) -> str:
     """The tensor at the top of the ranking, in a sentence."""
     name = f"{worst['tensor']} of {worst['layer']}"
     if worst["nonfinite_since"] is not None:
-        return f"First to hold NaN or infinity is {name}, at {unit} {worst['nonfinite_since']}."
+        return f"The first tensor with NaN or infinity is {name}, at {unit} {worst['nonfinite_since']}."
 
     if worst["drift_log2"] is None:
-        return "No figure that both records have tells their tensors apart."
+        return "No metric that both records have tells their tensors apart."
 
-    def pair(figure: str) -> str:
-        return " -> ".join(number(worst[f"{figure}_{run}"], "%") for run in ("good", "bad"))
+    def pair(metric: str) -> str:
+        return " -> ".join(number(worst[f"{metric}_{run}"], "%") for run in ("baseline", "run"))
 
     ratio = number(worst["mse_ratio"], prefix="x ")
-    return f"Farthest apart is {name}: MSE {ratio}, underflow {pair('underflow_pct')}, overflow {pair('overflow_pct')}."
+    return f"The tensor that drifted farthest is {name}: MSE {ratio}, underflow {pair('underflow_pct')}, overflow {pair('overflow_pct')}."
 
 
 def to_json(found: Comparison) -> dict[str, Any]:
     """Plain values: the losses of each run, the verdict, the ranking."""
-    runs = {"good": found.good, "bad": found.bad} | ({"twin": found.twin} if found.twin else {})
+    runs = {"baseline": found.baseline, "run": found.run} | ({"reference": found.reference} if found.reference else {})
     plain = {
         "verdict": summarize(found),
         "notes": list(found.notes),
-        "unit": found.bad.unit,
+        "unit": found.run.unit,
         "runs": {
             name: {
                 "path": run.path,
                 "final_loss": run.loss.final,
                 "lowest_loss": run.loss.lowest,
                 "diverged_at": run.loss.diverged_at,
-                "above_good_since": None if run is found.good else run.loss.above(found.good.loss),
+                "above_baseline_since": None if run is found.baseline else run.loss.above(found.baseline.loss),
             }
             for name, run in runs.items()
         },
         "tensors": found.tensors.to_dicts(),
         "experts": found.experts.to_dicts(),
-        "left": found.left.to_dicts(),
+        "out_of_band": found.out_of_band.to_dicts(),
         "groups": found.groups().to_dicts(),
         "differences": found.differences().to_dicts(),
         "what_if": found.what_if().to_dicts(),

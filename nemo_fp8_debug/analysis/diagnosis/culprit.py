@@ -20,33 +20,35 @@ class Blame:
     confidence: str
 
 
-def blamed(findings: Sequence[Finding], loss_left: int | None, latest: int | None, judged: bool, paired: bool) -> Blame:
+def blamed(
+    findings: Sequence[Finding], divergence_step: int | None, latest: int | None, judged: bool, paired: bool
+) -> Blame:
     """The culprit, the cause, and how sure that is.
 
     Args:
         findings: of all rules, those of operands by onset.
-        latest: step at which an operand may have left that brought about the loss; None: the loss stays.
-        judged: whether there are samples enough to have seen one leave.
-        paired: whether there is a good run.
+        latest: step at which an operand that caused the divergence may have left the band; None: the loss does not diverge.
+        judged: whether there are enough samples to have seen one leave the band.
+        paired: whether there is a baseline.
     """
     if any(f.cause == "multiplier" and f.confidence == "high" for f in findings):
         return Blame(None, "multiplier", "high")
-    before = [f for f in findings if f.rule == "operand" and (latest is None or _precedes(f, loss_left, latest))]
-    if any(f.rule == "twin" for f in findings):
+    before = [f for f in findings if f.rule == "operand" and (latest is None or _precedes(f, divergence_step, latest))]
+    if any(f.rule == "reference" for f in findings):
         # A scale that went wrong before is evidence to the contrary.
         return Blame(None, "software", "medium" if any(f.confidence == "high" for f in before) else "high")
-    # Without a good run a hint is no more than what figures of runs that go well do, too.
+    # Without a baseline a hint is no more than what metrics of runs that go well do, too.
     first = next((f for f in before if paired or f.confidence != "low"), None)
     if first is not None:
         return Blame(first, first.cause, first.confidence)
     if not judged or (before and not paired):
         return Blame(None, "unknown", "low")
-    if loss_left is None:
+    if divergence_step is None:
         return Blame(None, "none", "high" if paired else "low")
     return Blame(None, "software", "medium") if paired else Blame(None, "unknown", "low")
 
 
-def _precedes(found: Finding, loss_left: int | None, latest: int) -> bool:
-    """Whether it can have brought the loss about: what the loss itself may have brought about must be there before it."""
-    assert found.since is not None and loss_left is not None
-    return found.since < loss_left if found.may_follow_the_loss else found.since <= latest
+def _precedes(found: Finding, divergence_step: int | None, latest: int) -> bool:
+    """Whether it can have caused the divergence: what the divergence itself may cause must be there before it."""
+    assert found.since is not None and divergence_step is not None
+    return found.since < divergence_step if found.may_follow_the_loss else found.since <= latest

@@ -11,12 +11,12 @@ import numpy as np
 import polars as pl
 
 from ...errors import RecordError
-from ..comparison.compare import compare, experts_apart, quantised
+from ..comparison.compare import compare, experts_apart, quantized
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW, onsets
 from ..runs.run import Run
 from .culprit import Blame, blamed
-from .rules.divergence import departure, left_at_the_start, told_by
+from .rules.divergence import diverged_at_the_start, divergence, has_enough_losses
 from .rules.finding import CAUSES, Finding
 from .rules.grad_scale import multiplier
 from .rules.operand import Course, why
@@ -26,7 +26,7 @@ from .rules.spikes import compared
 
 #: operands that are looked into, the first to leave
 _LOOKED_INTO = 8
-#: part of a run's samples that the rest is compared with where there is no good run, and how many those must be
+#: part of a run's samples that the rest is compared with where there is no baseline, and how many those must be
 _BEGINNING, _FEW = 0.25, 6
 
 
@@ -34,15 +34,15 @@ _BEGINNING, _FEW = 0.25, 6
 class Diagnosis:
     """What was found, and what it adds up to."""
 
-    bad: Run
-    good: Run | None
-    #: with a good run only
+    run: Run
+    baseline: Run | None
+    #: with a baseline only
     comparison: Comparison | None
     #: all that rules found, those of operands by onset
     findings: Sequence[Finding]
     blame: Blame
-    #: step from which the loss stays above the good run's, or else above its own minimum; None: it does not
-    loss_left: int | None
+    #: step from which the loss stays above the baseline's, or else above its own minimum; None: it does not
+    divergence_step: int | None
 
     @property
     def culprit(self) -> Finding | None:
@@ -61,50 +61,50 @@ class Diagnosis:
 
     @property
     def harm(self) -> str:
-        """`harmful`: the loss has left; `harmless so far`: something is out of order and the loss stays; `none`; `unknown`
+        """`harmful`: the loss has diverged; `harmless so far`: something is out of order and the loss does not diverge; `none`; `unknown`
         without losses."""
-        if not told_by(self.bad.loss):
+        if not has_enough_losses(self.run.loss):
             return "unknown"
-        if self.loss_left is not None:
+        if self.divergence_step is not None:
             return "harmful"
         return "none" if self.cause in ("none", "unknown") else "harmless so far"
 
     @property
     def notes(self) -> Sequence[str]:
-        """What to bear in mind about the comparison with the good run."""
+        """What to bear in mind about the comparison with the baseline."""
         return () if self.comparison is None else self.comparison.notes
 
     @property
     def lead(self) -> int | None:
         """Steps from the culprit's onset to the loss's; None where either is missing."""
-        if self.culprit is None or self.culprit.since is None or self.loss_left is None:
+        if self.culprit is None or self.culprit.since is None or self.divergence_step is None:
             return None
-        return self.loss_left - self.culprit.since
+        return self.divergence_step - self.culprit.since
 
     def verdict(self) -> str:
         """In a sentence or four."""
         told = {
-            "harmful": f"The loss diverges at {self.bad.unit} {self.loss_left}.",
-            "harmless so far": "The loss stays: what follows is harmless so far.",
-            "none": "The loss stays.",
-            "unknown": "There are too few losses to tell harm by.",
+            "harmful": f"The loss diverges at {self.run.unit} {self.divergence_step}.",
+            "harmless so far": "The loss does not diverge: what follows has done no harm so far.",
+            "none": "The loss does not diverge.",
+            "unknown": "There are too few losses to tell whether the run is harmed.",
         }
         sentences = [told[self.harm], self._cause_told()]
         if self.harm in ("none", "harmless so far"):
             sentences.append(
-                "If downstream scores are bad all the same, look at what inference reads: `nemo-fp8-debug audit` shows the "
+                "If downstream scores are run all the same, look at what inference reads: `nemo-fp8-debug audit` shows the "
                 "scales and weights of a checkpoint."
             )
         return " ".join(sentences)
 
     def _cause_told(self) -> str:
-        unit, sure = self.bad.unit, f"{self.confidence} confidence"
+        unit, sure = self.run.unit, f"{self.confidence} confidence"
         if self.culprit is not None:
             lead = "" if self.lead is None else f", {abs(self.lead)} {unit}s {'before' if self.lead >= 0 else 'after'} it"
             where = f"{self.culprit.operand} at {unit} {self.culprit.since}{lead}"
-            return f"It begins in {where}: {CAUSES[self.cause]} ({sure}; {self.culprit.evidence})."
+            return f"It begins with {where}: {CAUSES[self.cause]} ({sure}; {self.culprit.evidence})."
         if self.cause == "none":
-            return f"Nothing is wrong that the record can tell ({sure})."
+            return f"The record shows nothing wrong ({sure})."
         if self.cause == "unknown":
             return (
                 "The record cannot tell why."
@@ -122,7 +122,7 @@ class Diagnosis:
             "cause": self.cause,
             "confidence": self.confidence,
             "harm": self.harm,
-            "loss_left": self.loss_left,
+            "divergence_step": self.divergence_step,
             "lead": self.lead,
             "culprit": None if self.culprit is None else asdict(self.culprit),
             "findings": [asdict(finding) for finding in self.findings],
@@ -130,27 +130,27 @@ class Diagnosis:
 
 
 def diagnose(
-    bad: str | os.PathLike[str] | Run,
-    good: str | os.PathLike[str] | Run | None = None,
-    twin: str | os.PathLike[str] | Run | None = None,
+    run: str | os.PathLike[str] | Run,
+    baseline: str | os.PathLike[str] | Run | None = None,
+    reference: str | os.PathLike[str] | Run | None = None,
     by: str = "step",
 ) -> Diagnosis:
     """Say what is wrong with a run.
 
     Args:
-        bad: a record; or a run that has been read, with the same `by` and all columns. Likewise the others.
-        good: a run that went well; without it the run is compared with its own beginning.
-        twin: a run that differs from `bad` in precision alone.
+        run: a record; or a run that has been read, with the same `by` and all columns. Likewise the others.
+        baseline: a run that went well; without it the run is compared with its own beginning.
+        reference: a run that differs from `run` in precision alone.
         by: see `compare`.
 
     Raises:
         RecordError: a record is missing or unreadable, or has nothing to go by.
         ConfigError: see `compare`.
     """
-    other = twin if twin is None or isinstance(twin, Run) else Run.read(twin, by)
-    if good is None:
-        return _alone(_read(bad, by), other)
-    return _paired(compare(_read(good, by), _read(bad, by), other, by))
+    other = reference if reference is None or isinstance(reference, Run) else Run.read(reference, by)
+    if baseline is None:
+        return _alone(_read(run, by), other)
+    return _paired(compare(_read(baseline, by), _read(run, by), other, by))
 
 
 def _read(path: str | os.PathLike[str] | Run, by: str) -> Run:
@@ -159,83 +159,95 @@ def _read(path: str | os.PathLike[str] | Run, by: str) -> Run:
     run = path if isinstance(path, Run) else Run.read(path, by)
     steps = run.steps.with_columns(skipped=pl.col("skipped").fill_null(0) != 0)
     last = pl.col("step").filter(~pl.col("skipped")).max()
-    made_good = steps.filter(pl.col("skipped") & (pl.col("step") < last))["step"]
-    return replace(run, figures=run.figures.filter(~pl.col("step").is_in(made_good.implode())))
+    made_up_for = steps.filter(pl.col("skipped") & (pl.col("step") < last))["step"]
+    return replace(run, metrics=run.metrics.filter(~pl.col("step").is_in(made_up_for.implode())))
 
 
 def _paired(comparison: Comparison) -> Diagnosis:
-    bad, good, twin = comparison.bad, comparison.good, comparison.twin
-    above = told_by(good.loss)
-    loss_left = comparison.loss_left if above else bad.loss.diverged_at
-    twin_since = None
-    if twin is not None:
-        twin_since = twin.loss.above(good.loss) if above else twin.loss.diverged_at
-    return _added_up(bad, good, comparison, comparison.left, loss_left, twin_since)
+    run, baseline, reference = comparison.run, comparison.baseline, comparison.reference
+    above = has_enough_losses(baseline.loss)
+    divergence_step = comparison.divergence_step if above else run.loss.diverged_at
+    reference_since = None
+    if reference is not None:
+        reference_since = reference.loss.above(baseline.loss) if above else reference.loss.diverged_at
+    return _added_up(run, baseline, comparison, comparison.out_of_band, divergence_step, reference_since)
 
 
-def _alone(bad: Run, twin: Run | None) -> Diagnosis:
-    if bad.figures.is_empty():
-        raise RecordError(f"{bad.path} has no sampled step, so there is nothing to go by")
-    since = [bad.loss.diverged_at, None if twin is None else bad.loss.above(twin.loss)]
-    loss_left = min((step for step in since if step is not None), default=None)
-    reference = beginning(bad.figures)
-    left = _nonfinite(bad.figures) if reference.is_empty() else onsets(reference, quantised(bad.figures))
-    return _added_up(bad, None, None, experts_apart(left)[0], loss_left, None if twin is None else twin.loss.diverged_at)
+def _alone(run: Run, reference: Run | None) -> Diagnosis:
+    if run.metrics.is_empty():
+        raise RecordError(f"{run.path} has no sampled step, so there is nothing to go by")
+    since = [run.loss.diverged_at, None if reference is None else run.loss.above(reference.loss)]
+    divergence_step = min((step for step in since if step is not None), default=None)
+    usual = beginning(run.metrics)
+    out_of_band = _nonfinite(run.metrics) if usual.is_empty() else onsets(usual, quantized(run.metrics))
+    return _added_up(
+        run,
+        None,
+        None,
+        experts_apart(out_of_band)[0],
+        divergence_step,
+        None if reference is None else reference.loss.diverged_at,
+    )
 
 
-def beginning(figures: pl.DataFrame) -> pl.DataFrame:
+def beginning(metrics: pl.DataFrame) -> pl.DataFrame:
     """The first samples, spread over the whole run; none where they are too few to know what is usual."""
-    steps = figures["step"].unique().sort()
+    steps = metrics["step"].unique().sort()
     n = round(len(steps) * _BEGINNING)
     if n < _FEW:
-        return figures.clear()
+        return metrics.clear()
     stretch = (steps[-1] - steps[0]) / (steps[n - 1] - steps[0])
     spread = (pl.lit(steps[0]) + (pl.col("step") - steps[0]) * stretch).round().cast(pl.Int64)
-    return figures.filter(pl.col("step") <= steps[n - 1]).with_columns(step=spread)
+    return metrics.filter(pl.col("step") <= steps[n - 1]).with_columns(step=spread)
 
 
-def _nonfinite(figures: pl.DataFrame) -> pl.DataFrame:
+def _nonfinite(metrics: pl.DataFrame) -> pl.DataFrame:
     """The part of `onsets` that needs no other run."""
-    first = figures.filter(pl.col("nan") + pl.col("inf") > 0).group_by("layer", "role", maintain_order=True)
+    first = metrics.filter(pl.col("nan") + pl.col("inf") > 0).group_by("layer", "role", maintain_order=True)
     return first.agg(onset=pl.col("step").min(), excess=pl.lit(1.0)).sort("onset", maintain_order=True)
 
 
 def _added_up(
-    bad: Run, good: Run | None, comparison: Comparison | None, left: pl.DataFrame, loss_left: int | None, twin: int | None
+    run: Run,
+    baseline: Run | None,
+    comparison: Comparison | None,
+    out_of_band: pl.DataFrame,
+    divergence_step: int | None,
+    reference: int | None,
 ) -> Diagnosis:
     """
     Args:
-        left: operands that left the band, as in `onsets`.
-        twin: step from which the twin's loss leaves.
+        out_of_band: operands out of the band, as in `onsets`.
+        reference: step from which the reference run's loss diverges.
     """
-    operands = _operands(bad, good, left)
-    start = left_at_the_start(bad.loss, loss_left)
+    operands = _operands(run, baseline, out_of_band)
+    start = diverged_at_the_start(run.loss, divergence_step)
     findings = [
-        *departure(bad.loss, loss_left, twin),
-        *settings(bad.fingerprint, good.fingerprint if good else None, start),
-        *filter(None, [compared(bad.loss, good.loss if good else None, bad.unit)]),
-        *multiplier(bad, good),
+        *divergence(run.loss, divergence_step, reference),
+        *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
+        *filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)]),
+        *multiplier(run, baseline),
         *operands,
     ]
-    latest = None if loss_left is None else loss_left + _interval(bad.figures)
-    findings += filter(None, [reach(f, bad.outputs, good.outputs if good else None) for f in operands[:1]])
-    blame = blamed(findings, loss_left, latest, _judged(bad, good, latest), good is not None)
-    return Diagnosis(bad, good, comparison, findings, blame, loss_left)
+    latest = None if divergence_step is None else divergence_step + _interval(run.metrics)
+    findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
+    blame = blamed(findings, divergence_step, latest, _judged(run, baseline, latest), baseline is not None)
+    return Diagnosis(run, baseline, comparison, findings, blame, divergence_step)
 
 
-def _operands(bad: Run, good: Run | None, left: pl.DataFrame) -> list[Finding]:
+def _operands(run: Run, baseline: Run | None, out_of_band: pl.DataFrame) -> list[Finding]:
     """Why each of the first operands to leave did."""
-    firsts = left.unique(["layer", "role"], keep="first", maintain_order=True)
-    order = bad.figures.select("layer", "role", onset="step", order="nonfinite_order")
+    firsts = out_of_band.unique(["layer", "role"], keep="first", maintain_order=True)
+    order = run.metrics.select("layer", "role", onset="step", order="nonfinite_order")
     firsts = firsts.join(order, on=["layer", "role", "onset"], how="left", maintain_order="left")
     firsts = firsts.sort("onset", -pl.col("excess"), "order", nulls_last=True, maintain_order=True).head(_LOOKED_INTO)
     found = []
     for layer, role, since in firsts.select("layer", "role", "onset").rows():
-        reference = Course.of(good.figures, layer, role) if good else None
-        found.append(why(Course.of(bad.figures, layer, role), since, reference))
-    lost = bad.loss.steps[~np.isfinite(bad.loss.losses)]
+        reference = Course.of(baseline.metrics, layer, role) if baseline else None
+        found.append(why(Course.of(run.metrics, layer, role), since, reference))
+    lost = run.loss.steps[~np.isfinite(run.loss.losses)]
     found = [_behind_the_loss(f, int(lost[0])) if len(lost) else f for f in found]
-    return found if _casts(bad.figures) else [f for f in found if f.cause in ("nonfinite", "dead")]
+    return found if _casts(run.metrics) else [f for f in found if f.cause in ("nonfinite", "dead")]
 
 
 def _behind_the_loss(found: Finding, lost: int) -> Finding:
@@ -245,24 +257,24 @@ def _behind_the_loss(found: Finding, lost: int) -> Finding:
     return replace(found, confidence="low", may_follow_the_loss=True)
 
 
-def _casts(figures: pl.DataFrame) -> bool:
-    """Whether anything quantises; else figures are what a recipe would make of the operands, and can have done no harm."""
-    return not figures["scale_source"].is_in(["current", "emulated"]).all()
+def _casts(metrics: pl.DataFrame) -> bool:
+    """Whether anything quantizes; else metrics are what a recipe would make of the operands, and can have done no harm."""
+    return not metrics["scale_source"].is_in(["current", "emulated"]).all()
 
 
-def _interval(figures: pl.DataFrame) -> int:
+def _interval(metrics: pl.DataFrame) -> int:
     """Steps between samples."""
-    between = figures["step"].unique().sort().diff().median()
+    between = metrics["step"].unique().sort().diff().median()
     return int(between) if isinstance(between, (int, float)) else 0
 
 
-def _judged(bad: Run, good: Run | None, latest: int | None) -> bool:
+def _judged(run: Run, baseline: Run | None, latest: int | None) -> bool:
     """Whether there are samples enough to see an operand leave before the loss does."""
     known = pl.col("relative_error").is_not_null() | (pl.col("nan") + pl.col("inf") > 0)
-    steps = bad.figures.filter(known)["step"].unique().sort()
-    if good is None:
-        return not beginning(bad.figures).is_empty()
-    first, last = good.figures["step"].min(), good.figures["step"].max()
+    steps = run.metrics.filter(known)["step"].unique().sort()
+    if baseline is None:
+        return not beginning(run.metrics).is_empty()
+    first, last = baseline.metrics["step"].min(), baseline.metrics["step"].max()
     if latest is not None:
         steps = steps.filter(steps <= latest)
     return int(steps.is_between(first, last).sum()) >= IN_A_ROW

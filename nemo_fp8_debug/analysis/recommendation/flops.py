@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import polars as pl
 
 from ...core.keys import ROLES, Key
-from ...core.layer_names import is_fold
+from ...core.layer_names import is_aggregate
 
 #: the GEMMs of a linear layer: Y = X W, dX = dY W, dW = dY X, and the two operands that each multiplies
 OPERANDS: Mapping[str, tuple[str, str]] = {
@@ -22,21 +22,21 @@ READERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def flops_of(figures: pl.DataFrame) -> dict[str, float]:
+def flops_of(metrics: pl.DataFrame) -> dict[str, float]:
     """FLOPs of a forward GEMM of each layer, a mean over the sampled steps; those of the two backward ones are the same.
 
     With T tokens, K inputs and N outputs, X has TK values, W KN and dY TN, so that 2TKN is twice the root of their product.
     Copies on several ranks and micro-batches are counted as in the record, where X and dY add up and W does not.
 
     Args:
-        figures: `figures` table.
+        metrics: `metrics` table.
 
     Returns:
-        Layers of which all three operands were sampled, without folds, whose experts are there one by one.
+        Layers of which all three operands were sampled, without aggregates, whose experts are there one by one.
     """
     values = pl.col("n", "nan", "inf")
     sizes = (
-        figures.filter(~pl.col("layer").map_elements(is_fold, pl.Boolean))
+        metrics.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean))
         .with_columns(values.fill_null(0))
         .with_columns(size=(pl.col("n") + pl.col("nan") + pl.col("inf")).cast(pl.Float64))
         .group_by("layer", "step", maintain_order=True)

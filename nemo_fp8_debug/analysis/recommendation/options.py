@@ -28,7 +28,7 @@ _OTHER_FORMAT = {"e4m3": "e5m2", "e5m2": "e4m3"}
 
 @dataclass(frozen=True)
 class Errors:
-    """Figures of an operand, each the worst of the samples that were looked at; None where no sample has it."""
+    """Metrics of an operand, each the worst of the samples that were looked at; None where no sample has it."""
 
     relative_error: float | None
     underflow_pct: float | None
@@ -38,7 +38,7 @@ class Errors:
 _NONE = Errors(0.0, 0.0, 0.0)
 #: points of underflow or overflow, and times the relative error, that an operand in use may lose more than its recipe would
 _POINTS, _TIMES = 1.0, 1.5
-_FIGURES = ("relative_error", "underflow_pct", "overflow_pct")
+_METRICS = ("relative_error", "underflow_pct", "overflow_pct")
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Budget:
     overflow_pct: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in _FIGURES:
+        for name in _METRICS:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"the limit of {name} is {getattr(self, name)}; it must not be below 0")
 
     def broken_by(self, errors: Errors) -> list[str]:
         """The limits that are not kept, in words."""
-        pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _FIGURES]
+        pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _METRICS]
         return [f"{name} {value:.3g} > {limit:g}" for name, value, limit in pairs if value is not None and value > limit]
 
     def met_by(self, errors: Errors | None) -> bool:
@@ -80,7 +80,7 @@ class Option:
     kind: str
     #: as in `parse_recipe`; of `stay` as the record has it
     recipe: str
-    #: None: neither weighed nor to be had from sketches
+    #: None: neither tried nor to be had from histograms
     errors: Errors | None
     #: whether it keeps the budget, as far as is known
     meets: bool
@@ -143,16 +143,16 @@ def _known(name: str) -> Recipe | None:
 
 
 class Judged:
-    """Errors of operands under recipes in use, weighed, replayed before, or replayed now from sketches.
+    """Errors of operands under recipes in use, what_if, replayed before, or replayed now from histograms.
 
-    They are the worst of the later half of the samples of an operand that have figures of it: a budget that is kept in the
-    middle of a run only is not kept. A recipe counts where it was weighed in all of those.
+    They are the worst of the later half of the samples of an operand that have metrics of it: a budget that is kept in the
+    middle of a run only is not kept. A recipe counts where it was tried in all of those.
     """
 
     def __init__(self, run: Run, keys: Sequence[Key]) -> None:
         self._run = run
         of_keys = pl.DataFrame(list(keys), schema=dict.fromkeys(_KEY, pl.String), orient="row")
-        known = run.figures.join(of_keys, on=_KEY, how="semi").filter(pl.any_horizontal(pl.col(_FIGURES).is_not_null()))
+        known = run.metrics.join(of_keys, on=_KEY, how="semi").filter(pl.any_horizontal(pl.col(_METRICS).is_not_null()))
         rank, n = pl.col("step").rank().over(_KEY), pl.len().over(_KEY)
         self._looked_at = known.filter(rank > n // 2)
         self._samples = {key: n for key, (n,) in _by_key(self._looked_at.group_by(_KEY).len())}
@@ -160,11 +160,11 @@ class Judged:
         self._note(run.others)
 
     def in_use(self) -> dict[Key, Errors]:
-        """Errors under the scales in use, of operands that have figures."""
-        return {key: Errors(*figures) for key, figures in _by_key(_worst(self._looked_at, _KEY))}
+        """Errors under the scales in use, of operands that have metrics."""
+        return {key: Errors(*metrics) for key, metrics in _by_key(_worst(self._looked_at, _KEY))}
 
     def replay(self, wanted: Mapping[Key, Iterable[Recipe]]) -> None:
-        """Recompute what is not known of per-tensor recipes, where the record has sketches."""
+        """Recompute what is not known of per-tensor recipes, where the record has histograms."""
         missing: dict[Recipe, list[Key]] = {}
         for key, recipes in wanted.items():
             for recipe in recipes:
@@ -185,14 +185,14 @@ class Judged:
     def _note(self, rows: pl.DataFrame) -> None:
         rows = rows.join(self._looked_at.select(*_KEY, "step"), on=[*_KEY, "step"], how="semi")
         counted = _worst(rows, [*_KEY, "recipe"], pl.len())
-        for layer, role, name, *figures, samples in counted.iter_rows():
+        for layer, role, name, *metrics, samples in counted.iter_rows():
             recipe, key = _known(name), (layer, role)
             if recipe is not None and samples == self._samples[key]:
-                self._errors[key, cast_of(recipe, role)] = Errors(*figures)
+                self._errors[key, cast_of(recipe, role)] = Errors(*metrics)
 
 
 def _worst(rows: pl.DataFrame, by: list[str], *more: pl.Expr) -> pl.DataFrame:
-    return rows.group_by(by, maintain_order=True).agg(pl.max(*_FIGURES), *more)
+    return rows.group_by(by, maintain_order=True).agg(pl.max(*_METRICS), *more)
 
 
 def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:

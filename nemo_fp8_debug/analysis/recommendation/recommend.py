@@ -1,4 +1,4 @@
-"""The cheapest change for each operand that loses too much, by figures under other recipes, and what it costs in FP8."""
+"""The cheapest change for each operand that loses too much, by metrics under other recipes, and what it costs in FP8."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import polars as pl
 
 from ...core.keys import ROLES, SHOWN_AS, Key
-from ...core.layer_names import compile_patterns, is_fold
+from ...core.layer_names import compile_patterns, is_aggregate
 from ...errors import RecordError
 from ...plan.plan import Change, Plan
-from ..comparison.compare import quantised
+from ..comparison.compare import quantized
 from ..diagnosis.diagnose import Diagnosis
 from ..formatting import number
 from ..runs.run import Run
@@ -76,7 +76,7 @@ class Recommendation:
     before: float | None
     after: float | None
     ends: Ends | None
-    #: what could not be weighed, and how to
+    #: what could not be tried, and how to
     notes: tuple[str, ...]
 
     @property
@@ -103,14 +103,14 @@ def recommend(
     """The cheapest change for each operand that keeps a budget.
 
     Args:
-        flagged: (layer, role); a fold stands for the experts of a layer.
+        flagged: (layer, role); a aggregate stands for the experts of a layer.
         budget: what an operand may lose at the worst of the later half of its samples.
-        why: what is wrong with an operand, where more is known than its figures.
+        why: what is wrong with an operand, where more is known than its metrics.
 
     Raises:
         RecordError: the record has no such operand, or no sampled step.
     """
-    if run.figures.is_empty():
+    if run.metrics.is_empty():
         raise RecordError(f"{run.path} has no sampled step")
     budget = budget or Budget()
     about = _about(run, flagged)
@@ -118,7 +118,7 @@ def recommend(
     now = judged.in_use()
     too_bad = [key for key in about if not budget.met_by(now.get(key))]
     judged.replay({key: list(replayable(*about[key][:2], key[1])) for key in too_bad})
-    flops, in_fp8 = flops_of(run.figures), _in_fp8(run)
+    flops, in_fp8 = flops_of(run.metrics), _in_fp8(run)
     before = coverage(flops, in_fp8.__contains__)
 
     def left(plan: Plan) -> float | None:
@@ -141,32 +141,32 @@ def recommend(
 
 
 def flagged_by(found: Diagnosis) -> dict[Key, str]:
-    """The operands that left the good run's band before the loss left, earliest first, and by which figure; all of them
+    """The operands that left the baseline's band before the loss diverged, earliest first, and by which metric; all of them
     where it stays, and none where they are not to blame."""
     flagged: dict[Key, str] = {}
     if found.cause in ("software", "multiplier") or found.comparison is None:
         return flagged
     begun = (found.culprit.since or 0) if found.culprit else 0
-    for row in found.comparison.left.iter_rows(named=True):
-        if found.loss_left is not None and row["onset"] > max(found.loss_left, begun):
+    for row in found.comparison.out_of_band.iter_rows(named=True):
+        if found.divergence_step is not None and row["onset"] > max(found.divergence_step, begun):
             continue
-        what = f"{row['figure']} {number(row['expected'])} -> {number(row['value'])} from step {row['onset']}"
+        what = f"{row['metric']} {number(row['expected'])} -> {number(row['value'])} from step {row['onset']}"
         flagged.setdefault((row["layer"], row["role"]), what)
     return flagged
 
 
 def over_budget(run: Run, budget: Budget) -> list[Key]:
-    """Operands of a run that lose more than a budget allows, experts of a layer as one, where there is no good run."""
+    """Operands of a run that lose more than a budget allows, experts of a layer as one, where there is no baseline."""
     keys = sorted(_in_fp8(run))
-    folds = [key for key in keys if is_fold(key[0])]
-    in_a_fold = {key for key in keys for layer, role in folds if role == key[1] and compile_patterns([layer])(key[0])}
-    kept = [key for key in keys if key in folds or key not in in_a_fold]
+    aggregates = [key for key in keys if is_aggregate(key[0])]
+    in_a_fold = {key for key in keys for layer, role in aggregates if role == key[1] and compile_patterns([layer])(key[0])}
+    kept = [key for key in keys if key in aggregates or key not in in_a_fold]
     return [key for key, errors in Judged(run, kept).in_use().items() if not budget.met_by(errors)]
 
 
 def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
     """Recipe and format in use, and dtype, of each operand in its last sample."""
-    last = run.figures.group_by("layer", "role", maintain_order=True).last()
+    last = run.metrics.group_by("layer", "role", maintain_order=True).last()
     rows = {row[:2]: row[2:] for row in last.select("layer", "role", "recipe", "format", "dtype").iter_rows()}
     if unknown := next((key for key in flagged if key not in rows), None):
         some = ", ".join(f"{layer}:{role}" for layer, role in list(rows)[:3])
@@ -175,17 +175,17 @@ def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
 
 
 def _in_fp8(run: Run) -> set[Key]:
-    rows = quantised(run.figures).filter(pl.col("recipe") != BF16.name)
+    rows = quantized(run.metrics).filter(pl.col("recipe") != BF16.name)
     return set(rows.select("layer", "role").unique().rows())
 
 
 def _known(layer: str, flops: Collection[str]) -> bool:
-    return layer in flops or (is_fold(layer) and any(map(compile_patterns([layer]), flops)))
+    return layer in flops or (is_aggregate(layer) and any(map(compile_patterns([layer]), flops)))
 
 
 def _reason(errors: Errors | None, budget: Budget) -> str:
     if errors is None:
-        return "it has no figures"
+        return "it has no metrics"
     return ", ".join(budget.broken_by(errors)) or "it keeps the budget"
 
 
@@ -227,8 +227,8 @@ def block_of(layer: str) -> int | None:
 def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | None:
     """The blocks at either end that hold all that the plan takes out of FP8; None where others would have to go too."""
     at = [block_of(change.layer) for change in plan.changes if change.recipe == BF16.name]
-    known = [block for layer in run.figures["layer"].unique() if (block := block_of(layer)) is not None]
-    n = run.fingerprint.get("host_options", {}).get("num_layers") or max(known, default=-1) + 1
+    known = [block for layer in run.metrics["layer"].unique() if (block := block_of(layer)) is not None]
+    n = run.fingerprint.get("backend_options", {}).get("num_layers") or max(known, default=-1) + 1
     if not at or None in at:
         return None
     blocks = [block for block in at if block is not None]
@@ -245,14 +245,14 @@ def _notes(run: Run, findings: Sequence[Finding]) -> list[str]:
     changed = [f for f in findings if f.changes]
     in_bf16 = [f for f in changed if f.chosen.kind == "bf16"]
     if in_bf16 and not any(o.errors for f in in_bf16 for o in f.options if o.kind == "block"):
-        notes.append('Block recipes were not weighed: a run with weigh=["blockwise", "mxfp8"] tells whether they would do.')
+        notes.append('Block recipes were not tried: a run with what_if=["blockwise", "mxfp8"] tells whether they would do.')
     unknown = [f.name for f in changed if not any(o.errors for o in f.options if o.kind not in (STAY, "block", "bf16"))]
     if unknown:
         notes.append(
-            f"No recipe with one scale a tensor could be weighed for {_few(unknown)}: the record has no exact sketches of "
+            f"No recipe with one scale a tensor could be tried for {_few(unknown)}: the record has no exact histograms of "
             "it; where these steps were dumped, `nemo-fp8-debug replay --source dumps` adds what is missing."
         )
-    gaps = run.figures["step"].unique().sort().diff().max()
+    gaps = run.metrics["step"].unique().sort().diff().max()
     if isinstance(gaps, int) and gaps > 1 and any(o.recipe.startswith("delayed") for f in changed for o in f.options[1:]):
         notes.append("Not every step was sampled: histories of delayed scaling are replayed from the sampled steps only.")
     return notes

@@ -9,10 +9,10 @@ import polars as pl
 import torch
 
 from ...core.keys import Key
-from ...core.layer_names import fold_key
+from ...core.layer_names import aggregate_key
 from ...numerics.block_scaling import BlockRule
 from ...numerics.formats import FloatFormat
-from ...numerics.histogram import Sketch
+from ...numerics.histogram import Histogram
 from ...numerics.recipe import Recipe
 from ...numerics.tensor_scaling import CurrentScaling
 
@@ -39,15 +39,15 @@ class Job:
 
     def wants(self, key: Key) -> bool:
         """Whether an operand is to be recomputed."""
-        return self.only is None or key in self.only or fold_key(*key) in self.only
+        return self.only is None or key in self.only or aggregate_key(*key) in self.only
 
 
 @dataclass(frozen=True)
 class Part:
-    """Calls of an operand that were cast with one scale: their sketch, or the tensor itself where a sketch is not enough."""
+    """Calls of an operand that were cast with one scale: their histogram, or the tensor itself where a histogram is not enough."""
 
     key: Key
-    values: Sketch | torch.Tensor
+    values: Histogram | torch.Tensor
     recipe: str
     format: FloatFormat
     #: NaN where blocks had scales of their own

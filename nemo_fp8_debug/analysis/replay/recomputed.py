@@ -1,4 +1,4 @@
-"""Operands measured again: from sketches in one go, from tensors one by one."""
+"""Operands measured again: from histograms in one go, from tensors one by one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from ...core.keys import Key
-from ...core.layer_names import fold_key
-from ...measurement.expert_groups import Folds
+from ...core.layer_names import aggregate_key
+from ...measurement.expert_groups import ExpertAggregates
 from ...numerics import metrics
 from ...numerics.formats import FloatFormat
-from ...numerics.histogram import DTYPES, Sketch, SketchBatch
+from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metric_columns import rows
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.tensor_scaling import CurrentScaling
@@ -30,7 +30,7 @@ class Recomputed:
     keys: list[Key]
     recipes: list[str]
     #: of all calls together; None of float32 operands
-    totals: list[Sketch | None]
+    totals: list[Histogram | None]
     moments: Moments
     sums: QuantizationSums
     #: float32 [B], the smallest of those that calls were cast with
@@ -51,15 +51,15 @@ class Recomputed:
         )
 
     def with_folds(self, recorded: Collection[Key]) -> Recomputed:
-        """The same, and behind them the recorded folds of experts that were all recomputed."""
+        """The same, and behind them the recorded aggregates of experts that were all recomputed."""
         experts: dict[Key, list[Key]] = defaultdict(list)
         for layer, role in recorded:
-            if fold := fold_key(layer, role):
-                experts[fold].append((layer, role))
+            if aggregate := aggregate_key(layer, role):
+                experts[aggregate].append((layer, role))
         place = {key: i for i, key in enumerate(self.keys)}
-        folds = [key for key, mine in experts.items() if key in recorded and all(expert in place for expert in mine)]
-        members = {key: [place[expert] for expert in experts[key]] for key in folds}
-        _, sums, scale = Folds(members, len(self.keys)).behind(
+        aggregates = [key for key, mine in experts.items() if key in recorded and all(expert in place for expert in mine)]
+        members = {key: [place[expert] for expert in experts[key]] for key in aggregates}
+        _, sums, scale = ExpertAggregates(members, len(self.keys)).behind(
             range(len(self.keys)), self.sums, self.scale, self.moments.amax
         )
         firsts = [rows[0] for rows in members.values()]
@@ -67,11 +67,11 @@ class Recomputed:
         moments = [
             metrics.merge(self.moments.rows(torch.tensor(rows)))
             if total is None
-            else metrics.moments(SketchBatch.of([total]))
+            else metrics.moments(HistogramBatch.of([total]))
             for rows, total in zip(members.values(), totals, strict=True)
         ]
         return Recomputed(
-            self.keys + folds,
+            self.keys + aggregates,
             self.recipes + [self.recipes[i] for i in firsts],
             self.totals + totals,
             Moments.concat([self.moments, *moments]),
@@ -90,9 +90,9 @@ class Recomputed:
         return about | rows(self.moments, self.sums, self.scale, self.formats)
 
 
-def _added_up(sketches: Sequence[Sketch | None]) -> Sketch | None:
-    known = [sketch for sketch in sketches if sketch is not None]
-    return Sketch.total(known) if len(known) == len(sketches) else None
+def _added_up(histograms: Sequence[Histogram | None]) -> Histogram | None:
+    known = [histogram for histogram in histograms if histogram is not None]
+    return Histogram.total(known) if len(known) == len(histograms) else None
 
 
 def by_key(parts: Iterable[Part]) -> list[list[Part]]:
@@ -103,22 +103,22 @@ def by_key(parts: Iterable[Part]) -> list[list[Part]]:
     return list(groups.values())
 
 
-def of_sketches(parts: Sequence[Part], job: Job) -> Recomputed:
-    """All operands at once, from their sketches."""
+def of_histograms(parts: Sequence[Part], job: Job) -> Recomputed:
+    """All operands at once, from their histograms."""
     groups = by_key(parts)
     if job.recipe is not None:  # one scale for all calls
         groups = [[replace(g[0], values=sum((p.values for p in g[1:]), g[0].values))] for g in groups]
     ordered, n = [part for group in groups for part in group], len(groups)
     owner = torch.from_numpy(np.repeat(np.arange(n), [len(group) for group in groups]))
-    batch = SketchBatch.of([part.values for part in ordered])  # type: ignore[misc]
+    batch = HistogramBatch.of([part.values for part in ordered])  # type: ignore[misc]
     totals: list[Any] = [sum((p.values for p in g[1:]), g[0].values) for g in groups]
     scale, formats = _casts(ordered, batch.amax(), job)
     return Recomputed(
         [group[0].key for group in groups],
         [_recipe_of(group[0], job) for group in groups],
         totals,
-        metrics.moments(SketchBatch.of(totals)),
-        metrics.quantization_sums(batch, scale, formats).fold(owner, n),
+        metrics.moments(HistogramBatch.of(totals)),
+        metrics.quantization_sums(batch, scale, formats).sum_by_owner(owner, n),
         torch.full((n,), torch.inf).scatter_reduce_(0, owner, scale, "amin"),
         list(dict(zip(owner.tolist(), formats, strict=True)).values()),
     )
@@ -145,14 +145,14 @@ def _recipe_of(part: Part, job: Job) -> str:
     return job.recipe.name if job.recipe else part.recipe
 
 
-def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Sketch | None]:
-    """Moments of each tensor, those of all of them as one, and the sketch of these, where it is exact."""
-    from ...kernels import sketch
+def _moments(tensors: Sequence[torch.Tensor]) -> tuple[Moments, Moments, Histogram | None]:
+    """Moments of each tensor, those of all of them as one, and the histogram of these, where it is exact."""
+    from ...kernels import histogram_of
 
     if tensors[0].dtype in DTYPES:
-        first, *rest = sketches = [sketch(x) for x in tensors]
+        first, *rest = histograms = [histogram_of(x) for x in tensors]
         total = sum(rest, first)
-        return metrics.moments(SketchBatch.of(sketches)), metrics.moments(SketchBatch.of([total])), total
+        return metrics.moments(HistogramBatch.of(histograms)), metrics.moments(HistogramBatch.of([total])), total
     each = Moments.concat([metrics.moments_of_float32(x) for x in tensors])
     return each, metrics.merge(each), None
 

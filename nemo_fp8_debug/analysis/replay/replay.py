@@ -1,6 +1,6 @@
-"""Figures of a recorded run under another recipe: "would current scaling have saved it?".
+"""Metrics of a recorded run under another recipe: "would current scaling have saved it?".
 
-From its sketches, or from the tensors that it dumped; both give the same figures. Steps are computed in parallel, on this
+From its histograms, or from the tensors that it dumped; both give the same metrics. Steps are computed in parallel, on this
 machine or on a cluster; delayed scales, which follow from step to step, come from the recorded amax beforehand.
 """
 
@@ -14,53 +14,53 @@ import polars as pl
 import torch
 
 from ...core.keys import Key
-from ...core.layer_names import fold_key, is_fold
+from ...core.layer_names import aggregate_key, is_aggregate
 from ...errors import RecordError
 from ...numerics.block_scaling import BlockRule
 from ...numerics.delayed_state import EmulatedScales
-from ...numerics.histogram import Sketch
-from ...numerics.metric_columns import in_true_units
+from ...numerics.histogram import Histogram
+from ...numerics.metric_columns import unscaled
 from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
 from ...numerics.tensor_scaling import CurrentScaling
 from ...record.dump import dumped_files
 from ...record.reader import find_run, read_table
 from ...record.schema import SCHEMAS
-from ...record.storage import Place
+from ...record.storage import Storage
 from ...record.writer import add_rows
 from .job import OPERAND, Job
 from .parallel import map_in_parallel
-from .recomputed import Recomputed, by_key, of_sketches, of_tensors
-from .sources import dumped_tensors, recorded_sketches
+from .recomputed import Recomputed, by_key, of_histograms, of_tensors
+from .sources import dumped_tensors, recorded_histograms
 
-#: what the figures of a step are recomputed from
-SOURCES = ("sketches", "dumps")
+#: what the metrics of a step are recomputed from
+SOURCES = ("histograms", "dumps")
 
 
 def replay(
     address: str | os.PathLike[str],
     recipe: str | Mapping[str, Any] | Recipe | None = None,
-    source: str = "sketches",
+    source: str = "histograms",
     cluster: str | None = None,
     steps: Collection[int] | None = None,
     only: Collection[Key] | None = None,
 ) -> pl.DataFrame:
-    """Recompute every figure of a run.
+    """Recompute every metric of a run.
 
     Delayed scaling takes its history from the sampled steps, and the tensor's own amax where it has none yet. Current
-    scaling gives all micro-batches of a step one scale, as it does where a run weighs it. Float32 operands
-    have rounded sketches, which are left out; their dumps are not. Of a run measured under a block recipe, sketches give
-    only the figures that need no scale.
+    scaling gives all micro-batches of a step one scale, as it does where a run tries it. Float32 operands
+    have rounded histograms, which are left out; their dumps are not. Of a run measured under a block recipe, histograms give
+    only the metrics that need no scale.
 
     Args:
         address: the run, or a place above it.
-        recipe: as for `parse_recipe`; None: the scales that were in use, which gives the recorded figures again.
-        source: "sketches", or "dumps": the tensors that the first rank dumped, which are those that the record is of.
+        recipe: as for `parse_recipe`; None: the scales that were in use, which gives the recorded metrics again.
+        source: "histograms", or "dumps": the tensors that the first rank dumped, which are those that the record is of.
         cluster: see `map_in_parallel`.
         steps: sampled steps to recompute; all by default. Histories take in all of them.
-        only: (layer, role) of the operands to recompute, a fold for all of its experts; all by default.
+        only: (layer, role) of the operands to recompute, a aggregate for all of its experts; all by default.
 
     Returns:
-        Rows of the `figures` table. A file that cannot be read is named in a warning and left out.
+        Rows of the `metrics` table. A file that cannot be read is named in a warning and left out.
 
     Raises:
         RecordError: there is no record.
@@ -68,10 +68,10 @@ def replay(
     """
     run = find_run(address)
     wanted = None if recipe is None else parse_recipe(recipe)
-    if wanted and source == "sketches":
-        refuse_blocks(wanted, "replay from sketches, which know nothing of blocks (dumps do),")
-    recorded = _rows_of(read_table(run, "figures"), only)
-    multipliers = dict(read_table(run, "steps", ["step", "grad_multiplier"]).iter_rows())
+    if wanted and source == "histograms":
+        refuse_blocks(wanted, "replay from histograms, which know nothing of blocks (dumps do),")
+    recorded = _rows_of(read_table(run, "metrics"), only)
+    multipliers = dict(read_table(run, "steps", ["step", "grad_scale"]).iter_rows())
     jobs = [
         Job(str(run), source, wanted, int(step[0]), about, scales, multipliers.get(step[0]), only)
         for (step, about), scales in zip(
@@ -83,14 +83,14 @@ def replay(
         there = {(attempt, step) for attempt, step, rank, _ in dumped_files(run) if rank == 0}
         jobs = [job for job in jobs if (job.about["attempt"][0], job.step) in there]
     frames = map_in_parallel(_replay_step, jobs, cluster)
-    return pl.concat([pl.DataFrame(schema=SCHEMAS["figures"]), *frames])
+    return pl.concat([pl.DataFrame(schema=SCHEMAS["metrics"]), *frames])
 
 
 def _rows_of(recorded: pl.DataFrame, only: Collection[Key] | None) -> pl.DataFrame:
     if only is None:
         return recorded
     keys = recorded.select(OPERAND).unique(maintain_order=True)
-    kept = pl.Series([key in only or fold_key(*key) in only for key in keys.rows()], dtype=pl.Boolean)
+    kept = pl.Series([key in only or aggregate_key(*key) in only for key in keys.rows()], dtype=pl.Boolean)
     return recorded.join(keys.filter(kept), on=OPERAND, how="semi", maintain_order="left")
 
 
@@ -98,7 +98,7 @@ def _scales(recorded: pl.DataFrame, recipe: Recipe | None) -> list[dict[Key, tor
     """For each sampled step what a recipe would have cast each operand with."""
     if recipe is None:
         return [{} for _ in range(recorded["step"].n_unique())]
-    recorded = recorded.filter(~pl.col("layer").map_elements(is_fold, pl.Boolean))
+    recorded = recorded.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean))
     emulated = EmulatedScales(recipe, recorded.select(OPERAND).unique(maintain_order=True).rows())
     found = []
     for _, about in recorded.group_by("step", maintain_order=True):
@@ -109,20 +109,20 @@ def _scales(recorded: pl.DataFrame, recipe: Recipe | None) -> list[dict[Key, tor
 
 
 def _replay_step(job: Job) -> pl.DataFrame:
-    run = Place(job.run)
-    parts = recorded_sketches(run, job) if job.source == "sketches" else dumped_tensors(run, job)
-    counted = [part for part in parts if isinstance(part.values, Sketch)]
-    found = [of_sketches(counted, job)] if counted else []
+    run = Storage(job.run)
+    parts = recorded_histograms(run, job) if job.source == "histograms" else dumped_tensors(run, job)
+    counted = [part for part in parts if isinstance(part.values, Histogram)]
+    found = [of_histograms(counted, job)] if counted else []
     found += [of_tensors(group, job) for group in by_key(p for p in parts if isinstance(p.values, torch.Tensor))]
     if not found:
-        return pl.DataFrame(schema=SCHEMAS["figures"])
+        return pl.DataFrame(schema=SCHEMAS["metrics"])
     return _as_rows(job, Recomputed.concat(found).with_folds(dict.fromkeys(job.about.select(OPERAND).rows())).columns())
 
 
 def _as_rows(job: Job, columns: dict[str, list[Any]]) -> pl.DataFrame:
-    """Rows of the `figures` table; what does not depend on the recipe is taken from the recorded ones."""
-    schema = SCHEMAS["figures"]
-    columns |= in_true_units(columns, job.multiplier)
+    """Rows of the `metrics` table; what does not depend on the recipe is taken from the recorded ones."""
+    schema = SCHEMAS["metrics"]
+    columns |= unscaled(columns, job.multiplier)
     measured = pl.DataFrame({name: pl.Series(values, dtype=schema[name]) for name, values in columns.items()})
     kept = [name for name in schema if name not in columns or name in OPERAND]
     known = job.about.select(kept)

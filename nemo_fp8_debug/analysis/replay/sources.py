@@ -1,4 +1,4 @@
-"""What a step is recomputed from: its recorded sketches, or the tensors that it dumped."""
+"""What a step is recomputed from: its recorded histograms, or the tensors that it dumped."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch
 from ...core.keys import Key
 from ...errors import ConfigError, warn
 from ...numerics.formats import FORMATS
-from ...numerics.histogram import DTYPES, Sketch
+from ...numerics.histogram import DTYPES, Histogram
 from ...numerics.recipe import Recipe, parse_recipe
 from ...record.dump import dumped_files, read_dump
 from ...record.reader import read_table
-from ...record.storage import Place
+from ...record.storage import Storage
 from .job import OPERAND, Job, Part
 
 
-def recorded_sketches(run: Place, job: Job) -> list[Part]:
-    """The sketches that were recorded of the step."""
-    table = read_table(run, "sketches", where={"step": job.step, "rounded": False})
+def recorded_histograms(run: Storage, job: Job) -> list[Part]:
+    """The histograms that were recorded of the step."""
+    table = read_table(run, "histograms", where={"step": job.step, "rounded": False})
     names = ("layer", "role", "dtype", "bins", "counts", "recipe", "format", "scale")
     table = table.join(job.about.select(OPERAND), on=OPERAND, how="semi", maintain_order="left")
     parts = []
     for layer, role, dtype, bins, counts, *rest in table.select(names).iter_rows():
-        sketch = Sketch(getattr(torch, dtype))
-        sketch.counts[torch.tensor(bins, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
-        parts.append(Part((layer, role), sketch, rest[0], FORMATS[rest[1]], math.nan if rest[2] is None else rest[2]))
+        histogram = Histogram(getattr(torch, dtype))
+        histogram.counts[torch.tensor(bins, dtype=torch.int64)] = torch.tensor(counts, dtype=torch.int64)
+        parts.append(Part((layer, role), histogram, rest[0], FORMATS[rest[1]], math.nan if rest[2] is None else rest[2]))
     return parts
 
 
-def dumped_tensors(run: Place, job: Job) -> list[Part]:
-    """The tensors that the first rank dumped, counted into sketches if these are enough."""
-    from ...kernels import sketch  # compiles on import, which sketches do not need
+def dumped_tensors(run: Storage, job: Job) -> list[Part]:
+    """The tensors that the first rank dumped, counted into histograms if these are enough."""
+    from ...kernels import histogram_of  # compiles on import, which histograms do not need
 
     parts: dict[tuple[Key, int], Part] = {}
     under_blocks = in_blocks(job)
@@ -55,10 +55,10 @@ def dumped_tensors(run: Place, job: Job) -> list[Part]:
         if recipe := under_blocks.get(key):
             part = Part(key, x, recipe.name, recipe.format_of(about.role), math.nan)
         else:
-            part = Part(key, sketch(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
-        if about.scale_source != "engine" and isinstance(part.values, Sketch):
+            part = Part(key, histogram_of(x) if x.dtype in DTYPES else x, about.recipe, about.format, scale)
+        if about.scale_source != "engine" and isinstance(part.values, Histogram):
             part = replace(part, scale=recorded.get(key, scale))
-        # Calls under one scale are one sketch, as in the record.
+        # Calls under one scale are one histogram, as in the record.
         apart = about.scale_source == "engine" and about.recipe.startswith("current")
         group = key, about.call if apart or isinstance(part.values, torch.Tensor) else -1
         parts[group] = _together(parts[group], part) if group in parts else part
@@ -77,5 +77,5 @@ def in_blocks(job: Job) -> dict[Key, Recipe]:
 
 
 def _together(first: Part, second: Part) -> Part:
-    assert isinstance(first.values, Sketch) and isinstance(second.values, Sketch)
+    assert isinstance(first.values, Histogram) and isinstance(second.values, Histogram)
     return replace(first, values=first.values + second.values)

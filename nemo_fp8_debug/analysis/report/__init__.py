@@ -49,7 +49,7 @@ def write_page(path: str | os.PathLike[str], comparisons: Sequence[Comparison]) 
 
 
 def page(comparisons: Sequence[Comparison]) -> str:
-    """The page of one good run and what was compared with it."""
+    """The page of one baseline and what was compared with it."""
     import jinja2
     from plotly.offline import get_plotlyjs
 
@@ -74,8 +74,8 @@ def _section(found: Comparison) -> dict[str, Any]:
         "runs": plain["runs"],
         "tensors": plain["tensors"][:_LISTED],
         "n_tensors": len(plain["tensors"]),
-        "left": plain["left"][:_LISTED],
-        "n_left": len(plain["left"]),
+        "out_of_band": plain["out_of_band"][:_LISTED],
+        "n_out_of_band": len(plain["out_of_band"]),
         "groups": plain["groups"],
         "differences": plain["differences"],
         "plots": plots.of(found),

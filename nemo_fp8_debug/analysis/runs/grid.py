@@ -1,4 +1,4 @@
-"""Figures of runs laid out by tensor and step, which samples of two runs belong together, and medians of such figures."""
+"""Metrics of runs laid out by tensor and step, which samples of two runs belong together, and medians of such metrics."""
 
 from __future__ import annotations
 
@@ -17,94 +17,94 @@ KEY = ["layer", "role"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Figures of a run by tensor and step."""
+    """Metrics of a run by tensor and step."""
 
     #: T tensors, a row each: layer, role
     tensors: pl.DataFrame
     #: int64 [S]: sampled
     steps: Ints
-    _figures: pl.DataFrame
-    #: int64 [T, S]: the row of `_figures` that each place has, or how many rows there are where it has none
+    _metrics: pl.DataFrame
+    #: int64 [T, S]: the row of `_metrics` that each place has, or how many rows there are where it has none
     _row: Ints
 
     @classmethod
-    def of_table(cls, figures: pl.DataFrame) -> Grid:
-        """All tensors of a `figures` table, in their order."""
+    def of_table(cls, metrics: pl.DataFrame) -> Grid:
+        """All tensors of a `metrics` table, in their order."""
         # Grouped as codes: the names of all rows are looked at once.
-        names = figures.select(pl.col(KEY).cast(pl.Categorical)).with_row_index("row")
+        names = metrics.select(pl.col(KEY).cast(pl.Categorical)).with_row_index("row")
         rows = names.group_by(KEY, maintain_order=True).agg("row")
-        steps = figures["step"].unique().sort().to_numpy()
+        steps = metrics["step"].unique().sort().to_numpy()
         row = rows["row"].explode().to_numpy().astype(np.int64)
         tensor = np.repeat(np.arange(len(rows)), rows["row"].list.len().to_numpy())
-        grid = np.full((len(rows), len(steps)), len(figures))
-        grid[tensor, np.searchsorted(steps, figures["step"].to_numpy())[row]] = row
-        return cls(rows.select(pl.col(KEY).cast(pl.String)), steps, figures, grid)
+        grid = np.full((len(rows), len(steps)), len(metrics))
+        grid[tensor, np.searchsorted(steps, metrics["step"].to_numpy())[row]] = row
+        return cls(rows.select(pl.col(KEY).cast(pl.String)), steps, metrics, grid)
 
     def among(self, tensors: pl.DataFrame) -> Grid:
         """Some of its tensors, in the order of theirs, and the steps that have any of them."""
         of_all = self.tensors.with_row_index("at")
         row = self._row[tensors.join(of_all, on=KEY, how="left", maintain_order="left")["at"].to_numpy()]
-        sampled = (row < len(self._figures)).any(axis=0)
+        sampled = (row < len(self._metrics)).any(axis=0)
         return replace(self, tensors=tensors, steps=self.steps[sampled], _row=row[:, sampled])
 
     def at(self, samples: Ints) -> Grid:
         """Some of its samples, by their places."""
         return replace(self, steps=self.steps[samples], _row=self._row[:, samples])
 
-    def of(self, figure: str) -> Floats:
+    def of(self, metric: str) -> Floats:
         """[T, S], NaN where there is none; `nonfinite`: 1 where any value is NaN or infinite, else 0."""
-        if figure == "nonfinite":
-            bad = self.of("nan") + self.of("inf")
-            return np.where(np.isnan(bad), np.nan, bad > 0)
-        values: Floats = np.append(self._figures[figure].cast(pl.Float64).to_numpy(), np.nan)[self._row]
+        if metric == "nonfinite":
+            run = self.of("nan") + self.of("inf")
+            return np.where(np.isnan(run), np.nan, run > 0)
+        values: Floats = np.append(self._metrics[metric].cast(pl.Float64).to_numpy(), np.nan)[self._row]
         return values
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
         """[T, S]: whether there is a row."""
-        found: npt.NDArray[np.bool_] = self._row < len(self._figures)
+        found: npt.NDArray[np.bool_] = self._row < len(self._metrics)
         return found
 
 
-def in_common(good: Grid, bad: Grid) -> tuple[Grid, Grid]:
+def in_common(baseline: Grid, run: Grid) -> tuple[Grid, Grid]:
     """Both over the tensors that both have, in the order of the first."""
-    tensors = good.tensors.join(bad.tensors, on=KEY, how="semi", maintain_order="left")
-    return good.among(tensors), bad.among(tensors)
+    tensors = baseline.tensors.join(run.tensors, on=KEY, how="semi", maintain_order="left")
+    return baseline.among(tensors), run.among(tensors)
 
 
 @dataclass(frozen=True)
 class Paired:
     """Samples of two runs that belong together: places in the steps of each, int64 [P]."""
 
-    good: Ints
-    bad: Ints
+    baseline: Ints
+    run: Ints
 
     @classmethod
-    def of(cls, good: Ints, bad: Ints) -> Paired:
+    def of(cls, baseline: Ints, run: Ints) -> Paired:
         """Each the other's nearest, and no farther apart than half the interval of the run that samples less often.
 
         Where the runs have steps in common these are the pairs, whatever either samples besides.
         """
-        if not len(good) or not len(bad):
+        if not len(baseline) or not len(run):
             return cls(np.empty(0, np.int64), np.empty(0, np.int64))
-        nearest = _nearest(good, bad, later=True)
+        nearest = _nearest(baseline, run, later=True)
         # Between two equally near, one run looks ahead and the other back, so that a shift by half an interval pairs all.
-        mutual = _nearest(bad, good, later=False)[nearest] == np.arange(len(good))
-        close = np.abs(bad[nearest] - good) <= max(_interval(good), _interval(bad)) / 2
+        mutual = _nearest(run, baseline, later=False)[nearest] == np.arange(len(baseline))
+        close = np.abs(run[nearest] - baseline) <= max(_interval(baseline), _interval(run)) / 2
         kept = np.flatnonzero(mutual & close)
         return cls(kept, nearest[kept])
 
     def __len__(self) -> int:
-        return len(self.good)
+        return len(self.baseline)
 
     def last(self, share: float) -> Paired:
         """The later ones, one at least."""
         n = max(1, round(len(self) * share))
-        return Paired(self.good[-n:], self.bad[-n:])
+        return Paired(self.baseline[-n:], self.run[-n:])
 
 
 def _nearest(of: Ints, among: Ints, later: bool) -> Ints:
-    """Place of the nearest step; of two the later or the earlier."""
+    """Storage of the nearest step; of two the later or the earlier."""
     right = np.clip(np.searchsorted(among, of), 0, len(among) - 1)
     left = np.maximum(right - 1, 0)
     before, after = np.abs(of - among[left]), np.abs(among[right] - of)

@@ -88,13 +88,13 @@ class LossCurve:
         reference = other.smooth[at]
         apart = LossCurve(self.steps, gap, _running_median(gap, self.half), self.half)
         least = np.maximum(GAP * np.abs(reference), GAP_SIGMAS * apart.noise)
-        return apart._for_good(apart.smooth > least, after=-1)
+        return apart._for_baseline(apart.smooth > least, after=-1)
 
     def _stays_above(self, reference: Floats, part: float, noise: float, after: int) -> int | None:
         least = np.maximum(part * np.abs(reference), SIGMAS * noise)
-        return self._for_good(self.smooth > reference + least, after)
+        return self._for_baseline(self.smooth > reference + least, after)
 
-    def _for_good(self, high: npt.NDArray[np.bool_], after: int) -> int | None:
+    def _for_baseline(self, high: npt.NDArray[np.bool_], after: int) -> int | None:
         """First step behind `after` from which it is high to the end, for longer than half a window."""
         low = np.flatnonzero(~high)
         first = max(after, int(low[-1]) if len(low) else -1) + 1

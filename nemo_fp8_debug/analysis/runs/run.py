@@ -26,8 +26,8 @@ class Run:
 
     path: str
     fingerprint: dict[str, Any]
-    #: `figures` table; where runs are matched by samples, `step` counts those
-    figures: pl.DataFrame
+    #: `metrics` table; where runs are matched by samples, `step` counts those
+    metrics: pl.DataFrame
     #: likewise
     loss: LossCurve
     #: what `step` counts: step or sample
@@ -44,7 +44,7 @@ class Run:
         """
         Args:
             by: `step`, or `samples`: consumed samples take the place of steps.
-            columns: of `figures`; all by default.
+            columns: of `metrics`; all by default.
             every: of the samples that are read; 3 for each third one, which takes a third of the memory.
 
         Raises:
@@ -56,16 +56,16 @@ class Run:
         found = find_run(path)
         fingerprint = read_fingerprint(found)  # first: it refuses a record of another schema
         steps = read_table(found, "steps", ["step", "loss", "consumed_samples"])
-        samples = None if every == 1 else read_table(found, "figures", ["step"])["step"].unique().sort()[::every].to_list()
-        figures = read_table(found, "figures", columns, steps=samples)
-        axis = _samples_consumed(str(found), steps, figures) if by == "samples" else None
+        samples = None if every == 1 else read_table(found, "metrics", ["step"])["step"].unique().sort()[::every].to_list()
+        metrics = read_table(found, "metrics", columns, steps=samples)
+        axis = _samples_consumed(str(found), steps, metrics) if by == "samples" else None
         losses = LossCurve.of(_along(axis, steps))
-        return cls(str(found), fingerprint, _along(axis, figures), losses, UNITS[by], axis)
+        return cls(str(found), fingerprint, _along(axis, metrics), losses, UNITS[by], axis)
 
     @cached_property
     def grid(self) -> Grid:
-        """The figures by tensor and step."""
-        return Grid.of_table(self.figures)
+        """The metrics by tensor and step."""
+        return Grid.of_table(self.metrics)
 
     @cached_property
     def steps(self) -> pl.DataFrame:
@@ -79,13 +79,13 @@ class Run:
 
     @cached_property
     def others(self) -> pl.DataFrame:
-        """Figures under recipes that were not in use, weighed in the run or added by replay; read when first asked for."""
+        """Metrics under recipes that were not in use, measured in the run or added by replay; read when first asked for."""
         rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")])
         return _with_names(_along(self.axis, rows), self.renamed_to)
 
     def renamed(self, names: Mapping[str, str]) -> Run:
         """The same with other names for its layers."""
-        return replace(self, figures=_with_names(self.figures, names), renamed_to=names)
+        return replace(self, metrics=_with_names(self.metrics, names), renamed_to=names)
 
 
 def _with_names(rows: pl.DataFrame, names: Mapping[str, str]) -> pl.DataFrame:
@@ -99,9 +99,9 @@ def _along(axis: pl.DataFrame | None, rows: pl.DataFrame) -> pl.DataFrame:
     return rows.join(axis, on="step").with_columns(step="sample").drop("sample").sort("step", maintain_order=True)
 
 
-def _samples_consumed(path: str, steps: pl.DataFrame, figures: pl.DataFrame) -> pl.DataFrame:
+def _samples_consumed(path: str, steps: pl.DataFrame, metrics: pl.DataFrame) -> pl.DataFrame:
     """step, sample: as the host reported them, and between such steps in proportion."""
-    both = pl.concat([table.select("step", "consumed_samples") for table in (steps, figures)])
+    both = pl.concat([table.select("step", "consumed_samples") for table in (steps, metrics)])
     known = both.drop_nulls().unique("step", keep="first").sort("step")
     if known.is_empty():
         raise RecordError(f"{path} does not know how many samples were consumed; match the runs by step")

@@ -8,21 +8,21 @@ from typing import Any
 import polars as pl
 
 #: sections whose differences explain more than others
-TELLING = ("recipe", "risky_features_on", "host_options")
+TELLING = ("recipe", "risky_features_on", "backend_options")
 #: differ between any two attempts
 _PASSED_OVER = ("attempt", "schema_version")
 
 
-def differences(good: Mapping[str, Any], bad: Mapping[str, Any]) -> pl.DataFrame:
-    """A row a setting: setting (`section.name`), good and bad (as text; null where a run has none), telling (whether it
+def differences(baseline: Mapping[str, Any], run: Mapping[str, Any]) -> pl.DataFrame:
+    """A row a setting: setting (`section.name`), baseline and run (as text; null where a run has none), telling (whether it
     bears on precision); those that do come first."""
-    ours, theirs = (dict(_flat(fingerprint)) for fingerprint in (good, bad))
+    ours, theirs = (dict(_flat(fingerprint)) for fingerprint in (baseline, run))
     rows = [
         (name, ours.get(name), theirs.get(name), name.partition(".")[0] in TELLING)
         for name in dict.fromkeys((*ours, *theirs))
         if ours.get(name) != theirs.get(name)
     ]
-    schema = {"setting": pl.String, "good": pl.String, "bad": pl.String, "telling": pl.Boolean}
+    schema = {"setting": pl.String, "baseline": pl.String, "run": pl.String, "telling": pl.Boolean}
     return pl.DataFrame(rows, schema, orient="row").sort("telling", descending=True, maintain_order=True)
 
 
@@ -41,15 +41,15 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def remarks(good: pl.DataFrame, bad: pl.DataFrame) -> list[str]:
-    """What to bear in mind where figures of the two runs were measured against different things, in sentences.
+def remarks(baseline: pl.DataFrame, run: pl.DataFrame) -> list[str]:
+    """What to bear in mind where metrics of the two runs were measured against different things, in sentences.
 
     Args:
-        good: `figures` table.
-        bad: likewise.
+        baseline: `metrics` table.
+        run: likewise.
     """
-    recipes = [sorted(run["recipe"].drop_nulls().unique()) for run in (good, bad)]
-    casts = [run["scale_source"].is_in(["engine", "mixed"]).any() for run in (good, bad)]
+    recipes = [sorted(run["recipe"].drop_nulls().unique()) for run in (baseline, run)]
+    casts = [run["scale_source"].is_in(["engine", "mixed"]).any() for run in (baseline, run)]
     told = []
     if recipes[0] != recipes[1]:
         measured = " and ".join(", ".join(names) or "nothing" for names in recipes)
@@ -58,6 +58,6 @@ def remarks(good: pl.DataFrame, bad: pl.DataFrame) -> list[str]:
             "recipes apart as well as the tensors; amax and outlier_log2 tell the tensors alone."
         )
     if casts[0] != casts[1]:
-        which = ("first", "second")[casts.index(False)]
-        told.append(f"No engine scales the {which} run's operands: its figures are what the recipe would make of them.")
+        which = ("baseline", "run")[casts.index(False)]
+        told.append(f"No engine scales the {which}'s operands: its metrics are what the recipe would make of them.")
     return told

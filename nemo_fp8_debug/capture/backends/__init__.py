@@ -1,17 +1,17 @@
-"""One small file per host framework: the only place that knows what its GEMM modules look like."""
+"""One small file per framework: the only place that knows what its GEMM modules look like."""
 
 from __future__ import annotations
 
 from . import megatron, torch_linear, transformer_engine
-from .base import Host
+from .base import Backend
 
 #: asked in this order; the first that owns a module serves it
-HOSTS: tuple[Host, ...] = (
+BACKENDS: tuple[Backend, ...] = (
     transformer_engine.LINEAR,
     transformer_engine.LAYERNORM_MLP,
     transformer_engine.GROUPED,
-    megatron.HOST,
-    torch_linear.HOST,
+    megatron.BACKEND,
+    torch_linear.BACKEND,
 )
 
-__all__ = ["HOSTS", "Host"]
+__all__ = ["BACKENDS", "Backend"]

@@ -1,4 +1,4 @@
-"""What the rest of the package asks of a host framework."""
+"""What the rest of the package asks of a framework."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class ScaleInUse:
     format: FloatFormat
     #: name of the recipe that the scale belongs to
     recipe: str
-    #: "engine": read from what quantises the operand; "emulated": a history kept here; "current": the operand's own amax;
-    #: "not quantised": the engine left this operand in high precision, and current scaling is what it might use
+    #: "engine": read from what quantizes the operand; "emulated": a history kept here; "current": the operand's own amax;
+    #: "not quantized": the engine left this operand in high precision, and current scaling is what it might use
     source: str
 
 
 @dataclass(frozen=True)
-class Host:
-    """How to find a host's GEMM modules and their operands.
+class Backend:
+    """How to find a framework's GEMM modules and their operands.
 
     A module may run several GEMMs, its *parts*; functions get the part that they are asked about, "" where there is one.
     """
 
     name: str
-    #: whether a module is one of its GEMMs; the host is never imported from here
+    #: whether a module is one of its GEMMs; the framework is never imported from here
     owns: Callable[[nn.Module], bool]
     #: X from the arguments of a forward call; None where it cannot be had
     input: Callable[[nn.Module, Args, Kwargs, str], torch.Tensor | None]
@@ -59,9 +59,9 @@ class Host:
     #: roles of a part that no hook sees
     unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
     #: what the engine casts a role of a part with in the forward call that begins, or in the backward of this moment;
-    #: None where it does not quantise; no function where the host never does
+    #: None where it does not quantize; no function where the backend never does
     cast: Callable[[nn.Module, Kwargs, str, str], ScaleInUse | None] | None = None
-    #: whether its modules quantise for themselves when told to
+    #: whether its modules quantize for themselves when told to
     has_own_fp8: bool = False
     #: the FP8 recipe that the module is configured for; None: none
     recipe: Callable[[nn.Module], Recipe | None] = lambda module: None

@@ -11,7 +11,7 @@ from torch import nn
 from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ...numerics.recipe import Recipe
 from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from .base import Args, Host, Kwargs, raw_weight
+from .base import Args, Backend, Kwargs, raw_weight
 
 
 def _owns(module: nn.Module) -> bool:
@@ -47,7 +47,7 @@ def configured_recipe(module: nn.Module) -> Recipe | None:
     return Recipe(delayed, fp8_format)
 
 
-HOST = Host(
+BACKEND = Backend(
     name="Megatron ColumnParallelLinear and RowParallelLinear",
     owns=_owns,
     input=lambda module, args, kwargs, part: args[0] if args else kwargs["input_"],

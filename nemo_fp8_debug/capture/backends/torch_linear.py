@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .base import Host, raw_weight
+from .base import Backend, raw_weight
 
-HOST = Host(
+BACKEND = Backend(
     name="torch.nn.Linear",
     # The output projection of MultiheadAttention is a Linear that is never called.
     owns=lambda module: isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear),

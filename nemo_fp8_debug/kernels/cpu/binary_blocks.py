@@ -1,7 +1,7 @@
-"""Sums under the scales of blocks that are powers of two, in CPU memory, with the help of the tensor's sketch.
+"""Sums under the scales of blocks that are powers of two, in CPU memory, with the help of the tensor's histogram.
 
 Under such a scale a cast is nothing but a shorter significand, whatever the block, for all values but those so small beside
-the amax of their block that they become subnormal. So the sketch tells the sums, and the tensor is read for the few others.
+the amax of their block that they become subnormal. So the histogram tells the sums, and the tensor is read for the few others.
 Where they are not few, to cast each value costs less.
 """
 
@@ -96,12 +96,12 @@ def sums_of_small(wide: int, half: bool) -> Work:
 def add_shortened(  # type: ignore[no-untyped-def]
     job, small, counts, n, infinity, magnitude, anchor
 ):
-    """Add to the sums of the first share those of what a sketch counts, with significands cut short.
+    """Add to the sums of the first share those of what a histogram counts, with significands cut short.
 
     Args:
         job: whose results were added up.
         small: see `PanelJob`; zeros again afterwards.
-        counts: address of the sketch's, int64 [32768].
+        counts: address of the histogram's, int64 [32768].
         n: how many values it has counted.
         magnitude: float32 [32768], the values.
         anchor: 1.5 * 2^(52 - digits of the significand), see `rounded`.

@@ -112,7 +112,7 @@ def _find_floor(tables: Tables, fmt: FloatFormat, dtype: torch.dtype) -> bool:
 
 @jit
 def bounds(address: int, infinity: int) -> tuple[int, int]:
-    """The smallest bin of a sketch that is occupied, but 0, and the largest up to infinity; 0 where there is none."""
+    """The smallest bin of a histogram that is occupied, but 0, and the largest up to infinity; 0 where there is none."""
     bins, counts = np.empty(BINS, np.int64), np.empty(BINS, np.int64)
     end, first = occupied(address, bins, counts), 0
     while end and bins[end - 1] > infinity:

@@ -16,7 +16,7 @@ import torch
 
 from ...numerics.block_scaling import Block, BlockRule, matrix
 from ...numerics.formats import FloatFormat
-from ...numerics.histogram import BINS, Sketch, infinity_bin, magnitudes_of
+from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
 from ...numerics.metrics import QuantizationSums
 from ..memory import address_of
 from .binary_blocks import add_shortened, sums_of_small
@@ -71,15 +71,15 @@ def _operand(x: torch.Tensor, block: Block) -> _Operand:
 
 
 def quantization_sums_in_blocks(
-    x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, sketch: Sketch
+    x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, histogram: Histogram
 ) -> QuantizationSums:
     """As `numerics.blocks.quantization_sums_in_blocks`, in another order of adding up.
 
     Args:
         x: bfloat16 or float16, not empty, in CPU memory.
-        sketch: of `x`.
+        histogram: of `x`.
     """
-    operand, counts = _operand(x, rule.block(role)), sketch.counts.data_ptr()
+    operand, counts = _operand(x, rule.block(role)), histogram.counts.data_ptr()
     if rule.two_level:
         tables = tables_of(rule, fmt, x.dtype, *bounds(counts, operand.infinity))
     else:
@@ -98,7 +98,7 @@ def _of_all(operand: _Operand, tables: Tables) -> Any:
 
 
 def _of_few(operand: _Operand, tables: Tables, fmt: FloatFormat, counts: int) -> Any:
-    """Of what the sketch has counted, but for values that become subnormal, which are looked for; None if they are many."""
+    """Of what the histogram has counted, but for values that become subnormal, which are looked for; None if they are many."""
     shares = operand.shares
     small = _small.take(shares)
     job = _shared_out(sums_of_small(operand.block[1], operand.half), operand, tables, shares, small.ctypes.data)

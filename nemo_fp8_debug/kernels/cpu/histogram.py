@@ -47,7 +47,7 @@ def last_counts(counts: int, first: int) -> int:
 
 @jit
 def occupied(address: int, bins: Counts, counts: Counts) -> int:
-    """Bins of a sketch, at an address, that are not empty, ascending, and their counts; how many."""
+    """Bins of a histogram, at an address, that are not empty, ascending, and their counts; how many."""
     table, n = carray(counts_at(address), 32768), 0
     for i in range(0, 32768, 8):  # most are empty
         prefetch(table, i + AHEAD)
@@ -79,7 +79,7 @@ def _move(private: tuple[Counters, ...], counts: int) -> None:
 
 @jit
 def _count_in_turn(run: Values, following: Values, private: tuple[Counters, ...]) -> None:
-    # Four tables in turn: equal neighbours, which are common, would otherwise wait for each other.
+    # Four tables in turn: equal neighbors, which are common, would otherwise wait for each other.
     a, b, c, d = private
     whole = run.size // 32 * 32
     for start in range(0, whole, 32):

@@ -169,7 +169,7 @@ def largest(typing_context: Any, words: Any) -> Any:
 
 _Blocks = npt.NDArray[np.int64]
 
-#: lanes of two vectors, one behind the other, of which neighbours fall together: in 32-bit words, and in 128 bits
+#: lanes of two vectors, one behind the other, of which neighbors fall together: in 32-bit words, and in 128 bits
 _EVEN_WORDS = [16 * (j // 2 % 2) + 4 * i + 2 * (j % 2) for i in range(4) for j in range(4)]
 _EVEN_QUARTERS = [8 * i + j for i in range(4) for j in range(4)]
 
@@ -193,7 +193,7 @@ def amaxes(typing_context: Any, address: Any, to: Any, wide: Any) -> Any:
                 odd = [lane + apart for lane in even]
                 if (of[even] == of[odd]).all():
                     return larger_words(*(shuffled(builder, a, b, lanes) for lanes in (even, odd))), of[even]
-            raise AssertionError("neighbours belong to one block")
+            raise AssertionError("neighbors belong to one block")
 
         def read(first: int, count: int) -> tuple[Any, _Blocks]:
             """The maxima of words, and of which block: of so many vectors from the first on."""
@@ -207,7 +207,7 @@ def amaxes(typing_context: Any, address: Any, to: Any, wide: Any) -> Any:
         each = 32 // max(1, blocks // 16)
         for first in range(0, 32, each):
             words, of = read(first, each)
-            # What is left of a block lies in neighbouring lanes, or in the halves of a word.
+            # What is left of a block lies in neighboring lanes, or in the halves of a word.
             count, start = min(blocks, 16), int(of.min())
             for _ in range((16 // count).bit_length() - 1):
                 words, of = together(words, of, words, of)

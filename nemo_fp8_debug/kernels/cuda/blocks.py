@@ -13,7 +13,7 @@ import torch
 
 from ...numerics.block_scaling import Block, BlockRule, MXFP8Scaling, matrix, scales_of_amax
 from ...numerics.formats import E4M3, FloatFormat
-from ...numerics.histogram import BINS, Sketch, infinity_bin, magnitudes_of
+from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
 from ...numerics.metrics import QuantizationSums
 from ..memory import DeviceMemory
 from .format_constants import Codes, Values
@@ -53,13 +53,13 @@ def launch(
     sums_of(kind, grid[1])[grid](values, words, shape, block, *scales, codes, out)
 
 
-def amax_of(sketch: Sketch) -> torch.Tensor:
-    """The amax of what a sketch has counted, NaN ignored: float32 scalar on its device, for which the host does not wait."""
-    end = infinity_bin(sketch.dtype) + 1
-    return torch.where(sketch.counts[:end] > 0, magnitudes_of(sketch.dtype, sketch.counts.device)[:end], 0.0).amax()
+def amax_of(histogram: Histogram) -> torch.Tensor:
+    """The amax of what a histogram has counted, NaN ignored: float32 scalar on its device, for which the host does not wait."""
+    end = infinity_bin(histogram.dtype) + 1
+    return torch.where(histogram.counts[:end] > 0, magnitudes_of(histogram.dtype, histogram.counts.device)[:end], 0.0).amax()
 
 
-def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Sketch) -> QuantizationSums:
+def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> QuantizationSums:
     """As `numerics.blocks.quantization_sums_in_blocks`, in torch's current stream; sums are added up in another order.
 
     The first call on a device compiles.
@@ -69,7 +69,7 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
         rule: how blocks are cut and their scales found.
         role: of the operand, which blocks depend on.
         fmt: format of the codes.
-        counted: the sketch of `x`.
+        counted: the histogram of `x`.
 
     Raises:
         ValueError: the memory has been given back; a kernel that read there would end the run.
@@ -113,4 +113,4 @@ def try_out(device: torch.device) -> None:
     """
     counts = torch.zeros(BINS, dtype=torch.int64, device=device)
     x = torch.zeros(1, 32, dtype=torch.bfloat16, device=device)
-    block_sums(x, MXFP8Scaling(), "input", E4M3, Sketch(x.dtype, counts))
+    block_sums(x, MXFP8Scaling(), "input", E4M3, Histogram(x.dtype, counts))

@@ -1,6 +1,6 @@
 """Moments of a float32 tensor in the memory of a CUDA device, and its sums under a scale: one read of it for each.
 
-Imported only where there is such a tensor, as `cuda` is. What is computed of a value is what `numerics.figures` computes
+Imported only where there is such a tensor, as `cuda` is. What is computed of a value is what `numerics.metrics` computes
 with plain torch operations, bit by bit (to the last bit in the simulator, whose `fma` rounds twice); sums are added up in
 another order.
 """
@@ -26,7 +26,7 @@ from .sums import SUMS, fold, keep, nearest, total
 THREADS = 256
 #: blocks of threads that a multiprocessor has room for, of 32 registers a thread
 RESIDENT = 8
-#: values that a thread asks for before it adds the first of them, so that enough of them are under way
+#: values that a thread requests for before it adds the first of them, so that enough of them are under way
 AT_ONCE = 4
 #: sums among the moments: NaN, infinities, squares, fourth powers; behind them come the largest and the smallest magnitude
 MOMENTS = 4
@@ -186,7 +186,7 @@ def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
 
 
 def moments(x: torch.Tensor) -> Moments:
-    """As `numerics.figures.moments_of_float32`, in torch's current stream. The first call on a device compiles.
+    """As `numerics.metrics.moments_of_float32`, in torch's current stream. The first call on a device compiles.
 
     Args:
         x: float32, any shape and strides, on a CUDA device.
@@ -204,7 +204,7 @@ def moments(x: torch.Tensor) -> Moments:
 
 
 def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
-    """As `numerics.figures.quantization_sums_of_float32`, in torch's current stream. The first call on a device compiles.
+    """As `numerics.metrics.quantization_sums_of_float32`, in torch's current stream. The first call on a device compiles.
 
     Args:
         x: float32, any shape and strides, on a CUDA device.

@@ -26,7 +26,7 @@ SPARE = 1 << 10
 THREADS = 512
 #: blocks that a multiprocessor has room for, of 64 Ki registers and 228 KiB of shared memory (164 KiB will do)
 RESIDENT = 3
-#: words that a thread asks for before it counts the first of them, so that enough of them are under way
+#: words that a thread requests for before it counts the first of them, so that enough of them are under way
 AT_ONCE = 4
 
 _MAGNITUDE = np.uint64(0x7FFF)
@@ -149,7 +149,7 @@ def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts:
 
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) -> None:
-    """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs; no host synchronisation.
+    """Add to `counts[p]` how often the magnitude pattern `p` (sign bit cleared) occurs; no host synchronization.
 
     It happens in torch's current stream. The first call on a device compiles.
 

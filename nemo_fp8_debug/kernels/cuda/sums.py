@@ -1,6 +1,6 @@
 """What the kernels of a CUDA device share that add up: the code next to a value, and sums over threads and over blocks.
 
-Nothing here asks Numba which thread it is: in its simulator only functions of the kernel's own module may.
+Nothing here requests Numba which thread it is: in its simulator only functions of the kernel's own module may.
 """
 
 from __future__ import annotations

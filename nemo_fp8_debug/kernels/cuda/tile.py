@@ -33,7 +33,7 @@ _MAGNITUDES, _LOWEST_16 = np.uint64(0x7FFF7FFF7FFF7FFF), np.uint64(0xFFFF)
 
 @on_device
 def _load(words: Any, row: Any, rows: Any, pitch: Any, place: Any, threads: Any, tile: Any) -> None:
-    """Fill a tile with magnitudes, zeros behind the ends of rows; each warp asks for four rows at once."""
+    """Fill a tile with magnitudes, zeros behind the ends of rows; each warp requests for four rows at once."""
     lane, warp, warps = np.uint32(cuda.threadIdx.x & 31), np.uint32(cuda.threadIdx.x >> 5), np.uint32(threads >> 5)
     mask = _MAGNITUDES if place + lane < pitch else np.uint64(0)
     # Rows below the last, which nobody looks at, and columns behind it are read from there: no load waits for a decision.

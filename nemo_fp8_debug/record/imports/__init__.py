@@ -48,7 +48,7 @@ def _read(root: Path) -> Imported:
     imported: Imported = tool.read(mine)
     if not imported.rows:
         reasons = "".join(f"; {what} ({n})" for what, n in imported.left_out.items())
-        raise RecordError(f"{root} has no figure that can be imported ({tool.TOOL}: {tool.EXPECTED}){reasons}")
+        raise RecordError(f"{root} has no metric that can be imported ({tool.TOOL}: {tool.EXPECTED}){reasons}")
     return imported
 
 

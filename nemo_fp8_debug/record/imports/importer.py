@@ -24,31 +24,31 @@ class Imported:
 
     tool: str
     files: list[Path]
-    #: figures by step and row
+    #: metrics by step and row
     rows: dict[int, dict[Key, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
     #: numbers of each step: time, loss
     steps: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
-    #: values by figure
+    #: values by metric
     mapped: Counter[str] = field(default_factory=Counter)
     #: values, or what the text says, by what they are and why they are not in the record
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def add(self, step: int, key: Key, figure: str, value: float, rounded_to: int | None = None) -> None:
-        """Put a figure into its row, if the log tells it.
+    def add(self, step: int, key: Key, metric: str, value: float, rounded_to: int | None = None) -> None:
+        """Put a metric into its row, if the log tells it.
 
         Args:
-            rounded_to: decimals that the log has of it, for a figure whose logarithm matters; None where nothing is lost.
+            rounded_to: decimals that the log has of it, for a metric whose logarithm matters; None where nothing is lost.
         """
         if not math.isfinite(value):
-            self.left_out[f"{figure}: NaN or infinity in the log"] += 1
+            self.left_out[f"{metric}: NaN or infinity in the log"] += 1
         elif rounded_to is not None and abs(value) < 5 * 10.0**-rounded_to:
-            self.left_out[f"{figure}: so small that the {rounded_to} decimals of the log leave an error above 10%"] += 1
+            self.left_out[f"{metric}: so small that the {rounded_to} decimals of the log leave an error above 10%"] += 1
         else:
-            self.rows[step].setdefault(key, {})[figure] = value
-            self.mapped[figure] += 1
+            self.rows[step].setdefault(key, {})[metric] = value
+            self.mapped[metric] += 1
 
     def samples(self) -> Iterator[Sample]:
-        """One for each step that has a figure."""
+        """One for each step that has a metric."""
         for step, rows in sorted(self.rows.items()):
             in_use = self._columns({key: row for key, row in rows.items() if not key[3]})
             what_if = self._columns({key: row for key, row in rows.items() if key[3]})
@@ -59,12 +59,12 @@ class Imported:
             return {}
         layers, roles, recipes, _ = zip(*rows, strict=True)
         gemms = [layer.rpartition(".")[2] for layer in layers]
-        figures = dict.fromkeys(name for row in rows.values() for name in row)
+        metrics = dict.fromkeys(name for row in rows.values() for name in row)
         return {
             **dict(zip(KEYS, (list(layers), gemms, list(roles)), strict=True)),
             "recipe": list(recipes),
             "scale_source": [self.tool] * len(rows),
-            **{name: [row.get(name) for row in rows.values()] for name in figures},
+            **{name: [row.get(name) for row in rows.values()] for name in metrics},
         }
 
     @property
@@ -73,7 +73,7 @@ class Imported:
         return {key[:2] for rows in self.rows.values() for key in rows}
 
 
-class Faults:
+class ErrorGuard:
     """Lines of a file that cannot be read; one warning for all of them."""
 
     def __init__(self, path: Path, expected: str) -> None:
@@ -94,7 +94,7 @@ class Faults:
             warn(f"{self._path}, line {self._lines[0]}{more}: {self._reason}; left out, {self._expected} is expected")
 
 
-def numbered_lines(path: Path, faults: Faults) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: Path, faults: ErrorGuard) -> Iterator[tuple[int, str]]:
     """The lines of a text from 1 on; blank ones are passed over, and a last one that is cut off is a fault."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, 1):

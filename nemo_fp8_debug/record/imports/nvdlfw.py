@@ -23,7 +23,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from ...errors import warn
-from .importer import Faults, Imported, Key, first_lines, global_name, numbered_lines
+from .importer import ErrorGuard, Imported, Key, first_lines, global_name, numbered_lines
 
 TOOL = "nvdlfw_inspect"
 EXPECTED = "nvdlfw_inspect_statistics_logs/*.log or TensorBoard event files"
@@ -40,7 +40,7 @@ _STAT = re.compile(
 _LOSS = re.compile(r"lm loss|(reduced_)?(train(ing)?[_/])?loss(_step)?")
 
 _ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
-#: statistics of a tensor as it is, and of what a recipe makes of it, that one of our figures is defined as
+#: statistics of a tensor as it is, and of what a recipe makes of it, that one of our metrics is defined as
 _OF_TENSOR = {"cur_amax": "amax", "dynamic_range": "dynamic_range_log2"}
 _OF_RECIPE = {"underflows%": "underflow_pct", "overflows%": "overflow_pct", "mse": "mse"}
 _SCALES = ("scale_inv_min", "scale_inv_max")
@@ -48,7 +48,7 @@ _EXTREMES = ("min", "max")
 _KNOWN = {*_OF_TENSOR, *_OF_RECIPE, *_SCALES, *_EXTREMES}
 #: recipes with one scale for the whole tensor
 _PER_TENSOR = {"fp8_delayed_scaling", "fp8_current_scaling"}
-#: figures that are looked at as ratios: rounding takes them apart when they are small
+#: metrics that are looked at as ratios: rounding takes them apart when they are small
 _RATIOS = {"amax", "mse", "scale"}
 
 
@@ -138,7 +138,7 @@ def _rank(path: Path) -> int:
 
 def read_text(path: Path) -> Iterator[Scalar]:
     """The lines of a text log; what is no such line is named in one warning."""
-    faults = Faults(path, "'<time> - INFO - <layer>_<tensor>_<statistic> iteration=000010 value=0.1234'")
+    faults = ErrorGuard(path, "'<time> - INFO - <layer>_<tensor>_<statistic> iteration=000010 value=0.1234'")
     for number, text in numbered_lines(path, faults):
         if line := _LINE.fullmatch(text):
             try:
@@ -183,9 +183,9 @@ def parse_name(name: str) -> tuple[Statistic | None, str]:
     stat = _STAT.fullmatch(found["stat"])
     assert stat
     if stat["turned"]:
-        return None, f"{stat['name']}_columnwise: of the transposed copy, which is quantised apart"
+        return None, f"{stat['name']}_columnwise: of the transposed copy, which is quantized apart"
     if stat["name"] not in _KNOWN:
-        return None, f"{found['stat']}: no figure is defined so"
+        return None, f"{found['stat']}: no metric is defined so"
     layer = global_name(found["layer"].removeprefix("model."))
     return Statistic(layer, role, stat["recipe"], stat["name"]), ""
 
@@ -210,9 +210,9 @@ def _fill(found: Imported, tensors: Mapping[tuple[str, str], _Steps]) -> None:
 
 
 def _fill_row(found: Imported, step: int, row: Key, values: Mapping[str, _Value]) -> None:
-    for stat, figure in {**_OF_TENSOR, **_OF_RECIPE}.items():
+    for stat, metric in {**_OF_TENSOR, **_OF_RECIPE}.items():
         if stat in values:
-            found.add(step, row, figure, values[stat].value, values[stat].decimals if figure in _RATIOS else None)
+            found.add(step, row, metric, values[stat].value, values[stat].decimals if metric in _RATIOS else None)
     low, high = (values.get(stat) for stat in _EXTREMES)
     if low and high and "cur_amax" not in values:
         amax = max(abs(low.value), abs(high.value)) if math.isfinite(low.value + high.value) else math.nan
@@ -256,7 +256,7 @@ def _in_use(statistics: Iterable[tuple[str | None, str]]) -> tuple[str | None, l
 def _doubt_about_underflow(logged: Iterable[tuple[tuple[str | None, str], _Value]]) -> str | None:
     """Why the underflow in this log is not ours; None if it is.
 
-    Transformer Engine 2.4 to 2.6 logged the share of zeros under the same name and nothing else of quantised tensors. 2.7
+    Transformer Engine 2.4 to 2.6 logged the share of zeros under the same name and nothing else of quantized tensors. 2.7
     left out values that became -0, which can make it negative.
     """
     newer = negative = False

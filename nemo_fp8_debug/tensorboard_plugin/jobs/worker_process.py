@@ -27,13 +27,13 @@ from ...record.reader import rows_of
 from ..records.tables import WEIGHED, in_columns
 from ..web.json_values import plain
 
-#: rows of figures that are read of each run: a million take 1.1 GB
+#: rows of metrics that are read of each run: a million take 1.1 GB
 MOST_ROWS = 2_000_000
-#: rows of figures of a record that is replayed
+#: rows of metrics of a record that is replayed
 _MOST_REPLAYED = 8_000_000
 _THINNED = (
     "The records are large: one of each {} samples was looked at, and nothing was recommended. `nemo-fp8-debug diagnose` "
-    "and `recommend` look at all, with 1.1 GB of memory for a million rows of figures."
+    "and `recommend` look at all, with 1.1 GB of memory for a million rows of metrics."
 )
 
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 def answered(request: dict[str, Any]) -> dict[str, Any]:
     """What a request comes to, as the browser gets it."""
-    kinds: dict[str, Callable[..., Any]] = {"verdict": verdict, "weigh": weigh}
+    kinds: dict[str, Callable[..., Any]] = {"verdict": verdict, "what_if": what_if}
     try:
         with joblib.parallel_config(
             "sequential"
@@ -70,18 +70,18 @@ def _end_with_the_parent() -> None:
     os._exit(1)
 
 
-def verdict(bad: str, good: str | None, twin: str | None, by: str) -> dict[str, Any]:
+def verdict(run: str, baseline: str | None, reference: str | None, by: str) -> dict[str, Any]:
     """Compare, diagnose and recommend, as the commands of these names do.
 
     Raises:
         RecordError: a record is unreadable, or has nothing to go by.
     """
-    places = [run for run in (bad, good, twin) if run]
-    every = max(-(-rows_of(run, "figures") // MOST_ROWS) for run in places) or 1
+    records = [record for record in (run, baseline, reference) if record]
+    every = max(-(-rows_of(record, "metrics") // MOST_ROWS) for record in records) or 1
     with hearing() as heard:
-        runs = {run: Run.read(run, by, every=every) for run in places}
-        found = diagnose(runs[bad], good and runs[good], twin and runs[twin], by)
-        recommendation, more = _recommended(found, bad, by) if every == 1 else (None, [_THINNED.format(every)])
+        runs = {record: Run.read(record, by, every=every) for record in records}
+        found = diagnose(runs[run], baseline and runs[baseline], reference and runs[reference], by)
+        recommendation, more = _recommended(found, run, by) if every == 1 else (None, [_THINNED.format(every)])
         comparison = None if found.comparison is None else to_json(found.comparison)
     diagnosis = found.to_json()
     diagnosis["notes"] = [*diagnosis["notes"], *dict.fromkeys(heard), *more]
@@ -93,12 +93,12 @@ def verdict(bad: str, good: str | None, twin: str | None, by: str) -> dict[str, 
     }
 
 
-def _recommended(found: Diagnosis, bad: str, by: str) -> tuple[Recommendation | None, list[str]]:
+def _recommended(found: Diagnosis, record: str, by: str) -> tuple[Recommendation | None, list[str]]:
     """The cheapest changes, as `nemo-fp8-debug recommend` finds them; or why there are none."""
     try:
-        run = found.bad if by == "step" else Run.read(bad)
-        budget, why = Budget(), flagged_by(found) if found.good is not None else {}
-        flagged = over_budget(run, budget) if found.good is None else list(why)
+        run = found.run if by == "step" else Run.read(record)
+        budget, why = Budget(), flagged_by(found) if found.baseline is not None else {}
+        flagged = over_budget(run, budget) if found.baseline is None else list(why)
         return recommend(run, flagged, budget, why), []
     except (ConfigError, RecordError) as error:
         return None, [f"Nothing can be recommended: {error}."]
@@ -112,18 +112,18 @@ def _snippets(found: Recommendation) -> list[dict[str, Any]]:
     return [plan | {"coarser": ()}, *made]
 
 
-def weigh(run: str, step: int, recipe: str) -> dict[str, Any]:
-    """Figures of all tensors at a sampled step under another recipe, from sketches.
+def what_if(run: str, step: int, recipe: str) -> dict[str, Any]:
+    """Metrics of all tensors at a sampled step under another recipe, from histograms.
 
     Raises:
-        ConfigError: the recipe is none, or sketches cannot tell.
-        RecordError: there are no sketches of that step.
+        ConfigError: the recipe is none, or histograms cannot tell.
+        RecordError: there are no histograms of that step.
     """
-    if (rows_there := rows_of(run, "figures")) > _MOST_REPLAYED:
-        raise RecordError(f"{run} has {rows_there:,} rows of figures, too many to replay here; run `nemo-fp8-debug replay`")
+    if (rows_there := rows_of(run, "metrics")) > _MOST_REPLAYED:
+        raise RecordError(f"{run} has {rows_there:,} rows of metrics, too many to replay here; run `nemo-fp8-debug replay`")
     with hearing():
         rows = replay(run, recipe, steps=[step])
     if rows.is_empty():
-        raise RecordError(f"the record has no exact sketches of step {step} to replay; record the run with sketches")
+        raise RecordError(f"the record has no exact histograms of step {step} to replay; record the run with histograms")
     shown = rows.select("layer", "role", "recipe", *WEIGHED).with_columns(in_use=pl.lit(False))
     return {"step": step, "rows": in_columns(shown)}

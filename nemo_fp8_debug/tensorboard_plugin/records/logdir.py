@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ConfigError
+from ...record.migration import folders_of
 from ...record.schema import SCHEMAS, attempt_of_fingerprint
-from ...record.storage import Place
+from ...record.storage import Storage
 from ..web.errors import NotThere
 from ..web.query import shortened
 
 #: the folder that a callback puts its record into, which says nothing in a name
 _USUAL = "fp8_debug"
 #: folders of a record, `tensors` for dumps: no record is looked for in them
-_TABLES = {*SCHEMAS, "tensors"}
+_TABLES = {*(folder for table in SCHEMAS for folder in folders_of(table)), "tensors"}
 #: seconds between two looks at least, and how many times what the last one took
 _PAUSE, _REST = 3.0, 10.0
 #: seconds that requests wait for the first look, from its beginning
@@ -54,7 +55,7 @@ def _specified(part: str) -> Root:
 class Found:
     """What a look at all roots found."""
 
-    records: dict[str, Place] = field(default_factory=dict)
+    records: dict[str, Storage] = field(default_factory=dict)
     #: by name why something that looks like a record is not read
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -62,7 +63,7 @@ class Found:
 class Logdir:
     """The records below some roots, looked for in the background while somebody asks."""
 
-    def __init__(self, roots: Sequence[Root], warm: Callable[[Place], None]) -> None:
+    def __init__(self, roots: Sequence[Root], warm: Callable[[Storage], None]) -> None:
         """
         Args:
             warm: called in the background with each record after it was found.
@@ -88,7 +89,7 @@ class Logdir:
         self._some.wait(wait)
         return bool(self._found.records)
 
-    def record(self, name: str) -> Place:
+    def record(self, name: str) -> Storage:
         """The record of a run.
 
         Raises:
@@ -131,10 +132,10 @@ class Logdir:
                 self._looking = None
 
 
-def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Place]]:
+def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage]]:
     """Names and places of the records of a root; `refused` takes what is not read."""
     try:
-        place = Place(os.path.realpath(root.address) if "://" not in root.address else root.address)
+        place = Storage(os.path.realpath(root.address) if "://" not in root.address else root.address)
     except ConfigError as error:
         refused[root.name or root.address] = f"{error}; install the driver or name another folder."
         return
@@ -155,7 +156,7 @@ def _name(root: Root, folder: str) -> str:
     return "/".join(filter(None, (root.name, folder))) or "."
 
 
-def _walk(place: Place, root: Root, refused: dict[str, str]) -> Iterator[str]:
+def _walk(place: Storage, root: Root, refused: dict[str, str]) -> Iterator[str]:
     """Folders with a record, breadth first."""
     waiting = [""]
     for folder in waiting:
@@ -163,9 +164,7 @@ def _walk(place: Place, root: Root, refused: dict[str, str]) -> Iterator[str]:
             entries = list(place.entries(folder))
         except Exception as error:  # every driver of a remote file system has errors of its own
             if not isinstance(error, FileNotFoundError):  # deleted since
-                refused[_readable(_name(root, folder))] = (
-                    f"The folder cannot be read ({_said(error)}); mend its permissions."
-                )
+                refused[_readable(_name(root, folder))] = f"The folder cannot be read ({_said(error)}); fix its permissions."
             continue
         links = [name for name, kind in entries if kind == "link"]
         out = {name for name in links if _leads_out(place, "/".join(filter(None, (folder, name))))}
@@ -190,12 +189,12 @@ def _walk(place: Place, root: Root, refused: dict[str, str]) -> Iterator[str]:
                 refused[_readable(_name(root, below))] = "Its name is not UTF-8, so that no address can name it; rename it."
 
 
-def _linked(place: Place, folder: str, out: set[str]) -> str | None:
+def _linked(place: Storage, folder: str, out: set[str]) -> str | None:
     """What of a record leads out of the root, if anything does."""
     for name in sorted(out):
         if name in _TABLES or attempt_of_fingerprint(name) is not None:
             return name
-    for table in SCHEMAS if place.is_local else ():
+    for table in sorted(_TABLES) if place.is_local else ():
         inside = "/".join(filter(None, (folder, table)))
         try:
             links = [f"{inside}/{name}" for name, kind in place.entries(inside) if kind == "link"]
@@ -206,13 +205,13 @@ def _linked(place: Place, folder: str, out: set[str]) -> str | None:
     return None
 
 
-def _was_swapped(place: Place) -> bool:
+def _was_swapped(place: Storage) -> bool:
     """Whether a folder that was found, below a root without links, is reached by a link now."""
     path = place.path("") or "/"
     return place.is_local and os.path.realpath(path) != path
 
 
-def _leads_out(place: Place, name: str) -> bool:
+def _leads_out(place: Storage, name: str) -> bool:
     root = place.path("").rstrip("/")
     return not f"{os.path.realpath(place.path(name))}/".startswith(f"{root}/")
 

@@ -11,7 +11,7 @@ import polars as pl
 from ...analysis.runs.loss import LossCurve
 from ...errors import hearing
 from ...record.reader import read_table
-from ...record.storage import Place
+from ...record.storage import Storage
 from ..web.json_values import numbers
 
 SERIES = ("loss", "grad_norm", "lr")
@@ -23,7 +23,7 @@ _SIGMAS = 5.0
 _BEFORE = 3
 
 
-def loss(run: Place) -> dict[str, Any]:
+def loss(run: Storage) -> dict[str, Any]:
     """Loss, gradient norm and learning rate by step, thinned, with triggers, skipped steps and spikes."""
     with hearing():
         table = read_table(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
@@ -48,7 +48,7 @@ def _spikes(table: pl.DataFrame) -> list[int]:
     before = pl.Series(curve.losses).fill_nan(None).shift(1).rolling_min(_BEFORE, min_samples=1).to_numpy().copy()
     before[0] = np.inf
     with np.errstate(invalid="ignore"):
-        # Of a loss that falls fast, as at the start, all stand above the median of their neighbours.
+        # Of a loss that falls fast, as at the start, all stand above the median of their neighbors.
         above = np.nan_to_num(curve.losses - np.fmax(curve.smooth, before), nan=0.0, posinf=np.inf)
     high = np.flatnonzero(above > _SIGMAS * curve.scatter)
     highest = high[np.argsort(-above[high], kind="stable")[:_MARKS]]

@@ -1,29 +1,29 @@
-"""What the browser has to know beside the figures themselves: how they are called, drawn and judged."""
+"""What the browser has to know beside the metrics themselves: how they are called, drawn and judged."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...core.keys import SHOWN_AS
-from ...numerics.metric_names import FIGURES, UNITS, WORSE
+from ...numerics.metric_names import METRICS, UNITS, WORSE
 from ...record.schema import SCHEMAS
 from .part_matrices import NONFINITE
 
 ROLES = dict(SHOWN_AS)
 
-#: figures that can be asked for: every number of a row but those that say which row it is
+#: metrics that can be asked for: every number of a row but those that say which row it is
 NUMBERS = (
-    *(name for name, kind in SCHEMAS["figures"].items() if kind.is_numeric() and name not in ("attempt", "step")),
+    *(name for name, kind in SCHEMAS["metrics"].items() if kind.is_numeric() and name not in ("attempt", "step")),
     NONFINITE,
 )
 
-#: label, unit, scale of the colours
+#: label, unit, scale of the colors
 _DRAWN = {
     "underflow_pct": ("underflow", "%", "linear"),
     "overflow_pct": ("overflow", "%", "linear"),
     "mse": ("mean squared error", "", "log"),
     "relative_error": ("relative error", "", "log"),
-    "sqnr_db": ("signal to quantisation noise", "dB", "linear"),
+    "sqnr_db": ("signal to quantization noise", "dB", "linear"),
     "cosine": ("cosine", "", "linear"),
     "scale_ratio_log2": ("scale in use / current scale", "log2", "diverging"),
     "amax": ("largest magnitude", "", "log"),
@@ -43,10 +43,10 @@ FORMATS: dict[str, dict[str, float]] = {
 }
 
 
-def figures() -> list[dict[str, Any]]:
-    """The figures that are offered, in the order of the record: name, label, unit, worse, scale."""
-    offered = [_about(name, name) for name in FIGURES]
-    offered += [_about(f"true_{name}", name, ", in the units of the loss") for name in UNITS]
+def metrics_of() -> list[dict[str, Any]]:
+    """The metrics that are offered, in the order of the record: name, label, unit, worse, scale."""
+    offered = [_about(name, name) for name in METRICS]
+    offered += [_about(f"unscaled_{name}", name, ", in the units of the loss") for name in UNITS]
     scale = {"name": "scale", "label": "scale in use", "unit": "", "worse": 1, "scale": "log"}
     nonfinite = {"name": NONFINITE, "label": "NaN and infinities", "unit": "values", "worse": 1, "scale": "linear"}
     return [*offered, scale, nonfinite]

@@ -1,4 +1,4 @@
-"""Parts of a record as matrices, steps x tensors, a figure at a time; what was read is held within bounds.
+"""Parts of a record as matrices, steps x tensors, a metric at a time; what was read is held within bounds.
 
 A part never changes and its name carries a checksum, so that what is held under its name is always valid.
 """
@@ -20,14 +20,14 @@ import pyarrow.compute as pc
 from ...errors import hearing
 from ...record.reader import parts_of, read_part
 from ...record.schema import SCHEMAS, Part, arrow_schema, attempt_of_fingerprint
-from ...record.storage import Place
+from ...record.storage import Storage
 from ..web.errors import NotReadable
 from .cache import Cache
 from .part_index import Array, Layout, Texts, coded, laid_out
 
 T = TypeVar("T")
 
-#: bytes of figures that are held, and of where the rows of parts are
+#: bytes of metrics that are held, and of where the rows of parts are
 _HELD, _LAYOUTS = 384 << 20, 64 << 20
 #: seconds for which the list of a record's parts is taken as it is
 _LISTED = 1.0
@@ -92,19 +92,19 @@ class _Held:
 
 
 class Parts:
-    """Reads the `figures` of records."""
+    """Reads the `metrics` of records."""
 
     def __init__(self) -> None:
         self._indexes: Cache[_Held] = Cache(_RECORDS, lambda _: 1)
         self._steps: Cache[Array] = Cache(_PARTS, lambda _: 1)
         self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
         self._tensors: Cache[tuple[tuple[str, str], ...]] = Cache(_RECORDS, lambda _: 1)
-        self._figures: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
+        self._metrics: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
         self._extents: Cache[tuple[float, float, float]] = Cache(_PARTS, lambda _: 1)
         self._harmed: dict[tuple[str, str, str], str] = {}
         self._texts: Cache[Texts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
 
-    def index(self, run: Place) -> Index:
+    def index(self, run: Storage) -> Index:
         """The sampled steps of a record, as they are now.
 
         Raises:
@@ -118,7 +118,7 @@ class Parts:
         held.looked = time.monotonic()
         return known
 
-    def _looked(self, run: Place, known: Index | None) -> Index:
+    def _looked(self, run: Storage, known: Index | None) -> Index:
         for _ in range(_ATTEMPTS):
             try:
                 with hearing() as heard:
@@ -132,22 +132,22 @@ class Parts:
                 return self._indexed(run, listed, version, heard)
         raise NotReadable(f"{run} changes faster than it can be read; try again.")
 
-    def warm(self, run: Place) -> None:
+    def warm(self, run: Storage) -> None:
         """Learn the steps of a record before somebody asks."""
         with contextlib.suppress(NotReadable):
             self.index(run)
 
-    def glance(self, run: Place) -> Index:
+    def glance(self, run: Storage) -> Index:
         """What the names of parts say, where nothing more is known: the first and last step of each, damaged or not."""
         held = self._indexes.get(str(run), _Held).index
         if held is not None:
             return held
         with hearing():
             listed, _ = _listed(run)
-        owner = {step: part for part in listed["figures"] for step in (part.first, part.last)}
+        owner = {step: part for part in listed["metrics"] for step in (part.first, part.last)}
         return Index("", np.array(sorted(owner), np.int64), owner, {}, listed)
 
-    def _indexed(self, run: Place, listed: dict[str, list[Part]], version: str, heard: list[str]) -> Index:
+    def _indexed(self, run: Storage, listed: dict[str, list[Part]], version: str, heard: list[str]) -> Index:
         """Steps by the rules of `read_table`: of attempts the latest, and a merged part before those it was made of.
 
         Raises:
@@ -155,46 +155,46 @@ class Parts:
         """
         taken: dict[tuple[int, int], Part] = {}
         damaged: dict[str, str] = {}
-        for part in listed["figures"]:
+        for part in listed["metrics"]:
             if not part.merged and (part.attempt, part.first) in taken:
                 continue
             try:
                 steps = self._steps_of(run, part)
             except NotReadable as error:
-                damaged[part.name] = str(error)
+                damaged[part.path] = str(error)
                 continue
             for step in steps.tolist():
                 taken.setdefault((part.attempt, step), part)
         owner = {step: part for (_, step), part in sorted(taken.items(), key=lambda item: item[0])}
         return Index(version, np.array(sorted(owner), np.int64), owner, damaged, listed, heard)
 
-    def _steps_of(self, run: Place, part: Part) -> Array:
+    def _steps_of(self, run: Storage, part: Part) -> Array:
         def make() -> Array:
-            steps: Array = np.sort(pc.unique(_read(run, "figures", part, "step")["step"]).to_numpy())
+            steps: Array = np.sort(pc.unique(_read(run, "metrics", part, "step")["step"]).to_numpy())
             return steps
 
-        return self._steps.get((str(run), part.name), make)
+        return self._steps.get((str(run), part.path), make)
 
-    def layout(self, run: Place, part: Part) -> Layout:
+    def layout(self, run: Storage, part: Part) -> Layout:
         """Where a part's rows are."""
 
         def make() -> Layout:
-            steps, tensors, rows = laid_out(_read(run, "figures", part, "step", "layer", "role"))
+            steps, tensors, rows = laid_out(_read(run, "metrics", part, "step", "layer", "role"))
             return Layout(steps, self._tensors.get(tensors, lambda: tensors), rows)
 
-        return self._layouts.get((str(run), part.name), make)
+        return self._layouts.get((str(run), part.path), make)
 
-    def figure(self, run: Place, part: Part, name: str) -> Array:
+    def metric(self, run: Storage, part: Part, name: str) -> Array:
         """float64 [S, T], as the layout of the part has them; NaN where there is none."""
 
         def make() -> Array:
             values, _ = _values(run, part, name)
             return self.layout(run, part).spread(values, np.nan)
 
-        return self._figures.get((str(run), part.name, name), make)
+        return self._metrics.get((str(run), part.path, name), make)
 
-    def extent(self, run: Place, part: Part, name: str, steps: Sequence[int]) -> tuple[float, float, float]:
-        """Of a figure at some steps of a part the least and the largest finite value and the least above 0; infinite where
+    def extent(self, run: Storage, part: Part, name: str, steps: Sequence[int]) -> tuple[float, float, float]:
+        """Of a metric at some steps of a part the least and the largest finite value and the least above 0; infinite where
         there is none."""
 
         def make() -> tuple[float, float, float]:
@@ -205,15 +205,15 @@ class Parts:
             least, most = found.min(initial=np.inf), found.max(initial=-np.inf)
             return float(least), float(most), float(found[found > 0].min(initial=np.inf))
 
-        return self._extents.get((str(run), part.name, name, tuple(steps)), make)
+        return self._extents.get((str(run), part.path, name, tuple(steps)), make)
 
-    def unless_damaged(self, run: Place, part: Part, what: str, read: Callable[[], T]) -> T | None:
+    def unless_damaged(self, run: Storage, part: Part, what: str, read: Callable[[], T]) -> T | None:
         """What `read` finds in a part; None where that is damaged, which `harmed` tells from then on.
 
         Args:
             what: it reads; part of it may be damaged and part not.
         """
-        key = str(run), part.name, what
+        key = str(run), part.path, what
         try:
             found = read()
         except NotReadable as error:
@@ -222,20 +222,20 @@ class Parts:
         self._harmed.pop(key, None)
         return found
 
-    def harmed(self, run: Place) -> dict[str, str]:
+    def harmed(self, run: Storage) -> dict[str, str]:
         """By name, what is wrong with parts of which some columns were found damaged."""
         return {part: why for (of, part, _), why in list(self._harmed.items()) if of == str(run)}
 
-    def texts(self, run: Place, part: Part, name: str) -> Texts:
+    def texts(self, run: Storage, part: Part, name: str) -> Texts:
         """A column of text, as the layout of the part has it."""
 
         def make() -> Texts:
-            codes, known = coded(_read(run, "figures", part, name)[name])
+            codes, known = coded(_read(run, "metrics", part, name)[name])
             return Texts(self.layout(run, part).spread((codes + 1).astype(np.uint16), 0), [None, *known])
 
-        return self._texts.get((str(run), part.name, name), make)
+        return self._texts.get((str(run), part.path, name), make)
 
-    def settled(self, run: Place, read: Callable[[Index], T]) -> T:
+    def settled(self, run: Storage, read: Callable[[Index], T]) -> T:
         """What `read` makes of a record; once more where parts were merged meanwhile.
 
         Raises:
@@ -249,22 +249,22 @@ class Parts:
         raise NotReadable(f"{run} changes faster than it can be read; try again.")
 
 
-def _listed(run: Place) -> tuple[dict[str, list[Part]], str]:
+def _listed(run: Storage) -> tuple[dict[str, list[Part]], str]:
     listed = {table: parts_of(run, table) for table in SCHEMAS}
     attempts = [name for name in run.names() if attempt_of_fingerprint(name) is not None]
-    names = [*attempts, *(f"{table}/{part.name}" for table, parts in listed.items() for part in parts)]
+    names = [*attempts, *(part.path for parts in listed.values() for part in parts)]
     return listed, hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()
 
 
-def _values(run: Place, part: Part, name: str, *more: str) -> tuple[Array, Array | None]:
-    """float64 [rows] of a figure, NaN where there is none; and another column, if one is asked for."""
+def _values(run: Storage, part: Part, name: str, *more: str) -> tuple[Array, Array | None]:
+    """float64 [rows] of a metric, NaN where there is none; and another column, if one is asked for."""
     columns = ("nan", "inf") if name == NONFINITE else (name,)
-    rows = _read(run, "figures", part, *columns, *more)
+    rows = _read(run, "metrics", part, *columns, *more)
     values = [np.asarray(rows[column].to_numpy(), np.float64) for column in columns]
     return np.sum(values, axis=0) if len(values) > 1 else values[0], rows[more[0]].to_numpy() if more else None
 
 
-def _read(run: Place, table: str, part: Part, *columns: str) -> pa.Table:
+def _read(run: Storage, table: str, part: Part, *columns: str) -> pa.Table:
     """Columns of a part.
 
     Raises:
@@ -272,9 +272,9 @@ def _read(run: Place, table: str, part: Part, *columns: str) -> pa.Table:
         NotReadable: it is damaged.
     """
     try:
-        rows = read_part(run, table, arrow_schema(table, {"attempt", *columns}), part)
+        rows = read_part(run, arrow_schema(table, {"attempt", *columns}), part)
     except FileNotFoundError:
         raise Gone from None
     if isinstance(rows, str):
-        raise NotReadable(f"{part.name} cannot be read: {rows}.")
+        raise NotReadable(f"{part.path} cannot be read: {rows}.")
     return rows

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import hearing
 from ...record.reader import read_fingerprint
-from ...record.storage import Place
+from ...record.storage import Storage
 from .logdir import Logdir
 from .part_matrices import Index, Parts
 
@@ -43,19 +43,19 @@ def about(parts: Parts, name: str, logdir: Logdir, in_haste: bool) -> dict[str, 
     counted = len(index.steps) if index.version else None
     known: dict[str, Any] = {"samples": counted, "updated": updated, "version": index.version}
     if not len(index.steps):
-        why = f"No part of its figures can be read: {next(iter(index.damaged.values()))}" if index.damaged else None
+        why = f"No part of its metrics can be read: {next(iter(index.damaged.values()))}" if index.damaged else None
         return {"name": name, "state": "unreadable" if why else "empty", **nothing, **known, "why": why}
     ends = {"first": int(index.steps[0]), "last": int(index.steps[-1])}
     return {"name": name, "state": state, **ends, **known, "why": None}
 
 
-def _updated(run: Place, index: Index) -> float | None:
+def _updated(run: Storage, index: Index) -> float | None:
     """When the newest part was written."""
     # One that is not there was merged since: just now.
-    return None if index.newest is None else _written(run, f"figures/{index.newest.name}", time.time())
+    return None if index.newest is None else _written(run, f"metrics/{index.newest.name}", time.time())
 
 
-def _written(run: Place, name: str, otherwise: float | None = None) -> float | None:
+def _written(run: Storage, name: str, otherwise: float | None = None) -> float | None:
     """When a file was written; `otherwise` where it is not there."""
     try:
         return run.modified(name)
@@ -63,7 +63,7 @@ def _written(run: Place, name: str, otherwise: float | None = None) -> float | N
         return otherwise
 
 
-def _state(run: Place, index: Index, updated: float | None) -> str:
+def _state(run: Storage, index: Index, updated: float | None) -> str:
     if updated is None or index.newest is None:
         return "still"
     begun = _written(run, f"attempt-{index.newest.attempt}.json")

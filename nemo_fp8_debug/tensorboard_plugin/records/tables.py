@@ -1,4 +1,4 @@
-"""Answers read from the figures of a record: what it holds, its map, timelines and single tensors."""
+"""Answers read from the metrics of a record: what it holds, its map, timelines and single tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from ...analysis.comparison.groups import depth_of, kind_of
 from ...errors import hearing
-from ...record import parquet
+from ...record import migration, parquet
 from ...record.reader import read_fingerprint, read_table
 from ...record.schema import SCHEMAS, Part
-from ...record.storage import Place
+from ...record.storage import Storage
 from ..web.errors import BadParameter, NotReadable, NotThere
 from ..web.json_values import numbers, plain
 from ..web.query import shortened
@@ -24,17 +24,17 @@ from .part_matrices import Gone, Index, Parts
 
 #: sampled steps in one answer
 MOST_STEPS = 128
-#: of a row of `figures`, what stands beside the figures in a timeline
+#: of a row of `metrics`, what stands beside the metrics in a timeline
 TEXTS = ("recipe", "format", "scale_source")
-#: figures under other recipes
+#: metrics under other recipes
 WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 #: rows that are decoded at a time to find one
-_FIGURES_AT_ONCE, _SKETCHES_AT_ONCE = 1 << 13, 32
+_METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
 #: sets of tensors of which it is kept where they are
 _PLACED = 32
 
 
-def about_run(parts: Parts, run: Place) -> dict[str, Any]:
+def about_run(parts: Parts, run: Storage) -> dict[str, Any]:
     """The sampled steps of a record, the tensors of its newest part, and what is to be said about it."""
 
     def read(index: Index) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _placed(tensors: tuple[tuple[str, str], ...]) -> dict[str, list[Any]]:
     return {"layer": layers, "role": roles, "kind": list(map(kind_of, layers)), "depth": list(map(depth_of, layers))}
 
 
-def _tensors_of_newest(parts: Parts, run: Place, index: Index) -> tuple[tuple[str, str], ...]:
+def _tensors_of_newest(parts: Parts, run: Storage, index: Index) -> tuple[tuple[str, str], ...]:
     """The tensors of the newest part whose names can be read."""
     for part in index.newest_first:
         if layout := _layout(parts, run, part):
@@ -64,21 +64,21 @@ def _tensors_of_newest(parts: Parts, run: Place, index: Index) -> tuple[tuple[st
     return ()
 
 
-def _layout(parts: Parts, run: Place, part: Part) -> Layout | None:
+def _layout(parts: Parts, run: Storage, part: Part) -> Layout | None:
     return parts.unless_damaged(run, part, "layout", lambda: parts.layout(run, part))
 
 
-def _figure(parts: Parts, run: Place, part: Part, layout: Layout, name: str) -> Array:
+def _metric(parts: Parts, run: Storage, part: Part, layout: Layout, name: str) -> Array:
     """float64 [S, T]; NaN where the column is damaged."""
-    found = parts.unless_damaged(run, part, name, lambda: parts.figure(run, part, name))
+    found = parts.unless_damaged(run, part, name, lambda: parts.metric(run, part, name))
     return np.full((len(layout.steps), len(layout.tensors)), np.nan) if found is None else found
 
 
-def _texts(parts: Parts, run: Place, part: Part, name: str) -> Texts | None:
+def _texts(parts: Parts, run: Storage, part: Part, name: str) -> Texts | None:
     return parts.unless_damaged(run, part, name, lambda: parts.texts(run, part, name))
 
 
-def notes(parts: Parts, run: Place, index: Index) -> list[str]:
+def notes(parts: Parts, run: Storage, index: Index) -> list[str]:
     """What is wrong with a record or out of the ordinary, in sentences."""
     with hearing() as heard:
         read_fingerprint(run)
@@ -86,17 +86,17 @@ def notes(parts: Parts, run: Place, index: Index) -> list[str]:
     if damaged := parts.harmed(run) | index.damaged:
         (name, why), *others = damaged.items()
         more = f" So are {len(others)} other parts." if others else ""
-        told.append(f"The figures of {name} are left out: {why}{more}")
+        told.append(f"The metrics of {name} are left out: {why}{more}")
     if not len(index.steps) and not index.damaged:
-        told.append("Nothing was sampled yet: the record has no figures.")
+        told.append("Nothing was sampled yet: the record has no metrics.")
     attempts = {part.attempt for part in index.owner.values()}
     if len(attempts) > 1:
         told.append(f"The run was started {len(attempts)} times; of steps that were trained twice the latest are shown.")
     return told
 
 
-def frames(parts: Parts, run: Place, figure: str, first: int, last: int) -> bytes:
-    """A figure of all tensors at the sampled steps in [first, last]: a header (steps, layer, role, kind, depth), and float32
+def frames(parts: Parts, run: Storage, metric: str, first: int, last: int) -> bytes:
+    """A metric of all tensors at the sampled steps in [first, last]: a header (steps, layer, role, kind, depth), and float32
     [steps, tensors].
 
     Raises:
@@ -117,9 +117,9 @@ def frames(parts: Parts, run: Place, figure: str, first: int, last: int) -> byte
         for part, layout in layouts.items():
             mine = [i for i, step in enumerate(steps) if index.owner[step] == part]
             at = np.searchsorted(layout.steps, [steps[i] for i in mine])
-            figures = _figure(parts, run, part, layout, figure)
+            metrics = _metric(parts, run, part, layout, metric)
             with np.errstate(over="ignore"):
-                found = figures[at].astype("<f4")
+                found = metrics[at].astype("<f4")
             if len(layout.tensors) == len(tensors) and list(layout.tensors) == tensors:
                 values[mine] = found
             else:
@@ -135,14 +135,14 @@ def _packed(header: dict[str, Any], values: Any) -> bytes:
     return len(text).to_bytes(4, "little") + text + bytes(values.tobytes())
 
 
-def extent(parts: Parts, run: Place, figure: str) -> dict[str, float | None]:
-    """Of a figure the least and the largest finite value, and the least above 0, over all sampled steps that can be read."""
+def extent(parts: Parts, run: Storage, metric: str) -> dict[str, float | None]:
+    """Of a metric the least and the largest finite value, and the least above 0, over all sampled steps that can be read."""
 
     def read(index: Index) -> dict[str, float | None]:
         found = [
             ends
             for part, steps in index.held.items()
-            if (ends := parts.unless_damaged(run, part, figure, partial(parts.extent, run, part, figure, steps)))
+            if (ends := parts.unless_damaged(run, part, metric, partial(parts.extent, run, part, metric, steps)))
         ]
         low, high, positive = zip(*found, strict=True) if found else ((np.inf,), (-np.inf,), (np.inf,))
         return plain({"low": min(low), "high": max(high), "positive": min(positive)})  # type: ignore[no-any-return]
@@ -150,8 +150,8 @@ def extent(parts: Parts, run: Place, figure: str) -> dict[str, float | None]:
     return parts.settled(run, read)
 
 
-def timeline(parts: Parts, run: Place, layer: str, role: str, figures: list[str]) -> dict[str, Any]:
-    """Figures of one tensor at all steps that have it.
+def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[str]) -> dict[str, Any]:
+    """Metrics of one tensor at all steps that have it.
 
     Raises:
         NotThere: the record has no such tensor.
@@ -159,7 +159,7 @@ def timeline(parts: Parts, run: Place, layer: str, role: str, figures: list[str]
 
     def read(index: Index) -> dict[str, Any]:
         step: list[int] = []
-        columns: dict[str, list[Any]] = {name: [] for name in (*figures, *TEXTS)}
+        columns: dict[str, list[Any]] = {name: [] for name in (*metrics, *TEXTS)}
         for part, steps in index.held.items():
             if (layout := _layout(parts, run, part)) is None:
                 continue
@@ -173,8 +173,8 @@ def timeline(parts: Parts, run: Place, layer: str, role: str, figures: list[str]
                 continue
             tensor, at = layout.places[layer, role], [row for row, _ in rows]
             step += [s for _, s in rows]
-            for name in figures:
-                columns[name] += numbers(_figure(parts, run, part, layout, name)[at, tensor])
+            for name in metrics:
+                columns[name] += numbers(_metric(parts, run, part, layout, name)[at, tensor])
             for name in TEXTS:
                 held = _texts(parts, run, part, name)
                 columns[name] += [held.known[code] for code in held.codes[at, tensor]] if held else [None] * len(at)
@@ -184,18 +184,18 @@ def timeline(parts: Parts, run: Place, layer: str, role: str, figures: list[str]
         ordered = {name: [values[i] for i in order] for name, values in columns.items()}
         return {
             "step": [step[i] for i in order],
-            "figures": {name: ordered[name] for name in figures},
+            "metrics": {name: ordered[name] for name in metrics},
             **{name: ordered[name] for name in TEXTS},
         }
 
     return parts.settled(run, read)
 
 
-def _no_such_tensor(run: Place, layer: str, role: str) -> NotThere:
-    return NotThere(f"The record at {run} has no figures of {role} of {shortened(layer)}; choose a tensor of its map.")
+def _no_such_tensor(run: Storage, layer: str, role: str) -> NotThere:
+    return NotThere(f"The record at {run} has no metrics of {role} of {shortened(layer)}; choose a tensor of its map.")
 
 
-def nearest(run: Place, index: Index, step: int) -> int:
+def nearest(run: Storage, index: Index, step: int) -> int:
     """The sampled step next to one.
 
     Raises:
@@ -206,11 +206,11 @@ def nearest(run: Place, index: Index, step: int) -> int:
     return index.nearest(step)
 
 
-def sketch(parts: Parts, run: Place, layer: str, role: str, step: int) -> dict[str, Any]:
-    """The sketches of a tensor at the sampled step next to one, a row a scale, and all that was recorded of it there.
+def histogram_of(parts: Parts, run: Storage, layer: str, role: str, step: int) -> dict[str, Any]:
+    """The histograms of a tensor at the sampled step next to one, a row a scale, and all that was recorded of it there.
 
     Raises:
-        NotThere: the record has no such tensor there, or no sketch of it.
+        NotThere: the record has no such tensor there, or no histogram of it.
     """
 
     def read(index: Index) -> dict[str, Any]:
@@ -219,44 +219,45 @@ def sketch(parts: Parts, run: Place, layer: str, role: str, step: int) -> dict[s
         row = parts.layout(run, part).row(at, (layer, role))
         if row is None:
             raise _no_such_tensor(run, layer, f"step {at} of {role}")
-        recorded = _picked(run, "figures", part, [row], _FIGURES_AT_ONCE)[0]
-        rows = _sketches(run, index, part.attempt, at, layer, role)
+        recorded = _picked(run, "metrics", part, [row], _METRICS_AT_ONCE)[0]
+        rows = _histograms(run, index, part.attempt, at, layer, role)
         if not rows:
-            raise NotThere(_why_no_sketch(run, layer, role, at, index))
+            raise NotThere(_why_no_histogram(run, layer, role, at, index))
         return {"step": at, "rows": [_as_told(row) for row in rows], "recorded": plain(recorded)}
 
     return parts.settled(run, read)
 
 
-def _sketches(run: Place, index: Index, attempt: int, step: int, layer: str, role: str) -> list[dict[str, Any]]:
-    for part in index.listed["sketches"]:
+def _histograms(run: Storage, index: Index, attempt: int, step: int, layer: str, role: str) -> list[dict[str, Any]]:
+    for part in index.listed["histograms"]:
         if part.attempt != attempt or not part.first <= step <= part.last:
             continue
-        keys = _opened(run, "sketches", part, lambda file, p=part: parquet.read(file, p.checksum, ["step", "layer", "role"]))
+        keys = _opened(run, part, lambda file, p=part: parquet.read(file, p.checksum, ["step", "layer", "role"]))
         mine = pl.DataFrame(pl.from_arrow(keys)).with_row_index("row")
         wanted = (
             (pl.col("step") == step) & (pl.col("layer").cast(pl.String) == layer) & (pl.col("role").cast(pl.String) == role)
         )
         if rows := mine.filter(wanted)["row"].to_list():
-            return _picked(run, "sketches", part, rows, _SKETCHES_AT_ONCE)
+            return _picked(run, "histograms", part, rows, _HISTOGRAMS_AT_ONCE)
     return []
 
 
-def _picked(run: Place, table: str, part: Part, rows: list[int], at_once: int) -> list[dict[str, Any]]:
+def _picked(run: Storage, table: str, part: Part, rows: list[int], at_once: int) -> list[dict[str, Any]]:
     names = list(SCHEMAS[table])
-    found = _opened(run, table, part, lambda file: parquet.pick(file, part.checksum, names, rows, at_once))
-    return [{name: row.get(name) for name in names} for row in found.to_pylist()]
+    earlier = migration.with_earlier_names(names)
+    found = _opened(run, part, lambda file: parquet.pick(file, part.checksum, earlier, rows, at_once))
+    return [{name: row.get(name) for name in names} for row in migration.renamed(found).to_pylist()]
 
 
-def _opened(run: Place, table: str, part: Part, read: Any) -> pa.Table:
+def _opened(run: Storage, part: Part, read: Any) -> pa.Table:
     try:
-        run.check(f"{table}/{part.name}")
-        with run.open(f"{table}/{part.name}") as file:
+        run.check(part.path)
+        with run.open(part.path) as file:
             return read(file)
     except FileNotFoundError:
         raise Gone from None
     except Exception as error:  # of parquet's and of every driver's own
-        raise NotReadable(f"{table}/{part.name} cannot be read: {error}.") from None
+        raise NotReadable(f"{part.path} cannot be read: {error}.") from None
 
 
 def _as_told(row: dict[str, Any]) -> dict[str, Any]:
@@ -264,24 +265,26 @@ def _as_told(row: dict[str, Any]) -> dict[str, Any]:
     return {name: plain(row[name]) for name in names}
 
 
-def _why_no_sketch(run: Place, layer: str, role: str, step: int, index: Index) -> str:
-    if not index.listed["sketches"]:
-        return f"The record at {run} has no sketches; record the run with sketches to see distributions."
+def _why_no_histogram(run: Storage, layer: str, role: str, step: int, index: Index) -> str:
+    if not index.listed["histograms"]:
+        return f"The record at {run} has no histograms; record the run with histograms to see distributions."
     if "*" in layer.split("."):
-        return f"{shortened(layer)} stands for all experts of a layer, which have no sketch of their own; choose an expert."
-    return f"The record has no sketch of {role} of {shortened(layer)} at step {step}; choose another step or tensor."
+        return (
+            f"{shortened(layer)} stands for all experts of a layer, which have no histogram of their own; choose an expert."
+        )
+    return f"The record has no histogram of {role} of {shortened(layer)} at step {step}; choose another step or tensor."
 
 
-def others(parts: Parts, run: Place, step: int) -> dict[str, Any]:
-    """Figures of all tensors under recipes, in use and not, at the sampled step next to one."""
+def others(parts: Parts, run: Storage, step: int) -> dict[str, Any]:
+    """Metrics of all tensors under recipes, in use and not, at the sampled step next to one."""
 
     def read(index: Index) -> dict[str, Any]:
         at = nearest(run, index, step)
         names = ["layer", "role", "recipe", *WEIGHED]
         where = {"step": at, "attempt": index.owner[at].attempt}  # of each table, or it would take its own latest
         with hearing():  # what is damaged is told of by `notes`
-            tables = {table: read_table(run, table, names, where) for table in ("figures", "what_if", "replayed")}
-        rows = pl.concat([rows.with_columns(in_use=pl.lit(table == "figures")) for table, rows in tables.items()])
+            tables = {table: read_table(run, table, names, where) for table in ("metrics", "what_if", "replayed")}
+        rows = pl.concat([rows.with_columns(in_use=pl.lit(table == "metrics")) for table, rows in tables.items()])
         rows = rows.unique(["layer", "role", "recipe"], keep="first", maintain_order=True)
         return {"step": at, "rows": in_columns(rows)}
 

@@ -12,8 +12,8 @@ from .errors import BadParameter
 #: characters of a name that are taken, and of it that an error repeats
 _LONGEST, _SHOWN = 2000, 80
 _WHOLE = re.compile(r"[0-9]{1,18}")
-#: figures that are asked for at once
-_MOST_FIGURES = 16
+#: metrics that are asked for at once
+_MOST_METRICS = 16
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def some_of(choices: Iterable[str]) -> Callable[[str, str], list[str]]:
     one = one_of(choices)
 
     def read(name: str, value: str) -> list[str]:
-        words = value.split(",", _MOST_FIGURES)
-        if len(words) > _MOST_FIGURES or len(set(words)) < len(words):
-            raise BadParameter(f"Parameter {name} lists more than {_MOST_FIGURES} names or one twice; leave some out.")
+        words = value.split(",", _MOST_METRICS)
+        if len(words) > _MOST_METRICS or len(set(words)) < len(words):
+            raise BadParameter(f"Parameter {name} lists more than {_MOST_METRICS} names or one twice; leave some out.")
         return [one(name, word) for word in words]
 
     return read

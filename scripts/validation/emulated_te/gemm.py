@@ -1,4 +1,4 @@
-"""GEMMs of dequantised codes in FP32, with cuBLAS's epilogues."""
+"""GEMMs of dequantized codes in FP32, with cuBLAS's epilogues."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo  # asks for triton, and must not find the stand-in
+import torch._dynamo  # requests for triton, and must not find the stand-in
 
 CPU = torch.device("cpu")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -115,7 +115,7 @@ class _Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextmanager
 def unused_packages(*names: str) -> Iterator[None]:
-    """Only for the time of the import: whoever asks for triton later is told that there is none."""
+    """Only for the time of the import: whoever requests for triton later is told that there is none."""
     finder = _Unused(names)
     sys.meta_path.insert(0, finder)
     try:
@@ -163,7 +163,7 @@ class Hopper:
 
 
 def pretend_a_gpu() -> None:
-    """What Transformer Engine asks torch about the GPU."""
+    """What Transformer Engine requests torch about the GPU."""
     _tell_te(torch.cuda, "is_available", True)
     _tell_te(torch.cuda, "current_device", 0)
     _tell_te(torch.cuda, "get_device_capability", (Hopper.major, Hopper.minor))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bench_homecoming import VALUES, Launches, asked_of, milliseconds, milliseconds_on_host, same, to_host
+from bench_device_to_host import VALUES, Launches, asked_of, milliseconds, milliseconds_on_host, same, to_host
 
 from nemo_fp8_debug.capture.packed_transfer import brought
-from nemo_fp8_debug.kernels import sketch
-from nemo_fp8_debug.numerics.histogram import Sketch
+from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.numerics.histogram import Histogram
 
 from .measures import all_of
 from .parts import Part
@@ -21,7 +21,9 @@ def run(part: Part, emulate: bool) -> dict[str, Any]:
     """A line for each number of scales that sums are asked under."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    host = [sketch((1 + i) * torch.randn(VALUES).bfloat16()) for i in range(EMULATED_OPERANDS if emulate else OPERANDS)]
+    host = [
+        histogram_of((1 + i) * torch.randn(VALUES).bfloat16()) for i in range(EMULATED_OPERANDS if emulate else OPERANDS)
+    ]
     lines = [_line(host, "cpu" if emulate else "cuda", scales) for scales in (0, 1, 2, 4)]
     equal = sum(line["equal"] for line in lines)
     return {
@@ -30,8 +32,8 @@ def run(part: Part, emulate: bool) -> dict[str, Any]:
     }
 
 
-def _line(host: list[Sketch], device: str, scales: int) -> dict[str, Any]:
-    away = [Sketch(of.dtype, of.counts.to(device)) for of in host]
+def _line(host: list[Histogram], device: str, scales: int) -> dict[str, Any]:
+    away = [Histogram(of.dtype, of.counts.to(device)) for of in host]
     with Launches() as launches:
         brought([of.counts for of in away], to_host, asked_of(away, scales) if scales else ())
     return {

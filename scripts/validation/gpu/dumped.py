@@ -1,4 +1,4 @@
-"""Are the figures of a record those that a CPU finds? Of dumped operands they are computed once more and compared."""
+"""Are the metrics of a record those that a CPU finds? Of dumped operands they are computed once more and compared."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import numpy as np
 import polars as pl
 import torch
 
-from nemo_fp8_debug.kernels import quantization_sums, sketch
+from nemo_fp8_debug.kernels import histogram_of, quantization_sums
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.block_scaling import BlockRule
 from nemo_fp8_debug.numerics.formats import FORMATS, FloatFormat
-from nemo_fp8_debug.numerics.histogram import Sketch, SketchBatch
+from nemo_fp8_debug.numerics.histogram import Histogram, HistogramBatch
 from nemo_fp8_debug.numerics.metric_columns import rows
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.record.dump import Dumped, dumped_files, read_dump
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Place
+from nemo_fp8_debug.record.storage import Storage
 
 
 @dataclass
 class Compared:
-    """Figures of a record, and how many of them a CPU finds bit by bit as well."""
+    """Metrics of a record, and how many of them a CPU finds bit by bit as well."""
 
-    figures: int = 0
+    metrics: int = 0
     equal: int = 0
     #: the largest relative difference of the others
     apart: float = 0.0
 
     def add(self, recorded: float | None, found: float | None) -> None:
-        self.figures += 1
+        self.metrics += 1
         self.equal += recorded == found
         if recorded != found:
             known = recorded is not None and found is not None
@@ -45,9 +45,9 @@ class Operands:
     """Dumped operands, held against what a CPU finds in them."""
 
     all: int = 0
-    #: whose sketch is the same, count by count
-    sketches: int = 0
-    #: from sketches: integers, added up on the host
+    #: whose histogram is the same, count by count
+    histograms: int = 0
+    #: from histograms: integers, added up on the host
     counted: Compared = field(default_factory=Compared)
     #: from sums over float32 values or blocks, taken on the device in an order of its own
     summed: Compared = field(default_factory=Compared)
@@ -55,21 +55,21 @@ class Operands:
 
 def compare_with_cpu(run: Path) -> Operands:
     """Every operand that a run of one call a step and one rank has dumped, against its rows in the record."""
-    operands, place = Operands(), Place(run)
-    tables = [read_table(run, name) for name in ("figures", "sketches")]
+    operands, place = Operands(), Storage(run)
+    tables = [read_table(run, name) for name in ("metrics", "histograms")]
     for _, _, _, name in dumped_files(place):
         about, tensors = read_dump(place, name)
         row, recorded = (_row_of(about, table) for table in tables)
-        found = sketch(tensors["value"])
+        found = histogram_of(tensors["value"])
         bins, counts = found.occupied
         operands.all += 1
-        operands.sketches += np.array_equal(bins, recorded["bins"]) and np.array_equal(counts, recorded["counts"])
+        operands.histograms += np.array_equal(bins, recorded["bins"]) and np.array_equal(counts, recorded["counts"])
         rule = parse_recipe(row["recipe"]).scaling
         scaling = rule if isinstance(rule, BlockRule) else tensors["scale"]
         kind = operands.summed if found.rounded or scaling is rule else operands.counted
         fmt = FORMATS[row["format"]]  # a dump under a block recipe has that of current scaling
-        for figure, value in _found_by_cpu(about.role, fmt, tensors["value"], found, scaling).items():
-            kind.add(row[figure], value)
+        for metric, value in _found_by_cpu(about.role, fmt, tensors["value"], found, scaling).items():
+            kind.add(row[metric], value)
     return operands
 
 
@@ -79,9 +79,9 @@ def _row_of(about: Dumped, table: pl.DataFrame) -> dict[str, Any]:
 
 
 def _found_by_cpu(
-    role: str, fmt: FloatFormat, x: torch.Tensor, counted: Sketch, scaling: torch.Tensor | BlockRule
+    role: str, fmt: FloatFormat, x: torch.Tensor, counted: Histogram, scaling: torch.Tensor | BlockRule
 ) -> dict[str, float | None]:
-    batch = SketchBatch.of([counted])
+    batch = HistogramBatch.of([counted])
     moments = metrics.moments(batch)
     if counted.rounded:
         moments = metrics.moments_of_float32(x).with_median(moments.median)

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_fp8_debug.kernels import _kernel_on, count_into, moments, quantization_sums, sketch, torch_fallback
+from nemo_fp8_debug.kernels import _kernel_on, count_into, histogram_of, moments, quantization_sums, torch_fallback
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3, FloatFormat
-from nemo_fp8_debug.numerics.histogram import BINS, Sketch, infinity_bin
+from nemo_fp8_debug.numerics.histogram import BINS, Histogram, infinity_bin
 from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 
@@ -47,10 +47,12 @@ class Engine(Protocol):
     def ran(self, kernel: str) -> Measure:
         """What is timed and compared: promised is the kernel, where there is a device for it."""
 
-    def count(self, into: Sketch, x: torch.Tensor) -> None:
+    def count(self, into: Histogram, x: torch.Tensor) -> None:
         """Add the magnitudes of a 16-bit tensor to a histogram."""
 
-    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Sketch) -> QuantizationSums:
+    def block_sums(
+        self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram
+    ) -> QuantizationSums:
         """Sums under the scales of blocks."""
 
     def moments(self, x: torch.Tensor) -> Moments:
@@ -77,10 +79,12 @@ class Device:
         used = _kernel_on(torch.device("cuda", torch.cuda.current_device()), kernel) is not None
         return measure(RAN, "the kernel" if used else "plain torch operations", limit="the kernel", kept=used)
 
-    def count(self, into: Sketch, x: torch.Tensor) -> None:
+    def count(self, into: Histogram, x: torch.Tensor) -> None:
         count_into(into, x)
 
-    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Sketch) -> QuantizationSums:
+    def block_sums(
+        self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram
+    ) -> QuantizationSums:
         return quantization_sums(x, rule, role, fmt, counted)
 
     def moments(self, x: torch.Tensor) -> Moments:
@@ -124,12 +128,14 @@ class Simulator:
     def ran(self, kernel: str) -> Measure:
         return measure(RAN, "the kernel's source in Numba's simulator")
 
-    def count(self, into: Sketch, x: torch.Tensor) -> None:
+    def count(self, into: Histogram, x: torch.Tensor) -> None:
         from cuda_simulator import bits, count
 
         count(bits(x), infinity_bin(into.dtype), into.counts.numpy(), self.grid)
 
-    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Sketch) -> QuantizationSums:
+    def block_sums(
+        self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram
+    ) -> QuantizationSums:
         from cuda_simulator import block_sums
 
         return block_sums(x, rule, role, fmt, self.grid)
@@ -181,13 +187,13 @@ def counts(engine: Engine) -> Iterable[dict[str, Any]]:
 def of_counts(engine: Engine, x: torch.Tensor, name: str) -> dict[str, Any]:
     counted = empty(x)
     engine.count(counted, x)
-    equal = torch.equal(counted.counts.cpu(), sketch(x.cpu()).counts)
+    equal = torch.equal(counted.counts.cpu(), histogram_of(x.cpu()).counts)
     plain = lambda: torch_fallback.count_patterns(x.view(torch.int16), counted.counts)  # noqa: E731
     return {"tensor": name, "values": x.numel(), **rates(engine, x, lambda: engine.count(counted, x), plain), "equal": equal}
 
 
-def empty(x: torch.Tensor) -> Sketch:
-    return Sketch(x.dtype, torch.zeros(BINS, dtype=torch.int64, device=x.device))
+def empty(x: torch.Tensor) -> Histogram:
+    return Histogram(x.dtype, torch.zeros(BINS, dtype=torch.int64, device=x.device))
 
 
 def blocks(engine: Engine) -> Iterable[dict[str, Any]]:
@@ -200,8 +206,8 @@ def blocks(engine: Engine) -> Iterable[dict[str, Any]]:
 def of_blocks(engine: Engine, x: torch.Tensor, recipe: str, role: str) -> dict[str, Any]:
     rule, fmt = parse_recipe(recipe).scaling, parse_recipe(recipe).format_of(role)
     assert isinstance(rule, BlockRule)
-    counted, some = sketch(x), x[:ROWS]
-    ours = engine.block_sums(some, rule, role, fmt, sketch(some)).cpu()
+    counted, some = histogram_of(x), x[:ROWS]
+    ours = engine.block_sums(some, rule, role, fmt, histogram_of(some)).cpu()
     theirs = quantization_sums(some.cpu(), rule, role, fmt)
     timed = rates(
         engine,
@@ -213,7 +219,7 @@ def of_blocks(engine: Engine, x: torch.Tensor, recipe: str, role: str) -> dict[s
 
 
 def float32(engine: Engine) -> Iterable[dict[str, Any]]:
-    """Moments and sums by themselves, as a hook asks for them."""
+    """Moments and sums by themselves, as a hook requests for them."""
     for size in engine.sizes:
         x = normal(size // 4, engine.device).float()
         scale, some = torch.full((), SCALE, device=x.device), x[:VALUES]

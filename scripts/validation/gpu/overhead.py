@@ -19,7 +19,7 @@ from .gpt import GPT, Setup, megatron
 from .measures import Measure, at_most, measure
 from .parts import Part
 
-#: a sampled step, and what samples add to all steps, in per cent
+#: a sampled step, and what samples add to all steps, in percent
 LIMIT, AVERAGE = 1.3, 0.5
 #: triples of steps that are not sampled, and groups of ten steps one of which is
 PAIRS, GROUPS = 200, 10

@@ -23,7 +23,7 @@ from step_costs import WARMUP as FIRST
 from step_costs import sampled, step, unsampled
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.numerics.metric_names import FIGURES
+from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.imports import import_logs
 from nemo_fp8_debug.record.reader import read_table
 
@@ -102,16 +102,16 @@ def of_ours(setup: Setup, pairs: int, groups: int) -> dict[str, Any]:
     for _ in range(FIRST):
         gpt.step()
     off, on = unsampled(gpt, pairs), sampled(gpt, groups)
-    return _line("nemo_fp8_debug", on.whole, off.ratio, on.base, figures_a_step(gpt))
+    return _line("nemo_fp8_debug", on.whole, off.ratio, on.base, metrics_a_step(gpt))
 
 
-def figures_a_step(gpt: GPT) -> float:
+def metrics_a_step(gpt: GPT) -> float:
     """Metrics in the record of one step; NaN and infinities are counts of their own."""
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.closing(Monitor(gpt.model, folder, interval=1, table_rows=0)) as monitor:
             step(gpt, monitor, 0)
-        rows = read_table(folder, "figures")
-        return float(sum(rows[name].count() for name in (*FIGURES, "nan", "inf")))
+        rows = read_table(folder, "metrics")
+        return float(sum(rows[name].count() for name in (*METRICS, "nan", "inf")))
 
 
 def of_theirs(setup: Setup, tool: str, groups: int) -> dict[str, Any]:
@@ -119,20 +119,20 @@ def of_theirs(setup: Setup, tool: str, groups: int) -> dict[str, Any]:
     forget_models()
     found = cost(setup, tool, groups)
     name = f"Transformer Engine {' + '.join(TOOLS[tool])}"
-    return _line(name, found.sampled, found.unsampled, found.base, found.figures)
+    return _line(name, found.sampled, found.unsampled, found.base, found.metrics)
 
 
-def _line(tool: str, sampled: Estimate, unsampled: Estimate, base: float, figures: float) -> dict[str, Any]:
+def _line(tool: str, sampled: Estimate, unsampled: Estimate, base: float, metrics: float) -> dict[str, Any]:
     def estimate(found: Estimate) -> dict[str, float]:
         return {"value": found.median, "low": found.low, "high": found.high}
 
-    each = 1e6 * (sampled.median - 1) * base / figures
+    each = 1e6 * (sampled.median - 1) * base / metrics
     return {
         "tool": tool,
         "sampled": estimate(sampled),
         "unsampled": estimate(unsampled),
-        "figures": figures,
-        "us_a_figure": each,
+        "metrics": metrics,
+        "us_a_metric": each,
     }
 
 
@@ -146,7 +146,7 @@ class Cost:
     unsampled: Estimate
     #: a step without, in seconds
     base: float
-    figures: float
+    metrics: float
 
 
 def cost(setup: Setup, tool: str, groups: int) -> Cost:
@@ -183,7 +183,7 @@ def compared(setup: Setup) -> list[dict[str, Any]]:
                 with monitor.step(number) as report:
                     report(loss=look())
         import_logs(events, theirs)
-        tables = [{_key(row): row for row in read_table(folder, "figures").to_dicts()} for folder in (ours, theirs)]
+        tables = [{_key(row): row for row in read_table(folder, "metrics").to_dicts()} for folder in (ours, theirs)]
     keys = [key for key in sorted(tables[0].keys() & tables[1].keys()) if tables[0][key]["dtype"] != "float32"]
     return [_compare(name, [tuple(table[key].get(name) for table in tables) for key in keys]) for name in SHARED]
 

@@ -44,7 +44,7 @@ RECIPES = {"blockwise": 0.0, "mxfp8": 0.0, "nvfp4": 3.5}
 def passes(x: torch.Tensor) -> float:
     """Passes over the 32 banks that a warp's update needs on average: different counters of one bank take turns."""
     bits = x.view(torch.int16).numpy().view(np.uint16) & 0x7FFF
-    # The lanes of a warp hold neighbouring words and update the values at one place of them at once.
+    # The lanes of a warp hold neighboring words and update the values at one place of them at once.
     warps = bits[: len(bits) // 128 * 128].reshape(-1, WARP, 4).transpose(0, 2, 1).reshape(-1, WARP)
     ordered = np.sort(warps, axis=1)
     first = np.concatenate([np.ones((len(ordered), 1), bool), np.diff(ordered, axis=1) != 0], axis=1)
@@ -92,7 +92,7 @@ def model_of_blocks() -> None:
 
 
 def model_of_float32() -> None:
-    """The same of the figures of float32 tensors, which are read once for their moments and once for their sums."""
+    """The same of the metrics of float32 tensors, which are read once for their moments and once for their sums."""
     print("Expected of float32:")
     for device in DEVICES:
         lanes, memory = device.multiprocessors * device.clock, REACHED * device.bytes_per_second

@@ -110,7 +110,7 @@ def of_scales(setup: Setup, folder: Path) -> list[Measure]:
 
     steps = 4
     train(setup, steps, RATE, watched)
-    table = read_table(folder, "figures", where={"step": steps - 1}).filter(scale_source="engine")
+    table = read_table(folder, "metrics", where={"step": steps - 1}).filter(scale_source="engine")
     rows = table.filter(table["role"] != "grad_output").drop_nulls("scale").to_dicts()
     if setup.recipe == "tensorwise":
         rows = [row for row in rows if (row["layer"].rpartition(".")[2], row["role"]) != SAVED_IN_BF16]
@@ -127,15 +127,15 @@ def of_operands(setup: Setup, folder: Path) -> list[Measure]:
 
 
 def exactness(found: Operands) -> list[Measure]:
-    rows = [all_of("histograms that are the CPU's, count by count", found.sketches, found.all)]
-    if found.counted.figures:
+    rows = [all_of("histograms that are the CPU's, count by count", found.histograms, found.all)]
+    if found.counted.metrics:
         rows.append(
-            all_of("metrics from histograms that are the CPU's, bit by bit", found.counted.equal, found.counted.figures)
+            all_of("metrics from histograms that are the CPU's, bit by bit", found.counted.equal, found.counted.metrics)
         )
-    if found.summed.figures:
+    if found.summed.metrics:
         what = "metrics from sums over float32 or blocks that are the CPU's, bit by bit"
         rows += [
-            measure(what, found.summed.equal, of=found.summed.figures),
+            measure(what, found.summed.equal, of=found.summed.metrics),
             measure("the others, relative", found.summed.apart, limit=f"at most {CLOSE}", kept=found.summed.apart <= CLOSE),
         ]
     return rows

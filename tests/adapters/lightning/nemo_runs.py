@@ -109,7 +109,7 @@ EVERYTHING = {
     "interval": 3,
     "dump": ["layers.1.*", "output_layer"],
     "dump_min_free_bytes": 0,
-    "weigh": ["current-e5m2", "delayed(margin=1)"],
+    "what_if": ["current-e5m2", "delayed(margin=1)"],
     "triggers": ["loss_spike", "nonfinite", "amax/input > 0"],
     "trigger_steps": 1,
     "trigger_dump": ["layers.2.mlp.*"],

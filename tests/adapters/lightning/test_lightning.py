@@ -72,22 +72,22 @@ def events(folder: Path) -> EventAccumulator:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_figures_carry_the_step_of_the_loss_of_their_batch(tmp_path: Path, accumulate: int) -> None:
+def test_metrics_carry_the_step_of_the_loss_of_their_batch(tmp_path: Path, accumulate: int) -> None:
     fit(tmp_path, [FP8DebugCallback(interval=1)], accumulate_grad_batches=accumulate)
     found = events(tmp_path / "run")
     loss = {e.step: e.value for e in found.Scalars("train_loss")}
     amax = {e.step: e.value for e in found.Scalars("fp8_amax/input/layers.0")}
     assert amax == loss  # X of the first layer is the batch; with accumulation both have that of the last batch
     assert list(amax) == list(range(6 // accumulate))
-    figures = read_table(find_run(tmp_path), "figures").filter(layer="layers.0", role="input")
-    assert figures["calls"].to_list() == [accumulate] * (6 // accumulate)
+    metrics = read_table(find_run(tmp_path), "metrics").filter(layer="layers.0", role="input")
+    assert metrics["calls"].to_list() == [accumulate] * (6 // accumulate)
 
 
 def test_the_record_lies_beside_the_events_and_has_every_loss(tmp_path: Path) -> None:
     fit(tmp_path, [FP8DebugCallback(interval=4)])
     run = find_run(tmp_path)
     assert str(run) == str(tmp_path / "run" / "fp8_debug")
-    assert read_table(run, "figures")["step"].unique().to_list() == [0, 4]
+    assert read_table(run, "metrics")["step"].unique().to_list() == [0, 4]
     assert read_table(run, "steps")["step"].to_list() == list(range(6))
 
 
@@ -197,7 +197,7 @@ def test_a_disk_that_is_full_for_a_while_costs_neither_the_run_nor_a_sample(
         trainer = fit(tmp_path, [FP8DebugCallback(interval=1)])
     assert (trainer.global_step, len(refused)) == (6, 3)
     assert sum("No space left" in str(w.message) for w in caught) == 1
-    assert read_table(find_run(tmp_path), "figures")["step"].unique().to_list() == list(range(6))
+    assert read_table(find_run(tmp_path), "metrics")["step"].unique().to_list() == list(range(6))
 
 
 def test_callbacks_can_be_copied_and_pickled_before_the_run() -> None:
@@ -254,12 +254,12 @@ def test_the_recorded_loss_is_the_models_own(tmp_path: Path, module: type[Module
     run = find_run(tmp_path)
     steps = read_table(run, "steps")
     assert dict(zip(steps["step"], steps["loss"], strict=True)) == pytest.approx(seen.losses)
-    assert (read_table(run, "figures")["calls"] <= accumulate).all()
+    assert (read_table(run, "metrics")["calls"] <= accumulate).all()
 
 
 def test_emulated_scales_hold_through_accumulated_batches(tmp_path: Path) -> None:
     fit(tmp_path, [FP8EmulationCallback("delayed"), FP8DebugCallback(interval=1)], accumulate_grad_batches=3)
-    rows = read_table(find_run(tmp_path), "figures").filter(layer="layers.0", role="input")
+    rows = read_table(find_run(tmp_path), "metrics").filter(layer="layers.0", role="input")
     # Batch i is all i + 1: the second step casts with the scale of the largest of the first three.
     assert rows["scale"].to_list() == [1.0, pytest.approx(448 / 3)]
     assert rows["calls"].to_list() == [3, 3]
@@ -276,7 +276,7 @@ def test_a_failed_run_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the user's own"):
         fit(tmp_path, [FP8EmulationCallback("current"), FP8DebugCallback(interval=1)], module=module)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-    assert read_table(find_run(tmp_path), "figures")["step"].unique().to_list() == [0, 1, 2]
+    assert read_table(find_run(tmp_path), "metrics")["step"].unique().to_list() == [0, 1, 2]
 
 
 def test_a_second_fit_goes_on_with_the_scales_of_the_first(tmp_path: Path) -> None:
@@ -284,14 +284,14 @@ def test_a_second_fit_goes_on_with_the_scales_of_the_first(tmp_path: Path) -> No
     fit(tmp_path / "a", [emulation])
     scales = emulation.state_dict()["states"][0]["scale"]
     fit(tmp_path / "b", [emulation, FP8DebugCallback(interval=1)])
-    rows = read_table(find_run(tmp_path / "b"), "figures").filter(step=0, layer="layers.0", role="input")
+    rows = read_table(find_run(tmp_path / "b"), "metrics").filter(step=0, layer="layers.0", role="input")
     assert rows["scale"].to_list() == [pytest.approx(scales[0].item())]
 
 
 def test_two_callbacks_get_a_folder_each(tmp_path: Path) -> None:
     fit(tmp_path, [FP8DebugCallback(interval=2, layers=["layers.0"]), FP8DebugCallback(interval=3, layers=["layers.2"])])
     for name, layer in (("fp8_debug", "layers.0"), ("fp8_debug_2", "layers.2")):
-        assert set(read_table(tmp_path / "run" / name, "figures")["layer"]) == {layer}
+        assert set(read_table(tmp_path / "run" / name, "metrics")["layer"]) == {layer}
 
 
 def test_a_fault_at_the_start_costs_the_monitor_and_not_the_run(tmp_path: Path) -> None:
@@ -330,15 +330,15 @@ def test_gradients_are_recorded_in_units_of_the_loss_too(tmp_path: Path, precisi
     for accumulate in (1, 2, 4):
         run = repeated(tmp_path / str(accumulate), accumulate_grad_batches=accumulate, precision=precision)
         steps = read_table(run, "steps")
-        assert [m for m in steps["grad_multiplier"] if m is not None] == [1 / accumulate] * len(steps[::2])
-        amax[accumulate] = read_table(run, "figures").filter(role="grad_output", step=0)["true_amax"].to_list()
+        assert [m for m in steps["grad_scale"] if m is not None] == [1 / accumulate] * len(steps[::2])
+        amax[accumulate] = read_table(run, "metrics").filter(role="grad_output", step=0)["unscaled_amax"].to_list()
     assert amax[1] == amax[2] == amax[4] and len(amax[1]) == 2 and all(amax[1])
 
 
 def test_two_callbacks_both_measure(tmp_path: Path) -> None:
     repeated(tmp_path, callbacks=2, accumulate_grad_batches=2)
     for name in ("fp8_debug", "fp8_debug_2"):
-        assert read_table(find_run(tmp_path / "run" / name), "steps")["grad_multiplier"].drop_nulls().to_list() == [0.5] * 3
+        assert read_table(find_run(tmp_path / "run" / name), "steps")["grad_scale"].drop_nulls().to_list() == [0.5] * 3
 
 
 def test_mixed_precision_in_fp16_skips_steps_and_says_so(tmp_path: Path) -> None:
@@ -350,11 +350,11 @@ def test_mixed_precision_in_fp16_skips_steps_and_says_so(tmp_path: Path) -> None
     assert skipped[0] and not skipped[-1]
     scales = [2.0 ** (20 - sum(skipped[:step])) for step in range(6)]
     assert steps["loss_scale"].to_list() == scales and scaler.get_scale() == scales[-1]
-    assert steps["grad_multiplier"].to_list()[::2] == [scale / 2 for scale in scales[::2]]
+    assert steps["grad_scale"].to_list()[::2] == [scale / 2 for scale in scales[::2]]
     remarks = {e.step for e in events(tmp_path / "run").Tensors("fp8_debug/remarks/text_summary")}
     assert {step for step in range(0, 6, 2) if skipped[step]} <= remarks
-    plain = read_table(repeated(tmp_path / "plain"), "figures").filter(role="grad_output", step=4)
-    scaled = read_table(run, "figures").filter(role="grad_output", step=4)
-    assert scaled["true_amax"].to_list() == pytest.approx(plain["amax"].to_list(), rel=2e-3)
+    plain = read_table(repeated(tmp_path / "plain"), "metrics").filter(role="grad_output", step=4)
+    scaled = read_table(run, "metrics").filter(role="grad_output", step=4)
+    assert scaled["unscaled_amax"].to_list() == pytest.approx(plain["amax"].to_list(), rel=2e-3)
     tags = events(tmp_path / "run").Tags()["scalars"]
-    assert {"fp8/true_amax/grad_output/worst", "fp8/true_mse/grad_output/median", "fp8/grad_multiplier"} <= set(tags)
+    assert {"fp8/unscaled_amax/grad_output/worst", "fp8/unscaled_mse/grad_output/median", "fp8/grad_scale"} <= set(tags)

@@ -47,7 +47,7 @@ def test_losses_and_weights_are_bit_identical(results: dict[str, Any], case: str
 @pytest.mark.parametrize("case", ["plain", "recompute"])
 def test_dumped_tensors_give_what_was_recorded(output: Path, case: str) -> None:
     run = find_run(output / f"{case}-everything")
-    replayed, recorded = replay(run, None, "dumps"), read_table(run, "figures")
+    replayed, recorded = replay(run, None, "dumps"), read_table(run, "metrics")
     triggered = read_table(run, "steps", ["step", "trigger"]).drop_nulls()["step"].to_list()
     assert len(triggered) == 1 and "amax of X of" in read_table(run, "steps", ["trigger"])["trigger"].drop_nulls()[0]
     dumped = {step: set(replayed.filter(step=step)["layer"]) for step in replayed["step"].unique()}
@@ -66,13 +66,13 @@ def test_recompute_trains_the_same(results: dict[str, Any]) -> None:
     assert results["recompute"]["1"] == results["plain"]["1"]
 
 
-def test_figures_and_loss_share_their_steps(output: Path, results: dict[str, Any]) -> None:
+def test_metrics_and_loss_share_their_steps(output: Path, results: dict[str, Any]) -> None:
     events = EventAccumulator(str(output / "plain-1" / "run"), size_guidance={"scalars": 0})
     events.Reload()
     losses = events.Scalars("reduced_train_loss")
     assert [e.value for e in losses] == pytest.approx(results["plain"]["1"]["losses"])
-    figures = events.Scalars("fp8_underflow_pct/input/decoder.layers.3.mlp.linear_fc2")
-    assert [e.step for e in figures] == [e.step for e in losses] == list(range(5))
+    metrics = events.Scalars("fp8_underflow_pct/input/decoder.layers.3.mlp.linear_fc2")
+    assert [e.step for e in metrics] == [e.step for e in losses] == list(range(5))
     record = read_table(find_run(output / "plain-1"), "steps")
     assert record["loss"].to_list() == pytest.approx(results["plain"]["1"]["losses"])
 
@@ -80,25 +80,23 @@ def test_figures_and_loss_share_their_steps(output: Path, results: dict[str, Any
 def test_gradients_are_recorded_in_units_of_the_loss_too(output: Path) -> None:
     for case in ("plain", "recompute"):
         run = find_run(output / f"{case}-1")
-        assert read_table(run, "steps")["grad_multiplier"].to_list() == pytest.approx(
-            [0.5] * 5, rel=1e-6
-        )  # two micro-batches
-        figures = read_table(run, "figures").filter(role="grad_output")
-        assert figures["true_amax"].to_list() == pytest.approx([2 * amax for amax in figures["amax"]], rel=1e-6)
+        assert read_table(run, "steps")["grad_scale"].to_list() == pytest.approx([0.5] * 5, rel=1e-6)  # two micro-batches
+        metrics = read_table(run, "metrics").filter(role="grad_output")
+        assert metrics["unscaled_amax"].to_list() == pytest.approx([2 * amax for amax in metrics["amax"]], rel=1e-6)
 
 
-def test_every_gemm_is_recorded_under_the_engine_that_quantised_it(output: Path) -> None:
-    figures = read_table(find_run(output / "plain-1"), "figures").filter(step=4)
-    assert len(figures) == 3 * (4 * 4 + 1)
-    engine = figures.filter(scale_source="engine")
+def test_every_gemm_is_recorded_under_the_engine_that_quantized_it(output: Path) -> None:
+    metrics = read_table(find_run(output / "plain-1"), "metrics").filter(step=4)
+    assert len(metrics) == 3 * (4 * 4 + 1)
+    engine = metrics.filter(scale_source="engine")
     assert set(engine["gemm"]) == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
-    assert set(figures["dtype"]) == {"bfloat16"}
+    assert set(metrics["dtype"]) == {"bfloat16"}
     assert set(engine.filter(role="grad_output")["format"]) == {"e5m2"}
     assert (engine.filter(role="input")["calls"] == 2).all()
 
 
-def test_recompute_records_the_same_figures(output: Path) -> None:
-    plain, recomputed = (read_table(find_run(output / f"{case}-1"), "figures") for case in ("plain", "recompute"))
+def test_recompute_records_the_same_metrics(output: Path) -> None:
+    plain, recomputed = (read_table(find_run(output / f"{case}-1"), "metrics") for case in ("plain", "recompute"))
     assert plain.equals(recomputed)
 
 
@@ -106,11 +104,11 @@ def test_fingerprint(output: Path) -> None:
     found = read_fingerprint(find_run(output / "plain-1"))
     assert {"torch", "lightning", "nemo-toolkit", "megatron-core", "nemo-fp8-debug"} <= set(found["versions"])
     assert found["recipe"]["fp8_engine"] == "emulation"
-    assert found["host_options"]["num_layers"] == 4
+    assert found["backend_options"]["num_layers"] == 4
     assert found["sampled"]["gemm_kinds"]["linear_fc2"] == 4
 
 
-def test_launcher_can_serialise_the_callbacks(results: dict[str, Any]) -> None:
+def test_launcher_can_serialize_the_callbacks(results: dict[str, Any]) -> None:
     classes = ["FP8DebugCallback", "FP8EmulationCallback", "FP8PlanCallback"]
     assert results["round_trip"] == {"classes": classes, "interval": 50}
 

@@ -38,7 +38,7 @@ def saved(folder: Path, plan: Plan, name: str = "plan.json") -> str:
 def casts(folder: Path, *interventions: Any) -> dict[tuple[str, str], str]:
     """What cast each operand in the last step of a short run."""
     fit(folder, [FP8DebugCallback(interval=1, table_rows=0, on_error="raise"), *interventions])
-    rows = read_table(find_run(folder), "figures").filter(step=5)
+    rows = read_table(find_run(folder), "metrics").filter(step=5)
     columns = rows.select("layer", "role", "scale_source", "recipe").rows()
     return {(layer, role): recipe if source == "engine" else source for layer, role, source, recipe in columns}
 
@@ -50,7 +50,7 @@ def expected(**changed: str) -> dict[tuple[str, str], str]:
 
 
 def test_a_plan_reaches_emulation_by_either_callback(tmp_path: Path) -> None:
-    path, in_bf16 = saved(tmp_path, FIRST), expected(_0="not quantised")
+    path, in_bf16 = saved(tmp_path, FIRST), expected(_0="not quantized")
     assert casts(tmp_path / "a", FP8EmulationCallback("delayed", plan=path)) == in_bf16
     assert casts(tmp_path / "b", FP8EmulationCallback("delayed"), FP8PlanCallback(path)) == in_bf16
     assert casts(tmp_path / "c", FP8PlanCallback(), FP8EmulationCallback("delayed")) == expected()
@@ -70,7 +70,7 @@ def test_plans_that_cannot_be_applied_are_refused_before_the_first_step(
     with pytest.raises(ConfigError, match=r"none\.json cannot be read"):
         FP8PlanCallback(tmp_path / "none.json")
     elsewhere = Plan((Change("layers.0", "bf16"), Change("layers.7", "bf16")))
-    with pytest.raises(ConfigError, match=r"'layers\.7', which is no GEMM that this run quantises; those are: layers\.0, l"):
+    with pytest.raises(ConfigError, match=r"'layers\.7', which is no GEMM that this run quantizes; those are: layers\.0, l"):
         fit(tmp_path / "a", [FP8EmulationCallback(plan=elsewhere)])
     with pytest.raises(ConfigError, match=r"'layers\.0', which is no GEMM that Transformer Engine runs; those are: none"):
         fit(tmp_path / "b", [FP8PlanCallback(FIRST)])

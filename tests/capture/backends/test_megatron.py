@@ -71,7 +71,7 @@ class TestMegatron:
         assert {row["dtype"] for row in rows.values()} == {"bfloat16"}
 
     def test_the_weight_gradient_follows_from_what_was_captured(self) -> None:
-        """dW = dY^T X, so X and dY are the operands of this very GEMM and not of a neighbour."""
+        """dW = dY^T X, so X and dY are the operands of this very GEMM and not of a neighbor."""
         from nemo_fp8_debug.capture import operands
 
         model, taken = gpt(), {}

@@ -89,7 +89,7 @@ def test_micro_batches_add_up_and_the_weight_counts_once() -> None:
     assert rows["up", "input"]["mse"] == pytest.approx(error / (7 * 16), rel=1e-12)
 
 
-def test_many_micro_batches_take_no_more_memory_and_give_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_micro_batches_take_no_more_memory_and_give_the_same_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is cast with a scale of its own; beyond a few they are measured as they pass."""
     torch.manual_seed(0)
     model = Block().bfloat16()
@@ -104,8 +104,10 @@ def test_many_micro_batches_take_no_more_memory_and_give_the_same_figures(monkey
         with monitor.step(0):
             train_step(model, batches)
         rows.append(samples.rows(0))
-        sketches = samples.samples[0].sketches
-        of_x = [i for i, key in enumerate(zip(sketches["layer"], sketches["role"], strict=True)) if key == ("up", "input")]
+        histograms = samples.samples[0].histograms
+        of_x = [
+            i for i, key in enumerate(zip(histograms["layer"], histograms["role"], strict=True)) if key == ("up", "input")
+        ]
         assert len(of_x) == (6 if kept == 100 else 1)
     emulation.detach()
     assert rows[0]["up", "input"]["mse"] > 0 and rows[0]["up", "input"]["calls"] == 6

@@ -176,11 +176,11 @@ def test_every_scale_is_that_of_the_slot_that_the_version_gives_it(version: Vers
     assert {key: row["scale"] for key, row in rows.items()} == expected
 
 
-def test_a_state_that_has_changed_costs_one_warning_an_operand_and_no_figure(version: Version) -> None:
+def test_a_state_that_has_changed_costs_one_warning_an_operand_and_no_metric(version: Version) -> None:
     layer = Layer(version)
     del layer.fc2.fp8_meta["scaling_fwd"].scale
     with pytest.warns(
-        UserWarning, match="what casts X of fc2 cannot be read, and its figures are under an emulated scale"
+        UserWarning, match="what casts X of fc2 cannot be read, and its metrics are under an emulated scale"
     ) as caught:
         rows = sampled(layer, on_error="warn")
     assert len([w for w in caught if "fc2" in str(w.message)]) == 2
@@ -190,5 +190,5 @@ def test_a_state_that_has_changed_costs_one_warning_an_operand_and_no_figure(ver
 
 
 def test_emulation_is_refused(version: Version) -> None:
-    with pytest.raises(ConfigError, match=r"fc1 is a module of Transformer Engine.*quantises for itself"):
+    with pytest.raises(ConfigError, match=r"fc1 is a module of Transformer Engine.*quantizes for itself"):
         Emulation(find_gemms([Layer(version)]), parse_recipe("delayed"))

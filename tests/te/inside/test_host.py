@@ -15,7 +15,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.record.storage import Place
+from nemo_fp8_debug.record.storage import Storage
 
 SHOWN = {"input": "X", "weight": "W", "grad_output": "dY"}
 DELAYED = DelayedScaling(amax_history_len=4, margin=1)
@@ -69,7 +69,7 @@ def checked(
         but: (layer, role) to leave out.
     """
     seen = 0
-    place = Place(folder)
+    place = Storage(folder)
     for _, step, _, name in dumped_files(place):
         about, tensors = read_dump(place, name)
         if (about.layer, about.role) in but:
@@ -118,8 +118,8 @@ class TestBlock:
 
         casts = run(tmp_path, model, step)
         assert checked(tmp_path, model, casts, BLOCK) == 3 * (2 + 3 * 4)
-        figures = read_table(tmp_path, "figures").filter(role="input")
-        assert set(figures["calls"]) == {3}
+        metrics = read_table(tmp_path, "metrics").filter(role="input")
+        assert set(metrics["calls"]) == {3}
 
     def test_cached_weights(self, tmp_path: Path, recipe: Any) -> None:
         model = Block()
@@ -150,7 +150,7 @@ class TestBlock:
         assert checked(tmp_path, model, casts, BLOCK) == 4 * 6
 
     def test_layers_that_stay_in_high_precision(self, tmp_path: Path, recipe: Any) -> None:
-        """As first and last layers do: their figures say that nothing was quantised."""
+        """As first and last layers do: their metrics say that nothing was quantized."""
 
         class Two(nn.Module):
             def __init__(self) -> None:
@@ -172,9 +172,9 @@ class TestBlock:
         casts = run(tmp_path, model, step, dump=["second"])
         gemms = {f"second.{name}": (f"second.{name}", 0) for name in BLOCK}
         assert checked(tmp_path, model, casts, gemms) == 3 * 6
-        figures = read_table(tmp_path, "figures")
-        sources = dict(figures.select("layer", "scale_source").unique().rows())
-        assert sources == {"first.qkv": "not quantised", "first.proj": "not quantised"} | dict.fromkeys(gemms, "engine")
+        metrics = read_table(tmp_path, "metrics")
+        sources = dict(metrics.select("layer", "scale_source").unique().rows())
+        assert sources == {"first.qkv": "not quantized", "first.proj": "not quantized"} | dict.fromkeys(gemms, "engine")
 
     @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
     @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ class TestSeveralGemms:
         casts = run(tmp_path, model, step, steps=4)
         gemms = {"mlp.fc1": ("mlp", 0), "mlp.fc2": ("mlp", 1)}
         assert checked(tmp_path, model, casts, gemms) == 4 * 4
-        found = set(read_table(tmp_path, "figures").select("layer", "role").rows())
+        found = set(read_table(tmp_path, "metrics").select("layer", "role").rows())
         fc1, fc2 = ("input", "weight"), ("weight", "grad_output")
         assert found == {("mlp.fc1", role) for role in fc1} | {("mlp.fc2", role) for role in fc2}
 
@@ -268,7 +268,7 @@ class TestSeveralGemms:
         experts = sum(n > 0 for n in splits)
         gemms = {f"fc1.{i}": ("fc1", i) for i in range(3)}
         assert checked(tmp_path, model, casts, gemms) == 3 * (2 * experts + 3)
-        assert set(read_table(tmp_path, "figures")["gemm"]) == {"fc1"}
+        assert set(read_table(tmp_path, "metrics")["gemm"]) == {"fc1"}
 
 
 def test_weights_that_are_stored_in_fp8_are_left_out_and_said(tmp_path: Path) -> None:
@@ -302,10 +302,10 @@ def test_a_recipe_that_is_not_known_costs_a_warning_and_the_true_scale(tmp_path:
     with pytest.warns(FP8DebugWarning, match="what casts dY of proj cannot be read") as caught:
         run(tmp_path, model, step, on_error="warn", dump=[])
     assert "Strange" in str(caught[0].message)
-    figures = read_table(tmp_path, "figures")
-    assert set(figures.filter(role="grad_output")["scale_source"]) == {"current"}
-    assert set(figures.filter(role="input")["scale_source"]) == {"engine"}
-    assert figures["mse"].null_count() == 0
+    metrics = read_table(tmp_path, "metrics")
+    assert set(metrics.filter(role="grad_output")["scale_source"]) == {"current"}
+    assert set(metrics.filter(role="input")["scale_source"]) == {"engine"}
+    assert metrics["mse"].null_count() == 0
 
 
 def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
@@ -316,4 +316,4 @@ def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
 
     with pytest.warns(FP8DebugWarning, match="modules are not known here and left out, first fused, a transformer_engine"):
         run(tmp_path, model, step, dump=[])
-    assert set(read_table(tmp_path, "figures")["layer"]) == {"known"}
+    assert set(read_table(tmp_path, "metrics")["layer"]) == {"known"}

@@ -96,15 +96,15 @@ class TestOperands:
         casts = run(tmp_path, model, step, steps=4)
         assert any(cast.recompute for cast in casts[2])
         assert checked(tmp_path, model, casts, GEMMS) == 4 * 6
-        assert set(read_table(tmp_path, "figures")["calls"]) == {1}
+        assert set(read_table(tmp_path, "metrics")["calls"]) == {1}
 
     def test_the_module_recomputes_for_itself(self, tmp_path: Path, recipe: Any) -> None:
         inspection.enable()
         model = mlp(checkpoint=True)
         run(tmp_path, model, stepping(model, recipe), dump=[])
-        figures = read_table(tmp_path, "figures")
-        assert set(figures["calls"]) == {1}
-        assert set(figures.select("layer", "role").rows()) >= HIDDEN
+        metrics = read_table(tmp_path, "metrics")
+        assert set(metrics["calls"]) == {1}
+        assert set(metrics.select("layer", "role").rows()) >= HIDDEN
 
     def test_the_order_of_execution(self, tmp_path: Path, recipe: Any) -> None:
         """What a weight breaks is found broken after the weight, not with it."""
@@ -113,9 +113,9 @@ class TestOperands:
         with torch.no_grad():
             model["mlp"].fc1_weight[0, 0] = torch.nan
         run(tmp_path, model, stepping(model, recipe), steps=1, dump=[])
-        figures = read_table(tmp_path, "figures").filter(layer="mlp.fc2")
-        order = dict(figures.select("role", "nonfinite_order").rows())
-        broken = read_table(tmp_path, "figures").filter(layer="mlp.fc1", role="weight")["nonfinite_order"].item()
+        metrics = read_table(tmp_path, "metrics").filter(layer="mlp.fc2")
+        order = dict(metrics.select("role", "nonfinite_order").rows())
+        broken = read_table(tmp_path, "metrics").filter(layer="mlp.fc1", role="weight")["nonfinite_order"].item()
         assert broken is not None and order["input"] == broken + 1
 
 
@@ -135,10 +135,10 @@ class TestUnsampledSteps:
             found[number] = len(asked)
         monitor.close()
         assert [number for number, times in found.items() if times] == [3, 6]
-        figures = read_table(tmp_path, "figures")
-        assert set(figures["step"]) == {3, 6}
+        metrics = read_table(tmp_path, "metrics")
+        assert set(metrics["step"]) == {3, 6}
         assert monitor.fingerprint["sampled"]["gemms_inspected"] == 2
-        assert set(figures.select("layer", "role").rows()) >= HIDDEN
+        assert set(metrics.select("layer", "role").rows()) >= HIDDEN
 
     def test_layers_that_are_not_chosen(self, tmp_path: Path, recipe: Any) -> None:
         inspection.enable()
@@ -233,7 +233,7 @@ class TestRefusals:
         model["other"] = mlp(name="same")["mlp"]
         with pytest.warns(FP8DebugWarning, match="share the `name` 'same'"):
             run(tmp_path, model, stepping(model, DELAYED), dump=[], on_error="warn")
-        found = set(read_table(tmp_path, "figures").select("layer", "role").rows())
+        found = set(read_table(tmp_path, "metrics").select("layer", "role").rows())
         assert not HIDDEN & found and ("mlp.fc1", "input") in found
 
     def test_a_delayed_weight_gradient(self, tmp_path: Path) -> None:
@@ -244,10 +244,10 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="proj has delay_wgrad_compute"):
             Monitor(model, str(tmp_path))
 
-    def test_tensor_parallelism(self, tmp_path: Path) -> None:
+    def test_tensor_parallelizm(self, tmp_path: Path) -> None:
         """Its communication differs on the debug path, which other ranks would have to take as well."""
         inspection.enable()
         model = mlp()
         model["mlp"].tp_size = 2
-        with pytest.warns(FP8DebugWarning, match=r"inside of 1 layers.*mlp.fc1.*tensor parallelism"):
+        with pytest.warns(FP8DebugWarning, match=r"inside of 1 layers.*mlp.fc1.*tensor parallelizm"):
             Monitor(model, str(tmp_path), layers=["*fc1"]).close()

@@ -39,7 +39,7 @@ def test_casts_are_bit_equal_to_ml_dtypes(name: str, scale: float, source: torch
     assert np.array_equal(encode(source, torch.tensor([scale]), TE_FP8[name]).numpy(), expected)
 
 
-def dequantised(cast: Cast) -> np.ndarray[Any, Any]:
+def dequantized(cast: Cast) -> np.ndarray[Any, Any]:
     codes = cast.codes.numpy().view(FP8[cast.format]).astype(np.float64)
     return codes * float(np.float32(1) / np.float32(cast.scale.item()))
 
@@ -70,7 +70,7 @@ def test_linear_computes_with_the_codes_of_its_casts(recipe: Any, dtype: torch.d
     assert [cast.format for cast in CASTS] == ["e4m3", "e4m3", "e5m2"]
     assert torch.equal(cast_x.source, x) and torch.equal(cast_w.source, linear.weight)
     assert cast_x.source.dtype == cast_dy.source.dtype == dtype and not cast_x.fused
-    qx, qw, qdy = dequantised(cast_x), dequantised(cast_w), dequantised(cast_dy)
+    qx, qw, qdy = dequantized(cast_x), dequantized(cast_w), dequantized(cast_dy)
     assert close_in_bfloat16(y, qx @ qw.T + linear.bias.detach().double().numpy())
     assert x.grad is not None and close_in_bfloat16(x.grad, qdy @ qw)
     assert close_in_bfloat16(linear.weight.grad, qdy.T @ qx)
@@ -89,7 +89,7 @@ def test_grouped_linear_computes_with_the_codes_of_its_casts() -> None:
     for expert, rows in ((0, slice(0, 24)), (2, slice(24, 64))):
         (cast_x,), (cast_w,), (cast_dy,) = (casts_of(grouped, role, gemm=expert) for role in ("X", "W", "dY"))
         assert torch.equal(cast_x.source, x[rows])
-        qx, qw, qdy = dequantised(cast_x), dequantised(cast_w), dequantised(cast_dy)
+        qx, qw, qdy = dequantized(cast_x), dequantized(cast_w), dequantized(cast_dy)
         assert close_in_bfloat16(y[rows], qx @ qw.T)
         assert x.grad is not None and close_in_bfloat16(x.grad[rows], qdy @ qw)
         assert close_in_bfloat16(getattr(grouped, f"weight{expert}").grad, qdy.T @ qx)
@@ -238,14 +238,14 @@ def test_a_quantizers_usages_are_the_copies_of_its_tensors() -> None:
     x, other = torch.randn(8, 4, 16).bfloat16(), torch.randn(8, 4, 16).bfloat16()
     tensor = quantizer(x)
     assert tensor._transpose is None and tensor.shape == x.shape and tensor.dtype == x.dtype
-    assert close_in_bfloat16(tensor.dequantize(), dequantised(CASTS[-1]))
+    assert close_in_bfloat16(tensor.dequantize(), dequantized(CASTS[-1]))
     quantizer.set_usage(columnwise=True)
     quantizer.update_quantized(other, tensor)
     assert torch.equal(tensor._data, CASTS[-1].codes)
     assert torch.equal(tensor._transpose, CASTS[-1].codes.movedim(-1, 0)) and not tensor._transpose_invalid
-    assert close_in_bfloat16(tensor.dequantize(), dequantised(CASTS[-1]))
+    assert close_in_bfloat16(tensor.dequantize(), dequantized(CASTS[-1]))
     tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
-    assert tensor._data is None and close_in_bfloat16(tensor.dequantize(), dequantised(CASTS[-1]))
+    assert tensor._data is None and close_in_bfloat16(tensor.dequantize(), dequantized(CASTS[-1]))
     quantizer.set_usage(columnwise=False)
     quantizer.update_quantized(x, tensor)
     assert torch.equal(tensor._data, CASTS[-1].codes) and tensor._transpose is None

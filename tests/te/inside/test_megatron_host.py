@@ -32,8 +32,8 @@ def test_every_scale_and_code_of_a_gpt(tmp_path: Path, recipe: str, options: dic
     casts = run(tmp_path, model, lambda step: train(model, steps=1), dump=["layers.*"])
     # Two micro-batches of X and dY, and W, of four GEMMs in each of two layers.
     assert checked(tmp_path, model, casts, gemms_of(model)) == 3 * 2 * 4 * 5
-    figures = read_table(tmp_path, "figures").filter(layer="output_layer")
-    assert set(figures["scale_source"]) <= {"emulated", "current"}  # Megatron leaves the output layer in BF16
+    metrics = read_table(tmp_path, "metrics").filter(layer="output_layer")
+    assert set(metrics["scale_source"]) <= {"emulated", "current"}  # Megatron leaves the output layer in BF16
     assert read_fingerprint(find_run(tmp_path))["recipe"]["fp8_engine"] == "Transformer Engine"
 
 
@@ -43,22 +43,22 @@ def test_first_and_last_layers_in_bf16(tmp_path: Path) -> None:
     )
     casts = run(tmp_path, model, lambda step: train(model, steps=1), dump=["layers.1"])
     assert checked(tmp_path, model, casts, gemms_of(model)) == 3 * 4 * 5
-    sources = read_table(tmp_path, "figures").group_by("layer").agg("scale_source").rows()
-    assert all(set(found) == {"not quantised"} for layer, found in sources if "layers.0" in layer)
+    sources = read_table(tmp_path, "metrics").group_by("layer").agg("scale_source").rows()
+    assert all(set(found) == {"not quantized"} for layer, found in sources if "layers.0" in layer)
 
 
 def test_experts(tmp_path: Path) -> None:
     model = gpt(experts=4)
     casts = run(tmp_path, model, lambda step: train(model, steps=1), dump=["experts"], on_error="warn")
     assert checked(tmp_path, model, casts, gemms_of(model)) > 3 * 2 * 2 * 4
-    figures = read_table(tmp_path, "figures")
-    assert {"linear_fc1", "linear_fc2"} <= set(figures["gemm"])
-    for (step, role, layer), rows in figures.filter(pl.col("experts").is_not_null()).group_by(
+    metrics = read_table(tmp_path, "metrics")
+    assert {"linear_fc1", "linear_fc2"} <= set(metrics["gemm"])
+    for (step, role, layer), rows in metrics.filter(pl.col("experts").is_not_null()).group_by(
         "step", "role", pl.col("layer").str.replace(r"\.\w+$|\.\*$", "")
     ):
-        folded = pl.col("layer") == f"{layer}.*"
-        (whole,) = rows.filter(folded).to_dicts()
-        single = rows.filter(~folded)
+        aggregated = pl.col("layer") == f"{layer}.*"
+        (whole,) = rows.filter(aggregated).to_dicts()
+        single = rows.filter(~aggregated)
         assert (whole["experts"], set(single["experts"])) == (4, {1}), (step, role, layer)
         assert whole["n"] == single["n"].sum()
         assert whole["mse"] * whole["n"] == pytest.approx(float((single["mse"] * single["n"]).sum()), rel=1e-12)

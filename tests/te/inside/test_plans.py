@@ -1,4 +1,4 @@
-"""A plan in a run that Transformer Engine quantises: what its kernels were asked to cast, and what is reported of it."""
+"""A plan in a run that Transformer Engine quantizes: what its kernels were asked to cast, and what is reported of it."""
 
 from __future__ import annotations
 
@@ -145,14 +145,14 @@ def test_the_monitor_reports_what_the_kernels_did(tmp_path: Path, recipe: Any) -
     gemms = {f"{block}.{name}": (f"{block}.{name}", 0) for block in ("first", "second") for name in BLOCK}
     dark = {("first.proj", role) for role in ("input", "weight", "grad_output")}
     assert checked(tmp_path, model, casts, gemms, dark) == 4 * 9
-    rows = read_table(tmp_path, "figures").filter(step=3)
+    rows = read_table(tmp_path, "metrics").filter(step=3)
     found = {layer: (source, name) for layer, source, name in rows.select("layer", "scale_source", "recipe").rows()}
-    assert found["first.proj"] == ("not quantised", "current-hybrid")
+    assert found["first.proj"] == ("not quantized", "current-hybrid")
     assert found["second.qkv"] == ("engine", "delayed-e4m3(amax_history_len=2)")
     assert found["second.proj"] == ("engine", "current-hybrid")
 
 
-def quantised(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def quantized(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     scale = torch.tensor(torch.finfo(dtype).max) / x.detach().abs().max().float()
     return ((x.detach().float() * scale).to(dtype).float() * (1 / scale)).to(x.dtype)
 
@@ -169,11 +169,11 @@ def test_fp8_inputs_with_bf16_multiplication(tmp_path: Path) -> None:
     applied.end_step()
     assert not [cast for cast in casts[0] if cast.module is proj]
     x = seen["x"]
-    assert torch.equal(x, quantised(x, torch.float8_e4m3fn))  # what came in had been replaced
-    expected = x.float() @ quantised(weight, torch.float8_e4m3fn).float().T
+    assert torch.equal(x, quantized(x, torch.float8_e4m3fn))  # what came in had been replaced
+    expected = x.float() @ quantized(weight, torch.float8_e4m3fn).float().T
     assert torch.allclose(seen["y"].float(), expected, rtol=2**-7)
     assert not torch.allclose(seen["y"].float(), x.float() @ weight.float().T, rtol=2**-7)
-    rows = read_table(tmp_path, "figures").filter(layer="second.proj")
+    rows = read_table(tmp_path, "metrics").filter(layer="second.proj")
     assert set(rows["scale_source"]) == {"engine"} and set(rows["recipe"]) == {"current-hybrid"}
 
 

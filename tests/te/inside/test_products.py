@@ -15,7 +15,7 @@ from nemo_fp8_debug.record.reader import read_table
 
 RECIPES = {"delayed": DelayedScaling(amax_history_len=4, margin=1), "current": Float8CurrentScaling()}
 of_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-#: outputs and gradients are rounded to BF16, which the figures know nothing of
+#: outputs and gradients are rounded to BF16, which the metrics know nothing of
 ROUNDED = 0.01
 
 

@@ -1,4 +1,4 @@
-"""When did the loss leave, and does a twin in higher precision leave as well?"""
+"""When did the loss diverge, and does a reference run in higher precision diverge as well?"""
 
 from __future__ import annotations
 
@@ -17,37 +17,41 @@ _LATER_ADVICE = (
 )
 
 
-def left_at_the_start(bad: LossCurve, since: int | None) -> bool:
+def diverged_at_the_start(run: LossCurve, since: int | None) -> bool:
     """Whether the loss was off from the start; running medians tell it only to half their width."""
     if since is None:
         return False
-    reach = max(START * len(bad.steps), bad.half)
-    return bool((bad.steps < since).sum() <= reach)
+    reach = max(START * len(run.steps), run.half)
+    return bool((run.steps < since).sum() <= reach)
 
 
-def told_by(loss: LossCurve) -> bool:
-    """Whether there are losses enough to tell whether they leave."""
+def has_enough_losses(loss: LossCurve) -> bool:
+    """Whether there are enough losses to tell whether they diverge."""
     return len(loss.losses) > 2 * loss.half
 
 
-def departure(bad: LossCurve, since: int | None, twin_since: int | None) -> list[Finding]:
+def divergence(run: LossCurve, since: int | None, reference_since: int | None) -> list[Finding]:
     """What the loss tells of the cause.
 
     Args:
-        since: step from which it stays above the good run's; None: it does not.
-        twin_since: likewise of a twin in higher precision; None: it does not, or there is none.
+        since: step from which it stays above the baseline's; None: it does not.
+        reference_since: likewise of a reference run in higher precision; None: it does not, or there is none.
     """
-    if not told_by(bad):
-        return [Finding("departure", "unknown", "high", f"{len(bad.losses)} losses are too few to tell harm by")]
+    if not has_enough_losses(run):
+        return [
+            Finding(
+                "divergence", "unknown", "high", f"{len(run.losses)} losses are too few to tell whether the run is harmed"
+            )
+        ]
     if since is None:
-        return [Finding("departure", "none", "high", "the loss stays")]
-    if left_at_the_start(bad, since):
+        return [Finding("divergence", "none", "high", "the loss does not diverge")]
+    if diverged_at_the_start(run, since):
         told, advice = f"the loss is off from the start (step {since})", _START_ADVICE
     else:
-        told, advice = f"the loss leaves in mid-run, at step {since}", _LATER_ADVICE
-    found = [Finding("departure", "unknown", "medium", told, advice, since=since)]
-    if twin_since is not None:
-        told = f"the twin's loss leaves too, from step {twin_since}, without what sets it apart from this run"
+        told, advice = f"the loss diverges in mid-run, at step {since}", _LATER_ADVICE
+    found = [Finding("divergence", "unknown", "medium", told, advice, since=since)]
+    if reference_since is not None:
+        told = f"the reference run's loss diverges too, from step {reference_since}, although it does not have what this run has"
         advice = "Look at data, learning rate and software."
-        found.append(Finding("twin", "software", "high", told, advice, since=twin_since))
+        found.append(Finding("reference", "software", "high", told, advice, since=reference_since))
     return found

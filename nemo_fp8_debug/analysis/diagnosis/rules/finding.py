@@ -32,7 +32,7 @@ class Finding:
     cause: str
     #: one of CONFIDENCE
     confidence: str
-    #: figures, in a sentence
+    #: metrics, in a sentence
     evidence: str
     #: what to do, in a sentence; empty where there is nothing to
     advice: str = ""

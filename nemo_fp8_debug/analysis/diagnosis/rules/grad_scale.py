@@ -1,4 +1,4 @@
-"""Is dY multiplied by what it should be? Figures in units of the loss, and FP8's range, both depend on it."""
+"""Is dY multiplied by what it should be? Metrics in units of the loss, and FP8's range, both depend on it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LEAST_SHARE = 2.0**-14
 _UNITS = ("per_scale", "per_micro_batch")
 
 
-def multiplier(bad: Run, good: Run | None = None) -> list[Finding]:
-    """Faults of what gradients are multiplied by; none where that is not known, or loss scale or accumulation tells why."""
-    mine, theirs = _known(bad), None if good is None else _known(good)
+def multiplier(run: Run, baseline: Run | None = None) -> list[Finding]:
+    """ErrorGuard of what gradients are multiplied by; none where that is not known, or loss scale or accumulation tells why."""
+    mine, theirs = _known(run), None if baseline is None else _known(baseline)
     if mine.is_empty():
         return []
     theirs = None if theirs is None or theirs.is_empty() else theirs
@@ -30,18 +30,18 @@ def multiplier(bad: Run, good: Run | None = None) -> list[Finding]:
 
 
 def _known(run: Run) -> pl.DataFrame:
-    """step, grad_multiplier, loss_scale, per_scale and per_micro_batch of the samples that can be judged.
+    """step, grad_scale, loss_scale, per_scale and per_micro_batch of the samples that can be judged.
 
     Hosts report a loss scale from before or after it moved, so steps beside such a move cannot be.
     """
-    rows = run.steps.sort("step").with_columns(pl.col("grad_multiplier", "loss_scale").fill_nan(None))
+    rows = run.steps.sort("step").with_columns(pl.col("grad_scale", "loss_scale").fill_nan(None))
     if rows["loss_scale"].is_not_null().any():
         scale = pl.col("loss_scale")
         steady = (scale == scale.shift(1)).fill_null(True) & (scale == scale.shift(-1)).fill_null(True)
         rows = rows.filter(scale.is_not_null()).filter(steady & scale.is_finite() & (scale > 0))
-    rows = rows.filter(pl.col("grad_multiplier").is_finite())
-    gradients = run.figures.filter(role="grad_output").group_by("step").agg(pl.median("calls"))
-    per_scale = pl.col("grad_multiplier") / pl.col("loss_scale").fill_null(1.0)
+    rows = rows.filter(pl.col("grad_scale").is_finite())
+    gradients = run.metrics.filter(role="grad_output").group_by("step").agg(pl.median("calls"))
+    per_scale = pl.col("grad_scale") / pl.col("loss_scale").fill_null(1.0)
     known = rows.join(gradients, on="step", how="left").with_columns(per_scale=per_scale)
     per_micro_batch = pl.col("per_scale") * pl.col("calls").fill_null(1.0)
     return known.with_columns(per_micro_batch=per_micro_batch).sort("step")
@@ -64,7 +64,7 @@ def _against_the_loss_scale(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> 
 
 
 def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> list[Finding]:
-    """For good, with nothing that tells why."""
+    """For baseline, with nothing that tells why."""
     places = [_leaves(mine[unit].to_numpy()) for unit in _UNITS]
     if None in places or (theirs is not None and None not in [_leaves(theirs[unit].to_numpy()) for unit in _UNITS]):
         return []
@@ -101,7 +101,7 @@ def _against_the_good_run(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> li
     if theirs is None or _alike(mine, theirs):
         return []
     here, there = (_median(rows["per_scale"]) for rows in (mine, theirs))
-    facts = f"gradients are multiplied by {here:.3g} of the loss scale here and by {there:.3g} of it in the good run"
+    facts = f"gradients are multiplied by {here:.3g} of the loss scale here and by {there:.3g} of it in the baseline"
     advice = "Other numbers of ranks or tokens explain that; otherwise the loss is divided twice, or not at all."
     return [_found("low", facts, advice, int(mine["step"][0]))]
 

@@ -36,7 +36,7 @@ def _version(fingerprint: Fingerprint, package: str) -> Version | None:
 
 
 def _option(fingerprint: Fingerprint, name: str) -> Any:
-    return section(fingerprint, "host_options").get(name) or section(fingerprint, "risky_features_on").get(name)
+    return section(fingerprint, "backend_options").get(name) or section(fingerprint, "risky_features_on").get(name)
 
 
 def _te_1_7(fingerprint: Fingerprint) -> bool:
@@ -64,7 +64,7 @@ KNOWN = (
     ),
     Known(
         "MXFP8 parameters without overlapped gradient reduction and parameter gathering give NaN",
-        "Megatron-LM #2272, mended by #4769",
+        "Megatron-LM #2272, fixed by #4769",
         "Switch FP8 parameters off, or both overlaps on, or take a Megatron-LM that has the fix.",
         _mxfp8_parameters_without_overlap,
     ),

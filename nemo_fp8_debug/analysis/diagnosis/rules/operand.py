@@ -18,7 +18,7 @@ OFF = 1.0
 JUMP = 3.0
 #: bits that an outlier stands higher above the median than before, which count
 HIGHER = 2.0
-#: points of a per cent of values that overflow, or underflow, above what is usual, which count; and that underflow at once
+#: points of a percent of values that overflow, or underflow, above what is usual, which count; and that underflow at once
 _OVERFLOW, _UNDERFLOW, MOST = 0.01, 1.0, 10.0
 #: samples behind the onset that tell what happened
 _BEHIND = 4
@@ -37,7 +37,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Course:
-    """What an operand did over the samples of a run, oldest first; NaN where a figure is absent."""
+    """What an operand did over the samples of a run, oldest first; NaN where a metric is absent."""
 
     layer: str
     role: str
@@ -54,9 +54,9 @@ class Course:
     nonfinite: Floats
 
     @classmethod
-    def of(cls, figures: pl.DataFrame, layer: str, role: str) -> Course:
-        """From a `figures` table."""
-        rows = figures.filter(layer=layer, role=role).sort("step")
+    def of(cls, metrics: pl.DataFrame, layer: str, role: str) -> Course:
+        """From a `metrics` table."""
+        rows = metrics.filter(layer=layer, role=role).sort("step")
 
         def column(name: str) -> Floats:
             values: Floats = rows[name].cast(pl.Float64).fill_null(np.nan).to_numpy()
@@ -72,34 +72,34 @@ class Course:
         return cls(layer, role, steps, scale, off, broken, amax, outlier, underflow, overflow, nonfinite)
 
 
-def why(bad: Course, since: int, good: Course | None = None) -> Finding:
+def why(run: Course, since: int, baseline: Course | None = None) -> Finding:
     """The cause, from the samples around the onset.
 
     Args:
         since: step of the onset.
-        good: the same operand of a good run; None: the run's samples before the onset tell what is usual.
+        baseline: the same operand of a baseline; None: the run's samples before the onset tell what is usual.
     """
-    at = int(np.searchsorted(bad.steps, since))
+    at = int(np.searchsorted(run.steps, since))
     behind = slice(at, at + _BEHIND)
-    if not len(bad.steps[behind]):
-        return _found(bad, since, "unknown", "low", f"it has no sample from {since} on")
-    reference, before = (bad, slice(None, at)) if good is None else (good, slice(None))
-    if (bad.nonfinite[behind] > 0).any() and not (reference.nonfinite[before] > 0).any():
-        most = int(np.nanmax(bad.nonfinite[behind]))
-        return _found(bad, since, "nonfinite", "high", f"up to {most} values are NaN or infinite")
-    if bad.broken[behind].any():
-        return _found(bad, since, "corrupted_scale", "high", "the scale in use is zero, negative or infinite")
-    if (bad.amax[behind] == 0).all() and _usual(reference.amax[before], 1.0) > 0:
-        return replace(_found(bad, since, "dead", "high", "all values are zero"), may_follow_the_loss=True)
-    error = _farthest(bad.off[behind] - _usual(reference.off[before]))
+    if not len(run.steps[behind]):
+        return _found(run, since, "unknown", "low", f"it has no sample from {since} on")
+    reference, before = (run, slice(None, at)) if baseline is None else (baseline, slice(None))
+    if (run.nonfinite[behind] > 0).any() and not (reference.nonfinite[before] > 0).any():
+        most = int(np.nanmax(run.nonfinite[behind]))
+        return _found(run, since, "nonfinite", "high", f"up to {most} values are NaN or infinite")
+    if run.broken[behind].any():
+        return _found(run, since, "corrupted_scale", "high", "the scale in use is zero, negative or infinite")
+    if (run.amax[behind] == 0).all() and _usual(reference.amax[before], 1.0) > 0:
+        return replace(_found(run, since, "dead", "high", "all values are zero"), may_follow_the_loss=True)
+    error = _farthest(run.off[behind] - _usual(reference.off[before]))
     if abs(error) > OFF:
-        return _of_the_scale(bad, since, at, error)
-    return replace(_of_the_values(bad, since, at, good, np.isfinite(error)), may_follow_the_loss=True)
+        return _of_the_scale(run, since, at, error)
+    return replace(_of_the_values(run, since, at, baseline, np.isfinite(error)), may_follow_the_loss=True)
 
 
-def _usual(figure: Floats, otherwise: float = 0.0) -> float:
+def _usual(metric: Floats, otherwise: float = 0.0) -> float:
     """Median of what is known of it."""
-    known = figure[np.isfinite(figure)]
+    known = metric[np.isfinite(metric)]
     return float(np.median(known)) if len(known) else otherwise
 
 
@@ -109,22 +109,22 @@ def _farthest(bits: Floats) -> float:
     return float(known[np.abs(known).argmax()]) if len(known) else np.nan
 
 
-def _of_the_scale(bad: Course, since: int, at: int, error: float) -> Finding:
+def _of_the_scale(run: Course, since: int, at: int, error: float) -> Finding:
     """The scale is not the one that the values ask for."""
     around = slice(max(at - _BEHIND, 0), at + _BEHIND)
-    scale, wanted = _moves(bad.scale[around]), _moves((bad.scale - bad.off)[around])
+    scale, wanted = _moves(run.scale[around]), _moves((run.scale - run.off)[around])
     moved, asked = float(scale.sum()), float(wanted.sum())
     fact = f"the scale is {abs(error):.1f} bits {'too large' if error > 0 else 'too small'}"
     clips_or_not = "clipping" if error > 0 else "underflow"
     if not len(scale):
-        return _found(bad, since, clips_or_not, "low", f"{fact}; what it was before is not known")
+        return _found(run, since, clips_or_not, "low", f"{fact}; what it was before is not known")
     facts = f"{fact}; around {since} it moved by {moved:+.1f} bits, and what the values ask for by {asked:+.1f}"
     if _jumped(scale, wanted, error):
-        return _found(bad, since, "corrupted_scale", "high", facts)
-    still = not _moves(bad.scale[at : around.stop]).any() and len(bad.scale[at : around.stop]) > 1
+        return _found(run, since, "corrupted_scale", "high", facts)
+    still = not _moves(run.scale[at : around.stop]).any() and len(run.scale[at : around.stop]) > 1
     if still and abs(moved) < abs(asked) / 2 and asked * np.sign(error) < -OFF / 2:
-        return _found(bad, since, "stale_scale", "high", facts)
-    return _found(bad, since, clips_or_not, "medium", facts)
+        return _found(run, since, "stale_scale", "high", facts)
+    return _found(run, since, clips_or_not, "medium", facts)
 
 
 def _moves(bits: Floats) -> Floats:
@@ -140,44 +140,44 @@ def _jumped(scale: Floats, wanted: Floats, error: float) -> bool:
     return bool(most * error > 0 and abs(most) >= JUMP and abs(most) > 2 * abs(rest) and abs(asked) < abs(most) / 2)
 
 
-def _of_the_values(bad: Course, since: int, at: int, good: Course | None, scaled: bool) -> Finding:
+def _of_the_values(run: Course, since: int, at: int, baseline: Course | None, scaled: bool) -> Finding:
     """The scale is right, or there is none to tell by, and the values are such that it does not serve them.
 
-    Without a good run that is no more than a hint, unless it happened at once.
+    Without a baseline that is no more than a hint, unless it happened at once.
 
     Args:
         scaled: whether the scale is known.
     """
-    behind, before = slice(at, at + _BEHIND), slice(None, at) if good is None else slice(None)
-    reference = bad if good is None else good
-    under, over = (_highest(figure[behind]) for figure in (bad.underflow, bad.overflow))
+    behind, before = slice(at, at + _BEHIND), slice(None, at) if baseline is None else slice(None)
+    reference = run if baseline is None else baseline
+    under, over = (_highest(metric[behind]) for metric in (run.underflow, run.overflow))
     usual = _usual(reference.outlier[before], np.nan)
     more_under, more_over = (
-        known - _usual(figure[before]) for known, figure in ((under, reference.underflow), (over, reference.overflow))
+        known - _usual(metric[before]) for known, metric in ((under, reference.underflow), (over, reference.overflow))
     )
-    surely = good is not None or _at_once(bad, at)
+    surely = baseline is not None or _at_once(run, at)
     losses = f"underflow {_shown(under)}, overflow {_shown(over)}"
-    if (higher := _highest(bad.outlier[behind])) - usual > HIGHER:
-        confidence = "high" if good is not None else "medium" if surely else "low"
+    if (higher := _highest(run.outlier[behind])) - usual > HIGHER:
+        confidence = "high" if baseline is not None else "medium" if surely else "low"
         facts = f"its largest value stands {higher:.1f} bits above the median instead of {usual:.1f}; {losses}"
-        return _found(bad, since, "outlier", confidence, facts)
+        return _found(run, since, "outlier", confidence, facts)
     facts = f"{'its scale is right' if scaled else 'its scale is not known'}; {losses}"
     if more_over > _OVERFLOW and over >= np.nan_to_num(under):
-        return _found(bad, since, "clipping", "low", facts)
+        return _found(run, since, "clipping", "low", facts)
     if more_under > _UNDERFLOW:
-        return _found(bad, since, "underflow", "medium" if surely else "low", facts)
-    return _found(bad, since, "unknown", "low", f"{facts}: neither tells why more is lost than before")
+        return _found(run, since, "underflow", "medium" if surely else "low", facts)
+    return _found(run, since, "unknown", "low", f"{facts}: neither tells why more is lost than before")
 
 
-def _at_once(bad: Course, at: int) -> bool:
-    """Whether values changed within few samples: figures of runs that go well trend, and do not jump."""
+def _at_once(run: Course, at: int) -> bool:
+    """Whether values changed within few samples: metrics of runs that go well trend, and do not jump."""
     behind, before = slice(at, at + _BEHIND), slice(max(at - _BEHIND, 0), at)
-    rises = ((bad.outlier, JUMP), (bad.underflow, MOST))
-    return any(_highest(figure[behind]) - _usual(figure[before], np.nan) > least for figure, least in rises)
+    rises = ((run.outlier, JUMP), (run.underflow, MOST))
+    return any(_highest(metric[behind]) - _usual(metric[before], np.nan) > least for metric, least in rises)
 
 
-def _highest(figure: Floats) -> float:
-    known = figure[np.isfinite(figure)]
+def _highest(metric: Floats) -> float:
+    known = metric[np.isfinite(metric)]
     return float(known.max()) if len(known) else np.nan
 
 
@@ -185,5 +185,5 @@ def _shown(percent: float) -> str:
     return number(None if np.isnan(percent) else percent, "%")
 
 
-def _found(bad: Course, since: int, cause: str, confidence: str, evidence: str) -> Finding:
-    return Finding("operand", cause, confidence, evidence, _ADVICE.get(cause, ""), bad.layer, bad.role, since)
+def _found(run: Course, since: int, cause: str, confidence: str, evidence: str) -> Finding:
+    return Finding("operand", cause, confidence, evidence, _ADVICE.get(cause, ""), run.layer, run.role, since)

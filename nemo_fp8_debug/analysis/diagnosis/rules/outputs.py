@@ -11,18 +11,18 @@ from .finding import Finding
 _GROWS = 1.5
 
 
-def reach(found: Finding, bad: pl.DataFrame, good: pl.DataFrame | None = None) -> Finding | None:
+def reach(found: Finding, run: pl.DataFrame, baseline: pl.DataFrame | None = None) -> Finding | None:
     """What an operand adds to the errors of outputs since it left; None where outputs were not measured.
 
     Args:
         found: about an operand.
-        bad: `outputs` table.
-        good: likewise; without it the samples before the onset tell what is usual.
+        run: `outputs` table.
+        baseline: likewise; without it the samples before the onset tell what is usual.
     """
     part = f"error_of_{found.role}"
     of_layer = (pl.col("layer") == found.layer) & pl.col(part).is_not_null()
-    after = bad.filter(of_layer & (pl.col("step") >= found.since))
-    usual = good.filter(of_layer) if good is not None else bad.filter(of_layer & (pl.col("step") < found.since))
+    after = run.filter(of_layer & (pl.col("step") >= found.since))
+    usual = baseline.filter(of_layer) if baseline is not None else run.filter(of_layer & (pl.col("step") < found.since))
     told, grown = [], False
     for product in after["product"].unique(maintain_order=True):
         now, before = (rows.filter(product=product)[part].median() for rows in (after, usual))

@@ -23,31 +23,31 @@ _SWITCH_OFF = {
 }
 
 
-def settings(bad: Mapping[str, Any], good: Mapping[str, Any] | None, from_the_start: bool) -> Iterator[Finding]:
+def settings(run: Mapping[str, Any], baseline: Mapping[str, Any] | None, from_the_start: bool) -> Iterator[Finding]:
     """What fingerprints tell.
 
     Args:
-        bad: fingerprint.
-        good: likewise.
+        run: fingerprint.
+        baseline: likewise.
         from_the_start: whether the loss is off from the start, as with faults of software.
     """
     for known in KNOWN:
-        if known.holds(bad) and not (good and known.holds(good)):
-            confidence = "high" if good and from_the_start else "medium"
+        if known.holds(run) and not (baseline and known.holds(baseline)):
+            confidence = "high" if baseline and from_the_start else "medium"
             yield Finding("known", "software", confidence, f"{known.what} ({known.source})", known.advice)
-    if engine := _without_effect(bad):
+    if engine := _without_effect(run):
         yield Finding("engine", "software", "high", engine, "Build the model with Transformer Engine's layers.")
-    on = {name: value for name, value in section(bad, "risky_features_on").items() if value and name in _SWITCH_OFF}
-    before = section(good or {}, "risky_features_on")
+    on = {name: value for name, value in section(run, "risky_features_on").items() if value and name in _SWITCH_OFF}
+    before = section(baseline or {}, "risky_features_on")
     new = {_SWITCH_OFF[name] for name in on if not before.get(name)}
-    compared = good is not None and "risky_features_on" in good
+    compared = baseline is not None and "risky_features_on" in baseline
     if new and (compared or from_the_start):
         which = ", ".join(sorted(new))
-        where = "on here and off in the good run" if compared else "on"
+        where = "on here and off in the baseline" if compared else "on"
         confidence = "medium" if compared and from_the_start else "low"
         yield Finding("features", "software", confidence, f"{which}: {where}", "Switch it off and run again.")
-    if good is not None:
-        yield from _versions(bad, good)
+    if baseline is not None:
+        yield from _versions(run, baseline)
 
 
 def _without_effect(fingerprint: Mapping[str, Any]) -> str | None:
@@ -55,9 +55,11 @@ def _without_effect(fingerprint: Mapping[str, Any]) -> str | None:
     return engine if engine.startswith("none:") else None
 
 
-def _versions(bad: Mapping[str, Any], good: Mapping[str, Any]) -> Iterator[Finding]:
-    both = differences(good, bad).drop_nulls()
+def _versions(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> Iterator[Finding]:
+    both = differences(baseline, run).drop_nulls()
     differing = [row for row in both.iter_rows(named=True) if row["setting"].startswith("versions.")]
     if differing:
-        told = ", ".join(f"{row['setting'].removeprefix('versions.')} {row['good']} -> {row['bad']}" for row in differing)
-        yield Finding("versions", "software", "low", f"other versions than in the good run: {told}", "Run both on the same.")
+        told = ", ".join(
+            f"{row['setting'].removeprefix('versions.')} {row['baseline']} -> {row['run']}" for row in differing
+        )
+        yield Finding("versions", "software", "low", f"other versions than in the baseline: {told}", "Run both on the same.")

@@ -1,4 +1,4 @@
-"""Are there more spikes than a good run has, and does the loss recover from them more slowly?
+"""Are there more spikes than a baseline has, and does the loss recover from them more slowly?
 
 A spike is common to FP8 and BF16 training. It is FP8's where FP8 spikes more often, or comes back more slowly.
 """
@@ -17,7 +17,7 @@ from .finding import Finding
 SIGMAS, PART = 6.0, 0.05
 #: standard deviations within which the loss has come back
 _BACK = 3.0
-#: chance of as many spikes under the good run's rate, below which there are more
+#: chance of as many spikes under the baseline's rate, below which there are more
 _CHANCE = 0.01
 #: spikes of either run whose recovery can be compared
 _FEW = 3
@@ -52,21 +52,21 @@ def spikes(curve: LossCurve) -> list[Spike]:
     return found
 
 
-def compared(bad: LossCurve, good: LossCurve | None, unit: str = "step") -> Finding | None:
-    """More spikes than in the good run, or slower recovery; None where there is nothing to say.
+def compared(run: LossCurve, baseline: LossCurve | None, unit: str = "step") -> Finding | None:
+    """More spikes than in the baseline, or slower recovery; None where there is nothing to say.
 
     Args:
         unit: what `steps` of both count.
     """
-    mine = spikes(bad)
+    mine = spikes(run)
     if not mine:
         return None
-    told, since = _told("this run", mine, bad, unit), mine[0].step
-    if good is None or not len(good.losses):
-        return Finding("spikes", "unknown", "low", f"{told}; without a good run that is neither many nor few", since=since)
-    theirs = spikes(good)
-    facts = f"{told}; {_told('the good one', theirs, good, unit)}"
-    if chance(len(mine), len(theirs), len(bad.losses), len(good.losses)) < _CHANCE:
+    told, since = _told("this run", mine, run, unit), mine[0].step
+    if baseline is None or not len(baseline.losses):
+        return Finding("spikes", "unknown", "low", f"{told}; without a baseline that is neither many nor few", since=since)
+    theirs = spikes(baseline)
+    facts = f"{told}; {_told('the baseline', theirs, baseline, unit)}"
+    if chance(len(mine), len(theirs), len(run.losses), len(baseline.losses)) < _CHANCE:
         return Finding("spikes", "unknown", "high", f"spikes are more frequent: {facts}", _ADVICE, since=since)
     if min(len(mine), len(theirs)) >= _FEW and _recovery(mine) > 2 * max(_recovery(theirs), 1):
         return Finding("spikes", "unknown", "medium", f"recovery is slower: {facts}", _ADVICE, since=since)

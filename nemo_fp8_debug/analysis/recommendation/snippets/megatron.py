@@ -70,7 +70,7 @@ def _coarser(finding: Finding, recipe: Recipe, name: str) -> str:
 
 
 def _parts(found: Recommendation) -> int:
-    host = found.run.fingerprint.get("host_options", {})
+    host = found.run.fingerprint.get("backend_options", {})
     return (host.get("pipeline_model_parallel_size") or 1) * (host.get("virtual_pipeline_model_parallel_size") or 1)
 
 
@@ -79,5 +79,5 @@ def _local(module: str, found: Recommendation) -> str:
     number = re.match(r"decoder\.layers\.(\d+)\.", module)
     if _parts(found) == 1 or not number:
         return module
-    blocks = found.run.fingerprint["host_options"].get("num_layers") or 0
+    blocks = found.run.fingerprint["backend_options"].get("num_layers") or 0
     return f"decoder.layers.{int(number[1]) % max(1, blocks // _parts(found))}.{module[number.end() :]}"

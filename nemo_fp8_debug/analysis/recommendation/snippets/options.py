@@ -10,7 +10,7 @@ import yaml
 from ....errors import ConfigError
 from ....numerics.recipe import Recipe, parse_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from ...comparison.compare import quantised
+from ...comparison.compare import quantized
 from ..options import STAY
 from ..recommend import Ends, Finding, Recommendation, block_of
 from .megatron import RECIPES
@@ -60,7 +60,7 @@ def _at_an_end(finding: Finding, ends: Ends | None) -> bool:
 
 def _in_use(found: Recommendation) -> Recipe | None:
     """What most operands are cast with; None where it has no name here."""
-    names = quantised(found.run.figures)["recipe"].value_counts(sort=True)
+    names = quantized(found.run.metrics)["recipe"].value_counts(sort=True)
     try:
         recipe = parse_recipe(names["recipe"][0])
     except ConfigError:

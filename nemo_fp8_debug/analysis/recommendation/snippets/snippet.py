@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ....core.layer_names import fold_of
+from ....core.layer_names import aggregate_of
 from ....numerics.recipe import Recipe, parse_recipe
 from ..options import STAY, cast_of
 from ..recommend import Finding
@@ -46,4 +46,4 @@ def module_of(layer: str) -> str:
 
     `decoder.layers.3.mlp.experts.linear_fc1.17` -> `decoder.layers.3.mlp.experts.linear_fc1`: a module multiplies the group.
     """
-    return (fold_of(layer) or layer).removesuffix(".*")
+    return (aggregate_of(layer) or layer).removesuffix(".*")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base import Host
+from ..base import Backend
 from ..megatron import configured_recipe
 from . import grouped, layernorm_mlp, linear
 
@@ -30,7 +30,7 @@ def _output(out: Any) -> torch.Tensor:
     return result
 
 
-LINEAR = Host(
+LINEAR = Backend(
     name="Transformer Engine Linear and LayerNormLinear",
     owns=_is("Linear", "LayerNormLinear"),
     input=linear.operand_x,
@@ -41,7 +41,7 @@ LINEAR = Host(
     has_own_fp8=True,
     recipe=configured_recipe,
 )
-LAYERNORM_MLP = Host(
+LAYERNORM_MLP = Backend(
     name="Transformer Engine LayerNormMLP",
     owns=_is("LayerNormMLP"),
     input=layernorm_mlp.operand_x,
@@ -53,7 +53,7 @@ LAYERNORM_MLP = Host(
     has_own_fp8=True,
     recipe=configured_recipe,
 )
-GROUPED = Host(
+GROUPED = Backend(
     name="Transformer Engine GroupedLinear",
     owns=_is("GroupedLinear"),
     input=grouped.operand_x,

@@ -55,7 +55,7 @@ def cast_with(quantizer: Any, module: Any, role: str) -> ScaleInUse:
 def _cast(module: Any, role: str, held_scale: Callable[[], torch.Tensor]) -> ScaleInUse:
     te_recipe = active_recipe(module, role)
     if te_recipe is None:
-        return ScaleInUse(_SHADOW.scaling, _SHADOW.format_of(role), _SHADOW.name, "not quantised")  # type: ignore[arg-type]
+        return ScaleInUse(_SHADOW.scaling, _SHADOW.format_of(role), _SHADOW.name, "not quantized")  # type: ignore[arg-type]
     recipe = recipe_of(te_recipe, role)
     rule = recipe.scaling
     scale = rule if isinstance(rule, (CurrentScaling, BlockRule)) else held_scale()
@@ -132,6 +132,6 @@ def cached_weight_cast(module: Any, kwargs: Kwargs, cache: str, use: ScaleInUse)
     return ScaleInUse((1.0 / scale_inv).reshape(()).clone(), use.format, use.recipe, use.source)
 
 
-def is_quantised(x: Any) -> bool:
+def is_quantized(x: Any) -> bool:
     """Whether a tensor is one of Transformer Engine's, stored in FP8 already: there is nothing to compare it with."""
     return type(x).__module__.partition(".")[0] == "transformer_engine"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
-from .casts import active_recipe, cached_weight_cast, cast_of, is_quantised
+from .casts import active_recipe, cached_weight_cast, cast_of, is_quantized
 from .linear import first_argument
 
 
@@ -20,13 +20,13 @@ def parts(module: Any) -> Sequence[str]:
 def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """The rows of an expert; None where it gets none."""
     x = first_argument(args, kwargs)
-    return None if is_quantised(x) else _rows(as_multiplied(x), args, kwargs, part)
+    return None if is_quantized(x) else _rows(as_multiplied(x), args, kwargs, part)
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """W as it is cast; in high precision as it is multiplied."""
     weight = raw_weight(module, f"weight{part}")
-    if weight is None or is_quantised(weight):
+    if weight is None or is_quantized(weight):
         return None
     return weight if active_recipe(module, "weight") is not None else as_multiplied(weight)
 
@@ -49,7 +49,7 @@ def _rows(x: torch.Tensor, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 def unseen(module: Any, part: str) -> Collection[str]:
     """Weights that are stored in FP8, or all experts' in one parameter."""
     weight = raw_weight(module, f"weight{part}")
-    return ("weight",) if weight is None or is_quantised(weight) else ()
+    return ("weight",) if weight is None or is_quantized(weight) else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str) -> ScaleInUse:

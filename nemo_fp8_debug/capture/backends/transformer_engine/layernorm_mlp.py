@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
-from .casts import active_recipe, cached_weight_cast, cast_of, is_quantised
+from .casts import active_recipe, cached_weight_cast, cast_of, is_quantized
 from .inspection import is_watched
-from .layernorm_output import normalised
+from .layernorm_output import normalized
 from .linear import first_argument
 
 _FORWARD = {("fc1", "input"): 0, ("fc1", "weight"): 1, ("fc2", "input"): 3, ("fc2", "weight"): 4}
@@ -19,16 +19,16 @@ _FORWARD = {("fc1", "input"): 0, ("fc1", "weight"): 1, ("fc2", "input"): 3, ("fc
 def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """X of fc1."""
     x = first_argument(args, kwargs)
-    if part == "fc2" or is_quantised(x):
+    if part == "fc2" or is_quantized(x):
         return None
     # The path that is inspected does not fuse the cast into the norm: it rounds before, as it would in high precision.
-    return normalised(module, as_multiplied(x), None if is_watched(module) else active_recipe(module, "input"))
+    return normalized(module, as_multiplied(x), None if is_watched(module) else active_recipe(module, "input"))
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """W as it is cast; in high precision as it is multiplied."""
     weight = raw_weight(module, f"{part}_weight")
-    if weight is None or is_quantised(weight):
+    if weight is None or is_quantized(weight):
         return None
     return weight if active_recipe(module, "weight") is not None else as_multiplied(weight)
 
@@ -36,7 +36,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 def unseen(module: Any, part: str) -> Collection[str]:
     """X of fc2 and dY of fc1 exist inside only, and are left to `inspection`."""
     hidden = ["input"] if part == "fc2" else ["grad_output"]
-    return hidden + (["weight"] if is_quantised(raw_weight(module, f"{part}_weight")) else [])
+    return hidden + (["weight"] if is_quantized(raw_weight(module, f"{part}_weight")) else [])
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str) -> ScaleInUse:

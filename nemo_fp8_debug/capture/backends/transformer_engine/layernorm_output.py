@@ -1,4 +1,4 @@
-"""The GEMM's X where a module normalises it inside: made again, as the fused kernel makes it."""
+"""The GEMM's X where a module normalizes it inside: made again, as the fused kernel makes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def normalised(module: Any, x: torch.Tensor, te_recipe: Any) -> torch.Tensor:
+def normalized(module: Any, x: torch.Tensor, te_recipe: Any) -> torch.Tensor:
     """LayerNorm or RMSNorm of `x` in float32.
 
     Under delayed scaling the kernel casts the float32 result; otherwise it is rounded to x's dtype first, and cast then.
@@ -23,8 +23,8 @@ def normalised(module: Any, x: torch.Tensor, te_recipe: Any) -> torch.Tensor:
         if module.normalization == "RMSNorm":
             result: torch.Tensor = values * (values.square().mean(-1, keepdim=True) + module.eps).rsqrt()
         else:
-            centred = values - values.mean(-1, keepdim=True)
-            result = centred * (centred.square().mean(-1, keepdim=True) + module.eps).rsqrt()
+            centered = values - values.mean(-1, keepdim=True)
+            result = centered * (centered.square().mean(-1, keepdim=True) + module.eps).rsqrt()
         if gamma is not None:
             result = result * (gamma + 1 if module.zero_centered_gamma else gamma)
         if beta is not None:

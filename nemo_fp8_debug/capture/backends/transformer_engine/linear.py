@@ -1,4 +1,4 @@
-"""Linear, and LayerNormLinear, which normalises the operand inside."""
+"""Linear, and LayerNormLinear, which normalizes the operand inside."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
-from .casts import active_recipe, cached_weight_cast, cast_of, is_quantised
-from .layernorm_output import normalised
+from .casts import active_recipe, cached_weight_cast, cast_of, is_quantized
+from .layernorm_output import normalized
 
 _SLOTS = {"input": 0, "weight": 1, "grad_output": 0}
 
@@ -22,23 +22,23 @@ def first_argument(args: Args, kwargs: Kwargs) -> Any:
 def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """X; None where it comes in FP8."""
     x = first_argument(args, kwargs)
-    if is_quantised(x):
+    if is_quantized(x):
         return None
     x = as_multiplied(x)
-    return normalised(module, x, active_recipe(module, "input")) if hasattr(module, "layer_norm_weight") else x
+    return normalized(module, x, active_recipe(module, "input")) if hasattr(module, "layer_norm_weight") else x
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     """W as it is cast; in high precision as it is multiplied."""
     weight = raw_weight(module)
-    if weight is None or is_quantised(weight):
+    if weight is None or is_quantized(weight):
         return None
     return weight if active_recipe(module, "weight") is not None else as_multiplied(weight)
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
     """Weights that are stored in FP8 have no values to compare with."""
-    return ("weight",) if is_quantised(raw_weight(module)) else ()
+    return ("weight",) if is_quantized(raw_weight(module)) else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str) -> ScaleInUse:

@@ -32,7 +32,7 @@ export function App() {
         <Views view={view} />
         <Runs />
       </header>
-      <main id="view" role="tabpanel" aria-labelledby={`tab-${view}`} data-view={VIEWS[view].label}>
+      <main id="view" role="tabpanel" aria-labeledby={`tab-${view}`} data-view={VIEWS[view].label}>
         <Notes />
         <Shown view={view} />
       </main>
@@ -101,7 +101,7 @@ function Notes() {
 
 /** Runs beside the one that is looked at which the address names and nobody finds; an empty name asks for none. */
 const missing = () =>
-  ['good', 'twin'].filter((part) => at(part) && !about(at(part))).map((part) => `${PARTS[part].label} ${at(part)} is not under the logdir: the page goes on without it.`);
+  ['baseline', 'reference'].filter((part) => at(part) && !about(at(part))).map((part) => `${PARTS[part].label} ${at(part)} is not under the logdir: the page goes on without it.`);
 
 function NoRecord() {
   return (

@@ -1,4 +1,4 @@
-// What a format and a scale make of a tensor, from its sketch; the definitions are those of numerics/figures.py.
+// What a format and a scale make of a tensor, from its histogram; the definitions are those of numerics/metrics.py.
 
 const INFINITY = {bfloat16: 0x7f80, float16: 0x7c00};
 /** A float32 scale made from the amax may carry the amax itself past the format's max by one unit in the last place. */
@@ -39,7 +39,7 @@ export function cast(x, format) {
 }
 
 /**
- * A sketch ready for sums.
+ * A histogram ready for sums.
  * @param {{dtype: string, bins: number[], counts: number[], scale: ?number}} row as the server gives it
  * @returns {{values: Float64Array, counts: Float64Array, n, zeros, inf, nan, amax, power, scale}} finite magnitudes ascending;
  *   n of them, their sum of squares in `power`
@@ -75,7 +75,7 @@ export function asScale(value) {
 
 const NOTHING = {underflows: 0, overflows: 0, error2: 0, xq: 0, q2: 0};
 
-/** Sums of one sketch x against q = cast(x * scale) / scale; products with the scale are float32's. */
+/** Sums of one histogram x against q = cast(x * scale) / scale; products with the scale are float32's. */
 function sums({values, counts}, scale, format) {
   const limit = Math.fround(Math.fround(format.max) * SCALE_ROUNDING);
   const total = {...NOTHING};
@@ -105,12 +105,12 @@ export const amaxOf = (parts) => Math.max(0, ...parts.map((part) => part.amax));
 const ratio = (above, below) => (below > 0 ? above / below : null);
 
 /**
- * The figures of a tensor under a format, each part of it cast with its own scale; null for what cannot be had.
+ * The metrics of a tensor under a format, each part of it cast with its own scale; null for what cannot be had.
  * @param {Array} parts from `unpacked`
  * @param {number[]} scales positive and finite float32, one a part
- * @returns {object} the figures by name, and the counts `underflows`, `overflows` and `n` behind them
+ * @returns {object} the metrics by name, and the counts `underflows`, `overflows` and `n` behind them
  */
-export function figuresOf(parts, scales, format) {
+export function metricsOf(parts, scales, format) {
   const {n, power} = together(parts);
   const {underflows, overflows, error2, xq, q2} = parts.map((part, i) => sums(part, scales[i], format)).reduce(added, NOTHING);
   const square = ratio(error2, power);

@@ -29,8 +29,8 @@ export function keepLooking() {
 /** The parts that runs play, in the order of the page. */
 export const PARTS = {
   run: {label: 'Run', hint: 'the run to look at'},
-  good: {label: 'Good run', hint: 'what it is held against'},
-  twin: {label: 'Twin', hint: 'the same in BF16, say'},
+  baseline: {label: 'Baseline', hint: 'what the run is compared with'},
+  reference: {label: 'Reference run', hint: 'the same run in BF16'},
 };
 
 const readable = computed(() => (known.value?.runs ?? []).filter((run) => run.state !== 'unreadable'));
@@ -43,11 +43,11 @@ function named(pattern) {
 export const chosen = computed(() => {
   const names = new Set((known.value?.runs ?? []).map((run) => run.name));
   const pick = (part, guess) => (at(part) === undefined ? guess : names.has(at(part)) ? at(part) : undefined);
-  const good = pick('good', named(/(^|[\W_])(good|baseline|reference)([\W_]|$)/i));
-  const twin = pick('twin', named(/(^|[\W_])(twin|bf16)([\W_]|$)/i));
-  const others = readable.value.filter((run) => run.name !== good && run.name !== twin);
+  const baseline = pick('baseline', named(/(^|[\W_])(good|baseline)([\W_]|$)/i));
+  const reference = pick('reference', named(/(^|[\W_])(reference|bf16)([\W_]|$)/i));
+  const others = readable.value.filter((run) => run.name !== baseline && run.name !== reference);
   const run = pick('run', named(/(^|[\W_])bad([\W_]|$)/i) ?? others[0]?.name ?? readable.value[0]?.name);
-  return {run, good: good === run ? undefined : good, twin: twin === run || twin === good ? undefined : twin};
+  return {run, baseline: baseline === run ? undefined : baseline, reference: reference === run || reference === baseline ? undefined : reference};
 });
 
 // A guess stays what it was, and is in the link, whatever runs appear later.
@@ -86,5 +86,5 @@ export const steps = computed(() => {
   return [...new Set(all)].sort((a, b) => a - b);
 });
 
-/** What there is to know of a figure: {name, label, unit, worse, scale}. */
-export const figureNamed = (name) => (known.value?.figures ?? []).find((figure) => figure.name === name);
+/** What there is to know of a metric: {name, label, unit, worse, scale}. */
+export const metricNamed = (name) => (known.value?.metrics ?? []).find((metric) => metric.name === name);

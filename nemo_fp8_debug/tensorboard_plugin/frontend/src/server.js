@@ -24,7 +24,7 @@ async function fetched(url, parse) {
 
 const asJson = (response) => response.json();
 
-/** Steps, tensors and values of one figure: float32 [steps, tensors], NaN where there is none. */
+/** Steps, tensors and values of one metric: float32 [steps, tensors], NaN where there is none. */
 async function asFrames(response) {
   const bytes = await response.arrayBuffer();
   const length = new DataView(bytes).getUint32(0, true);

@@ -1,4 +1,4 @@
-// Colours: light or dark as TensorBoard is, and scales that colour-blind people can read.
+// Colors: light or dark as TensorBoard is, and scales that color-blind people can read.
 import {signal} from '@preact/signals';
 
 /** Whether TensorBoard, or else the system, is dark. */
@@ -16,12 +16,12 @@ look();
 media.addEventListener('change', look);
 new MutationObserver(look).observe(host, {attributes: true, attributeFilter: ['class']});
 
-/** Okabe and Ito's, apart for every common kind of colour blindness. */
-export const COLOURS = {run: '#d55e00', good: '#009e73', twin: '#0072b2', mark: '#cc79a7'};
+/** Okabe and Ito's, apart for every common kind of color blindness. */
+export const COLORS = {run: '#d55e00', baseline: '#009e73', reference: '#0072b2', mark: '#cc79a7'};
 /** Also told apart by their strokes. */
-export const STROKES = {run: 'solid', good: 'dashed', twin: 'dotted'};
+export const STROKES = {run: 'solid', baseline: 'dashed', reference: 'dotted'};
 
-/** Cividis (Nunez, Anderton, Renslow 2018), nine of its colours. */
+/** Cividis (Nunez, Anderton, Renslow 2018), nine of its colors. */
 export const SEQUENTIAL = ['#00224e', '#123570', '#3b496c', '#575d6d', '#707173', '#8a8678', '#a59c74', '#c3b369', '#fee838'];
 // ColorBrewer's PuOr, turned round: orange is worse; and the same on dark ground, where it is brighter the farther from 0.
 const ON_LIGHT = ['#542788', '#8073ac', '#b2abd2', '#d8daeb', '#f7f7f7', '#fee0b6', '#fdb863', '#e08214', '#b35806'];

@@ -1,4 +1,4 @@
-// Choices: which runs, which figure, which tensor.
+// Choices: which runs, which metric, which tensor.
 import {at, go, tensor, toTensor} from '../address.js';
 import {about, choose, chosen, details, known, PARTS} from '../records.js';
 import {shown, titleOf} from '../units.js';
@@ -30,17 +30,17 @@ function Growing() {
   return <span class="soft" role="status">growing, at step {run.last ?? '-'}</span>;
 }
 
-export const DEFAULT_FIGURE = 'underflow_pct';
+export const DEFAULT_METRIC = 'underflow_pct';
 
-export const currentFigure = () => (known.value.figures.some((figure) => figure.name === at('figure')) ? at('figure') : DEFAULT_FIGURE);
+export const currentMetric = () => (known.value.metrics.some((metric) => metric.name === at('metric')) ? at('metric') : DEFAULT_METRIC);
 
-export function Figure() {
+export function Metric() {
   return (
     <label>
-      Figure
-      <select value={currentFigure()} onChange={(event) => go({figure: event.target.value})} data-picker="figure">
-        {known.value.figures.map((figure) => (
-          <option key={figure.name} value={figure.name}>{figure.unit ? `${figure.label} (${figure.unit})` : figure.label}</option>
+      Metric
+      <select value={currentMetric()} onChange={(event) => go({metric: event.target.value})} data-picker="metric">
+        {known.value.metrics.map((metric) => (
+          <option key={metric.name} value={metric.name}>{metric.unit ? `${metric.label} (${metric.unit})` : metric.label}</option>
         ))}
       </select>
     </label>

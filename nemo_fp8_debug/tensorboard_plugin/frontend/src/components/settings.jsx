@@ -5,8 +5,8 @@ import {Table} from './table.jsx';
 const wordOf = (row) => (row.telling ? 'bears on precision' : row.differs === false ? '' : 'differs');
 
 /**
- * @param {Array<{setting, good, bad, telling, differs}>} differences
- * @param {Array<string>} names of the runs: good, bad
+ * @param {Array<{setting, baseline, run, telling, differs}>} differences
+ * @param {Array<string>} names of the runs: baseline, run
  */
 export function DifferencesTable({differences, names}) {
   if (!differences.length) return <p>None that the fingerprints know of.</p>;
@@ -14,11 +14,11 @@ export function DifferencesTable({differences, names}) {
 }
 
 export function SettingsTable({name, caption, rows, names, first}) {
-  const [good, bad] = names;
+  const [baseline, run] = names;
   const columns = [
     {label: 'setting', of: (row) => row.setting, text: true},
-    {label: good, of: (row) => row.good, text: true},
-    ...(bad ? [{label: bad, of: (row) => row.bad, text: true}, {label: 'difference', of: wordOf, text: true}] : []),
+    {label: baseline, of: (row) => row.baseline, text: true},
+    ...(run ? [{label: run, of: (row) => row.run, text: true}, {label: 'difference', of: wordOf, text: true}] : []),
   ];
   return <Table name={name} caption={caption} columns={columns} rows={rows} first={first} rowClass={(row) => (row.telling ? 'telling' : row.differs ? 'differs' : '')} />;
 }

@@ -14,9 +14,9 @@ const shared = (parts) => {
   return {n, bars: histogram(parts).map(({from, count}) => ({from, count, share: (100 * count) / n}))};
 };
 
-export function Histogram({title, parts, good, goodName, inUse, tried, children}) {
+export function Histogram({title, parts, baseline, baselineName, inUse, tried, children}) {
   const own = useMemo(() => shared(parts), [parts]);
-  const others = useMemo(() => good && shared(good), [good]);
+  const others = useMemo(() => baseline && shared(baseline), [baseline]);
   const linear = at('shares') === 'linear';
   const whole = at('whole') === '1';
   const drag = useRef(null);
@@ -28,12 +28,12 @@ export function Histogram({title, parts, good, goodName, inUse, tried, children}
 
   const option = optionOf({own, others, inUse, tried, linear, range: range.current});
   const rows = () => [
-    ['log2 magnitude from', 'to', 'values', 'share (%)', ...(others ? [`share in ${goodName} (%)`] : [])],
+    ['log2 magnitude from', 'to', 'values', 'share (%)', ...(others ? [`share in ${baselineName} (%)`] : [])],
     ...own.bars.map(({from, count, share}) => [from, from + 0.5, count, share, ...(others ? [others.bars.find((bar) => bar.from === from)?.share ?? 0] : [])]),
   ];
   const [low, high] = range.current;
   const beyond = own.bars.reduce((sum, {from, count}) => sum + (from < low || from >= high ? count : 0), 0);
-  const {underflow_pct: lost = null, overflow_pct: clipped = null} = tried.figures ?? {};
+  const {underflow_pct: lost = null, overflow_pct: clipped = null} = tried.metrics ?? {};
   return (
     <>
       <Chart

@@ -1,7 +1,7 @@
 // What ECharts draws of a distribution.
 import {windowOf} from '../cast.js';
 import {axis, tip, tooltip} from '../components/chart.jsx';
-import {COLOURS, inks} from '../theme.js';
+import {COLORS, inks} from '../theme.js';
 import {number, powerOfTwo, precise} from '../units.js';
 
 const HALF = 0.5;
@@ -47,7 +47,7 @@ export function optionOf({own, others, inUse, tried, linear, range}) {
       bars(own.bars.filter((bar) => bar.count && seen(bar)), floor),
       ...(others ? [outline(others.bars.filter(seen), floor)] : []),
       ...(inUse.scale === null || inUse === tried ? [] : [bracket(inUse, 'in use', 44, ink.soft, ink)]),
-      ...(tried.scale === null ? [] : [bracket(tried, inUse === tried ? 'in use' : 'tried', 12, COLOURS.run, ink)]),
+      ...(tried.scale === null ? [] : [bracket(tried, inUse === tried ? 'in use' : 'tried', 12, COLORS.run, ink)]),
     ],
   };
 }
@@ -55,11 +55,11 @@ export function optionOf({own, others, inUse, tried, linear, range}) {
 function bars(all, floor) {
   return {
     type: 'custom', z: 3, data: all.map(({from, share}) => [from, share]), encode: {x: 0, y: 1},
-    itemStyle: {color: COLOURS.run},
+    itemStyle: {color: COLORS.run},
     renderItem: (params, api) => {
       const [x, y] = api.coord([api.value(0), api.value(1)]);
       const [right, bottom] = api.coord([api.value(0) + HALF, floor]);
-      return {type: 'rect', shape: {x: x + 0.5, y, width: right - x - 1, height: bottom - y}, style: {fill: COLOURS.run, opacity: 0.85}};
+      return {type: 'rect', shape: {x: x + 0.5, y, width: right - x - 1, height: bottom - y}, style: {fill: COLORS.run, opacity: 0.85}};
     },
     tooltip: {
       formatter: ({dataIndex}) => {
@@ -75,7 +75,7 @@ function outline(all, floor) {
   const start = all.slice(0, 1).map(({from}) => [from, floor]);
   return {
     type: 'line', step: 'end', z: 4, silent: true, symbol: 'none', data: [...start, ...points],
-    lineStyle: {color: COLOURS.good, type: 'dashed', width: 1.5},
+    lineStyle: {color: COLORS.baseline, type: 'dashed', width: 1.5},
   };
 }
 
@@ -83,7 +83,7 @@ function outline(all, floor) {
 function zones(cut) {
   const {zero, normal, max} = log2WindowOf(cut);
   const ink = inks();
-  const {n, underflows, overflows, underflow_pct: lost, overflow_pct: clipped} = cut.figures;
+  const {n, underflows, overflows, underflow_pct: lost, overflow_pct: clipped} = cut.metrics;
   const of = (many, pct) => `${precise(pct)}%, ${many.toLocaleString('en')} of ${n.toLocaleString('en')} values`;
   return {
     type: 'custom', z: 1, data: [[0]], ...NOT_DRAWN,
@@ -99,9 +99,9 @@ function zones(cut) {
       return {
         type: 'group',
         children: [
-          zone(x, at(zero), hatch(COLOURS.twin, 1), 0.6),
+          zone(x, at(zero), hatch(COLORS.reference, 1), 0.6),
           zone(at(zero), at(normal), ink.empty, 0.9),
-          zone(at(max), x + width, hatch(COLOURS.mark, -1), 0.8),
+          zone(at(max), x + width, hatch(COLORS.mark, -1), 0.8),
           edge(at(zero)), edge(at(max)),
           text(`become zero: ${of(underflows, lost)}`, x + 6, 'left'),
           text(`clipped: ${of(overflows, clipped)}`, x + width - 6, 'right'),
@@ -111,12 +111,12 @@ function zones(cut) {
   };
 }
 
-/** Slanted lines, rising or falling, so that zones are told apart without colour. */
-function hatch(colour, slope) {
+/** Slanted lines, rising or falling, so that zones are told apart without color. */
+function hatch(color, slope) {
   const size = 8;
   const image = Object.assign(document.createElement('canvas'), {width: size, height: size});
   const pen = image.getContext('2d');
-  pen.strokeStyle = colour;
+  pen.strokeStyle = color;
   for (const shift of [-size, 0, size]) {
     pen.moveTo(shift, slope > 0 ? size : 0);
     pen.lineTo(shift + size, slope > 0 ? 0 : size);
@@ -126,7 +126,7 @@ function hatch(colour, slope) {
 }
 
 /** A window above the plot: thin where values are subnormal, thick where they are normal. */
-function bracket(cut, label, above, colour, ink) {
+function bracket(cut, label, above, color, ink) {
   const {zero, normal, max} = log2WindowOf(cut);
   const said = `${label}: ${cut.name.toUpperCase()}, scale ${precise(cut.scale)}`;
   return {
@@ -134,7 +134,7 @@ function bracket(cut, label, above, colour, ink) {
     renderItem: ({coordSys}, api) => {
       const {x, y, width} = coordSys;
       const at = (value) => Math.max(x, Math.min(x + width, api.coord([value, 1])[0]));
-      const bar = (from, to, thick) => ({type: 'rect', shape: {x: at(from), y: y - above - thick / 2, width: at(to) - at(from), height: thick}, style: {fill: colour}});
+      const bar = (from, to, thick) => ({type: 'rect', shape: {x: at(from), y: y - above - thick / 2, width: at(to) - at(from), height: thick}, style: {fill: color}});
       const left = at(zero) < x + width / 2;
       return {
         type: 'group',

@@ -1,4 +1,4 @@
-// One figure of all tensors at the step that is looked at, of each run; read in chunks of steps, the next one ahead.
+// One metric of all tensors at the step that is looked at, of each run; read in chunks of steps, the next one ahead.
 import {useEffect, useRef} from 'preact/hooks';
 import {currentStep} from '../components/steps.jsx';
 import {chosen, details, versionOf} from '../records.js';
@@ -17,16 +17,16 @@ function placesIn(chunk) {
   return places.get(chunk);
 }
 
-const question = (part, figure, from, to) => {
+const question = (part, metric, from, to) => {
   const run = chosen.value[part];
-  return ['frames', {run, figure, from, to}, versionOf(run)];
+  return ['frames', {run, metric, from, to}, versionOf(run)];
 };
 
 /** The question for a chunk of a run's steps; null where there is none. */
-function chunkOf(part, figure, chunk) {
+function chunkOf(part, metric, chunk) {
   const steps = details.value[part]?.data?.steps ?? [];
   const [from, to] = [steps[chunk * CHUNK], steps[Math.min((chunk + 1) * CHUNK, steps.length) - 1]];
-  return from === undefined ? null : question(part, figure, from, to);
+  return from === undefined ? null : question(part, metric, from, to);
 }
 
 const samplesOf = new WeakMap();
@@ -64,16 +64,16 @@ function extentOf(chunk) {
 }
 
 /** {samples: by part, extents: by part, error}: the samples at the step, or the last that were there while they are read. */
-export function useSamples(figure, parts) {
+export function useSamples(metric, parts) {
   const step = currentStep();
   const steps = parts.map((part) => details.value[part]?.data?.steps ?? []);
   const at = steps.map((all) => placeOf(all, step));
   const chunks = at.map((place) => Math.floor(place / CHUNK));
   // A step by itself is there at once, and the chunk around it for the steps that follow.
   const questions = parts.map((part, i) => {
-    const whole = chunkOf(part, figure, chunks[i]);
+    const whole = chunkOf(part, metric, chunks[i]);
     const alone = steps[i][at[i]];
-    return !whole || known(...whole) ? whole : question(part, figure, alone, alone);
+    return !whole || known(...whole) ? whole : question(part, metric, alone, alone);
   });
   const {data, error} = useAnswers(questions);
   const shown = useRef({});
@@ -81,7 +81,7 @@ export function useSamples(figure, parts) {
   useEffect(() => {
     if (!data) return undefined;
     const timer = setTimeout(() => {
-      for (const by of [0, 1, -1]) for (const [i, part] of parts.entries()) ahead(chunkOf(part, figure, chunks[i] + by));
+      for (const by of [0, 1, -1]) for (const [i, part] of parts.entries()) ahead(chunkOf(part, metric, chunks[i] + by));
     }, PAUSE_MS);
     return () => clearTimeout(timer);
   }, [data]);
@@ -93,16 +93,16 @@ export function useSamples(figure, parts) {
     const chunk = data?.[i];
     const sample = chunk && sampleOf(chunk, steps[i][at[i]]);
     const before = shown.current[part];
-    samples[part] = sample ?? (before?.run === chosen.value[part] && before?.figure === figure ? before.sample : null);
-    if (sample) shown.current[part] = {run: chosen.value[part], figure, sample};
+    samples[part] = sample ?? (before?.run === chosen.value[part] && before?.metric === metric ? before.sample : null);
+    if (sample) shown.current[part] = {run: chosen.value[part], metric, sample};
   }
-  return {samples, error, extents: useExtents(figure, parts, samples)};
+  return {samples, error, extents: useExtents(metric, parts, samples)};
 }
 
-/** By part: of all its samples, so that colours stay the same; until that is known of the sample that is there. */
-function useExtents(figure, parts, samples) {
+/** By part: of all its samples, so that colors stay the same; until that is known of the sample that is there. */
+function useExtents(metric, parts, samples) {
   const all = parts.every((part) => samples[part]);  // what is drawn comes first
-  const asked = parts.map((part) => (all ? ['extent', {run: chosen.value[part], figure}, versionOf(chosen.value[part])] : null));
+  const asked = parts.map((part) => (all ? ['extent', {run: chosen.value[part], metric}, versionOf(chosen.value[part])] : null));
   const {data} = useAnswers(asked);
   return Object.fromEntries(parts.map((part, i) => {
     const whole = data?.[i];

@@ -1,4 +1,4 @@
-// One map: a run's figure at a step, or what sets two runs apart.
+// One map: a run's metric at a step, or what sets two runs apart.
 import {titleOf, withUnit} from '../units.js';
 import {cells} from './cells.js';
 import {Keyed} from './keyboard.jsx';
@@ -10,7 +10,7 @@ const ROW_PX = 20;
 const [LEAST_PX, MOST_PX] = [150, 860];
 
 /**
- * @param {string} name of the panel: run, good, twin or difference
+ * @param {string} name of the panel: run, baseline, reference or difference
  * @param {string} title
  * @param {number} step of the sample
  * @param {Array} values as of `valuesOf`

@@ -3,7 +3,7 @@ import {useEffect, useMemo, useRef} from 'preact/hooks';
 import Image from 'zrender/lib/graphic/Image.js';
 import {lerp} from 'zrender/lib/tool/color.js';
 import {axis, Chart} from '../components/chart.jsx';
-import {COLOURS, dark, inks} from '../theme.js';
+import {COLORS, dark, inks} from '../theme.js';
 import {cells} from './cells.js';
 import {isChosen} from './values.js';
 
@@ -57,16 +57,16 @@ function painted(values, scale, columns, rows, width, height) {
   pen.scale(fine, fine);
   const [wide, high] = [width / columns, height / rows];
   const gap = high > 8 ? 1 : 0;
-  const colours = shadesOf(scale.colours);
+  const colors = shadesOf(scale.colors);
   for (const {column, row, value} of values) {
     const at = scale.to(value);
     const share = ((Number.isNaN(at) ? scale.low : at) - scale.low) / (scale.high - scale.low); // 0 on a logarithmic scale: its least
-    pen.fillStyle = Number.isNaN(value) ? ink.empty : colours[Math.round(Math.min(1, Math.max(0, share)) * (SHADES - 1))];
+    pen.fillStyle = Number.isNaN(value) ? ink.empty : colors[Math.round(Math.min(1, Math.max(0, share)) * (SHADES - 1))];
     pen.fillRect(column * wide, row * high, wide - gap, high - gap);
   }
   const now = values.find(isChosen);
   if (now) {
-    Object.assign(pen, {strokeStyle: COLOURS.mark, lineWidth: 2.5});
+    Object.assign(pen, {strokeStyle: COLORS.mark, lineWidth: 2.5});
     pen.strokeRect(now.column * wide, now.row * high, wide - gap, high - gap);
   }
   return canvas;
@@ -75,8 +75,8 @@ function painted(values, scale, columns, rows, width, height) {
 const SHADES = 256;
 const shades = new Map();
 
-function shadesOf(colours) {
-  const key = colours.join();
-  if (!shades.has(key)) shades.set(key, Array.from({length: SHADES}, (_, i) => lerp(i / (SHADES - 1), colours)));
+function shadesOf(colors) {
+  const key = colors.join();
+  if (!shades.has(key)) shades.set(key, Array.from({length: SHADES}, (_, i) => lerp(i / (SHADES - 1), colors)));
   return shades.get(key);
 }

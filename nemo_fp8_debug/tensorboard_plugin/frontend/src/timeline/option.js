@@ -1,6 +1,6 @@
 // What ECharts draws over the steps.
 import {axis, tip, tooltip} from '../components/chart.jsx';
-import {COLOURS, inks, STROKES} from '../theme.js';
+import {COLORS, inks, STROKES} from '../theme.js';
 import {number, withUnit} from '../units.js';
 import {KINDS} from './panels.js';
 
@@ -43,7 +43,7 @@ export function optionOf({panels, events, names, step, ends: [first, last], zoom
 function linesOf({lines, name}, panel, step, align, ink) {
   return lines.map(({part, step: steps, values}, i) => ({
     type: 'line', id: `${name} ${part}`, xAxisIndex: panel, yAxisIndex: panel, data: steps.map((at, j) => [at, values[j]]),
-    showSymbol: steps.length <= FEW, symbolSize: 4, color: COLOURS[part], lineStyle: {color: COLOURS[part], type: STROKES[part], width: 1.6},
+    showSymbol: steps.length <= FEW, symbolSize: 4, color: COLORS[part], lineStyle: {color: COLORS[part], type: STROKES[part], width: 1.6},
     emphasis: {disabled: true}, z: part === 'run' ? 3 : 2,
     markLine: i === 0 && step !== null ? {
       silent: true, symbol: 'none', animation: false, data: [{xAxis: step}], lineStyle: {color: ink.text, type: 'solid', width: 1, opacity: 0.7},
@@ -56,7 +56,7 @@ function marksOf(events, panel, ink) {
   return Object.entries(KINDS).map(([kind, {symbol}]) => ({
     type: 'scatter', id: kind, xAxisIndex: panel, yAxisIndex: panel, symbol, symbolSize: 10, z: 5, tooltip: {show: false},
     data: events.filter((event) => event.kind === kind && event.loss !== null).map(({part, step, loss}) => ({
-      value: [step, loss], itemStyle: {color: COLOURS[part], borderColor: ink.text, borderWidth: 1},
+      value: [step, loss], itemStyle: {color: COLORS[part], borderColor: ink.text, borderWidth: 1},
     })),
   }));
 }

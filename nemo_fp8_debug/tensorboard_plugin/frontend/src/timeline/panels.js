@@ -1,18 +1,18 @@
 // What the charts over the steps show, and what happened in which step.
 import {placeOf} from '../units.js';
-import {aboutFigure, ofTheRun} from './figures.jsx';
+import {aboutMetric, ofTheRun} from './metrics.jsx';
 
 /**
- * @param {string[]} figures
+ * @param {string[]} metrics
  * @param {object} samples by part, answers of `timeline`
  * @param {object} losses by part, answers of `loss`
  * @returns {Array<{name, label, unit, log: boolean, lines: Array<{part, step: number[], values: Array<?number>}>}>} the loss last
  */
-export function panelsOf(figures, samples, losses) {
-  return [...figures, 'loss'].map((name) => {
-    const {label, unit, scale, sparse} = aboutFigure(name);
+export function panelsOf(metrics, samples, losses) {
+  return [...metrics, 'loss'].map((name) => {
+    const {label, unit, scale, sparse} = aboutMetric(name);
     const lines = Object.entries(ofTheRun(name) ? losses : samples)
-      .map(([part, data]) => ({part, step: data?.step, values: ofTheRun(name) ? data?.[name] : data?.figures?.[name]}))
+      .map(([part, data]) => ({part, step: data?.step, values: ofTheRun(name) ? data?.[name] : data?.metrics?.[name]}))
       .filter(({values}) => values?.some((value) => value !== null))
       .map((line) => (sparse ? known(line) : line));
     const positive = lines.every(({values}) => values.every((value) => value === null || value > 0));
@@ -66,7 +66,7 @@ export function eventsOf(samples, losses) {
   return events.sort((a, b) => a.step - b.step);
 }
 
-/** Steps beside figures, in rows of a table: headings, then all runs one after the other. */
+/** Steps beside metrics, in rows of a table: headings, then all runs one after the other. */
 export function tableOf(panels, names) {
   const parts = [...new Set(panels.flatMap(({lines}) => lines.map(({part}) => part)))];
   const rows = parts.flatMap((part) => {

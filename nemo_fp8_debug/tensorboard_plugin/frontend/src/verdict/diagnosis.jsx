@@ -35,7 +35,7 @@ function Facts({found, unit}) {
     ['Cause', found.cause.replaceAll('_', ' ')],
     ['Confidence', found.confidence],
     ['Harm', found.harm],
-    ['Loss leaves', found.loss_left == null ? 'no' : <Link to={{view: 'timeline', step: found.loss_left}}>{unit} {found.loss_left}</Link>],
+    ['Loss diverges', found.divergence_step == null ? 'no' : <Link to={{view: 'timeline', step: found.divergence_step}}>{unit} {found.divergence_step}</Link>],
     culprit && ['Begins in', <TensorLink {...culprit} step={culprit.since} />],
     culprit?.since != null && ['Since', <Link to={toTensor(culprit, {view: 'map', step: culprit.since})}>{unit} {culprit.since}, on the map</Link>],
   ];

@@ -18,7 +18,7 @@ export function Recommended({found, snippets, cause, run}) {
 }
 
 const nothing = (cause) =>
-  isFp8(cause) ? 'No operand is to blame: there is nothing to change.' : 'Nothing: the loss left for a reason that is not in how operands are represented.';
+  isFp8(cause) ? 'No operand is to blame: there is nothing to change.' : 'Nothing: the loss diverged for a reason that is not in how operands are represented.';
 
 function Changes({found, snippets, run}) {
   const {before, after} = found.fp8_coverage;
@@ -42,10 +42,10 @@ function atTheEnds({start, end, coverage}) {
 function Findings({found, run}) {
   const {relative_error: error, underflow_pct: underflow, overflow_pct: overflow} = found.budget;
   const stays = (row) => row.chosen.kind === 'stay';
-  const errors = (label, figure) => ({
+  const errors = (label, metric) => ({
     label,
-    from: (row) => row.options[0].errors?.[figure],
-    of: (row) => row.chosen.errors?.[figure],
+    from: (row) => row.options[0].errors?.[metric],
+    of: (row) => row.chosen.errors?.[metric],
   });
   const columns = [
     {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} />},

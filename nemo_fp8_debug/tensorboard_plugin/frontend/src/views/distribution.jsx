@@ -9,17 +9,17 @@ import {currentStep, Steps} from '../components/steps.jsx';
 import {chosen, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
 import {number, titleOf} from '../units.js';
-import {Figures} from '../distribution/figures.jsx';
+import {Metrics} from '../distribution/metrics.jsx';
 import {Histogram} from '../distribution/histogram.jsx';
 import {cuts} from '../distribution/cuts.js';
 import {Trial} from '../distribution/trial.jsx';
 
 export function Distribution() {
-  const {run, good} = chosen.value;
+  const {run, baseline} = chosen.value;
   const step = currentStep();
   const {layer, role} = tensor.value ?? {};
   // Of another tensor or run nothing stays while its own is read: it would be shown under the wrong name.
-  const shown = tensor.value && step !== null && <Asked key={JSON.stringify([run, good, layer, role])} run={run} good={good} about={{layer, role, step}} />;
+  const shown = tensor.value && step !== null && <HistogramAnswer key={JSON.stringify([run, baseline, layer, role])} run={run} baseline={baseline} about={{layer, role, step}} />;
   return (
     <>
       <div class="controls"><Tensor /><Steps /></div>
@@ -28,39 +28,39 @@ export function Distribution() {
   );
 }
 
-function Asked({run, good, about}) {
-  const answer = useAnswer('sketch', {run, ...about}, versionOf(run));
-  const other = useAnswer(good && 'sketch', {run: good, ...about}, versionOf(good));
-  return <Answered answer={answer}>{(sketch) => <Sketch sketch={sketch} good={good && other} />}</Answered>;
+function HistogramAnswer({run, baseline, about}) {
+  const answer = useAnswer('histogram', {run, ...about}, versionOf(run));
+  const other = useAnswer(baseline && 'histogram', {run: baseline, ...about}, versionOf(baseline));
+  return <Answered answer={answer}>{(histogram) => <Counts histogram={histogram} baseline={baseline && other} />}</Answered>;
 }
 
 export const NoTensor = () => (
   <Notice title="No tensor chosen"><p>Type a part of a layer's name above and choose a tensor, or click a cell of the map.</p></Notice>
 );
 
-function Sketch({sketch, good}) {
-  const all = useMemo(() => sketch.rows.map(unpacked), [sketch]);
-  const goodParts = useMemo(() => good?.data?.rows.map(unpacked), [good?.data]);
-  const call = callOf(sketch.rows);
-  const rows = call === null ? sketch.rows : [sketch.rows[call]];
+function Counts({histogram, baseline}) {
+  const all = useMemo(() => histogram.rows.map(unpacked), [histogram]);
+  const baselineParts = useMemo(() => baseline?.data?.rows.map(unpacked), [baseline?.data]);
+  const call = callOf(histogram.rows);
+  const rows = call === null ? histogram.rows : [histogram.rows[call]];
   const parts = call === null ? all : [all[call]];
   const {inUse, tried, base} = cuts(rows, parts);
-  const title = `${titleOf(tensor.value)}, ${chosen.value.run}, step ${sketch.step}`;
+  const title = `${titleOf(tensor.value)}, ${chosen.value.run}, step ${histogram.step}`;
   return (
     <>
-      <p data-words="values"><b>{titleOf(tensor.value)}</b> at step {sketch.step}: {inWords(parts)} {castHow(sketch.recorded)}</p>
-      {sketch.rows.some((row) => row.rounded) && (
+      <p data-words="values"><b>{titleOf(tensor.value)}</b> at step {histogram.step}: {inWords(parts)} {castHow(histogram.recorded)}</p>
+      {histogram.rows.some((row) => row.rounded) && (
         <p class="soft" data-words="rounded">
           Its values are float32 and were rounded to bfloat16 to be counted: what is computed here is approximate, what is
           recorded is exact.
         </p>
       )}
-      {sketch.rows.length > 1 && <Calls rows={sketch.rows} call={call} />}
-      <Histogram title={title} parts={parts} good={goodParts} goodName={chosen.value.good} inUse={inUse} tried={tried}>
-        {good && <OfGood good={good} step={sketch.step} />}
+      {histogram.rows.length > 1 && <Calls rows={histogram.rows} call={call} />}
+      <Histogram title={title} parts={parts} baseline={baselineParts} baselineName={chosen.value.baseline} inUse={inUse} tried={tried}>
+        {baseline && <OfBaseline baseline={baseline} step={histogram.step} />}
       </Histogram>
       <Trial base={base} tried={tried} amax={amaxOf(parts)} />
-      <Figures title={title} inUse={inUse} tried={tried} recorded={call === null ? sketch.recorded : null} />
+      <Metrics title={title} inUse={inUse} tried={tried} recorded={call === null ? histogram.recorded : null} />
     </>
   );
 }
@@ -81,11 +81,11 @@ function castHow({recipe, scale_source: source}) {
   return `Measured under ${recipe}${source ? `, with a scale ${SOURCES[source] ?? source}` : ''}.`;
 }
 
-function OfGood({good, step}) {
-  if (good.error) return <span class="soft">{chosen.value.good}: {good.error}</span>;
-  if (!good.data) return null;
-  const when = good.data.step === step ? '' : ` at step ${good.data.step}, its sampled step nearest to this one`;
-  return <span class="soft"><span class="swatch good" aria-hidden="true" /> the same tensor in {chosen.value.good}{when}</span>;
+function OfBaseline({baseline, step}) {
+  if (baseline.error) return <span class="soft">{chosen.value.baseline}: {baseline.error}</span>;
+  if (!baseline.data) return null;
+  const when = baseline.data.step === step ? '' : ` at step ${baseline.data.step}, its sampled step nearest to this one`;
+  return <span class="soft"><span class="swatch baseline" aria-hidden="true" /> the same tensor in {chosen.value.baseline}{when}</span>;
 }
 
 function callOf(rows) {

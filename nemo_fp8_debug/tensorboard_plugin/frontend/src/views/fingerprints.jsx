@@ -7,15 +7,15 @@ import {useAnswer} from '../server.js';
 import {flat} from '../settings.js';
 
 export function Fingerprints() {
-  const {run, good, twin} = chosen.value;
-  const against = {good, twin};
-  const part = against[at('against')] ? at('against') : good ? 'good' : twin ? 'twin' : undefined;
+  const {run, baseline, reference} = chosen.value;
+  const against = {baseline, reference};
+  const part = against[at('against')] ? at('against') : baseline ? 'baseline' : reference ? 'reference' : undefined;
   const [a, b] = part ? [against[part], run] : [run, undefined];
   const answer = useAnswer('fingerprints', {a, b}, versionOf(...[a, b].filter(Boolean)));
   return (
     <>
       <div class="controls">
-        {good && twin && (
+        {baseline && reference && (
           <label>
             Beside
             <select value={part} onChange={(event) => go({against: event.target.value})} data-picker="against">
@@ -37,7 +37,7 @@ export function Fingerprints() {
       <Answered answer={answer}>{(data) => <Settings {...data} names={[a, b].filter(Boolean)} />}</Answered>
       {!b && (
         <Notice>
-          <p>This is the fingerprint of {run} alone. Choose a good run or a twin above to see in what the two differ.</p>
+          <p>This is the fingerprint of {run} alone. Choose a baseline or a reference run above to see in what the two differ.</p>
         </Notice>
       )}
     </>
@@ -46,10 +46,10 @@ export function Fingerprints() {
 
 function Settings({a, b, differences, names}) {
   const found = (at('setting') ?? '').toLowerCase();
-  const all = b ? beside(a, b, differences) : flat(a).map(([setting, good]) => ({setting, good}));
+  const all = b ? beside(a, b, differences) : flat(a).map(([setting, baseline]) => ({setting, baseline}));
   const rows = all
     .filter((row) => !b || at('differs') !== '1' || row.differs)
-    .filter((row) => [row.setting, row.good, row.bad].some((text) => text?.toLowerCase().includes(found)));
+    .filter((row) => [row.setting, row.baseline, row.run].some((text) => text?.toLowerCase().includes(found)));
   const telling = differences.filter((row) => row.telling).length;
   return (
     <>
@@ -66,7 +66,7 @@ function Settings({a, b, differences, names}) {
 /** Differences first, those that bear on precision before the others, and then what is the same. */
 function beside(a, b, differences) {
   const apart = new Set(differences.map((row) => row.setting));
-  const same = flat(b).filter(([setting]) => !apart.has(setting)).map(([setting, value]) => ({setting, good: value, bad: value, differs: false}));
+  const same = flat(b).filter(([setting]) => !apart.has(setting)).map(([setting, value]) => ({setting, baseline: value, run: value, differs: false}));
   return [...differences.map((row) => ({...row, differs: true})), ...same];
 }
 

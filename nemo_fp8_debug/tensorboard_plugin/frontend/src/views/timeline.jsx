@@ -1,4 +1,4 @@
-// Figures of one tensor over the steps, of all runs that are looked at, above the loss.
+// Metrics of one tensor over the steps, of all runs that are looked at, above the loss.
 import {useMemo} from 'preact/hooks';
 import '@preact/signals';
 import {tensor} from '../address.js';
@@ -9,7 +9,7 @@ import {useAnswer} from '../server.js';
 import {dark} from '../theme.js';
 import {Charts} from '../timeline/charts.jsx';
 import {Events} from '../timeline/events.jsx';
-import {chosenFigures, Figures, ofTheRun} from '../timeline/figures.jsx';
+import {chosenMetrics, Metrics, ofTheRun} from '../timeline/metrics.jsx';
 import {eventsOf, panelsOf} from '../timeline/panels.js';
 import {NoTensor} from './distribution.jsx';
 
@@ -25,19 +25,19 @@ function useParts(questionOf) {
 }
 
 export function Timeline() {
-  const figures = chosenFigures();
-  const asked = figures.filter((name) => !ofTheRun(name)).join(',');
-  const samples = useParts((run) => tensor.value && asked && ['timeline', {run, ...tensor.value, figures: asked}]);
+  const metrics = chosenMetrics();
+  const asked = metrics.filter((name) => !ofTheRun(name)).join(',');
+  const samples = useParts((run) => tensor.value && asked && ['timeline', {run, ...tensor.value, metrics: asked}]);
   const losses = useParts((run) => ['loss', {run}]);
   const waiting = [samples, losses].flatMap(Object.values).some(({data, error}) => data === undefined && !error);
   return (
     <>
       <div class="controls"><Tensor /><Steps /></div>
-      <Figures figures={figures} />
+      <Metrics metrics={metrics} />
       {!tensor.value && <NoTensor />}
       <Problems answers={[samples, losses]} />
       {waiting && <p class="soft" role="status">Reading the record …</p>}
-      <Shown figures={figures} samples={dataOf(samples)} losses={dataOf(losses)} />
+      <Shown metrics={metrics} samples={dataOf(samples)} losses={dataOf(losses)} />
     </>
   );
 }
@@ -49,10 +49,10 @@ function Problems({answers}) {
   return said.length ? <ul class="notes" role="status">{said.map((line) => <li key={line}>{line}</li>)}</ul> : null;
 }
 
-function Shown({figures, samples, losses}) {
+function Shown({metrics, samples, losses}) {
   const key = [...Object.values(samples), ...Object.values(losses)];
   const names = chosen.value;
-  const panels = useMemo(() => panelsOf(tensor.value ? figures : figures.filter(ofTheRun), samples, losses), [figures.join(), tensor.value, ...key]);
+  const panels = useMemo(() => panelsOf(tensor.value ? metrics : metrics.filter(ofTheRun), samples, losses), [metrics.join(), tensor.value, ...key]);
   const events = useMemo(() => eventsOf(samples, losses), key);
   if (!key.some(Boolean)) return null;
   return (

@@ -6,16 +6,16 @@ import {currentStep, Steps} from '../components/steps.jsx';
 import {Table} from '../components/table.jsx';
 import {Legend} from '../map/legend.jsx';
 import {scaleOf} from '../map/scales.js';
-import {chosen, details, figureNamed, versionOf} from '../records.js';
+import {chosen, details, metricNamed, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
 import {number, placeOf, shown, titleOf} from '../units.js';
 import {exceeds, keeps, LIMITS} from '../what_if/budget.js';
-import {byTensor, FIGURES, IN_USE, leastOf, valueOf, worstFirst} from '../what_if/rows.js';
+import {byTensor, METRICS, IN_USE, leastOf, valueOf, worstFirst} from '../what_if/rows.js';
 import {extentOf, styleOf} from '../what_if/shades.js';
-import {asked, Picker, rowsOf, Weighing} from '../what_if/weigh.jsx';
+import {asked, Picker, rowsOf, Trying} from '../what_if/try.jsx';
 
 const PAGE = 30;
-const figureOf = () => (FIGURES.includes(at('figure')) ? at('figure') : FIGURES[0]);
+const metricOf = () => (METRICS.includes(at('metric')) ? at('metric') : METRICS[0]);
 
 /** The run's own sampled step that is nearest below the one that is looked at. */
 function stepOf() {
@@ -30,7 +30,7 @@ export function WhatIf() {
   return (
     <>
       <div class="controls">
-        <Figure />
+        <Metric />
         <Role />
         <label>
           Search
@@ -38,21 +38,21 @@ export function WhatIf() {
         </label>
         <Steps />
       </div>
-      <Answered answer={answer}>{(data) => <Weighed run={run} step={data.step} rows={data.rows} />}</Answered>
+      <Answered answer={answer}>{(data) => <Tried run={run} step={data.step} rows={data.rows} />}</Answered>
     </>
   );
 }
 
-function labelOf(figure) {
-  const {label, unit} = figureNamed(figure);
+function labelOf(metric) {
+  const {label, unit} = metricNamed(metric);
   return unit ? `${label} (${unit})` : label;
 }
 
-const Figure = () => (
+const Metric = () => (
   <label>
-    Figure
-    <select value={figureOf()} onChange={(event) => go({figure: event.target.value})} data-picker="figure">
-      {FIGURES.map((figure) => <option key={figure} value={figure}>{labelOf(figure)}</option>)}
+    Metric
+    <select value={metricOf()} onChange={(event) => go({metric: event.target.value})} data-picker="metric">
+      {METRICS.map((metric) => <option key={metric} value={metric}>{labelOf(metric)}</option>)}
     </select>
   </label>
 );
@@ -67,14 +67,14 @@ const Role = () => (
   </label>
 );
 
-function Weighed({run, step, rows}) {
+function Tried({run, step, rows}) {
   const recorded = byTensor([rows]);
   const questions = asked().filter((recipe) => !recorded.recipes.includes(recipe)).map((recipe) => ({run, step, recipe}));
   const all = byTensor([rows, ...questions.map(rowsOf).filter(Boolean)]);
   return (
     <>
       <Picker inUse={recorded.inUse} />
-      <Weighing questions={questions} version={versionOf(run)} />
+      <Trying questions={questions} version={versionOf(run)} />
       <Recipes run={run} step={step} {...all} />
       {!all.recipes.length && <NoOther run={run} />}
     </>
@@ -82,54 +82,54 @@ function Weighed({run, step, rows}) {
 }
 
 const NoOther = ({run}) => (
-  <Notice title="No other recipe was weighed at this step">
+  <Notice title="No other recipe was tried at this step">
     <p>
-      Weigh one above: it is replayed from the record's sketches, exactly. A run weighs recipes as it goes with{' '}
-      <code>{'FP8DebugCallback(weigh=["current", "blockwise", "mxfp8"])'}</code>, block recipes among them, of which sketches know
+      Try one above: it is replayed from the record's histograms, exactly. A run tries recipes as it goes with{' '}
+      <code>{'FP8DebugCallback(what_if=["current", "blockwise", "mxfp8"])'}</code>, block recipes among them, of which histograms know
       nothing. <code>nemo-fp8-debug replay {run} --recipe current</code> adds a recipe to the record at every step.
     </p>
   </Notice>
 );
 
 function Recipes({run, step, tensors, recipes, inUse}) {
-  const figure = figureOf();
+  const metric = metricOf();
   const find = (at('find') ?? '').toLowerCase();
   const wanted = (tensor) => (!at('only') || tensor.role === at('only')) && titleOf(tensor).toLowerCase().includes(find);
-  const listed = worstFirst(tensors.filter(wanted), figure);
+  const listed = worstFirst(tensors.filter(wanted), metric);
   const names = [IN_USE, ...recipes];
-  const values = tensors.flatMap((tensor) => names.map((name) => valueOf(tensor, name, figure))).filter((value) => value !== null);
-  const {label, unit} = figureNamed(figure);
-  const scale = scaleOf(figureNamed(figure), [extentOf(values)]);
+  const values = tensors.flatMap((tensor) => names.map((name) => valueOf(tensor, name, metric))).filter((value) => value !== null);
+  const {label, unit} = metricNamed(metric);
+  const scale = scaleOf(metricNamed(metric), [extentOf(values)]);
   if (!listed.length) return <Notice><p>No tensor matches; take the search or the operand away.</p></Notice>;
   const columns = [
     {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} step={step} view="distribution" />},
-    ...names.map((name) => columnOf(name, inUse, figure, scale)),
+    ...names.map((name) => columnOf(name, inUse, metric, scale)),
   ];
   const summary = ['within the limits', ...names.map((name) => share(listed, name))];
-  const caption = `${labelOf(figure)} of ${listed.length} tensors of ${run} at step ${step}, worst in use first`;
+  const caption = `${labelOf(metric)} of ${listed.length} tensors of ${run} at step ${step}, worst in use first`;
   return (
     <>
       <Legend scale={scale} unit={unit} label={label} />
-      <Key figure={figure} />
-      <Table key={`${figure} ${find} ${at('only')}`} name={`recipes of ${run} at step ${step}`} caption={caption} columns={columns} rows={listed} summary={summary} first={PAGE} />
+      <Key metric={metric} />
+      <Table key={`${metric} ${find} ${at('only')}`} name={`recipes of ${run} at step ${step}`} caption={caption} columns={columns} rows={listed} summary={summary} first={PAGE} />
     </>
   );
 }
 
-function columnOf(name, inUse, figure, scale) {
+function columnOf(name, inUse, metric, scale) {
   const used = inUse.length === 1 ? inUse[0] : `${inUse.length} recipes`;
   return {
     label: name,
     under: name === IN_USE ? used : undefined,
-    of: (row) => valueOf(row, name, figure),
-    cell: (row) => ({style: styleOf(scale, valueOf(row, name, figure)), 'data-recipe': name}),
-    show: (row) => <Cell value={valueOf(row, name, figure)} figure={figure} least={leastOf(row, figure)} />,
+    of: (row) => valueOf(row, name, metric),
+    cell: (row) => ({style: styleOf(scale, valueOf(row, name, metric)), 'data-recipe': name}),
+    show: (row) => <Cell value={valueOf(row, name, metric)} metric={metric} least={leastOf(row, metric)} />,
   };
 }
 
-function Cell({value, figure, least}) {
-  if (value !== null && value === least) return <><Mark exceeded={exceeds(figure, value)} /><strong>{number(value)}</strong><span role="img" aria-label="least of the row"> ★</span></>;
-  return <><Mark exceeded={exceeds(figure, value)} />{number(value)}</>;
+function Cell({value, metric, least}) {
+  if (value !== null && value === least) return <><Mark exceeded={exceeds(metric, value)} /><strong>{number(value)}</strong><span role="img" aria-label="least of the row"> ★</span></>;
+  return <><Mark exceeded={exceeds(metric, value)} />{number(value)}</>;
 }
 
 const Mark = ({exceeded}) => exceeded && <span role="img" aria-label="above the limit">▲ </span>;
@@ -141,9 +141,9 @@ function share(tensors, name) {
   return known.length ? `${Math.round((100 * kept) / known.length)}% (${kept} of ${known.length})` : '-';
 }
 
-const Key = ({figure}) => (
+const Key = ({metric}) => (
   <p class="soft">
-    {LIMITS[figure] !== undefined && `▲ above the limit of ${LIMITS[figure]}; `}★ least of the row. Limits: relative error{' '}
+    {LIMITS[metric] !== undefined && `▲ above the limit of ${LIMITS[metric]}; `}★ least of the row. Limits: relative error{' '}
     {LIMITS.relative_error}, underflow {LIMITS.underflow_pct}%, overflow {LIMITS.overflow_pct}%.
   </p>
 );

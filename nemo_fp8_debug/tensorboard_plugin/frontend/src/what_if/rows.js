@@ -1,6 +1,6 @@
-// Rows of `others` and `weigh`, a row a tensor and recipe, as a row a tensor.
+// Rows of `others` and `what_if`, a row a tensor and recipe, as a row a tensor.
 
-export const FIGURES = ['relative_error', 'underflow_pct', 'overflow_pct', 'mse'];
+export const METRICS = ['relative_error', 'underflow_pct', 'overflow_pct', 'mse'];
 export const IN_USE = 'in use';
 
 /**
@@ -19,21 +19,21 @@ export function byTensor(tables) {
       if (!tensors.has(key)) tensors.set(key, {layer, role, by: new Map()});
       const name = table.in_use?.[i] ? IN_USE : recipe;
       (table.in_use?.[i] ? inUse : others).add(recipe);
-      tensors.get(key).by.set(name, {recipe, ...Object.fromEntries(FIGURES.map((figure) => [figure, table[figure][i]]))});
+      tensors.get(key).by.set(name, {recipe, ...Object.fromEntries(METRICS.map((metric) => [metric, table[metric][i]]))});
     });
   }
   return {tensors: [...tensors.values()], recipes: [...others], inUse: [...inUse]};
 }
 
-/** The least of a row, by a figure; null where there is no choice. */
-export function leastOf(tensor, figure) {
-  const known = [...tensor.by.values()].map((errors) => errors[figure]).filter((value) => value != null);
+/** The least of a row, by a metric; null where there is no choice. */
+export function leastOf(tensor, metric) {
+  const known = [...tensor.by.values()].map((errors) => errors[metric]).filter((value) => value != null);
   const least = Math.min(...known);
   return known.some((value) => value !== least) ? least : null;
 }
 
-export const valueOf = (tensor, name, figure) => tensor.by.get(name)?.[figure] ?? null;
+export const valueOf = (tensor, name, metric) => tensor.by.get(name)?.[metric] ?? null;
 
-/** Worst first, by the figure in use; those without it last. */
-export const worstFirst = (tensors, figure) =>
-  [...tensors].sort((a, b) => (valueOf(b, IN_USE, figure) ?? -1) - (valueOf(a, IN_USE, figure) ?? -1));
+/** Worst first, by the metric in use; those without it last. */
+export const worstFirst = (tensors, metric) =>
+  [...tensors].sort((a, b) => (valueOf(b, IN_USE, metric) ?? -1) - (valueOf(a, IN_USE, metric) ?? -1));

@@ -1,12 +1,12 @@
-// Cells in the colours of a scale, and text that is read on them.
+// Cells in the colors of a scale, and text that is read on them.
 
-const channels = (colour) => [1, 3, 5].map((at) => Number.parseInt(colour.slice(at, at + 2), 16));
+const channels = (color) => [1, 3, 5].map((at) => Number.parseInt(color.slice(at, at + 2), 16));
 
-/** The colour at a share of the way. */
-function mixed(colours, part) {
-  const at = part * (colours.length - 1);
-  const low = Math.min(Math.floor(at), colours.length - 2);
-  const [from, to] = [channels(colours[low]), channels(colours[low + 1])];
+/** The color at a share of the way. */
+function mixed(colors, part) {
+  const at = part * (colors.length - 1);
+  const low = Math.min(Math.floor(at), colors.length - 2);
+  const [from, to] = [channels(colors[low]), channels(colors[low + 1])];
   return from.map((value, i) => Math.round(value + (to[i] - value) * (at - low)));
 }
 
@@ -26,9 +26,9 @@ export const extentOf = (values) => ({
 });
 
 /** Of a cell; values that a logarithmic scale has no place for are the lowest. */
-export function styleOf({to, low, high, colours}, value) {
+export function styleOf({to, low, high, colors}, value) {
   if (value === null) return {};
   const part = Math.min(1, Math.max(0, (to(value) - low) / (high - low))) || 0;
-  const rgb = mixed(colours, part);
+  const rgb = mixed(colors, part);
   return {background: `rgb(${rgb})`, color: luminance(rgb) < WHITE_IS_READ_BETTER_BELOW ? '#fff' : '#111'};
 }

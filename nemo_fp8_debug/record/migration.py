@@ -1,0 +1,92 @@
+"""Records of schema 2 and 3 in the names of schema 4: the one place that knows what was called otherwise before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+#: schema versions that this release reads
+READABLE = (2, 3, 4)
+
+#: table: the folder that held its parts before schema 4
+_FOLDERS = {"metrics": "figures", "histograms": "sketches"}
+_COLUMNS = {
+    "shards": "ranks",
+    "shards_missing": "ranks_missing",
+    "true_amax": "unscaled_amax",
+    "true_amin": "unscaled_amin",
+    "true_mse": "unscaled_mse",
+    "grad_multiplier": "grad_scale",
+}
+_EARLIER = {new: old for old, new in _COLUMNS.items()}
+_VALUES = {"scale_source": ("not quantised", "not quantized")}
+_FINGERPRINT = {
+    "host_options": "backend_options",
+    "configured_in_host": "configured_in_backend",
+    "gemms_quantised_by_emulation": "gemms_quantized_by_emulation",
+    "hosts": "backends",
+    "weigh": "what_if",
+}
+#: columns that came after schema 2, and are null in older parts
+_ADDED = {"experts", "ranks", "ranks_missing", "unscaled_amax", "unscaled_amin", "unscaled_mse", "grad_scale"}
+
+
+def folders_of(table: str) -> Sequence[str]:
+    """The folders that hold the parts of a table, today's first.
+
+    >>> folders_of("metrics")
+    ['metrics', 'figures']
+    """
+    return [table, *([_FOLDERS[table]] if table in _FOLDERS else [])]
+
+
+def with_earlier_names(columns: Iterable[str]) -> list[str]:
+    """Names of columns, and what these were called before.
+
+    >>> with_earlier_names(["step", "ranks"])
+    ['step', 'ranks', 'shards']
+    """
+    return [name for new in columns for name in (new, *([_EARLIER[new]] if new in _EARLIER else []))]
+
+
+def renamed(rows: pa.Table) -> pa.Table:
+    """Rows of any readable schema, with today's names and values."""
+    rows = rows.rename_columns([_COLUMNS.get(name, name) for name in rows.column_names])
+    for name, (old, new) in _VALUES.items():
+        if name in rows.column_names:
+            i = rows.column_names.index(name)
+            rows = rows.set_column(i, rows.field(i), _with_value(rows.column(i), old, new))
+    return rows
+
+
+def completed(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The columns of `schema`, in its order; those that came later than the rows are null, others that lack stay away."""
+    rows = renamed(rows)
+    columns = {
+        field.name: rows[field.name] if field.name in rows.column_names else pa.nulls(len(rows), field.type)
+        for field in schema
+        if field.name in rows.column_names or field.name in _ADDED
+    }
+    return pa.table(columns)
+
+
+def _with_value(column: pa.ChunkedArray, old: str, new: str) -> pa.ChunkedArray:
+    if not pa.types.is_dictionary(column.type):
+        return pc.replace_substring(column, old, new)
+    chunks = [pa.DictionaryArray.from_arrays(c.indices, pc.replace_substring(c.dictionary, old, new)) for c in column.chunks]
+    return pa.chunked_array(chunks, column.type)
+
+
+def fingerprint(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint of any readable schema, with today's names.
+
+    >>> fingerprint({"schema_version": 3, "sampled": {"hosts": ["torch.nn.Linear"]}})
+    {'schema_version': 3, 'sampled': {'backends': ['torch.nn.Linear']}}
+    """
+    return {
+        _FINGERPRINT.get(name, name): fingerprint(value) if isinstance(value, Mapping) else value
+        for name, value in content.items()
+    }

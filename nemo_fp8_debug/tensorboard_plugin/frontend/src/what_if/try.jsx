@@ -1,0 +1,120 @@
+// Recipes that the record does not have, replayed from its histograms when asked for.
+import {signal} from '@preact/signals';
+import {useEffect, useState} from 'preact/hooks';
+import {at, go} from '../address.js';
+import {Problem} from '../components/notice.jsx';
+import {useJob} from '../server.js';
+
+const BETWEEN = ';';
+
+/** Recipes that the address asks to try. */
+export const asked = () => [...new Set((at('what_if') ?? '').split(BETWEEN).filter(Boolean))];
+const ask = (recipes) => go({what_if: recipes.length ? recipes.join(BETWEEN) : null});
+
+const KEPT = 60;
+/** {version, rows} or {version, error} by question; the version is the record's when it was asked. */
+const tried = signal(new Map());
+const keyOf = (question) => JSON.stringify(question);
+/** The rows of a question, those of an earlier version until the new ones are there. */
+export const rowsOf = (question) => tried.value.get(keyOf(question))?.rows;
+
+function keep(question, answer) {
+  tried.value = new Map([...tried.value, [keyOf(question), answer]].slice(-KEPT));
+}
+
+function forgetFailures() {
+  tried.value = new Map([...tried.value].filter(([, answer]) => !answer.error));
+}
+
+/** The recipe's name, as numerics/recipe.py has it: options at their default are left out. */
+function nameOf({scaling, format, margin, history}) {
+  if (scaling !== 'delayed') return `${scaling}-${format}`;
+  const options = [margin && `margin=${margin}`, history !== 1024 && `amax_history_len=${history}`].filter(Boolean);
+  return `delayed-${format}${options.length ? `(${options.join(',')})` : ''}`;
+}
+
+const historyIn = (recipes) => Number(/amax_history_len=(\d+)/.exec(recipes.join(' '))?.[1] ?? 1024);
+const whole = (text, least, most) => Math.min(most, Math.max(least, Number.parseInt(text, 10) || least));
+
+/** @param {Array<string>} inUse recipes in use, whose history delayed scaling starts out with */
+export function Picker({inUse}) {
+  const [wanted, want] = useState({scaling: 'current', format: 'hybrid', margin: 0, history: historyIn(inUse)});
+  const set = (more) => want({...wanted, ...more});
+  const delayed = wanted.scaling === 'delayed';
+  const tryOut = (event) => {
+    event.preventDefault();
+    forgetFailures();
+    ask([...asked(), nameOf(wanted)]);
+  };
+  return (
+    <form class="controls" onSubmit={tryOut} aria-label="Try another recipe">
+      <label>
+        Try another recipe
+        <select value={wanted.scaling} onChange={(event) => set({scaling: event.target.value})} data-picker="scaling">
+          <option value="current">current scaling</option>
+          <option value="delayed">delayed scaling</option>
+        </select>
+      </label>
+      <label>
+        Format
+        <select value={wanted.format} onChange={(event) => set({format: event.target.value})} data-picker="format">
+          <option value="hybrid">E4M3, dY in E5M2</option>
+          <option value="e4m3">E4M3</option>
+          <option value="e5m2">E5M2</option>
+        </select>
+      </label>
+      {delayed && (
+        <label>
+          Margin (powers of 2)
+          <input type="number" min="0" max="20" value={wanted.margin} onChange={(event) => set({margin: whole(event.target.value, 0, 20)})} data-picker="margin" />
+        </label>
+      )}
+      {delayed && (
+        <label>
+          History (samples)
+          <input type="number" min="1" max="4096" value={wanted.history} onChange={(event) => set({history: whole(event.target.value, 1, 4096)})} data-picker="history" />
+        </label>
+      )}
+      <button type="submit">Try</button>
+      <Asked />
+    </form>
+  );
+}
+
+function Asked() {
+  return asked().map((recipe) => (
+    <button key={recipe} type="button" class="small" onClick={() => ask(asked().filter((other) => other !== recipe))} aria-label={`Leave ${recipe} out`}>
+      {recipe} ✕
+    </button>
+  ));
+}
+
+/** Works on the questions one after the other, anew where the record has another version. */
+export function Trying({questions, version}) {
+  const failed = questions.map((question) => [question, tried.value.get(keyOf(question))?.error]).filter(([, error]) => error);
+  const next = questions.find((question) => tried.value.get(keyOf(question))?.version !== version);
+  return (
+    <>
+      {failed.map(([question, error]) => <Problem key={question.recipe} error={`${question.recipe} could not be tried: ${error}`} />)}
+      {failed.length > 0 && <button type="button" onClick={forgetFailures}>Try again</button>}
+      {next && <Settled key={`${version} ${keyOf(next)}`} question={next} version={version} />}
+    </>
+  );
+}
+
+const SETTLED_MS = 400;
+
+/** Asks once nobody has moved on for a moment, as a slider does that is drawn along. */
+function Settled({question, version}) {
+  const [settled, settle] = useState(false);
+  useEffect(() => {
+    const timer = setTimeout(() => settle(true), SETTLED_MS);
+    return () => clearTimeout(timer);
+  }, []);
+  const job = useJob(settled ? 'what_if' : null, question, version);
+  useEffect(() => {
+    if (job.data) keep(question, {version, rows: job.data.rows});
+    else if (job.error) keep(question, {version, error: job.error});
+  }, [job.data, job.error]);
+  return <p class="soft" role="status">{question.recipe} is tried from the histograms of step {question.step}{job.seconds ? `, for ${Math.round(job.seconds)} s so far` : ''} …</p>;
+}
