@@ -24,7 +24,7 @@ MODULES = {"pyyaml": "yaml"}
 SOURCES = (
     "nemo_fp8_debug/**/*.py",
     *(f"scripts/validation/{name}.py" for name in ("gpu/*", "emulated_te/*", "cuda_simulator")),
-    *(f"scripts/{name}.py" for name in ("paired", "step_costs", "bench_homecoming")),
+    *(f"scripts/benchmarks/{name}.py" for name in ("common/paired", "common/step_costs", "device_to_host")),
 )
 NOT_MEASURED = ("scripts/validation/gpu/tables.py",)
 
