@@ -26,30 +26,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two runs must round alike
-
-import numpy as np
+import crashing_run
 import polars as pl
 import torch
-from torch import nn
 
-from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.core.keys import SHOWN_AS
-from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
 from nemo_fp8_debug.options.control_file import STATUS
-from nemo_fp8_debug.record import writer
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 from nemo_fp8_debug.record.schema import Part
 from nemo_fp8_debug.record.storage import Place
 
-# Compiled once, and not in each run that is forked.
-count_patterns(np.zeros(8, np.uint16), np.zeros(1 << 15, np.int64), threads=1)
-
-#: parts merged into one; low, so that kills hit merging
-MERGED = 4
-#: steps between checkpoints
-CHECKPOINT = 7
 #: seconds that a run lives, at the most
 LIFE = 0.9
 TABLES = ("figures", "what_if", "sketches", "steps")
@@ -76,57 +63,6 @@ def main() -> None:
         print(torture.summary())
 
 
-# What is killed
-
-
-def train(folder: Path, length: int, says: Connection | None) -> None:
-    """Train from the last checkpoint on, or from the start; says which step begins, once those before are recorded."""
-    torch.set_num_threads(1)
-    warnings.showwarning = end_at_a_warning
-    writer.MERGED = MERGED
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 512), nn.Linear(512, 96)).bfloat16()
-    checkpoint = folder / "checkpoint.pt"
-    first = 0
-    if checkpoint.exists():
-        first, weights = torch.load(checkpoint)
-        model.load_state_dict(weights)
-    options: dict[str, Any] = {"recipe": "current-e4m3", "weigh": ["current-e5m2"], "dump": ["1"]}
-    monitor = Monitor(model, str(folder / "run"), interval=1, table_rows=0, dump_min_free_bytes=0, **options)
-    attempt = read_fingerprint(folder / "run")["attempt"]
-    for step in range(first, length):
-        monitor.begin_step(step)  # waits for the samples before
-        if says:
-            says.send((attempt, first, step))
-        monitor.end_step(loss=train_step(model, step))
-        if (step + 1) % CHECKPOINT == 0:
-            torch.save((step + 1, model.state_dict()), checkpoint.with_suffix(".new"))
-            checkpoint.with_suffix(".new").replace(checkpoint)
-    monitor.close()
-    if says:
-        says.send((attempt, first, length))
-
-
-def end_at_a_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    if issubclass(category, FP8DebugWarning):
-        print(message, file=sys.stderr, flush=True)
-        os._exit(3)
-
-
-def train_step(model: nn.Module, step: int) -> torch.Tensor:
-    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(step)).bfloat16()
-    model.zero_grad()
-    loss = (model(x) - x.roll(1, 1)).float().square().mean()
-    loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= 0.05 * parameter.grad
-    return loss.detach()
-
-
-# What kills and checks
-
-
 @dataclass
 class Torture:
     """Runs, kills and checks; keeps count."""
@@ -139,9 +75,9 @@ class Torture:
 
     def __post_init__(self) -> None:
         # A server that has imported torch forks each run: it starts no thread, which a fork would lose.
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # or the server would not find what it imports
         self.processes = multiprocessing.get_context("forkserver")
-        self.processes.set_forkserver_preload([Path(__file__).stem])
+        self.processes.set_forkserver_preload([crashing_run.__name__])
         self.reference: dict[str, pl.DataFrame] = {}
         whole = self.folder / "reference"
         whole.mkdir()
@@ -150,7 +86,7 @@ class Torture:
         self.reference_dumps = {key(Place(whole / "run"), name): name for *_, name in dumped_files(Place(whole / "run"))}
 
     def start(self, folder: Path, says: Connection | None = None) -> Any:
-        process = self.processes.Process(target=train, args=(folder, self.length, says))
+        process = self.processes.Process(target=crashing_run.train, args=(folder, self.length, says))
         process.start()
         return process
 
@@ -177,7 +113,7 @@ class Torture:
         process = self.start(folder, says)
         says.close()
         # Half of the kills may hit the opening of the record; the others hit training, however slow the machine is.
-        steps = self.chance.randrange(3 * CHECKPOINT)
+        steps = self.chance.randrange(3 * crashing_run.CHECKPOINT)
         last = last_word(hears, steps) if self.chance.random() < 0.5 else None
         time.sleep(self.chance.uniform(0, LIFE if self.chance.random() < 0.5 else LIFE / 3))
         if self.chance.random() < 0.5:

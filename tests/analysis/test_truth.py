@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from fault_injection.cases import cases
-from fault_injection.faults import Fault, OutlierChannel, StuckScale, WrongScale
+from fault_injection.fault import Fault
+from fault_injection.faults import OutlierChannel, StuckScale, WrongScale
 from fault_injection.training import Training
 
 SEED, STEPS = 1, 4

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fault_injection.faults import Fault, Gradients, Labels, LearningRate, OutlierChannel, StuckScale, Weights, WrongScale
+from fault_injection.fault import Fault
+from fault_injection.faults import Gradients, Labels, LearningRate, OutlierChannel, StuckScale, Weights, WrongScale
 
 #: steps that all runs of a seed have in common; of the runs that are told apart; and of the fault's onset
 START, END = 300, 560

@@ -16,7 +16,7 @@ import torch
 from megatron_lm_loop import one_process
 
 from fault_injection.cases import END, cases, onset_of
-from fault_injection.faults import Fault
+from fault_injection.fault import Fault
 from fault_injection.training import Training
 from fault_injection.verdicts import gap_of, judged, twin_of
 from nemo_fp8_debug.plan.plan import Plan

@@ -16,7 +16,7 @@ import torch
 from megatron_lm_loop import one_process
 
 from fault_injection.cases import END, START, Case, cases, onset_of
-from fault_injection.faults import Fault
+from fault_injection.fault import Fault
 from fault_injection.training import Training
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.record.writer import RunRecord

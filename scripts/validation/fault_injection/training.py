@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from fault_injection.faults import Fault
+from fault_injection.fault import Fault
 from nemo_fp8_debug.capture.gemms import find_gemms, select
 from nemo_fp8_debug.interventions.emulate import Emulation
 from nemo_fp8_debug.numerics.delayed_state import DelayedState
