@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node=1 recipes/megatron_bridge.py
 
-Bridge needs Transformer Engine, which needs a GPU; scripts/te_bridge.sh runs the same on a CPU, over emulated kernels.
+Bridge needs Transformer Engine, which needs a GPU; scripts/validation/compat/te_bridge.sh runs the same on a CPU, over
+emulated kernels.
 """
 
 from __future__ import annotations

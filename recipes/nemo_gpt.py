@@ -1,8 +1,8 @@
 """A small GPT trained by real NeMo in FP8: `python recipes/nemo_gpt.py baseline` (or `bad`, or `reference`).
 
-The three runs differ in one thing each: `bad` doubles `baseline`'s learning rate every 20 steps from the first third of the run
-on, until it diverges; `reference` is `bad` without FP8. On a CPU the operands of each GEMM are quantized as the recipe says and
-multiplied in BF16; with `--engine te` the same recipe runs on GPUs with Transformer Engine.
+The three runs differ in one thing each: `bad` doubles `baseline`'s learning rate every 20 steps from the first third of
+the run on, until it diverges; `reference` is `bad` without FP8. On a CPU the operands of each GEMM are quantized as the
+recipe says and multiplied in BF16; with `--engine te` the same recipe runs on GPUs with Transformer Engine.
 """
 
 from __future__ import annotations

@@ -84,7 +84,6 @@ def stop(*_: object) -> None:
 def import_nemo(log: Path) -> None:
     """Import what the runs share. The number of threads is set by demo.sh, which is before torch is imported."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # megatron-core's fusions compile for longer than this model trains
-    sys.path.append(str(ROOT / "recipes"))
     with printing_to(log):
         import nemo_gpt  # noqa: F401
     gc.freeze()  # or each run would go through the objects of all modules, and copy their memory

@@ -11,11 +11,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from playwright.sync_api import Page
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import browser
-from demo import the_worst
+from demo import PORT, worst_tensor
+from playwright.sync_api import Page
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SIZE = {"width": 1500, "height": 1000}
@@ -42,7 +40,7 @@ def main() -> None:
             page.screenshot(path=IMAGES / f"{name}.png")
             page.close()
 
-        culprit = the_worst(runs / "baseline", runs / "bad").partition("/#")[2]
+        culprit = worst_tensor(runs / "baseline", runs / "bad", PORT).partition("/#")[2]
         for view, ready in VIEWS.items():
             take(f"tab_{view}", lambda page, v=view, r=ready: tab(page, f"{address}/#{culprit}&p.fp8.step=300", v, r))
         dark = f"{address}/?darkMode=true#{culprit}&p.fp8.step=300"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,17 +15,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
+from processes import GUARD
 
 _here = Path(__file__).parent
-_root = _here.parent
-_helpers = (
-    *(_here, _here / "capture/backends", _here / "interventions"),
-    *(_root / "recipes", _root / "scripts/truth", _root / "scripts/validation"),
-)
-sys.path[:0] = [str(p) for p in _helpers]
-
-from processes import GUARD  # noqa: E402
-
 #: files that take longest come first, so that no worker is left with one in the end
 _longest = (
     *("scripts/test_demo", "distributed/test_network_faults", "distributed/test_megatron_layouts"),

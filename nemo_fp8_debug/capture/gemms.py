@@ -64,7 +64,8 @@ def _part_of_name(part: str, parts: int) -> str:
 
 
 def unknown_gemms(roots: Sequence[nn.Module]) -> dict[str, str]:
-    """Modules of backends that quantize for themselves, with a matrix of their own, that no host here owns: name -> class."""
+    """Modules of backends that quantize for themselves, with a matrix of their own, that no host here owns: name ->
+    class."""
     found = {global_name(root, path): module for root in roots for path, module in root.named_modules() if path}
     return {
         name: f"{type(module).__module__}.{type(module).__qualname__}"

@@ -1,4 +1,5 @@
-"""Stands in for a function of the framework for the length of a sampled step, where the framework has no event for what it returns."""
+"""Stands in for a function of the framework for the length of a sampled step, where the framework has no event for what
+it returns."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The one packed reduction of a sampled step: stats of a family's ranks -> stats of whole tensors, on its first rank.
 
 Two collectives, however many tensors there are. The first, a maximum, finds what no rank knows alone: extremes, and which
-binades of each histogram are occupied by anyone. The second adds up those binades and all sums, in float64, which holds every
-count below 2^53: integers come out exactly, whatever the order of the ranks.
+binades of each histogram are occupied by anyone. The second adds up those binades and all sums, in float64, which holds
+every count below 2^53: integers come out exactly, whatever the order of the ranks.
 
 Both go through gloo between host memories: no GPU waits for them, and a rank that is gone costs a timeout, not the run.
 """

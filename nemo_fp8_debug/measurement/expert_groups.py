@@ -1,7 +1,7 @@
 """Experts of a layer as one: the same GEMM and role of all of them, added up.
 
-What is added are sums that each expert has under its own scale, so that metrics of a aggregate are those of all its tensors laid
-end to end, each cast as it was.
+What is added are sums that each expert has under its own scale, so that metrics of a aggregate are those of all its
+tensors laid end to end, each cast as it was.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def magnitudes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 class HistogramBatch:
     """The occupied bins of B histograms, end to end: finite magnitudes in ascending order, the others counted apart.
 
-    Behind the bins of a histogram lie empty ones up to a multiple of LANES, so that all of them are added up in the same order
-    on any device, whatever else is in the batch.
+    Behind the bins of a histogram lie empty ones up to a multiple of LANES, so that all of them are added up in the
+    same order on any device, whatever else is in the batch.
     """
 
     #: how many bins each histogram occupies, [B]
@@ -130,8 +130,8 @@ class HistogramBatch:
         """Pack histograms on the device that they are on, which is asked for their lengths only.
 
         Args:
-            where: int64 [N], ascending: what is occupied of the histograms end to end, BINS * i + p for bin p of histogram i.
-            there: int64 [N], the counts.
+            where: int64 [N], ascending: what is occupied of the histograms end to end, BINS * i + p for bin p of
+            histogram i. there: int64 [N], the counts.
             dtypes: of the histograms, [B].
         """
         histogram, bins = where // BINS, where % BINS
@@ -201,7 +201,8 @@ class HistogramBatch:
 
     @functools.cached_property
     def _pairs(self) -> tuple[int, torch.Tensor]:
-        """A power of two that is not less than the lanes of any histogram, and the place of each in a table that is so wide."""
+        """A power of two that is not less than the lanes of any histogram, and the place of each in a table that is so
+        wide."""
         lanes = [lanes_of(length) for length in self.lengths]
         width = 1 << (max(lanes, default=1) - 1).bit_length() if max(lanes, default=1) > 1 else 1
         place = np.concatenate([np.zeros(0, np.int64), *(width * i + np.arange(n) for i, n in enumerate(lanes))])

@@ -181,7 +181,8 @@ def sums_of_values(
 
 
 def quantization_sums_of_counts(histogram: Histogram, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
-    """Sums (one row, on the histogram's device) of a histogram under a scale, a float32 scalar; without host synchronization."""
+    """Sums (one row, on the histogram's device) of a histogram under a scale, a float32 scalar; without host
+    synchronization."""
     counts, end = histogram.counts, infinity_bin(histogram.dtype)
     x = magnitudes_of(histogram.dtype, counts.device)[:end]
     scaled = x * scale.to(x.device)

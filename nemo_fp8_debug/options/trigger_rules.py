@@ -25,7 +25,8 @@ class Threshold:
     limit: float
 
     def passed_by(self, sample: Sample) -> str | None:
-        """The first tensor of the sample that is past the limit, in words; experts are tensors each, their aggregate is none."""
+        """The first tensor of the sample that is past the limit, in words; experts are tensors each, their aggregate is
+        none."""
         columns = sample.columns
         rows = zip(columns["layer"], columns["role"], columns[self.metric], strict=True)
         past = [row for row in rows if not is_aggregate(row[0]) and self._is_past(*row[1:])]

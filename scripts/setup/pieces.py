@@ -22,6 +22,8 @@ PYTHON = VENV / "bin" / "python"
 LOCKED = ROOT / "scripts" / "packages" / "locked"
 FRONTEND = ROOT / "nemo_fp8_debug" / "tensorboard_plugin" / "frontend"
 VERSION = "{}.{}".format(*sys.version_info)
+#: where programs of .venv find what scripts and recipes share
+SHARED = (ROOT / "recipes", ROOT / "scripts", ROOT / "scripts" / "validation")
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,9 @@ def _install_package(workshop: Workshop, _: bool) -> None:
         *(VENV / "bin" / "uv", "pip", "install", "--python", PYTHON, "--offline", "--no-deps", "--no-build-isolation"),
         *("--reinstall-package", "nemo_fp8_debug", "-e", ROOT),
     )
+    # A line for each folder that is put behind the installed packages.
+    found = VENV / "lib" / f"python{VERSION}" / "site-packages" / "nemo_fp8_debug_repository.pth"
+    found.write_text("".join(f"{folder}\n" for folder in SHARED))
 
 
 def _install_tests(workshop: Workshop, interrupted: bool) -> None:
@@ -159,7 +164,7 @@ def _install_transformer_engine(workshop: Workshop, _: bool) -> None:
 
 def _install_bridge(workshop: Workshop, _: bool) -> None:
     part = _emptied(VENV / "bridge.part")
-    # It requests for Python 3.12 (tests/te/bridge_on_cpu.py has what it uses), which pip can be told to pass over, uv not.
+    # It asks for Python 3.12, which pip can be told to pass over, uv not; bridge_on_cpu.py has what it uses of that.
     # For 3.10 there is no wheel of this megatron-core, which is built from its source.
     workshop.pip_install("--ignore-requires-python", "--target", part, "-r", LOCKED / "bridge.txt")
     _put_in_place(part)

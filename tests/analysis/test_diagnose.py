@@ -1,4 +1,5 @@
-"""What rules add up to, over records of runs: with a baseline, with a reference run, alone, and where there is little to go by."""
+"""What rules add up to, over records of runs: with a baseline, with a reference run, alone, and where there is little
+to go by."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 import torch
 from samples import FINGERPRINT, measured_sample, sample
-from test_megatron import VOCABULARY, gpt, loss_of
+from small_models.megatron import VOCABULARY, gpt, loss_of
 from torch import nn
 from typer.testing import CliRunner, Result
 

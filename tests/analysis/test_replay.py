@@ -11,8 +11,8 @@ import polars as pl
 import pytest
 import torch
 from polars.testing import assert_frame_equal
+from small_models.megatron import gpt, loss_of
 from test_emulate import attached
-from test_megatron import gpt, loss_of
 from torch import nn
 from typer.testing import CliRunner, Result
 

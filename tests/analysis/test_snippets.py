@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from recommendations import BF16, CURRENT, MARGIN, Ways, recommendation, run
-from test_megatron import gpt
+from small_models.megatron import gpt
 
 from nemo_fp8_debug.analysis.recommendation.recommend import Ends, Recommendation
 from nemo_fp8_debug.analysis.recommendation.snippets import write

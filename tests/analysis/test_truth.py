@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from cases import cases
-from faults import Fault, OutlierChannel, StuckScale, WrongScale
-from training import Training
+from fault_injection.cases import cases
+from fault_injection.fault import Fault
+from fault_injection.faults import OutlierChannel, StuckScale, WrongScale
+from fault_injection.training import Training
 
 SEED, STEPS = 1, 4
 OF_OPERANDS = (WrongScale, StuckScale, OutlierChannel)

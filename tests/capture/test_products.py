@@ -14,8 +14,8 @@ import pytest
 import torch
 from helpers import Samples
 from products import errors, metrics_of, quantized, rows
+from small_models.megatron import gpt, loss_of
 from test_emulate import attached
-from test_megatron import gpt, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

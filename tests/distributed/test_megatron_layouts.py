@@ -193,7 +193,8 @@ def test_errors_of_outputs_are_those_of_what_each_rank_multiplies(trained: Path,
 
 @of_spread
 def test_operands_are_those_of_one_process_but_for_the_noise_of_the_layout(trained: Path, layout: Layout) -> None:
-    """Sorting brings two sets of values as close as they get, so that histograms may not be further apart than the tensors."""
+    """Sorting brings two sets of values as close as they get, so that histograms may not be further apart than the
+    tensors."""
     whole, one = Whole(trained, layout), Whole(trained, BY_NAME[like(layout)])
     mine, its = (histograms(trained, name, "auto") for name in (layout.name, like(layout)))
     assert set(mine) == set(its)

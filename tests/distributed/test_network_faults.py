@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import network_faults
 import pytest
+from network_cases import CASES, broken
 from network_hosts import possible
 from processes import run_script
 
-SCRIPT = Path(network_faults.__file__)
+SCRIPT = Path(__file__).parents[2] / "scripts/validation/network_faults.py"
 #: some of its cases, of a monitor that promises fewer seconds
 SOON = ("interface not named", "store's host frozen", "partition", "rank frozen, and the run ends")
 
@@ -23,12 +23,12 @@ def test_faults_hold_training_up_no_longer_than_promised(tmp_path: Path) -> None
     run_script(SCRIPT, "--output", str(results), *fault, "--cases", *SOON)
     found = json.loads(results.read_text())
     assert list(found["cases"]) == list(SOON)
-    assert network_faults.broken(found) == []
+    assert broken(found) == []
     assert any(rank["waits"] for rank in found["cases"]["store's host frozen"]["ranks"])
 
 
 def test_the_results_of_faults_of_full_length_keep_what_is_promised() -> None:
     found = json.loads(SCRIPT.with_suffix(".json").read_text())
     assert (found["limit_s"], found["work_s"], found["lasts_s"]) == (60.0, 0.0, 100.0)
-    assert set(found["cases"]) == set(network_faults.CASES)
-    assert network_faults.broken(found) == []
+    assert set(found["cases"]) == set(CASES)
+    assert broken(found) == []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Samples
-from test_megatron import gpt, loss_of
+from small_models.megatron import gpt, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

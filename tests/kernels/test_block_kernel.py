@@ -1,4 +1,5 @@
-"""What the CPU kernel does in another way than the plain path: sums from the histogram, NVFP4's scales in a loop of its own."""
+"""What the CPU kernel does in another way than the plain path: sums from the histogram, NVFP4's scales in a loop of its
+own."""
 
 from __future__ import annotations
 

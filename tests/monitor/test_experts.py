@@ -10,7 +10,7 @@ import pytest
 import torch
 from polars.testing import assert_frame_equal
 from processes import run_script
-from test_megatron import SEQUENCE, gpt, loss_of
+from small_models.megatron import SEQUENCE, gpt, loss_of
 from torch import nn
 
 from nemo_fp8_debug import Monitor

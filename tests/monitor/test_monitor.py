@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import Samples
+from small_models.megatron import gpt, loss_of
 from test_emulate import attached
-from test_megatron import gpt, loss_of
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -13,7 +13,7 @@ from helpers import Samples
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import sample
-from test_megatron import gpt, loss_of
+from small_models.megatron import gpt, loss_of
 from torch import nn
 
 from nemo_fp8_debug import ConfigError, Monitor

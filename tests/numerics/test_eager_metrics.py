@@ -1,11 +1,10 @@
-"""What bench_peers.py holds our cost against computes our metrics."""
+"""What benchmarks/peers holds our cost against computes our metrics."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from benchmarks.peers.eager_metrics import NAMES, eager_metrics
 
 from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.numerics import metrics
@@ -16,12 +15,7 @@ from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize(("precision", "digits"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
-def test_eager_formulas_give_our_metrics(
-    fmt: FloatFormat, precision: torch.dtype, digits: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    from eager_metrics import NAMES, eager_metrics
-
+def test_eager_formulas_give_our_metrics(fmt: FloatFormat, precision: torch.dtype, digits: float) -> None:
     torch.manual_seed(0)
     x = (torch.randn(100, 100) * (4 * torch.randn(100, 100)).exp()).bfloat16()
     x[0, 0], x[0, 1], x[0, 2] = torch.nan, torch.inf, 0

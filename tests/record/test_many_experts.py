@@ -224,8 +224,9 @@ class TestCompare:
         assert len(found.tensors) == LAYERS
         assert len(found.experts) == LAYERS * EXPERTS
         assert (
-            f"The tensor that drifted farthest is X of {name_of(2, '*', 'linear_fc1')}: MSE x 100, underflow 0.1% -> 5%, overflow 0% -> 0%. "
-            f"Of its experts, farthest apart is X of {name_of(2, 77, 'linear_fc1')}: MSE x 100, underflow 0.1% -> 40%"
+            f"The tensor that drifted farthest is X of {name_of(2, '*', 'linear_fc1')}: MSE x 100, "
+            "underflow 0.1% -> 5%, overflow 0% -> 0%. "
+            f"Of its experts, the tensor that drifted farthest is X of {name_of(2, 77, 'linear_fc1')}: MSE x 100, underflow 0.1% -> 40%"
         ) in summarize(found)
         assert len(to_json(found)["experts"]) == LAYERS * EXPERTS
 

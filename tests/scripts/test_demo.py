@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -18,7 +19,7 @@ import psutil
 import pytest
 from browser import chromium, tensorboard, window
 from playwright.sync_api import FrameLocator, Page
-from processes import GUARD, end_all, finished
+from processes import GUARD, end_all, finished, found_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,13 +33,14 @@ class Demo:
 
 
 DEMO = (sys.executable, "-W", "ignore", ROOT / "scripts/demo.py", "--output")
+ENVIRONMENT = os.environ | {"PYTHONPATH": found_in(ROOT / "recipes")}
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     output = tmp_path_factory.mktemp("demo") / "runs"
     with somebody_listening_on(6006):
-        done = finished(*DEMO, output)
+        done = finished(*DEMO, output, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return Demo(output, done.stdout)
 
@@ -112,7 +114,9 @@ def test_progress_has_an_estimate_and_fits_a_terminal(job: Demo) -> None:
 
 
 def test_ctrl_c_ends_the_runs(tmp_path: Path) -> None:
-    with subprocess.Popen(list(map(str, (*DEMO, tmp_path / "runs"))), stdout=subprocess.PIPE, text=True) as demo:
+    with subprocess.Popen(
+        list(map(str, (*DEMO, tmp_path / "runs"))), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as demo:
         try:
             assert demo.stdout
             next(line for line in demo.stdout if "baseline" in line)

@@ -113,11 +113,13 @@ def test_a_killed_setup_goes_on_where_it_ended_and_needs_no_network_when_complet
     assert second.returncode == 0, second.stdout + second.stderr
     assert {name: (marks / name).stat().st_mtime_ns for name in finished} == finished
     assert "Installing demo packages, nemo_fp8_debug" in second.stdout
-    where = "import slow, torch, importlib.util as u; print(u.find_spec('nemo_fp8_debug').origin)"
+    where = "import slow, sys, torch, importlib.util as u; print(u.find_spec('nemo_fp8_debug').origin, *sys.path, sep='\\n')"
     found = subprocess.run(
         [tree / ".venv/bin/python", "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
-    assert found.stdout.strip() == str(tree / "nemo_fp8_debug" / "__init__.py"), found.stderr
+    origin, *searched = found.stdout.splitlines()
+    assert origin == str(tree / "nemo_fp8_debug" / "__init__.py"), found.stderr
+    assert searched[-1] == str(tree / "scripts"), "behind all that is installed"
 
     files = _files(tree)
     third = run_setup(tree, *NO_NETWORK)

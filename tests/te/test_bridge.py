@@ -1,4 +1,4 @@
-"""The callback under Megatron-Bridge's own `pretrain`, in a process that believes in a GPU; see scripts/te_bridge.py."""
+"""The callback under Megatron-Bridge's own `pretrain`, in a process that believes in a GPU; see compat/te_bridge.py."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 from processes import finished, found_in
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 BRIDGE, TE = Path(sys.prefix) / "bridge", Path(sys.prefix) / "te"
 
 
 def test_the_recipe_trains_the_same_and_its_scales_are_the_kernels() -> None:
     assert (BRIDGE / "megatron").is_dir(), f"no Megatron-Bridge in {BRIDGE}; scripts/setup.sh tests installs it"
     environment = os.environ | {
-        "PYTHONPATH": found_in(ROOT, BRIDGE, TE, HERE, ROOT / "scripts/validation"),
+        "PYTHONPATH": found_in(ROOT, BRIDGE, TE, ROOT / "recipes", ROOT / "scripts/validation"),
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts/te_bridge.py")]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts/validation/compat/te_bridge.py")]
     done = finished(*command, env=environment, cwd=ROOT)
     if done.returncode != 0:
         pytest.fail(done.stdout[-2_000:] + done.stderr[-8_000:], pytrace=False)

@@ -42,7 +42,7 @@ def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_pa
     values = yaml.safe_load(options.text)
     assert len(values) == 5
     (tmp_path / modules.name).write_text(modules.text)
-    path = found_in(ROOT, BRIDGE, TE, HERE, ROOT / "scripts/validation", ROOT / "recipes")
+    path = found_in(ROOT, BRIDGE, TE, ROOT / "recipes", ROOT / "scripts/validation")
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     arguments = str(tmp_path / modules.name), json.dumps(flags_of(values)), json.dumps(values)
     command = [sys.executable, "-W", "ignore", str(HERE / "recommended_run.py"), *arguments]

@@ -166,7 +166,8 @@ def test_one_child_at_a_time(asked: Any, logdir: Path) -> None:
 def test_a_child_ends_with_tensorboard(logdir: Path) -> None:
     code = (
         "import sys, time; from nemo_fp8_debug.tensorboard_plugin.jobs.jobs import Jobs\n"
-        "jobs = Jobs(); jobs.ask({'kind': 'verdict', 'run': sys.argv[1], 'baseline': None, 'reference': None, 'by': 'step'}, '')\n"
+        "question = {'kind': 'verdict', 'run': sys.argv[1], 'baseline': None, 'reference': None, 'by': 'step'}\n"
+        "jobs = Jobs(); jobs.ask(question, '')\n"
         "while jobs._child is None: time.sleep(0.01)\n"
         "print(jobs._child.pid, flush=True); time.sleep(60)"
     )

@@ -1,4 +1,5 @@
-"""Small runs that learn by heart in emulated FP8: a baseline, one with a fault that only FP8 minds, its reference run in BF16."""
+"""Small runs that learn by heart in emulated FP8: a baseline, one with a fault that only FP8 minds, its reference run
+in BF16."""
 
 from __future__ import annotations
 

@@ -21,10 +21,11 @@ SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "am
 def drifts(baseline: Run, run: Run) -> pl.DataFrame:
     """How far each tensor drifted, over the later half of the samples of both runs that belong together.
 
-    `drift_log2` takes the largest of three medians over those steps, each the log2 of a ratio run / baseline: of the underflow
-    ratio, of the overflow ratio (both floored at 0.01%), and of the relative error. None of them depends on how large the
-    tensor's values are. It is capped by the log2 of the MSE ratio: the MSE alone cannot rank tensors of different scale, but
-    where it fell, as in a gradient that vanishes because another tensor broke the run, the drift is a consequence.
+    `drift_log2` takes the largest of three medians over those steps, each the log2 of a ratio run / baseline: of the
+    underflow ratio, of the overflow ratio (both floored at 0.01%), and of the relative error. None of them depends on
+    how large the tensor's values are. It is capped by the log2 of the MSE ratio: the MSE alone cannot rank tensors of
+    different scale, but where it fell, as in a gradient that vanishes because another tensor broke the run, the drift
+    is a consequence.
 
     Raises:
         RecordError: the runs have no tensor, or no step, in common.

@@ -48,8 +48,8 @@ def _part(depth: int | None, n: int) -> str:
 
 
 def groups(tensors: pl.DataFrame) -> pl.DataFrame:
-    """A row a group: by (kind, depth or role), group, tensors, out_of_band (how many of them), onset (the earliest), drift_log2
-    (median).
+    """A row a group: by (kind, depth or role), group, tensors, out_of_band (how many of them), onset (the earliest),
+    drift_log2 (median).
 
     Args:
         tensors: layer, tensor, onset, drift_log2.

@@ -101,7 +101,8 @@ def described(worst: Mapping[str, Any], unit: str) -> str:
         return " -> ".join(number(worst[f"{metric}_{run}"], "%") for run in ("baseline", "run"))
 
     ratio = number(worst["mse_ratio"], prefix="x ")
-    return f"The tensor that drifted farthest is {name}: MSE {ratio}, underflow {pair('underflow_pct')}, overflow {pair('overflow_pct')}."
+    lost = f"underflow {pair('underflow_pct')}, overflow {pair('overflow_pct')}"
+    return f"The tensor that drifted farthest is {name}: MSE {ratio}, {lost}."
 
 
 def to_json(found: Comparison) -> dict[str, Any]:

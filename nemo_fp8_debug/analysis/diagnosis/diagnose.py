@@ -61,8 +61,8 @@ class Diagnosis:
 
     @property
     def harm(self) -> str:
-        """`harmful`: the loss has diverged; `harmless so far`: something is out of order and the loss does not diverge; `none`; `unknown`
-        without losses."""
+        """`harmful`: the loss has diverged; `harmless so far`: something is out of order and the loss does not diverge;
+        `none`; `unknown` without losses."""
         if not has_enough_losses(self.run.loss):
             return "unknown"
         if self.divergence_step is not None:

@@ -44,7 +44,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Part:
-    """Calls of an operand that were cast with one scale: their histogram, or the tensor itself where a histogram is not enough."""
+    """Calls of an operand that were cast with one scale: their histogram, or the tensor itself where a histogram is not
+    enough."""
 
     key: Key
     values: Histogram | torch.Tensor

@@ -1,8 +1,8 @@
 """Sums under the scales of blocks that are powers of two, in CPU memory, with the help of the tensor's histogram.
 
 Under such a scale a cast is nothing but a shorter significand, whatever the block, for all values but those so small beside
-the amax of their block that they become subnormal. So the histogram tells the sums, and the tensor is read for the few others.
-Where they are not few, to cast each value costs less.
+the amax of their block that they become subnormal. So the histogram tells the sums, and the tensor is read for the few
+others. Where they are not few, to cast each value costs less.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ def _of_all(operand: _Operand, tables: Tables) -> Any:
 
 
 def _of_few(operand: _Operand, tables: Tables, fmt: FloatFormat, counts: int) -> Any:
-    """Of what the histogram has counted, but for values that become subnormal, which are looked for; None if they are many."""
+    """Of what the histogram has counted, but for values that become subnormal, which are looked for; None if they are
+    many."""
     shares = operand.shares
     small = _small.take(shares)
     job = _shared_out(sums_of_small(operand.block[1], operand.half), operand, tables, shares, small.ctypes.data)

@@ -1,4 +1,5 @@
-"""What metrics ask of histograms in host memory, found precomputed: the numbers of `numerics/metrics.py`, bit by bit, in one loop.
+"""What metrics ask of histograms in host memory, found precomputed: the numbers of `numerics/metrics.py`, bit by bit,
+in one loop.
 
 Torch goes through all bins some sixty times, and takes ten times as long.
 """
@@ -75,7 +76,8 @@ class _Packed:
 
 @jit
 def _total(values: Floats, n: int) -> float:
-    """The sum of `n` values in the order of `HistogramBatch.per_histogram`; there is room behind them, and they are used up."""
+    """The sum of `n` values in the order of `HistogramBatch.per_histogram`; there is room behind them, and they are
+    used up."""
     lanes = (n + LANES - 1) // LANES
     values[n : lanes * LANES] = 0
     for g in range(lanes):

@@ -54,7 +54,8 @@ def launch(
 
 
 def amax_of(histogram: Histogram) -> torch.Tensor:
-    """The amax of what a histogram has counted, NaN ignored: float32 scalar on its device, for which the host does not wait."""
+    """The amax of what a histogram has counted, NaN ignored: float32 scalar on its device, for which the host does not
+    wait."""
     end = infinity_bin(histogram.dtype) + 1
     return torch.where(histogram.counts[:end] > 0, magnitudes_of(histogram.dtype, histogram.counts.device)[:end], 0.0).amax()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bench_device_to_host import VALUES, Launches, asked_of, milliseconds, milliseconds_on_host, same, to_host
+from benchmarks.device_to_host import VALUES, Launches, asked_of, milliseconds, milliseconds_on_host, same, to_host
 
 from nemo_fp8_debug.capture.packed_transfer import brought
 from nemo_fp8_debug.kernels import histogram_of

@@ -24,7 +24,7 @@ MODULES = {"pyyaml": "yaml"}
 SOURCES = (
     "nemo_fp8_debug/**/*.py",
     *(f"scripts/validation/{name}.py" for name in ("gpu/*", "emulated_te/*", "cuda_simulator")),
-    *(f"scripts/{name}.py" for name in ("paired", "step_costs", "bench_device_to_host")),
+    *(f"scripts/benchmarks/{name}.py" for name in ("common/paired", "common/step_costs", "device_to_host")),
 )
 NOT_MEASURED = ("scripts/validation/gpu/tables.py",)
 
@@ -82,7 +82,7 @@ class Machine:
 
 
 def examine(python: str, emulate: bool) -> Machine:
-    """CastRequest an interpreter what it has.
+    """Ask an interpreter what it has.
 
     Raises:
         Refused: it cannot be run.

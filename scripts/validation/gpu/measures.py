@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paired import Estimate
+from benchmarks.common.paired import Estimate
 
 Measure = dict[str, Any]
 

@@ -12,8 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paired import peak_memory
-from step_costs import INTERVAL, WARMUP, HookTimes, Sampled, Unsampled, hook_time, monitored, sampled, step, unsampled
+from benchmarks.common.paired import peak_memory
+from benchmarks.common.step_costs import (
+    INTERVAL,
+    WARMUP,
+    HookTimes,
+    Sampled,
+    Unsampled,
+    hook_time,
+    monitored,
+    sampled,
+    step,
+    unsampled,
+)
 
 from .gpt import GPT, Setup, megatron
 from .measures import Measure, at_most, measure

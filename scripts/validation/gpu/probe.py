@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +28,34 @@ def main() -> None:
     arguments = sys.argv[1:]
     emulate = "--emulate" in arguments
     beside = Path(sys.prefix) / "te"
-    if emulate and beside.is_dir():
-        sys.path.append(str(beside))
+    path = [str(beside)] if emulate and beside.is_dir() else []
+    versions = {name: _version(name, path) for name in DISTRIBUTIONS}
     found: dict[str, Any] = {
-        "path": [str(beside)] if emulate and beside.is_dir() else [],
-        "missing": [name for name in arguments if name != "--emulate" and not _exists(name)],
-        "versions": {"python": platform.python_version()} | {name: v for name in DISTRIBUTIONS if (v := _version(name))},
+        "path": path,
+        "missing": [name for name in arguments if name != "--emulate" and not _exists(name, path)],
+        "versions": {"python": platform.python_version()} | {name: v for name, v in versions.items() if v},
         "device": None,
         "recipes": {},
         "broken": {},
     }
-    if _exists("torch"):
+    if _exists("torch", path):
         _ask_torch(found, emulate)
     print(json.dumps(found))
 
 
-def _exists(module: str) -> bool:
+def _exists(module: str, path: Sequence[str]) -> bool:
+    """Whether it would be found, here or in further folders."""
     try:
-        return importlib.util.find_spec(module) is not None
+        if importlib.util.find_spec(module) is not None:
+            return True
     except (ImportError, ValueError):  # of a package that is not there
-        return False
+        pass
+    return importlib.machinery.PathFinder.find_spec(module, path) is not None
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _version(distribution: str, path: Sequence[str]) -> str | None:
+    found = importlib.metadata.distributions(name=distribution, path=[*sys.path, *path])
+    return next((one.version for one in found), None)
 
 
 def _ask_torch(found: dict[str, Any], emulate: bool) -> None:
@@ -72,7 +75,7 @@ def _ask_torch(found: dict[str, Any], emulate: bool) -> None:
         "multiprocessors": properties.multi_processor_count,
         "driver": _driver(),
     }
-    if _exists("transformer_engine"):
+    if _exists("transformer_engine", []):
         _ask_te(found)
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paired import Estimate, timed
-from step_costs import WARMUP as FIRST
-from step_costs import sampled, step, unsampled
+from benchmarks.common.paired import Estimate, timed
+from benchmarks.common.step_costs import WARMUP as FIRST
+from benchmarks.common.step_costs import sampled, step, unsampled
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.numerics.metric_names import METRICS

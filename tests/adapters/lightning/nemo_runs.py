@@ -5,66 +5,23 @@ Run by test_nemo.py in a process of its own: NeMo's parallel state is global.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-import nemo.lightning as nl
 import nemo_checkpoint
 import nemo_run
-import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from megatron_on_cpu import megatron_on_cpu
 from nemo.collections import llm
-from nemo_gpt import DELAYED, VARIANTS, Save, model
+from nemo_gpt import DELAYED, Save
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
-from text import Text
+from small_models.nemo import train
 
 from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback, FP8PlanCallback
 from nemo_fp8_debug.plan.environment import PLAN
 from nemo_fp8_debug.plan.plan import Change, Plan
-
-
-class Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
-        self.values.append(float(trainer.callback_metrics["reduced_train_loss"]))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
-        return self
-
-
-def train(folder: Path, callbacks: list[pl.Callback], resume: Path | None = None, **options: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
-    losses = Losses()
-    trainer = nl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=5,
-        strategy=nl.MegatronStrategy(ckpt_async_save=False),
-        plugins=nl.MegatronMixedPrecision(precision="bf16-mixed"),
-        callbacks=[*callbacks, losses],
-        logger=TensorBoardLogger(folder, name="", version="run"),
-        log_every_n_steps=1,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    gpt: llm.GPTModel = model(VARIANTS["good"], 5, te=False)
-    for name, value in options.items():
-        setattr(gpt.config, name, value)
-    trainer.fit(gpt, Text(sequence=32, micro_batch_size=2, global_batch_size=4), ckpt_path=resume)
-    digest = hashlib.sha256()
-    for parameter in gpt.parameters():
-        digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
-    return {"losses": losses.values, "weights": digest.hexdigest()}
 
 
 def rescued(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from processes import finished
-from test_lightning import Module, fit
+from small_models.lightning import Module, fit
 from torch import nn
 from typer.testing import CliRunner
 

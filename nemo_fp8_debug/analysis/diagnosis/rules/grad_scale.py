@@ -21,7 +21,8 @@ _UNITS = ("per_scale", "per_micro_batch")
 
 
 def multiplier(run: Run, baseline: Run | None = None) -> list[Finding]:
-    """ErrorGuard of what gradients are multiplied by; none where that is not known, or loss scale or accumulation tells why."""
+    """ErrorGuard of what gradients are multiplied by; none where that is not known, or loss scale or accumulation tells
+    why."""
     mine, theirs = _known(run), None if baseline is None else _known(baseline)
     if mine.is_empty():
         return []

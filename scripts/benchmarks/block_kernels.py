@@ -1,0 +1,115 @@
+"""Times the metrics' sums of a BF16 tensor under block recipes beside torch.aminmax of the same tensor.
+
+`.venv/bin/python scripts/benchmarks/block_kernels.py [--threads 2]`, about 3 minutes. What a sampled step takes beside the
+tensor's histogram, which it has made. Ratios and medians; kernel and aminmax take turns, so that they share the machine's
+moods. `hot` and `cold` are those of histogram.py. Beside them two floors, ratios to aminmax as well: `arithmetic`, the same
+work on as many values that all come from the closest cache, and `reading`, of histogram.py; and `call`, what a tensor of a
+single block takes, which each call takes besides. `spread` are normal values times 2^(2z), z normal as well: in many blocks
+small values lie in the subnormal range of the format. The plain path, which other devices take, is timed once, in one
+thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.histogram import LAYOUTS, SIZES, Call, in_turns, reading, seconds, tensors_of
+from nemo_fp8_debug.kernels import histogram_of, quantization_sums
+from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
+from nemo_fp8_debug.numerics.formats import FloatFormat
+from nemo_fp8_debug.numerics.recipe import parse_recipe
+
+CASES = (
+    ("blockwise", "grad_output"),
+    ("blockwise", "weight"),
+    ("blockwise(power_of_two=False)", "grad_output"),
+    ("mxfp8", "input"),
+    ("nvfp4", "input"),
+    ("nvfp4", "weight"),
+)
+#: seconds a comparison takes
+BUDGET = 1.5
+#: values that the arithmetic is timed over, so many that what a call costs besides does not count
+MANY = 1 << 24
+
+How = tuple[BlockRule, str, FloatFormat]
+
+
+def how(name: str, role: str) -> How:
+    """Rule, role and format."""
+    recipe = parse_recipe(name)
+    assert isinstance(recipe.scaling, BlockRule)
+    return recipe.scaling, role, recipe.format_of(role)
+
+
+def plain_ratio(by: How, threads: int) -> float:
+    """Of the plain path to aminmax, both in one thread."""
+    x = torch.randn(1024, 4096).bfloat16()
+    torch.set_num_threads(1)
+    ratio = seconds(lambda: quantization_sums_in_blocks(x, *by)) / min(seconds(lambda: torch.aminmax(x)) for _ in range(20))
+    torch.set_num_threads(threads)
+    return ratio
+
+
+def measuring(by: How, tensors: list[torch.Tensor]) -> Call:
+    """Measures one of these tensors."""
+    histograms = {x.data_ptr(): histogram_of(x) for x in tensors}
+    return lambda x: quantization_sums(x, *by, histograms[x.data_ptr()])
+
+
+def arithmetic(by: How) -> Call:
+    """Measures `MANY` values without waiting for memory, whatever it is given: one row, in a close cache, over and over."""
+    x = torch.randn(4096).bfloat16().expand(MANY // 4096, 4096)
+    counted = histogram_of(x)
+    return lambda _: quantization_sums(x, *by, counted)
+
+
+def call(by: How) -> Call:
+    """Measures a single block, whatever it is given."""
+    x = torch.randn(by[0].block(by[1])).bfloat16()
+    counted = histogram_of(x)
+    return lambda _: quantization_sums(x, *by, counted)
+
+
+def spread(mebi: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """As `tensors_of`, one tensor."""
+    z, normal = torch.randn(2, 1 << 20)
+    yield "hot", [(normal * torch.exp2(2 * z)).bfloat16().repeat(mebi).view(-1, 4096)]
+
+
+def cases() -> Iterator[tuple[str, str, str, int]]:
+    """Recipe, role, layout, size in 2^20 values."""
+    for name, role in CASES:
+        yield from ((name, role, "contiguous", mebi) for mebi in SIZES)
+    yield from (("mxfp8", "input", layout, 16) for layout in LAYOUTS if layout != "contiguous")
+    yield from ((name, role, "spread", mebi) for name, role in CASES[:2] for mebi in SIZES[:3])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    threads = parser.parse_args().threads
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    for name, role in CASES:
+        print(f"plain path in one thread: {name:30} {role:12} {plain_ratio(how(name, role), threads):6.0f} times aminmax")
+    print(f"BF16, {threads} threads; medians, and medians of ratios to torch.aminmax")
+    for name, role, layout, mebi in cases():
+        by, flat = how(name, role), layout == "contiguous"
+        for state, tensors in spread(mebi) if layout == "spread" else tensors_of(mebi, layout):
+            ours_of = measuring(by, tensors)
+            ours_of(tensors[0])
+            calls = [ours_of, arithmetic(by), call(by), *([reading] if flat else []), torch.aminmax]
+            found = in_turns(tensors, calls, BUDGET)
+            (ours, ratio), (theirs, _) = found[0], found[-1]
+            floors = f"arithmetic {found[1][1] * (mebi << 20) / MANY:5.2f}  call {found[2][1]:5.2f}"
+            floors += f"  reading {found[3][1]:5.2f}" if flat else ""
+            case = f"{name:30} {role:12} {mebi:4} Mi {layout:22} {state:4}"
+            print(f"{case} {ours:7.2f} ms  aminmax {theirs:7.2f} ms  ratio {ratio:5.2f}  {floors}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

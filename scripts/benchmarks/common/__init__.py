@@ -1,0 +1,1 @@
+"""What benchmarks share: a small GPT, and the timing of its steps."""

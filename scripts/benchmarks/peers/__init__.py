@@ -1,0 +1,1 @@
+"""This package beside other tools on the same GPT."""

@@ -1,0 +1,182 @@
+"""Times the packed reduction of a sampled step beside one all-reduce for each tensor, between processes of this machine.
+
+`.venv/bin/python scripts/benchmarks/reduction.py [--ranks 2 4] [--tensors 500 5000]`. The real code reduces histograms of
+normal and heavy-tailed BF16 tensors; beside it, in turns, an all-reduce of four float64 a tensor, as metrics that add up
+need, and one of each whole histogram. Medians of one run. Every collective and its bytes are counted on the way: two a
+sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from nemo_fp8_debug.core.keys import ROLES
+from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
+from nemo_fp8_debug.distributed.reduction import Plan
+from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.measurement.operand_stats import Cast, Collected, OperandStats
+from nemo_fp8_debug.numerics.histogram import BINS
+
+VALUES, KINDS = 1 << 16, 24
+CAST = Cast("current-HYBRID", "E4M3", "current", "bfloat16")
+
+
+class Counted(dist.ProcessGroupGloo):
+    """Notes what is asked of gloo: the bytes of each collective, and its seconds."""
+
+    asked: ClassVar[list[tuple[int, float]]] = []
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        start = time.perf_counter()
+        done = super().allreduce(tensors, options)
+        done.wait()
+        self.asked.append((tensors[0].nbytes, time.perf_counter() - start))
+        return done
+
+
+def memory(field: str) -> int:
+    """MiB: `VmRSS` now, or `VmHWM` at the most since `forget_peak`."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) >> 10
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def tensors(rank: int) -> list[torch.Tensor]:
+    """Normal and heavy-tailed values of many sizes, other ones on each rank."""
+    torch.manual_seed(rank)
+    normal = [torch.randn(VALUES) * 2.0 ** (i % 7 - 3) for i in range(KINDS // 2)]
+    return [x.bfloat16() for x in [*normal, *(x * torch.randn(VALUES).exp() ** 2 for x in normal)]]
+
+
+def stats(rank: int, names: list[str], n: int) -> list[OperandStats]:
+    keys, kinds = [(name, role) for name in names for role in ROLES][:n], tensors(rank)
+    found = [histogram_of(kinds[i % KINDS]) for i in range(n)]
+    return [
+        OperandStats(key, "linear", CAST, s, 1.0 + i, None, None, calls=1)
+        for i, (key, s) in enumerate(zip(keys, found, strict=True))
+    ]
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def work(rank: int, world: int, port: int, n: int, rounds: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    dist.ProcessGroupGloo = Counted
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    names = [f"decoder.layers.{i}.mlp.linear_fc{i % 2 + 1}" for i in range(-(-n // len(ROLES)))]
+    ranks, kinds = Ranks(), dict.fromkeys(names, "linear")
+    ShardGroup.told(ranks, kinds)
+    ranks.start({})
+    reduction = Reduction(ranks, ShardGroup.met(ranks, kinds), outputs=False)
+    histogram_of(torch.randn(16).bfloat16())
+    times: dict[str, list[float]] = {}
+    before, peaks = memory("VmRSS"), []
+    for step in range(rounds):
+        forget_peak()
+        mine, plan, Counted.asked = stats(rank, names, n), Plan(step, []), []
+        found: list[Any] = []
+
+        def pack(plan: Plan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
+            found.append(reduction.brought(plan, Collected(mine), [s.key for s in mine]))
+            mine.clear()
+
+        times.setdefault("packing", []).append(seconds(pack))
+        times.setdefault("reducing", []).append(
+            seconds(lambda plan=plan, found=found: found.append(reduction.reduce(plan, found[0])))
+        )
+        peaks.append(memory("VmHWM") - before)
+        asked = Counted.asked
+        assert len(asked) == 2, asked
+        times.setdefault("collectives", []).append(sum(took for _, took in asked))
+        check(found[1][0], rank, world, n)
+        found.clear()
+        numbers, counts = torch.zeros(4, dtype=torch.float64), torch.zeros(BINS, dtype=torch.int64)
+        for name, x in (("four_numbers", numbers), ("whole_histograms", counts)):
+            times.setdefault(name, []).append(seconds(lambda x=x: [dist.all_reduce(x) for _ in range(n)]))
+    dist.barrier()
+    dist.destroy_process_group()
+    sizes = [size for size, _ in asked]
+    return {"times": {k: statistics.median(v) for k, v in times.items()}, "bytes": sizes, "peak": max(peaks)}
+
+
+def check(whole: Collected | None, rank: int, world: int, n: int) -> None:
+    """The first rank has all values of all ranks."""
+    assert (whole is not None) == (rank == 0)
+    if whole is not None:
+        assert [s.ranks for s in whole.operands] == [world] * n
+        assert all(int(s.histogram.counts.sum()) == world * VALUES for s in whole.operands)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--tensors", type=int, nargs="+", default=[500, 5000])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank", type=int, nargs=4, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank:
+        print(json.dumps(work(*asked.rank, asked.rounds)))
+        return
+    for world in asked.ranks:
+        for n in asked.tensors:
+            report(world, n, launch(world, n, asked.rounds))
+
+
+def launch(world: int, n: int, rounds: int) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = []
+    with tempfile.TemporaryFile("w+") as errors:
+        command = [sys.executable, "-W", "ignore", __file__, "--rounds", str(rounds), "--rank"]
+        ranks = [
+            subprocess.Popen([*command, *map(str, (r, world, port, n))], stdout=subprocess.PIPE, stderr=errors)
+            for r in range(world)
+        ]
+        for process in ranks:
+            out, _ = process.communicate()
+            if process.returncode:
+                errors.seek(0)
+                sys.exit(errors.read())
+            found.append(json.loads(out.splitlines()[-1]))
+    return found
+
+
+def report(world: int, n: int, found: list[dict[str, Any]]) -> None:
+    took, sizes = found[0]["times"], found[0]["bytes"]
+    whole = took["packing"] + took["reducing"]
+    print(f"{world} ranks, {n} tensors: {whole:.3f} s on the first rank, {took['packing']:.3f} s of it packing and")
+    print(f"    {took['collectives']:.3f} s in 2 collectives")
+    for name in ("four_numbers", "whole_histograms"):
+        ratios = f"{took[name] / took['collectives']:.1f} times the two, {took[name] / whole:.1f} times all"
+        print(f"    one all-reduce a tensor, {name:14} {took[name]:7.3f} s: {ratios}")
+    print(f"    {sizes[0] / 1e6:.2f} MB of maxima and {sizes[1] / 1e6:.2f} MB of sums a rank,")
+    print(f"    {sum(sizes) / n / 1e3:.1f} KB a tensor; a whole histogram is {8 * BINS / 1e3:.0f} KB")
+    print(f"    peak memory, own histograms included: {', '.join(str(f['peak']) for f in found)} MiB by rank")
+    if n == 500:
+        assert max(f["peak"] for f in found) < 200
+
+
+if __name__ == "__main__":
+    main()

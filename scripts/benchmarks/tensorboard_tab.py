@@ -1,0 +1,174 @@
+"""How fast the FP8 tab is over large records: three runs side by side in a real TensorBoard and a headless Chromium.
+
+    .venv/bin/python scripts/benchmarks/tensorboard_tab.py [--tensors 3000] [--steps 2000] [--keep FOLDER]
+
+First paint is from opening the tab of a running TensorBoard to a map of each run and their difference: cold, when the server
+has read nothing of them but their steps. A step change is from the next step's button to all four maps drawn again; a jump
+is one to steps that were not read before, a second after the last. Memory is the peak of the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import browser
+import numpy as np
+
+from benchmarks.compare import INTERVAL, KINDS, USUAL
+from nemo_fp8_debug.core.keys import SHOWN_AS
+from nemo_fp8_debug.numerics.metric_names import METRICS
+from nemo_fp8_debug.record.writer import MERGED, RunRecord
+from nemo_fp8_debug.tensorboard_plugin.links import link
+
+RUNS = ("baseline", "bad", "reference")
+#: resolves once every map is drawn at the step that the slider shows, with the milliseconds since the call
+DRAWN = """async (act) => {
+    const start = performance.now();
+    const step = () => document.querySelector('.steps output')?.textContent.replace('step ', '');
+    const before = act ? step() : null;
+    act?.();
+    const drawn = () => {
+        const maps = [...document.querySelectorAll('[data-panel] .chart-box')];
+        return step() !== before && maps.length === 4 && maps.every((map) => map.dataset.drawn === step());
+    };
+    while (!drawn()) await new Promise(requestAnimationFrame);
+    return performance.now() - start;
+}"""
+NEXT = "() => document.querySelector(`.steps button[aria-label='Next sampled step']`).click()"
+JUMP = """() => {
+    const slider = document.querySelector('.steps input');
+    slider.value = %d;
+    slider.dispatchEvent(new Event('input', {bubbles: true}));
+}"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensors", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--keep", type=Path, help="write the records there, or take those that are there")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.keep or Path(scratch)
+        for seed, name in enumerate(RUNS):
+            if not (folder / name).exists():
+                write(folder / name, options.tensors, options.steps, seed, harmed=name == "bad")
+        size = sum(file.stat().st_size for file in folder.rglob("*.parquet"))
+        print(f"3 runs of {options.tensors} tensors x {options.steps} sampled steps, {size / 1e9:.2f} GB")
+        measure(folder)
+
+
+def write(run: Path, tensors: int, steps: int, seed: int, harmed: bool) -> None:
+    """A record as it is once its parts have been merged."""
+    random = np.random.default_rng(seed)
+    names = [f"decoder.layers.{i // 4}.{KINDS[i % 4]}" for i in range(-(-tensors // len(SHOWN_AS)))]
+    keys = [(name, role) for name in names for role in SHOWN_AS][:tensors]
+    record = RunRecord(run)
+    record.open({"recipe": {"measured_against": "delayed-hybrid"}})
+    for first in range(0, steps, MERGED):
+        samples = np.arange(first, min(first + MERGED, steps))
+        record.write_part("metrics", columns(keys, samples, random, harmed, steps), *ends(samples))
+        record.write_part("steps", scalars(samples, random, harmed, steps), *ends(samples))
+    record.close()
+
+
+def ends(samples: Any) -> tuple[int, int]:
+    return int(samples[0]) * INTERVAL, int(samples[-1]) * INTERVAL
+
+
+def columns(keys: list[tuple[str, str]], samples: Any, random: Any, harmed: bool, steps: int) -> dict[str, Any]:
+    rows = len(samples) * len(keys)
+    step = np.repeat(samples * INTERVAL, len(keys))
+    culprit = np.array([name.endswith("0.mlp.linear_fc2") and role == "input" for name, role in keys])
+    grown = np.where(np.tile(culprit, len(samples)) & harmed & (step > steps * INTERVAL / 2), 100.0, 1.0)
+    constant = {"recipe": "delayed-hybrid", "format": "e4m3", "dtype": "bfloat16", "scale_source": "engine"}
+    counts = {"attempt": 0, "calls": 8, "n": 1 << 22, "nan": 0, "inf": 0}
+    worse = ("underflow_pct", "mse", "relative_error")
+    return {
+        "step": step,
+        "layer": [layer for layer, _ in keys] * len(samples),
+        "gemm": [layer.rpartition(".")[2] for layer, _ in keys] * len(samples),
+        "role": [role for _, role in keys] * len(samples),
+        **{name: [value] * rows for name, value in constant.items()},
+        **{name: np.full(rows, value) for name, value in counts.items()},
+        **{
+            name: USUAL.get(name, 1.0) * random.lognormal(sigma=0.05, size=rows) * (grown if name in worse else 1)
+            for name in ("scale", "scale_current", *METRICS)
+        },
+    }
+
+
+def scalars(samples: Any, random: Any, harmed: bool, steps: int) -> dict[str, Any]:
+    step = np.arange(samples[0] * INTERVAL, (samples[-1] + 1) * INTERVAL)
+    losses = 2 + 3 * np.exp(-step / (steps * INTERVAL) * 5) + random.normal(0, 0.02, len(step))
+    losses += harmed * (step > 0.6 * steps * INTERVAL)
+    return {"attempt": np.zeros(len(step), int), "step": step, "time": 1e9 + step, "loss": losses}
+
+
+def measure(folder: Path) -> None:
+    with browser.tensorboard("--logdir", folder, "--load_fast", "true") as address, browser.chromium() as chromium:
+        time.sleep(5)  # it has looked for runs by then
+        state = {"run": "bad", "baseline": "baseline", "reference": "reference", "step": 15_000}
+        say("first paint, cold", *paint(chromium, address, state))
+        again = [paint(chromium, address, state) for _ in range(5)]
+        say("first paint, warm", *map(statistics.median, zip(*again, strict=True)))
+        page = browser.open_tab(chromium, address, **state)
+        tab = page.frames[1]
+        tab.evaluate(DRAWN)
+        say_of("step change", [change(tab, NEXT) for _ in range(200)])
+        say_of("jump to any step", [jump(tab, place) for place in range(100, 1900, 150)])
+        print(f"server's memory    {memory(address):6.0f} MiB at its peak")
+
+
+def change(tab: Any, act: str) -> float:
+    """Milliseconds until all maps are drawn at another step."""
+    took: float = tab.evaluate(f"() => ({DRAWN})({act})")
+    return took
+
+
+def jump(tab: Any, place: int) -> float:
+    """Likewise at a step far off."""
+    time.sleep(1)
+    return change(tab, JUMP % place)
+
+
+def say(what: str, whole: float, tab: float) -> None:
+    print(f"{what:18} {whole:6.0f} ms, TensorBoard's own page included; of the tab {tab:.0f} ms")
+
+
+def say_of(what: str, times: list[float]) -> None:
+    late = sorted(times)[-1 - len(times) // 20]
+    about = f"median of {len(times)}, 95% below {late:.0f}, the most {max(times):.0f}"
+    print(f"{what:18} {statistics.median(times):6.0f} ms, {about}")
+
+
+def paint(chromium: Any, address: str, state: dict[str, Any]) -> tuple[float, float]:
+    """Milliseconds from the address to all maps drawn, and from where the tab's frame begins."""
+    page = chromium.new_page(viewport={"width": 1500, "height": 1000})
+    start = time.time()
+    page.goto(link(address, **state))
+    frame = page.wait_for_selector("iframe").content_frame()
+    frame.wait_for_selector("[data-panel]")
+    frame.evaluate(DRAWN)
+    end, begun = time.time(), frame.evaluate("performance.timeOrigin / 1000")
+    page.close()
+    return 1000 * (end - start), 1000 * (end - begun)
+
+
+def memory(address: str) -> float:
+    """Peak of the process that listens there, MiB."""
+    import psutil
+
+    port = int(address.rpartition(":")[2])
+    pid = next(c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN")
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Releases of what the package attaches to, each tried apart from the environment's own."""

@@ -1,0 +1,1 @@
+"""Models that train in seconds on a CPU, for tests and for trying releases."""
