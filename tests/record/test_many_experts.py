@@ -226,7 +226,8 @@ class TestCompare:
         assert (
             f"The tensor that drifted farthest is X of {name_of(2, '*', 'linear_fc1')}: MSE x 100, "
             "underflow 0.1% -> 5%, overflow 0% -> 0%. "
-            f"Of its experts, the tensor that drifted farthest is X of {name_of(2, 77, 'linear_fc1')}: MSE x 100, underflow 0.1% -> 40%"
+            f"Of its experts, the tensor that drifted farthest is X of {name_of(2, 77, 'linear_fc1')}: MSE x 100, "
+            "underflow 0.1% -> 40%"
         ) in summarize(found)
         assert len(to_json(found)["experts"]) == LAYERS * EXPERTS
 

@@ -47,7 +47,7 @@ def metrics_shown(page: Page, of: str) -> dict[str, float | None]:
 def bars_taken_away(page: Page) -> list[dict[str, str]]:
     """The rows of the histogram's CSV."""
     with page.expect_download() as download:
-        page.locator("metric button", has_text="CSV").click()
+        page.locator("figure button", has_text="CSV").click()
     return list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text(), newline="")))
 
 
@@ -71,7 +71,7 @@ def check_tried(page: Page, rows: list[Row]) -> dict[str, str]:
     scale, fmt = float(state["scale"]) / 2 ** int(state.get("margin", 0)), FORMATS[state.get("format", rows[0]["format"])]
     expected = by_numerics(rows, [scale] * len(rows), fmt)
     assert metrics_shown(page, "tried") == {name: pytest.approx(expected[name], rel=1e-12) for name in SHOWN}
-    words = page.locator("metric [role=img]").get_attribute("aria-label") or ""
+    words = page.locator("figure [role=img]").get_attribute("aria-label") or ""
     assert f"{expected['underflow_pct']:g}" in words or str(expected["underflow_pct"]) in words
     return state
 
@@ -110,7 +110,7 @@ def test_keys_change_the_scale_and_the_metrics(shown: Shown, casts: Path) -> Non
 @pytest.mark.parametrize("by", [260, -170])
 def test_the_window_is_dragged(shown: Shown, casts: Path, by: int) -> None:
     page, rows = shown(), recorded(casts / DELAYED, "histograms")
-    box = page.locator("metric canvas").bounding_box()
+    box = page.locator("figure canvas").bounding_box()
     assert box
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     page.mouse.move(x, y)

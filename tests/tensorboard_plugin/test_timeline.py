@@ -40,7 +40,7 @@ def shown(casts_shown: Shown) -> Shown:
 def taken_away(page: Page) -> list[dict[str, Any]]:
     """The rows of the charts' CSV, numbers as such."""
     with page.expect_download() as download:
-        page.locator("metric button", has_text="CSV").click()
+        page.locator("figure button", has_text="CSV").click()
     found = csv.DictReader(io.StringIO(Path(download.value.path()).read_text(), newline=""))
     return [{k: v if k == "run" else None if v == "" else float(v) for k, v in row.items()} for row in found]
 

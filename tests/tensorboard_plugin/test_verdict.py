@@ -66,7 +66,7 @@ class TestThreeRuns:
             for column, metric in (
                 ("drift (log2)", "drift_log2"),
                 ("MSE ratio", "mse_ratio"),
-                ("leaves from step", "onset"),
+                ("out of band from step", "onset"),
             ):
                 assert number(found[column]) == of[metric]
             for run, column in (("baseline", "before"), ("bad", "after")):

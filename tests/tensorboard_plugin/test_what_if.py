@@ -93,17 +93,17 @@ def test_the_share_within_the_limits_is_that_of_the_budget(frame: Open, run: Run
     expect(page.get_by_text("least of the row. Limits:")).to_contain_text(limits)
 
 
-def test_another_recipe_is_what_if_from_the_histograms(frame: Open, logdir: Path) -> None:
+def test_another_recipe_is_tried_from_the_histograms(frame: Open, logdir: Path) -> None:
     page = frame(**BAD, metric="underflow_pct")
     page.locator("[data-picker=scaling]").select_option("delayed")
     page.locator("[data-picker=format]").select_option("e5m2")
     page.locator("[data-picker=margin]").fill("2")
     assert page.locator("[data-picker=history]").input_value() == "4"
     what_if = page.get_by_role("button", name="Try", exact=True)
-    page.route("**/try?*", lambda route: route.abort())
+    page.route("**/what_if?*", lambda route: route.abort())
     what_if.click()
     expect(page.get_by_role("alert")).to_contain_text("could not be tried")
-    page.unroute("**/try?*")
+    page.unroute("**/what_if?*")
     what_if.click()
     wanted = parse_recipe("delayed-e5m2(margin=2,amax_history_len=4)").name
     page.locator(f"td[data-recipe='{wanted}']").first.wait_for()

@@ -70,7 +70,7 @@ function Ranking({tensors, unit, names}) {
     pair('overflow (%)', 'overflow_pct'),
     pair('relative error', 'relative_error'),
     pair('amax', 'amax'),
-    {label: `out of band from `, of: (row) => row.onset},
+    {label: `out of band from ${unit}`, of: (row) => row.onset},
   ];
   const caption = `${names.baseline} → ${names.run}, medians over the later half. Drift: log2 of how many times worse FP8 holds a tensor; 1 is twice, 0 is the same`;
   return (
