@@ -84,8 +84,8 @@ def _of_the_reference(found: Comparison) -> str:
     if found.divergence_step is None:
         return "The loss does not diverge, so the reference run tells nothing more."
     if since is None:
-        return "The reference run does not diverge: the cause is what differs between the two "
-            "(quantization, if it is a BF16 run)."
+        different = "quantization, if the reference run is in BF16"
+        return f"The reference run does not diverge: the cause is what differs between the two ({different})."
     return f"The reference run's loss diverges too, from {found.reference.unit} {since}: FP8 is not the only cause."
 
 
