@@ -39,7 +39,7 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, context: CallbackContext) -> None:
         """Find the GEMMs and open the record."""
         folder, steps = None, None
-        with self._run.faults.guard("while looking for the output folder"):
+        with self._run.errors.guard("while looking for the output folder"):
             config = context.state.cfg
             folder = config.logger.tensorboard_dir or config.checkpoint.save
         with contextlib.suppress(Exception):  # it is only known so that a warning can come early
@@ -48,7 +48,7 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Open a sample where one is due."""
-        with self._run.faults.guard("while looking for the learning rate"):
+        with self._run.errors.guard("while looking for the learning rate"):
             self._lr = context.optimizer.param_groups[0]["lr"]
         self._run.begin_step(context.state.train_state.step + 1)
 

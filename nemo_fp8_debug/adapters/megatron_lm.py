@@ -76,7 +76,7 @@ class FP8DebugForwardStep:
 
         def watched(*arguments: Any, **options: Any) -> Any:
             result = loss_function(*arguments, **options)
-            with self._run.faults.guard("while looking for the loss"):
+            with self._run.errors.guard("while looking for the loss"):
                 # Megatron goes on to divide the loss in place.
                 loss, tokens = result[0].detach().clone(), result[1] if len(result) == 3 else 1
                 self._losses.append((loss, tokens))
@@ -88,7 +88,7 @@ class FP8DebugForwardStep:
     def _end_step(self) -> None:
         if self._open:
             self._open, losses, loss = False, self._losses, None
-            with self._run.faults.guard("while adding up the loss"):
+            with self._run.errors.guard("while adding up the loss"):
                 loss = sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses) if losses else None
             self._run.end_step(loss=loss)
 

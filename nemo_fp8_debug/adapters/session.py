@@ -26,7 +26,7 @@ class Run:
         Raises:
             ConfigError: one cannot be used.
         """
-        self.faults = ErrorGuard(Config(**options).on_error)
+        self.errors = ErrorGuard(Config(**options).on_error)
         self._options = dict(options)
         self._monitor: Monitor | None = None
 
@@ -53,9 +53,9 @@ class Run:
         except ConfigError:  # on all ranks, or none: one that went on alone would wait for the others for ever
             raise
         except Exception as error:
-            if self.faults.raises:
+            if self.errors.raises:
                 raise
-            warn(f"this run is not monitored, a fault at its start: {type(error).__name__}: {error}")
+            warn(f"this run is not monitored, because of an error at its start: {type(error).__name__}: {error}")
             return False
         if steps:
             self._monitor.expect_steps(*steps)
@@ -65,7 +65,7 @@ class Run:
 
     def begin_step(self, step: int) -> None:
         """Before the forward pass."""
-        self.faults.step = step
+        self.errors.step = step
         if self._monitor:
             self._monitor.begin_step(step)
 

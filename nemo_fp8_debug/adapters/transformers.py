@@ -62,7 +62,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
 
     def _see_loss(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Keep the loss of a batch: callbacks only get averages of it, which the Trainer waits for the device to log."""
-        with self._run.faults.guard("while looking for the loss"):
+        with self._run.errors.guard("while looking for the loss"):
             first = output[0] if isinstance(output, tuple) else None
             loss = output.get("loss") if isinstance(output, Mapping) else first
             if torch.is_tensor(loss) and loss.requires_grad and loss.numel() == 1:
@@ -76,7 +76,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
         """Open a sample where one is due."""
         self._end_step()
         self._losses = []
-        with self._run.faults.guard("while looking for the learning rate and the loss scale"):
+        with self._run.errors.guard("while looking for the learning rate and the loss scale"):
             self._lr = optimizer.param_groups[0]["lr"]
             self._scale = scale_of(_scaler(optimizer))
         self._run.begin_step(state.global_step + 1)

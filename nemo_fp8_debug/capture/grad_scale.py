@@ -32,7 +32,7 @@ class GradScale:
         """
         Args:
             roots: the model, or its chunks.
-            guarded: a context that keeps a fault within from the run.
+            guarded: a context that keeps an exception within out of the training loop.
         """
         self._guarded = guarded
         self._roots = [root for root in roots if not is_compiled(root)]

@@ -34,7 +34,7 @@ class Products:
             name: of the GEMM.
             operands: by role.
             rows: of each output that are computed, and as many columns.
-            guard: a context that keeps a fault from the run.
+            guard: a context that keeps an exception out of the training loop.
         """
         self.name = name
         self._operands, self._rows, self._guard = operands, rows, guard

@@ -35,35 +35,37 @@ def command(
 
     What is not given is as the run was started with. The run looks before each sampled step.
     """
-    place = find_run(run)
+    storage = find_run(run)
     given = {"interval": interval, "layers": layers, "roles": roles, "what_if": what_if, "dump": dump}
     wanted = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v}
     if reset or wanted or steps is not None:
         # Read back as the run will read it, so that it is refused here and not there.
         control = Control.parse("" if reset else str(Control(wanted, steps)))
-        heard = _last_heard_of(place)
-        _write(place, str(control))
-        console().print(f"wrote {place.path(NAME)}; the run obeys from its next sampled step on{heard}", soft_wrap=True)
+        heard = _last_heard_of(storage)
+        _write(storage, str(control))
+        console().print(
+            f"wrote {storage.path(NAME)}; the run applies it from its next sampled step on{heard}", soft_wrap=True
+        )
     else:
-        _show(place)
+        _show(storage)
 
 
-def _last_heard_of(place: Storage) -> str:
+def _last_heard_of(storage: Storage) -> str:
     """When the run last wrote its status, in words.
 
     Raises:
         RecordError: that was when it ended.
     """
     try:
-        status = json.loads(place.read(STATUS))
+        status = json.loads(storage.read(STATUS))
         step = "before its first sample" if status["step"] is None else f"at step {int(status['step'])}"
         time, ended = _as_time(status["time"]), status.get("ended") is not None
     except Exception:  # an earlier version's, or damaged: the run itself can do without
         return ""
     if ended:
         raise RecordError(
-            f"the run in {place} ended on {time}, {step} or later, and obeys nothing any longer; nothing was written. "
-            f"To have it hold when the run is resumed or started again, write {place.path(NAME)} yourself"
+            f"the run in {storage} ended on {time}, {step} or later, and applies no more changes; nothing was written. "
+            f"To have it hold when the run is resumed or started again, write {storage.path(NAME)} yourself"
         )
     return f" (last heard of on {time}, {step})"
 
@@ -72,21 +74,21 @@ def _as_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
-def _write(place: Storage, text: str) -> None:
+def _write(storage: Storage, text: str) -> None:
     try:
-        place.write(NAME, text.encode())
+        storage.write(NAME, text.encode())
     except Exception as error:  # every driver of a remote file system has errors of its own
-        raise RecordError(f"{place.path(NAME)} cannot be written: {error}") from None
+        raise RecordError(f"{storage.path(NAME)} cannot be written: {error}") from None
 
 
-def _show(place: Storage) -> None:
+def _show(storage: Storage) -> None:
     try:
-        status: Any = json.loads(place.read(STATUS))
+        status: Any = json.loads(storage.read(STATUS))
         control, dump = dict(status["control"]), dict(status["dump"])
     except FileNotFoundError:
-        raise RecordError(f"{place} has no {STATUS}: the run has not sampled yet") from None
+        raise RecordError(f"{storage} has no {STATUS}: the run has not sampled yet") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{place.path(STATUS)} cannot be read: {error}") from None
+        raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
     table = Table(show_header=False)
     shown = {f"control: {k}": v for k, v in control.items() if k not in ("checksum", "written")}
     ended = {"ended": _as_time(status["ended"])} if isinstance(status.get("ended"), float) else {}
@@ -94,7 +96,7 @@ def _show(place: Storage) -> None:
         table.add_row(escape(key), escape(str(value).strip()))
     out = console()
     at = "not sampled yet" if status.get("step") is None else f"at step {status['step']}"
-    out.print(f"{place}, {at}", soft_wrap=True, markup=False, highlight=False)
+    out.print(f"{storage}, {at}", soft_wrap=True, markup=False, highlight=False)
     out.print(table)
 
 

@@ -35,16 +35,16 @@ def command(
     if source not in SOURCES:
         raise ConfigError(f"source is {source!r}; use {' or '.join(SOURCES)}")
     parsed = [parse_recipe(name) for name in recipe]
-    place = find_run(run)
-    frames = {"in use": replay(place, None, source, cluster)}
+    storage = find_run(run)
+    frames = {"in use": replay(storage, None, source, cluster)}
     if frames["in use"].is_empty():
-        raise RecordError(f"{place} has no {source} to replay")
+        raise RecordError(f"{storage} has no {source} to replay")
     for wanted in parsed:
-        frames[wanted.name] = replay(place, wanted, source, cluster)
-        add_to_record(place, frames[wanted.name])
+        frames[wanted.name] = replay(storage, wanted, source, cluster)
+        add_to_record(storage, frames[wanted.name])
     _print(frames, top)
     added = sum(len(frame) for frame in frames.values()) - len(frames["in use"])
-    console().print(f"added {added} rows to the table `replayed` of {escape(str(place))}", soft_wrap=True)
+    console().print(f"added {added} rows to the table `replayed` of {escape(str(storage))}", soft_wrap=True)
 
 
 def _print(frames: dict[str, pl.DataFrame], top: int) -> None:

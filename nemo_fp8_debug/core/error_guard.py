@@ -1,4 +1,4 @@
-"""What stands between the monitor and the run: a fault costs what was being done, and one warning of its kind."""
+"""Keeps the monitor's exceptions out of the training loop: an error costs a sample, and one warning of its kind."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ErrorGuard:
 
     @contextlib.contextmanager
     def guard(self, when: str) -> Iterator[None]:
-        """A context that keeps a fault from the run."""
+        """A context that keeps an exception out of the training loop."""
         try:
             yield
         except Exception as error:
             if self.raises:
                 raise
-            message = f"a fault {when}, at about step {self.step}, cost what was recorded there"
+            message = f"error {when} near step {self.step}; that sample was dropped"
             self.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{when} {type(error)}")
 
     def warn(self, message: str, kind: str | Collection[str] | None = None) -> None:

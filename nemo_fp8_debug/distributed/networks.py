@@ -50,9 +50,9 @@ def address_of_name() -> str:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         found = []
-    for family, kind, protocol, _, address in found:
+    for shard_group, kind, protocol, _, address in found:
         try:
-            with socket.socket(family, kind, protocol) as tried:
+            with socket.socket(shard_group, kind, protocol) as tried:
                 tried.bind(address)
         except OSError:
             continue
@@ -93,8 +93,8 @@ def _route(store: tuple[str, int] | None) -> str | None:
     if store is None:
         return None
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as asked:
+        shard_group, kind, protocol, _, address = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(shard_group, kind, protocol) as asked:
             asked.connect(address)
             return str(asked.getsockname()[0])
     except OSError:

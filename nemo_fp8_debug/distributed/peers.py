@@ -78,7 +78,7 @@ class Peers:
         weak = weakref.WeakMethod(told)  # whoever has it ends this by `close`, or never did, and is forgotten
         threading.Thread(target=self._answer, args=(weak,), name="nemo_fp8_debug peers", daemon=True).start()
 
-    def speaks_first(self, step: int, why: str) -> bool:
+    def warns_first(self, step: int, why: str) -> bool:
         """Tell the others, and wait whether a lower rank is there; whether this one is to say it."""
         for _ in range(TIMES):
             self._send("out of sync", self._addresses, step=step, why=why)
@@ -87,7 +87,7 @@ class Peers:
                     return False
         return True
 
-    def has_said(self) -> None:
+    def has_warned(self) -> None:
         """Let ranks that wake up later keep silent."""
         self._said = True
         self._send("said", self._addresses)

@@ -61,7 +61,7 @@ class Ranks:
         if self.world == 1:
             return
         try:
-            other = value if self.first_to_say(name, value) else self.read(name)
+            other = value if self.set_if_absent(name, value) else self.read(name)
         except TimeoutError as error:
             self.go_alone(error)
             return
@@ -97,17 +97,17 @@ class Ranks:
         elif self.writes:
             self.publish("word", word)
         if self._ask(lambda store: store.add(self._key("started"), 1)) == self.world:
-            self.first_to_say("together", True)
+            self.set_if_absent("together", True)
         if fault is not None:
             return {}
         # Said once and for all: a rank that comes later must not take those who went alone for companions.
         all_there = self._ask(lambda store: self._waits_for(store, "together", START), START + patience.grace())
-        if not all_there and self.first_to_say("together", False):
+        if not all_there and self.set_if_absent("together", False):
             warn(f"not all ranks have started a monitor within {START:.0f} s; the first rank alone is looked at")
         if not self.read("together"):
             self.world = 1
             return word or {}
-        if self.said("fault"):
+        if self.is_set("fault"):
             refused = self.read("fault")
             raise (ConfigError if refused["config"] else RuntimeError)(refused["message"])
         result: dict[str, Any] = self.read("word")
@@ -152,7 +152,7 @@ class Ranks:
 
         return self._ask(made)
 
-    def first_to_say(self, name: str, value: Any, seconds: float | None = None) -> bool:
+    def set_if_absent(self, name: str, value: Any, seconds: float | None = None) -> bool:
         """Publish a plain value, unless another rank has; whether this one did."""
 
         def said(store: Any) -> bool:
@@ -163,7 +163,7 @@ class Ranks:
 
         return self._ask(said, seconds)
 
-    def said(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether any rank has published this."""
         return self.world > 1 and self._ask(lambda store: bool(store.check([self._key(name)])))
 
@@ -260,17 +260,17 @@ class Ranks:
         if self._peers:
             self._peers.listen(told)
 
-    def speaks_first(self, step: int, why: str) -> bool:
+    def warns_first(self, step: int, why: str) -> bool:
         """Tell all ranks that they are out of sync since a step; whether this rank is to warn of it.
 
         That is the lowest rank that is alive. If ranks cannot be asked directly, the store tells who was first; if that
         does not answer either, this rank is cut off, and on its own. Takes some seconds; called in the background.
         """
-        first = self._peers is None or self._peers.speaks_first(step, why)
+        first = self._peers is None or self._peers.warns_first(step, why)
         with contextlib.suppress(Exception):  # the run may have ended the store with its process group
-            first = first and self.first_to_say("over", step, seconds=patience.brief())
+            first = first and self.set_if_absent("over", step, seconds=patience.brief())
         if first and self._peers:
-            self._peers.has_said()
+            self._peers.has_warned()
         return first
 
     def close(self, in_sync: bool = True) -> None:

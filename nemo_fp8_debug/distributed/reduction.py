@@ -1,4 +1,4 @@
-"""The one packed reduction of a sampled step: stats of a family's ranks -> stats of whole tensors, on its first rank.
+"""The one packed reduction of a sampled step: stats of a shard group's ranks -> stats of whole tensors, on its first rank.
 
 Two collectives, however many tensors there are. The first, a maximum, finds what no rank knows alone: extremes, and which
 binades of each histogram are occupied by anyone. The second adds up those binades and all sums, in float64, which holds
@@ -43,16 +43,16 @@ class Plan:
 
 
 class Reduction:
-    """Reduces over the ranks of a family."""
+    """Reduces over the ranks of a shard group."""
 
-    def __init__(self, ranks: Ranks, family: ShardGroup, outputs: bool) -> None:
+    def __init__(self, ranks: Ranks, shard_group: ShardGroup, outputs: bool) -> None:
         """
         Args:
             outputs: whether parts of outputs are added up as well; the same on all ranks.
         """
-        self._ranks, self._family = ranks, family
-        self._products = [(name, product) for name in family.kinds for product in PRODUCTS] if outputs else []
-        self.keys: list[Key] = [(name, role) for name in family.kinds for role in ROLES]
+        self._ranks, self._shard_group = ranks, shard_group
+        self._products = [(name, product) for name in shard_group.kinds for product in PRODUCTS] if outputs else []
+        self.keys: list[Key] = [(name, role) for name in shard_group.kinds for role in ROLES]
         self._index = {key: i for i, key in enumerate(self.keys)}
         self._casts: dict[int, Cast] = {}
         self._numbers: dict[Cast, int] = {}
@@ -73,13 +73,13 @@ class Reduction:
         return torch.stack([found.get(key, none) for key in self._products]) if self._products else none[:0]
 
     def reduce(self, plan: Plan, brought: Brought) -> tuple[Collected | None, dict[Key, float]]:
-        """What is known of whole tensors, on the first rank of the family, and on all ranks the amax of each that was seen.
+        """What is known of whole tensors, on the first rank of the group, and on all ranks the amax of each that was seen.
 
         Raises:
             Mismatch: another rank is at another step.
             RuntimeError: another rank does not take part within the timeout.
         """
-        group, checksum = self._family.group, plan.checksum()
+        group, checksum = self._shard_group.group, plan.checksum()
         assert group is not None
         extremes = torch.cat([torch.tensor([checksum, -checksum], dtype=torch.int32), brought.extremes.flatten()])
         group.maximum(extremes)
@@ -95,7 +95,7 @@ class Reduction:
         buffer, outputs = buffer.split([len(buffer) - brought.outputs.numel(), brought.outputs.numel()])
         keys = [self.keys[i] for i in seen.tolist()]
         amax = dict(zip(keys, _floats(column["amax"]).tolist(), strict=True))
-        if self._ranks.rank != self._family.ranks[0]:
+        if self._ranks.rank != self._shard_group.ranks[0]:
             return None, amax
         parts = zip(self._products, outputs.view(-1, len(SUMS) + 1), strict=True)
         whole = self._whole(keys, column, layout.unpacked(buffer, plan.what_if), plan)
@@ -105,7 +105,7 @@ class Reduction:
         """31 bits that stand for it on all ranks."""
         if cast not in self._numbers:
             number = zlib.crc32(json.dumps(vars(cast)).encode()) >> 1
-            self._ranks.first_to_say(f"cast/{number}", vars(cast))
+            self._ranks.set_if_absent(f"cast/{number}", vars(cast))
             self._numbers[cast], self._casts[number] = number, cast
         return self._numbers[cast]
 
@@ -133,7 +133,7 @@ class Reduction:
             stats.append(
                 OperandStats(
                     key=key,
-                    kind=self._family.kinds[key[0]],
+                    kind=self._shard_group.kinds[key[0]],
                     cast=cast,
                     histogram=histogram,
                     amax=top,

@@ -1,7 +1,7 @@
 """Which ranks hold parts of the same tensors, found from the names of their GEMMs: a stage of a pipeline, as a rule.
 
 Nothing is asked of the host: ranks that share a name belong together, whatever it was that split the model. Experts are on
-some ranks of a family only.
+some ranks of a shard group only.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ShardGroup:
     first: Mapping[str, int]
     #: None where there is nobody to reduce with
     group: Group | None = None
-    #: the first ranks of all families, and the rank that writes
-    heads: Sequence[int] = (0,)
-    heads_group: Group | None = None
+    #: the first ranks of all shard groups, and the rank that writes
+    leaders: Sequence[int] = (0,)
+    leaders_group: Group | None = None
 
     @classmethod
     def alone(cls, rank: int, kinds: Mapping[str, str]) -> ShardGroup:
@@ -39,19 +39,19 @@ class ShardGroup:
         return cls([rank], dict(sorted(kinds.items())), dict.fromkeys(kinds, rank))
 
     @staticmethod
-    def told(ranks: Ranks, kinds: Mapping[str, str]) -> None:
+    def publish(ranks: Ranks, kinds: Mapping[str, str]) -> None:
         """Let other ranks know the names of this one's GEMMs; called before all have started."""
         if ranks.world > 1:
             try:
                 ranks.publish(f"digest/{ranks.rank}", digest_of(kinds))
-                ranks.first_to_say(f"kinds/{digest_of(kinds)}", dict(kinds))
+                ranks.set_if_absent(f"kinds/{digest_of(kinds)}", dict(kinds))
                 ranks.introduce()
             except TimeoutError as error:
                 ranks.go_alone(error)
 
     @classmethod
-    def met(cls, ranks: Ranks, kinds: Mapping[str, str]) -> ShardGroup:
-        """The family of this rank; called on all ranks, which have told their names.
+    def discover(cls, ranks: Ranks, kinds: Mapping[str, str]) -> ShardGroup:
+        """The shard group of this rank; called on all ranks, which have told their names.
 
         Raises:
             RuntimeError: the ranks cannot be connected.
@@ -61,18 +61,18 @@ class ShardGroup:
         ranks.meet()
         if ranks.writes:
             _publish(ranks)
-        told = ranks.read(f"family-of/{digest_of(kinds)}")
-        heads = ranks.read("heads")
-        mine = ranks.read(f"family/{told}") if told is not None else None
+        told = ranks.read(f"shard-group-of/{digest_of(kinds)}")
+        leaders = ranks.read("leaders")
+        mine = ranks.read(f"shard-group/{told}") if told is not None else None
         if mine is None:  # no GEMM here
             mine = {"ranks": [ranks.rank], "kinds": {}, "first": {}}
         return cls(
             mine["ranks"],
             mine["kinds"],
             mine["first"],
-            _group(f"family-{told}", ranks, mine["ranks"]),
-            heads,
-            _group("heads", ranks, heads),
+            _group(f"shard-group-{told}", ranks, mine["ranks"]),
+            leaders,
+            _group("leaders", ranks, leaders),
         )
 
 
@@ -82,39 +82,39 @@ def digest_of(kinds: Mapping[str, str]) -> str:
 
 
 def _publish(ranks: Ranks) -> None:
-    """On the first rank: put ranks that share names into families, and let each know of its own."""
+    """On the first rank: put ranks that share names into shard groups, and let each know of its own."""
     digests = ranks.read_of_all("digest")
     owners: dict[str, list[int]] = defaultdict(list)
     for rank, digest in enumerate(digests):
         owners[digest].append(rank)
     kinds: dict[str, dict[str, str]] = {digest: ranks.read(f"kinds/{digest}") for digest in owners}
-    heads = {0}
-    for i, family in enumerate(_families(kinds)):
-        members = sorted(rank for digest in family for rank in owners[digest])
-        together = dict(sorted(item for digest in family for item in kinds[digest].items()))
-        first = {name: min(owners[digest][0] for digest in family if name in kinds[digest]) for name in together}
-        ranks.publish(f"family/{i}", {"ranks": members, "kinds": together, "first": first})
-        for digest in family:
-            ranks.publish(f"family-of/{digest}", i)
-        heads.add(members[0])
+    leaders = {0}
+    for i, group in enumerate(_shard_groups(kinds)):
+        members = sorted(rank for digest in group for rank in owners[digest])
+        together = dict(sorted(item for digest in group for item in kinds[digest].items()))
+        first = {name: min(owners[digest][0] for digest in group if name in kinds[digest]) for name in together}
+        ranks.publish(f"shard-group/{i}", {"ranks": members, "kinds": together, "first": first})
+        for digest in group:
+            ranks.publish(f"shard-group-of/{digest}", i)
+        leaders.add(members[0])
     for digest in owners:
         if not kinds[digest]:
-            ranks.publish(f"family-of/{digest}", None)
-    ranks.publish("heads", sorted(heads))
+            ranks.publish(f"shard-group-of/{digest}", None)
+    ranks.publish("leaders", sorted(leaders))
 
 
-def _families(kinds: Mapping[str, Iterable[str]]) -> list[list[str]]:
+def _shard_groups(kinds: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Digests whose names overlap, directly or through others."""
-    family_of: dict[str, set[str]] = {}
+    group_of: dict[str, set[str]] = {}
     holder: dict[str, str] = {}
     for digest, names in kinds.items():
         mine = {digest}
         for name in names:
-            mine |= family_of[holder[name]] if name in holder else set()
+            mine |= group_of[holder[name]] if name in holder else set()
             holder[name] = digest
         for member in mine:
-            family_of[member] = mine
-    found = {id(family): sorted(family) for digest, family in family_of.items() if kinds[digest]}
+            group_of[member] = mine
+    found = {id(group): sorted(group) for digest, group in group_of.items() if kinds[digest]}
     return sorted(found.values())
 
 

@@ -30,7 +30,7 @@ class Parts:
     """What a monitor works with once all ranks have started."""
 
     #: the ranks that hold parts of the same tensors
-    family: ShardGroup
+    shard_group: ShardGroup
     #: which steps are sampled,
     schedule: Schedule
     #: and what changes that
@@ -46,23 +46,23 @@ def assemble(
     ranks: Ranks,
     recording: Recording,
     summary: Summary,
-    place: Storage | None,
+    storage: Storage | None,
     attempt: int,
-    faults: ErrorGuard,
+    errors: ErrorGuard,
 ) -> Parts:
     """The parts of a monitor.
 
     Args:
-        place: folder of the record, the same on all ranks.
+        storage: folder of the record, the same on all ranks.
         attempt: of the record, the same on all ranks.
 
     Raises:
         ConfigError: tensors are to be dumped, and there is no folder.
     """
-    if place is None and (config.dump or config.trigger_dump):
+    if storage is None and (config.dump or config.trigger_dump):
         raise ConfigError("dump and trigger_dump need an output folder")
     limits = config.dump_max_bytes, config.dump_min_free_bytes
-    dump = TensorDump(place, ranks.rank, *limits, recording.submit_job) if place else None
+    dump = TensorDump(storage, ranks.rank, *limits, recording.submit_job) if storage else None
 
     def check(control: Control) -> None:
         """Refuse a control file that names no layer of this model; on several ranks another one may have it."""
@@ -73,13 +73,13 @@ def assemble(
 
     schedule = Schedule(config)
     triggers = Triggers([parse_rule(rule) for rule in config.triggers], ranks)
-    live_control = LiveControl(schedule, triggers, ranks, place, check, summary.say)
+    live_control = LiveControl(schedule, triggers, ranks, storage, check, summary.say)
     recording.submit_job(live_control.read)
-    family, over = meet(ranks, {g.name: g.kind for g in model.known}, faults)
-    model.scales.emulate([(name, role) for name in family.kinds for role in ROLES])
-    pipeline = Pipeline(ranks, family, model.scales, faults, config.output_rows > 0)
+    shard_group, over = meet(ranks, {g.name: g.kind for g in model.known}, errors)
+    model.scales.emulate([(name, role) for name in shard_group.kinds for role in ROLES])
+    pipeline = Pipeline(ranks, shard_group, model.scales, errors, config.output_rows > 0)
     pipeline.over = over
-    delivery = Delivery(ranks, recording, pipeline, live_control, dump, faults, config.layers)
+    delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)
     delivery.report(None)
-    watched = Watched(model, family, ranks.rank, ranks.world, attempt, dump, faults)
-    return Parts(family, schedule, live_control, pipeline, delivery, watched)
+    watched = Watched(model, shard_group, ranks.rank, ranks.world, attempt, dump, errors)
+    return Parts(shard_group, schedule, live_control, pipeline, delivery, watched)

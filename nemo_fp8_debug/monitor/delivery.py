@@ -32,7 +32,7 @@ class Delivery:
         pipeline: Pipeline,
         live_control: LiveControl,
         dump: TensorDump | None,
-        faults: ErrorGuard,
+        errors: ErrorGuard,
         layers: Sequence[str] | None,
     ) -> None:
         """
@@ -41,13 +41,13 @@ class Delivery:
         """
         self._ranks, self._recording, self._pipeline, self._live_control = ranks, recording, pipeline, live_control
         self._progress: Callable[[], dict[str, Any]] = dump.progress if dump else dict
-        self._faults = faults
+        self._errors = errors
         self._layers = layers
         self._steps: dict[int, dict[str, Any]] = {}
 
     def note(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Keep the scalars of a step."""
-        with self._faults.guard("while noting the step"):
+        with self._errors.guard("while noting the step"):
             self._steps[step] = {"time": time.time(), **kept(scalars)}
             self._recording.deliver(wait=False)
 
@@ -84,7 +84,7 @@ class Delivery:
         self._live_control.see_sample(sample)
         if self._ranks.world > 1 and self._layers is not None and not len(sample):
             message = f"the sample of step {step} is empty: no layer on any rank matches {shown(self._layers)}"
-            self._faults.warn(message, kind="empty sample")
+            self._errors.warn(message, kind="empty sample")
         return sample
 
     def report(self, step: int | None, ended: bool = False) -> None:
@@ -100,11 +100,11 @@ class Delivery:
         """Record the scalars of the steps since the last sample."""
         steps, self._steps = self._steps, {}
         if steps and self._ranks.writes:
-            with self._faults.guard("while recording steps"):
+            with self._errors.guard("while recording steps"):
                 self._recording.submit_steps(lambda: read_all(steps))
 
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
-        with self._faults.guard("while recording"):
+        with self._errors.guard("while recording"):
             self._pipeline.settle()
             self._recording.deliver(wait=True)

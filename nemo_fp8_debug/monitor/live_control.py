@@ -25,25 +25,25 @@ class LiveControl:
         schedule: Schedule,
         triggers: Triggers,
         ranks: Ranks,
-        place: Storage | None,
+        storage: Storage | None,
         check: Callable[[Control], None],
         say: Callable[[str], None],
     ) -> None:
         """
         Args:
-            place: folder of the run record; None: there is none, and no control file.
+            storage: folder of the run record; None: there is none, and no control file.
             check: raises ConfigError where a control file cannot be obeyed in this run.
             say: prints a line.
         """
         self._schedule, self._triggers, self._ranks = schedule, triggers, ranks
-        self._place, self._check, self._say = place if ranks.writes else None, check, say
+        self._storage, self._check, self._say = storage if ranks.writes else None, check, say
         self._file: ControlFile | None = None  # as it was read last
         self._known: ControlFile | None = None  # as it was when a sampled step last began
         #: whether the first rank has said how to sample the step that is under way
         self.heard = True
         #: whether it has said that no step is sampled any longer
         self.stopped = False
-        self._status = Status.read(self._place)
+        self._status = Status.read(self._storage)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -52,13 +52,13 @@ class LiveControl:
 
     def read(self) -> None:
         """Read the control file; called in the background before a sampled step."""
-        if self._place:
+        if self._storage:
             try:
-                with self._place.open(NAME) as file:
+                with self._storage.open(NAME) as file:
                     text = file.read(LONGEST + 1).decode(errors="replace")
-                self._file = ControlFile(text, self._place.modified(NAME))
+                self._file = ControlFile(text, self._storage.modified(NAME))
             except FileNotFoundError:
-                if self._place.is_there:
+                if self._storage.is_there:
                     self._file = None
             except (IsADirectoryError, PermissionError):
                 raise
@@ -126,8 +126,8 @@ class LiveControl:
         return str(control)
 
     def _ignore(self, file: ControlFile, step: int) -> None:
-        assert self._place
-        path = self._place.path(NAME)
+        assert self._storage
+        path = self._storage.path(NAME)
         self._status.control = {"ignored": "it was written for an earlier run", "step": step, **file.identity}
         warn(
             f"{path} was written for an earlier run in this folder, and changes nothing: this run starts over at step "
@@ -149,7 +149,7 @@ class LiveControl:
             step: that was sampled; None: there is no later one.
             ended: whether the run is over.
         """
-        if self._place:
+        if self._storage:
             self._status.step = self._status.step if step is None else step
             with contextlib.suppress(Exception):  # a record that cannot be written says so
-                self._place.write(STATUS, self._status.text(dumped, ended).encode())
+                self._storage.write(STATUS, self._status.text(dumped, ended).encode())

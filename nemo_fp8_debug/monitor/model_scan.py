@@ -35,7 +35,7 @@ class ModelScan:
     fingerprint: Mapping[str, Any]
 
 
-def scan(model: Any, config: Config, ranks: int, faults: ErrorGuard) -> ModelScan:
+def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
     """Find the GEMMs of a model, and warn of those that are left out.
 
     Args:
@@ -56,24 +56,24 @@ def scan(model: Any, config: Config, ranks: int, faults: ErrorGuard) -> ModelSca
             select(found, patterns)
     else:  # a pipeline stage may have none that match
         gemms = matching(known, config.layers)
-    _warn_of_what_is_left_out(roots, gemms, faults)
+    _warn_of_what_is_left_out(roots, gemms, errors)
     inspection.check(known)
     scales = Scales(known, config.recipe)
     setup = fingerprint(roots, gemms, config, scales.description)
     return ModelScan(roots, known, [g for g in found if g.compiled], gemms, scales, setup)
 
 
-def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm], faults: ErrorGuard) -> None:
+def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm], errors: ErrorGuard) -> None:
     if unknown := unknown_gemms(roots):
         first = next(iter(unknown))
-        faults.warn(f"{len(unknown)} modules are not known here and left out, first {first}, a {unknown[first]}")
+        errors.warn(f"{len(unknown)} modules are not known here and left out, first {first}, a {unknown[first]}")
     if stored := [g.name for g in gemms if "weight" in g.unseen]:
-        faults.warn(
+        errors.warn(
             f"W of {len(stored)} layers is stored in FP8 (first {stored[0]}): "
             "there is nothing to compare it with, so it is left out"
         )
     if split := [g.name for g in gemms if inspection.leaves_out(g)]:
-        faults.warn(
+        errors.warn(
             f"the inside of {len(split)} layers (first {split[0]}) is not inspected: "
             "with tensor parallelizm that would change how ranks communicate"
         )

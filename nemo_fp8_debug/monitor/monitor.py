@@ -70,35 +70,35 @@ class Monitor:
         self._ranks = Ranks()
         try:
             self.config = Config(output=os.fspath(output) if isinstance(output, os.PathLike) else output, **options)
-            self._faults = ErrorGuard(self.config.on_error)
+            self._errors = ErrorGuard(self.config.on_error)
             self._ranks.agree("options", {name: getattr(self.config, name) for name in SAME_ON_ALL_RANKS})
-            self._model = scan(model, self.config, self._ranks.world, self._faults)
-            self._recording = Recording(self._chosen(recorders), self.fingerprint, self._faults.guard)
+            self._model = scan(model, self.config, self._ranks.world, self._errors)
+            self._recording = Recording(self._chosen(recorders), self.fingerprint, self._errors.guard)
             records = [r for r in self._recording.recorders if isinstance(r, RunRecord)]
             # Other ranks may work in other folders, and this one may change its own.
             address = None if self.config.output is None else str(Storage(self.config.output))
         except Exception as error:
             self._ranks.start(None, error)
             raise
-        ShardGroup.told(self._ranks, {g.name: g.kind for g in self._model.known})
+        ShardGroup.publish(self._ranks, {g.name: g.kind for g in self._model.known})
         told = self._ranks.start({"attempt": max((r.attempt for r in records), default=0), "output": address})
         self._idle = self._ranks.world == 1 and not self._recording.recorders
-        place = Storage(told["output"]) if told["output"] is not None else None
+        storage = Storage(told["output"]) if told["output"] is not None else None
         self._summary = Summary(self.config, self._recording.recorders, len(self.gemms))
-        place = next((r.place for r in records if r.place == place), place)
+        storage = next((r.storage for r in records if r.storage == storage), storage)
         parts = assemble(
-            self.config, self._model, self._ranks, self._recording, self._summary, place, told["attempt"], self._faults
+            self.config, self._model, self._ranks, self._recording, self._summary, storage, told["attempt"], self._errors
         )
-        self._family, self._schedule, self._live_control = parts.family, parts.schedule, parts.live_control
+        self._shard_group, self._schedule, self._live_control = parts.shard_group, parts.schedule, parts.live_control
         self._pipeline, self._delivery, self._watched = parts.pipeline, parts.delivery, parts.watched
         #: the sampled step that is under way
         self._sampled: SampledStep | None = None
         self._begun: int | None = None
-        self._order = StepOrder(self._faults.warn if self._ranks.writes else _ignore)
+        self._order = StepOrder(self._errors.warn if self._ranks.writes else _ignore)
         self._closed = False
         self._summary.open()
-        if records and open_monitors.replace(folder := str(records[0].place), self):
-            self._faults.warn(f"another monitor of this process records to {folder} too, as another attempt; close that one")
+        if records and open_monitors.replace(folder := str(records[0].storage), self):
+            self._errors.warn(f"another monitor of this process records to {folder} too, as another attempt; close that one")
         self._closed_by_hand = open_monitors.close_at_exit(self)
 
     @property
@@ -150,10 +150,10 @@ class Monitor:
                 sampled, and the first one is warned of.
         """
         if self._closed:
-            self._faults.warn("the monitor is closed, and the steps after that are not recorded", kind="closed")
+            self._errors.warn("the monitor is closed, and the steps after that are not recorded", kind="closed")
             return
         number = None
-        with self._faults.guard("while beginning a step"):
+        with self._errors.guard("while beginning a step"):
             number = self._order.begin(step)
         self._drop_sample()
         if self._idle:
@@ -163,8 +163,8 @@ class Monitor:
         self._begun = _INVALID if number is None else number
         if number is None:
             return
-        self._faults.step = number
-        with self._faults.guard("while starting to sample"):
+        self._errors.step = number
+        with self._errors.guard("while starting to sample"):
             self._live_control.start_step(number)
             if self._schedule.samples(number) and not self._live_control.stopped:
                 self._start_sample(number)
@@ -202,7 +202,7 @@ class Monitor:
             sampled.detach()
             sampled.forget()
             self._end_sample(sampled.step)
-            with self._faults.guard("while giving a sample up"):
+            with self._errors.guard("while giving a sample up"):
                 self._pipeline.take_part(sampled.captured(dict))
 
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
@@ -231,10 +231,10 @@ class Monitor:
         began, step, sampled = self._order.is_open, self._order.end(), self._sampled
         if self._idle:
             return
-        writes_steps = self._ranks.rank in self._family.heads
+        writes_steps = self._ranks.rank in self._shard_group.leaders
         self._order.warn_of_unnamed(unnamed, "end_step")
-        with self._faults.guard("while reading the scalars of a step"):
-            scalars = usable(scalars, self._faults.warn if writes_steps else _ignore, self._watched.dump is not None)
+        with self._errors.guard("while reading the scalars of a step"):
+            scalars = usable(scalars, self._errors.warn if writes_steps else _ignore, self._watched.dump is not None)
         if step is None:
             if began:  # other ranks may have begun it with a valid number
                 self._begun = None
@@ -252,22 +252,22 @@ class Monitor:
         if sampled:
             self._summary.due += 1
             self._end_sample(step)
-            with self._faults.guard("while measuring"):
+            with self._errors.guard("while measuring"):
                 self._delivery.submit(sampled, self._schedule.why(step), opened)
             sampled.forget()
         else:
             self._delivery.relieve()
         if self._schedule.samples(step + 1):
             self._recording.submit_job(self._live_control.read)
-        if self._faults.raises:
+        if self._errors.raises:
             self.flush()
 
     def _tell_triggers(self, loss: Any) -> None:
-        with self._faults.guard("while watching the loss"):
+        with self._errors.guard("while watching the loss"):
             try:
-                self._live_control.end_step(self._faults.step, loss)
+                self._live_control.end_step(self._errors.step, loss)
             except TimeoutError as error:
-                self._pipeline.end(self._faults.step, error)
+                self._pipeline.end(self._errors.step, error)
 
     def close(self) -> None:
         """The run is over: records what is left. To close a second time does nothing."""
@@ -282,7 +282,7 @@ class Monitor:
         self._delivery.report(None, ended=True)
         self._idle = True
         self._closed_by_hand()
-        with self._faults.guard("while closing the record"):
+        with self._errors.guard("while closing the record"):
             self._recording.close()
         if not failed:
             self._order.warn_if_nothing_sampled(self._schedule.config.turns(), self._pipeline.over)

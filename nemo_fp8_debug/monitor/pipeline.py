@@ -69,15 +69,15 @@ class Outcome:
 class Pipeline:
     """Measures samples; on several ranks in a thread of its own, in step with the other ranks."""
 
-    def __init__(self, ranks: Ranks, family: ShardGroup, scales: Scales, faults: ErrorGuard, outputs: bool) -> None:
+    def __init__(self, ranks: Ranks, shard_group: ShardGroup, scales: Scales, errors: ErrorGuard, outputs: bool) -> None:
         """
         Args:
             outputs: whether parts of outputs are computed.
         """
-        self._ranks, self._family, self._scales, self._faults = ranks, family, scales, faults
-        self._keys = [(name, role) for name in family.kinds for role in ROLES]
+        self._ranks, self._shard_group, self._scales, self._errors = ranks, shard_group, scales, errors
+        self._keys = [(name, role) for name in shard_group.kinds for role in ROLES]
         self._others: dict[str, EmulatedScales] = {}
-        self._reduction = Reduction(ranks, family, outputs)
+        self._reduction = Reduction(ranks, shard_group, outputs)
         self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
         #: of the sample under way: its outcome, or None as soon as ranks are out of sync
         self._last: Future[Outcome | None] | None = None
@@ -134,12 +134,12 @@ class Pipeline:
             _resolve(self._last, None)
 
     def _speak(self, step: int, why: str) -> None:
-        if self._ranks.speaks_first(step, why):
+        if self._ranks.warns_first(step, why):
             warn(f"ranks are out of sync since step {step}; the run goes on, and is no longer monitored: {why}")
 
     def close(self) -> None:
         """The run is over; what is under way is waited for."""
-        with self._faults.guard("while ranks part"):
+        with self._errors.guard("while ranks part"):
             self._close()
 
     def _close(self) -> None:
@@ -150,7 +150,7 @@ class Pipeline:
         if self._worker:
             with self._ranks.patience.spending(reserve=True) as seconds:
                 self._worker.close(0.0 if self.over else seconds)
-        for group in filter(None, (self._family.group, self._family.heads_group)):
+        for group in filter(None, (self._shard_group.group, self._shard_group.leaders_group)):
             group.close(in_sync=not self.over)
         self._ranks.close(in_sync=not self.over)
 
@@ -161,7 +161,7 @@ class Pipeline:
         return self._measured(found, sampled)
 
     def _measured(self, whole: Collected, sampled: Sampled) -> Measured:
-        kinds, casts = self._family.kinds, {stat.key: stat.cast for stat in whole.operands}
+        kinds, casts = self._shard_group.kinds, {stat.key: stat.cast for stat in whole.operands}
         of_operands = measure(whole.operands, self._what_if(sampled.what_if), {n for n in kinds if sampled.chosen(n)})
         return replace(of_operands, outputs=output_columns(whole.outputs, kinds, casts))
 
@@ -174,14 +174,14 @@ class Pipeline:
         """Say what is missing."""
         layers = {layer for layer, _ in sampled.expected}
         if silent := layers - {layer for layer, _ in (stat.key for stat in stats)}:
-            self._faults.warn(
+            self._errors.warn(
                 f"{len(silent)} of {len(layers)} layers gave no sample, first {min(silent)}: "
                 "unused in this step, in a CUDA graph (whose replays run no hooks), "
                 "or compiled before the monitor was attached (torch.compile drops later hooks)"
             )
         if partial := [stat for stat in stats if stat.missing]:
             (layer, role), lost, all_of_them = partial[0].key, partial[0].missing, partial[0].missing + partial[0].ranks
-            self._faults.warn(
+            self._errors.warn(
                 f"{len(partial)} operands of step {sampled.step} are measured without the parts of some ranks, "
                 f"first {SHOWN_AS[role]} of {layer} ({lost} of {all_of_them} parts missing)",
                 kind="missing parts",
@@ -189,12 +189,12 @@ class Pipeline:
 
     def _together(self, sampled: Sampled) -> Outcome | None:
         with contextlib.suppress(Exception):  # the run may have ended the store with its process group
-            self.over = self.over or self._ranks.said("over")
+            self.over = self.over or self._ranks.is_set("over")
         if self.over:
             return None
         mine = None
         try:
-            mine = self._of_family(sampled)
+            mine = self._in_shard_group(sampled)
         except Exception as error:
             self.end(sampled.step, error)
         try:  # the writer waits for what there is
@@ -203,17 +203,17 @@ class Pipeline:
             self.end(sampled.step, error)
             return None
 
-    def _of_family(self, sampled: Sampled) -> Measured | None:
-        """Metrics of whole tensors, on the first rank of the family."""
+    def _in_shard_group(self, sampled: Sampled) -> Measured | None:
+        """Metrics of whole tensors, on the first rank of the group."""
         plan, found = Plan(sampled.step, sampled.what_if), Collected()
-        with self._faults.guard("while collecting a sample"):
+        with self._errors.guard("while collecting a sample"):
             found = sampled.collected()
-        if self._family.group is None:
+        if self._shard_group.group is None:
             whole: Collected | None = found
             amax = {stat.key: stat.amax for stat in found.operands}
         else:
             brought = self._reduction.brought(plan, Collected(), sampled.expected)  # this rank takes part, whatever it has
-            with self._faults.guard("while packing a sample"):
+            with self._errors.guard("while packing a sample"):
                 brought = self._reduction.brought(plan, found, sampled.expected)
             # Histograms of whole tensors take their place.
             sampled.operands.clear()
@@ -222,18 +222,18 @@ class Pipeline:
         self._scales.observe(amax)
         if whole is None:
             return None
-        with self._faults.guard("while measuring"):
+        with self._errors.guard("while measuring"):
             self._report(sampled, whole.operands)
             return self._measured(whole, sampled)
         return None
 
     def _brought_to_the_writer(self, mine: Measured | None, sampled: Sampled) -> Outcome | None:
-        heads, group = self._family.heads, self._family.heads_group
-        if self._ranks.rank not in heads:
+        leaders, group = self._shard_group.leaders, self._shard_group.leaders_group
+        if self._ranks.rank not in leaders:
             return None
         steps: Steps = {}
         if not self._ranks.writes:
-            with self._faults.guard("while reading what steps reported"):
+            with self._errors.guard("while reading what steps reported"):
                 steps = sampled.steps()
         found = group.gather((mine, steps)) if group else [(mine, steps)]
         if found is None:
@@ -261,13 +261,13 @@ def _resolve(outcome: Future[Outcome | None], value: Outcome | None) -> None:
         outcome.set_result(value)
 
 
-def meet(ranks: Ranks, kinds: Mapping[str, str], faults: ErrorGuard) -> tuple[ShardGroup, bool]:
+def meet(ranks: Ranks, kinds: Mapping[str, str], errors: ErrorGuard) -> tuple[ShardGroup, bool]:
     """The ranks that hold parts of the same tensors; and whether, since they cannot be connected, sampling is over."""
     try:
-        return ShardGroup.met(ranks, kinds), False
+        return ShardGroup.discover(ranks, kinds), False
     except Exception as error:
-        if faults.raises:
+        if errors.raises:
             raise
-        if ranks.first_to_say("over", -1):
-            faults.warn(f"the ranks cannot be connected, and operands are not looked at: {error}")
+        if ranks.set_if_absent("over", -1):
+            errors.warn(f"the ranks cannot be connected, and operands are not looked at: {error}")
         return ShardGroup.alone(ranks.rank, kinds), True

@@ -29,16 +29,16 @@ ErrorGuard = Callable[[str], AbstractContextManager[None]]
 class Recording:
     """Hands samples to recorders: in a thread of its own, or in the caller's where a recorder asks for that."""
 
-    def __init__(self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], faults: ErrorGuard) -> None:
+    def __init__(self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], errors: ErrorGuard) -> None:
         """
         Args:
             recorders: opened one by one as they come, so that an earlier one can refuse before a later one makes files.
-            faults: a context, named by what it guards, that keeps a fault from the run.
+            errors: a context, named by what it guards, that keeps an error from the run.
 
         Raises:
             ConfigError: a recorder cannot write where it should.
         """
-        self._faults = faults
+        self._errors = errors
         self.recorders: list[Recorder] = []
         for recorder in recorders:
             recorder.open(fingerprint)
@@ -67,7 +67,7 @@ class Recording:
         """Do something else in the background, after all that was submitted before."""
 
         def guarded() -> None:
-            with self._faults("in the background"):
+            with self._errors("in the background"):
                 job()
 
         self._enqueue(guarded)
@@ -114,13 +114,13 @@ class Recording:
         return future.done()
 
     def _record(self, measure: Callable[[], Sample | None]) -> Record | None:
-        with self._faults("while measuring"):
+        with self._errors("while measuring"):
             if (sample := measure()) is not None:
                 return self._here(lambda recorder: recorder.record(sample))
         return None
 
     def _record_steps(self, steps: Callable[[], Steps]) -> Record | None:
-        with self._faults("while recording steps"):
+        with self._errors("while recording steps"):
             values = steps()
             return self._here(lambda recorder: recorder.record_steps(values))
         return None
@@ -133,5 +133,5 @@ class Recording:
     def _each(self, in_callers_thread: bool, call: Record) -> None:
         for recorder in self.recorders:
             if recorder.in_callers_thread == in_callers_thread:
-                with self._faults(f"in {type(recorder).__name__}"):
+                with self._errors(f"in {type(recorder).__name__}"):
                     call(recorder)

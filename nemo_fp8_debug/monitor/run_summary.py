@@ -34,7 +34,7 @@ class Summary:
         """Print the first line."""
         if record := self._record:
             attempt = f" (attempt {record.attempt}: those before it are kept)" if record.attempt else ""
-            self._show(f"recording {self._gemms} GEMMs, {self._config.turns()}, to {record.place}{attempt}")
+            self._show(f"recording {self._gemms} GEMMs, {self._config.turns()}, to {record.storage}{attempt}")
 
     def say(self, text: str) -> None:
         """Print a line in between."""
@@ -56,14 +56,14 @@ class Summary:
             "sampling ended before the run did" if over else "",
             "a write to the record hangs" if stuck else "",
         ]
-        what = "; ".join([f"{found} in {record.place}", *filter(None, faults)])
-        view = f"View: tensorboard --logdir {self._logdir()} or nemo-fp8-debug diagnose {shlex.quote(str(record.place))}"
+        what = "; ".join([f"{found} in {record.storage}", *filter(None, faults)])
+        view = f"View: tensorboard --logdir {self._logdir()} or nemo-fp8-debug diagnose {shlex.quote(str(record.storage))}"
         self._show(f"{what}. {view}" if record.samples else f"{what}.")
 
     def _logdir(self) -> str:
         """The folder above the record if that has the events, so that both are found."""
         assert self._record
-        place = str(self._record.place)
+        place = str(self._record.storage)
         return shlex.quote(self._events if self._events and PurePath(place).is_relative_to(self._events) else place)
 
     def _show(self, text: str) -> None:

@@ -41,13 +41,13 @@ class Watched:
     """What the sampled steps of a run have in common."""
 
     model: ModelScan
-    family: ShardGroup
+    shard_group: ShardGroup
     rank: int
     world: int
     #: of this run's record
     attempt: int
     dump: TensorDump | None
-    faults: ErrorGuard
+    errors: ErrorGuard
 
 
 class SampledStep:
@@ -92,7 +92,7 @@ class SampledStep:
                 key, copied = (gemm.name, role), gemm.backend.copied(gemm.module, role)
                 counted = gemm.name in sampled | dumped and not copied
                 # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
-                first = self._watched.family.first[gemm.name] if copied is None else None
+                first = self._watched.shard_group.first[gemm.name] if copied is None else None
                 if counted and first in (None, rank):
                     self._expected.add(key)
                 if not counted and gemm.name not in dumped | of_outputs:
@@ -105,7 +105,7 @@ class SampledStep:
                 sinks[key] = operand
                 if dump and gemm.name in dumped:
                     sinks[key] = Dumping(operand, dump, self._watched.attempt, self.step, rank)
-        guard = self._watched.faults.guard
+        guard = self._watched.errors.guard
         self._products = {
             name: Products(name, operands, plan.output_rows, guard) for name, operands in seen.items() if name in of_outputs
         }
@@ -119,11 +119,13 @@ class SampledStep:
             (gemm.name, role)
             for gemm in matching(self._watched.model.compiled, self._plan.layers)
             for role in self._plan.roles
-            if role != "weight" and gemm.name in self._watched.family.kinds and not gemm.backend.copied(gemm.module, role)
+            if role != "weight"
+            and gemm.name in self._watched.shard_group.kinds
+            and not gemm.backend.copied(gemm.module, role)
         }
 
     def _attach(self, sinks: dict[Key, OperandSink]) -> None:
-        model, guard = self._watched.model, self._watched.faults.guard
+        model, guard = self._watched.model, self._watched.errors.guard
         self._multiplier = GradScale(model.roots, partial(guard, _MULTIPLIER))
         self._multiplier.attach()
         if sinks:
@@ -142,7 +144,7 @@ class SampledStep:
 
     def measured_multiplier(self) -> dict[str, Any]:
         """What dY was multiplied by, as a scalar of the step, if that is known."""
-        with self._watched.faults.guard(_MULTIPLIER):
+        with self._watched.errors.guard(_MULTIPLIER):
             if self._multiplier is not None and (found := self._multiplier.value()) is not None:
                 return {"grad_scale": found}
         return {}
@@ -160,12 +162,12 @@ class SampledStep:
             those = f"{named}{more} {'is' if len(keys) == 1 else 'are'}"
             message = f"{those} missing from the sample of step {self.step}: {why}"
             kinds = [f"{layer} {role} {why.partition(':')[0]}" for layer, role in keys]
-            self._watched.faults.warn(message, kind=kinds)
+            self._watched.errors.warn(message, kind=kinds)
 
     def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         """A hook has failed, which costs an operand, or what it is cast with."""
-        faults = self._watched.faults
-        if faults.raises:
+        errors = self._watched.errors
+        if errors.raises:
             raise error
         if lost:
             counted = self._operands.pop((layer, role), None)
@@ -175,8 +177,8 @@ class SampledStep:
                 self._expected.add((layer, role))
             self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
         else:
-            message = f"what casts {SHOWN_AS[role]} of {layer} cannot be read, and its metrics are under an emulated scale"
-            faults.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
+            message = f"could not read the scale of {SHOWN_AS[role]} of {layer}; using an emulated scale"
+            errors.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
 
     def forget(self) -> None:
         """Nothing of it is measured: it broke off, or was handed over."""

@@ -51,10 +51,10 @@ class Status:
         self._left_over: dict[str, Any] = self.control if "ignored" in self.control else {}
 
     @classmethod
-    def read(cls, place: Storage | None) -> Status:
+    def read(cls, storage: Storage | None) -> Status:
         """What is in a record; nothing if the file cannot be used, which a run can do without."""
         try:
-            content = json.loads(place.read(STATUS)) if place else {}
+            content = json.loads(storage.read(STATUS)) if storage else {}
         except Exception:
             content = {}
         return cls(content if isinstance(content, dict) else {})

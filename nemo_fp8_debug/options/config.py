@@ -64,7 +64,7 @@ class Config:
     trigger_dump: Sequence[str] = ()
     #: folder of the run record, or any fsspec address; None: `fp8_debug` beside the TensorBoard logger's events
     output: str | None = None
-    #: "warn": a fault of the monitor costs a sample and one warning;
+    #: "warn": an error of the monitor costs a sample and one warning;
     #: "raise": it stops the run, and each
     #: sample is recorded before the next step (for tests)
     on_error: str = "warn"

@@ -76,21 +76,21 @@ class TensorDump:
     """Copies tensors in hooks and writes them in the background."""
 
     def __init__(
-        self, place: Storage, rank: int, max_bytes: int, min_free_bytes: int, submit: Callable[[Callable[[], None]], None]
+        self, storage: Storage, rank: int, max_bytes: int, min_free_bytes: int, submit: Callable[[Callable[[], None]], None]
     ) -> None:
         """
         Args:
-            place: folder of the run record.
+            storage: folder of the run record.
             max_bytes: that all dumps of this rank may take; earlier attempts count.
             min_free_bytes: that a dump leaves on the disk.
             submit: runs a function in the background, in order.
         """
-        self._place, self._submit = place, submit
+        self._storage, self._submit = storage, submit
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._room = Condition()
         self._in_flight = 0
         self._patient = True
-        self.taken = place.size(FOLDER, f"rank-{rank:05d}.")  # bytes, written or to be; changed in two threads
+        self.taken = storage.size(FOLDER, f"rank-{rank:05d}.")  # bytes, written or to be; changed in two threads
         self.tensors = self.bytes = 0  # written since the start
         #: why tensors were left out, and how many
         self.left_out: dict[str, int] = {}
@@ -128,14 +128,14 @@ class TensorDump:
     ) -> None:
         written = False
         try:
-            if self._place.is_local and shutil.disk_usage(self._place.path("")).free - size < self._min_free_bytes:
+            if self._storage.is_local and shutil.disk_usage(self._storage.path("")).free - size < self._min_free_bytes:
                 self._leave_out(f"the disk would be left with less than {_readable(self._min_free_bytes)}")
                 return
             x = fetch()
             if isinstance(scale, CurrentScaling):
                 scale = scale.scale(amax_of(x), about.format.max)
             content = _encode(about, x, scale.detach().float().cpu())
-            self._place.write(about.name(f"{zlib.crc32(content):08x}"), content)
+            self._storage.write(about.name(f"{zlib.crc32(content):08x}"), content)
             self.tensors += 1
             self.bytes += len(content)
             written = True
@@ -192,22 +192,22 @@ def _readable(size: int) -> str:
     return f"{size / (1 << 30):.3g} GiB"
 
 
-def dumped_files(place: Storage) -> Iterator[tuple[int, int, int, str]]:
+def dumped_files(storage: Storage) -> Iterator[tuple[int, int, int, str]]:
     """(attempt, step, rank, name) of every dumped tensor, in order."""
-    for folder in place.names(FOLDER):
+    for folder in storage.names(FOLDER):
         if found := _STEP.fullmatch(folder):
-            for file in place.names(f"{FOLDER}/{folder}"):
+            for file in storage.names(f"{FOLDER}/{folder}"):
                 if name := _NAME.fullmatch(file):
                     yield int(found[1]), int(found[2]), int(name[1]), f"{FOLDER}/{folder}/{file}"
 
 
-def read_dump(place: Storage, name: str) -> tuple[Dumped, dict[str, torch.Tensor]]:
+def read_dump(storage: Storage, name: str) -> tuple[Dumped, dict[str, torch.Tensor]]:
     """What a file holds, and its tensors `value`, `codes` and `scale`.
 
     Raises:
         ValueError: it is damaged or foreign.
     """
-    content = place.read(name)
+    content = storage.read(name)
     if not name.endswith(f".{zlib.crc32(content):08x}.safetensors"):
         raise ValueError("it is damaged or foreign: its name does not tell its checksum")
     try:

@@ -48,7 +48,7 @@ class RunRecord:
         Raises:
             ConfigError: the address is none.
         """
-        self.place = Storage(address)
+        self.storage = Storage(address)
         self.attempt = 0
         #: samples that were written, or wait in the backlog
         self.samples = 0
@@ -71,15 +71,15 @@ class RunRecord:
             self._claim_attempt(fingerprint)
         except Exception as error:  # every driver of a remote file system has errors of its own
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"the run record cannot be written to {self.place}: {reason}") from None
+            raise ConfigError(f"the run record cannot be written to {self.storage}: {reason}") from None
 
     def _make_folders(self) -> None:
         for table in ("metrics", "histograms", "steps"):
-            self.place.make(table)
+            self.storage.make(table)
 
     def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
         """Take the first number that no other start of a process has, even if it starts at the same moment."""
-        taken = [attempt_of_fingerprint(name) for name in self.place.names()]
+        taken = [attempt_of_fingerprint(name) for name in self.storage.names()]
         taken += [part.attempt for table in ("metrics", "histograms", "steps") for part in self._parts(table)]
         self.attempt = 1 + max((a for a in taken if a is not None), default=-1)
         while True:
@@ -87,8 +87,8 @@ class RunRecord:
             self._fingerprint = json.dumps(content, indent=2, default=str).encode()
             name = f"attempt-{self.attempt}.json"
             with contextlib.suppress(FileExistsError):
-                self.place.create(name, self._fingerprint)
-                self.place.anchor = name
+                self.storage.create(name, self._fingerprint)
+                self.storage.anchor = name
                 return
             self.attempt += 1
 
@@ -122,12 +122,12 @@ class RunRecord:
         if self._backlog:  # perhaps because the folder was deleted
             with contextlib.suppress(Exception):
                 self._make_folders()
-                self.place.create(self.place.anchor, self._fingerprint)
+                self.storage.create(self.storage.anchor, self._fingerprint)
             self._write_backlog()
         self.lost += len(self._backlog)
         self._backlog.clear()
         if self.lost:
-            warn(f"{self.lost} parts of the record were lost, since {self.place} could not be written")
+            warn(f"{self.lost} parts of the record were lost, since {self.storage} could not be written")
 
     def write_part(self, table: str, columns: Mapping[str, Any], first: int, last: int | None = None) -> None:
         """Write a part of a table, with the rows of step `first`, or of all steps to `last`."""
@@ -142,7 +142,7 @@ class RunRecord:
         try:
             while self._backlog:
                 table, part, content = self._backlog[0]
-                self.place.write(part.path, content)
+                self.storage.write(part.path, content)
                 self._backlog.popleft()
                 self._merge_when_due(table, part)
             self._warned = False
@@ -153,7 +153,7 @@ class RunRecord:
         if not self._warned:
             self._warned = True
             warn(
-                f"the record at {self.place} cannot be written ({type(error).__name__}: {error}); the run goes on, and "
+                f"the record at {self.storage} cannot be written ({type(error).__name__}: {error}); the run goes on, and "
                 f"up to {BACKLOG >> 20} MiB are kept in memory until it can be"
             )
         while sum(len(content) for _, _, content in self._backlog) > BACKLOG:
@@ -172,7 +172,7 @@ class RunRecord:
         """Put one part in the place of several of one attempt; what cannot be read stays as it is."""
         read = []
         for part in parts:
-            with contextlib.suppress(Exception), self.place.open(part.path) as file:
+            with contextlib.suppress(Exception), self.storage.open(part.path) as file:
                 read.append((part, parquet.read(file, part.checksum)))
         if len(read) < 2:
             return
@@ -183,9 +183,9 @@ class RunRecord:
         first, last = min(part.first for part, _ in read), max(part.last for part, _ in read)
         name = part_name(parts[0].attempt, first, last, checksum)
         with contextlib.suppress(Exception):  # until the merged part is there, the small ones are
-            self.place.write(f"{table}/{name}", content)
+            self.storage.write(f"{table}/{name}", content)
             for part, _ in read:
-                self.place.remove(part.path)
+                self.storage.remove(part.path)
 
     def _tidy_up(self) -> None:
         """Once an attempt, in the background: merge what earlier attempts left in small parts."""
@@ -205,20 +205,20 @@ class RunRecord:
         held: set[int] = set()
         for part in parts:
             if part.merged:
-                with contextlib.suppress(Exception), self.place.open(part.path) as file:
+                with contextlib.suppress(Exception), self.storage.open(part.path) as file:
                     held.update(parquet.read(file, part.checksum, ["step"])["step"].to_pylist())
         small = [part for part in parts if not part.merged]
         for part in small:
             if part.first in held:
                 with contextlib.suppress(Exception):
-                    self.place.remove(part.path)
+                    self.storage.remove(part.path)
         return [part for part in small if part.first not in held]
 
     def _parts(self, table: str) -> list[Part]:
-        return [part for name in self.place.names(table) if (part := Part.named(table, name))]
+        return [part for name in self.storage.names(table) if (part := Part.named(table, name))]
 
 
-def add_rows(place: Storage, table: str, rows: pl.DataFrame) -> None:
+def add_rows(storage: Storage, table: str, rows: pl.DataFrame) -> None:
     """Add rows to a table of a record that others may be writing; a table of its own, which no run writes."""
     for (attempt,), of_attempt in rows.group_by("attempt", maintain_order=True):
         steps = of_attempt["step"].unique().sort()
@@ -226,4 +226,4 @@ def add_rows(place: Storage, table: str, rows: pl.DataFrame) -> None:
             chunk = steps[first : first + MERGED]
             part = of_attempt.filter(pl.col("step").is_between(chunk[0], chunk[-1])).to_arrow().cast(arrow_schema(table))
             content, checksum = parquet.encode(part)
-            place.write(f"{table}/{part_name(int(attempt), chunk[0], chunk[-1], checksum)}", content)
+            storage.write(f"{table}/{part_name(int(attempt), chunk[0], chunk[-1], checksum)}", content)

@@ -200,7 +200,7 @@ def _application(answer: Callable[[Request], Response]) -> Callable[..., Any]:
         except Exception as error:
             logging.getLogger("nemo_fp8_debug").exception("the FP8 tab could not answer %s", request.path)
             response = _error(
-                request, 500, f"The FP8 tab has a fault ({type(error).__name__}); TensorBoard's log tells more."
+                request, 500, f"Internal error of the FP8 tab ({type(error).__name__}); TensorBoard's log tells more."
             )
         return response(environ, start_response)
 

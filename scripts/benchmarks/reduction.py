@@ -86,9 +86,9 @@ def work(rank: int, world: int, port: int, n: int, rounds: int) -> dict[str, Any
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     names = [f"decoder.layers.{i}.mlp.linear_fc{i % 2 + 1}" for i in range(-(-n // len(ROLES)))]
     ranks, kinds = Ranks(), dict.fromkeys(names, "linear")
-    ShardGroup.told(ranks, kinds)
+    ShardGroup.publish(ranks, kinds)
     ranks.start({})
-    reduction = Reduction(ranks, ShardGroup.met(ranks, kinds), outputs=False)
+    reduction = Reduction(ranks, ShardGroup.discover(ranks, kinds), outputs=False)
     histogram_of(torch.randn(16).bfloat16())
     times: dict[str, list[float]] = {}
     before, peaks = memory("VmRSS"), []

@@ -121,7 +121,7 @@ def measure(folder: Path) -> None:
         tab = page.frames[1]
         tab.evaluate(DRAWN)
         say_of("step change", [change(tab, NEXT) for _ in range(200)])
-        say_of("jump to any step", [jump(tab, place) for place in range(100, 1900, 150)])
+        say_of("jump to any step", [jump(tab, storage) for storage in range(100, 1900, 150)])
         print(f"server's memory    {memory(address):6.0f} MiB at its peak")
 
 

@@ -141,18 +141,18 @@ class Torture:
         """All that was said to be recorded is there, once, and as it should be."""
         if not (run.folder / "attempt-0.json").exists():
             return
-        place = find_run(run.folder)
+        storage = find_run(run.folder)
         self.count_remains(run)
-        read_fingerprint(place)
-        if STATUS in place.names():
-            json.loads(place.read(STATUS))
+        read_fingerprint(storage)
+        if STATUS in storage.names():
+            json.loads(storage.read(STATUS))
         for table in TABLES:
-            rows = read_table(place, table)
+            rows = read_table(storage, table)
             self.check_rows(table, rows, run)
             if table == "metrics":
                 self.found["samples lost in flight"] += len(run.in_flight - set(rows.select("attempt", "step").iter_rows()))
                 self.found["samples kept in flight"] += len(run.in_flight & set(rows.select("attempt", "step").iter_rows()))
-        self.check_dumps(place, run)
+        self.check_dumps(storage, run)
         run.in_flight = set()
 
     def check_rows(self, table: str, rows: pl.DataFrame, run: Watched) -> None:
@@ -167,14 +167,14 @@ class Torture:
             fail(run, f"{table}: the rows are not those of a run without interruption\n{mine}\n{expected}")
         self.found["rows compared"] += len(mine)
 
-    def check_dumps(self, place: Storage, run: Watched) -> None:
+    def check_dumps(self, storage: Storage, run: Watched) -> None:
         there: Counter[tuple[int, int]] = Counter()
-        for attempt, step, _, name in dumped_files(place):
+        for attempt, step, _, name in dumped_files(storage):
             there[attempt, step] += 1
             if name in run.dumps_read:
                 continue
-            _, tensors = read_dump(place, name)
-            _, expected = read_dump(Storage(self.folder / "reference" / "run"), self.reference_dumps[key(place, name)])
+            _, tensors = read_dump(storage, name)
+            _, expected = read_dump(Storage(self.folder / "reference" / "run"), self.reference_dumps[key(storage, name)])
             if any(not torch.equal(tensors[part].float(), expected[part].float()) for part in expected):
                 fail(run, f"{name} is not what a run without interruption dumps")
             run.dumps_read.add(name)
@@ -252,9 +252,9 @@ def names(folder: Path) -> set[str]:
         return set()
 
 
-def key(place: Storage, name: str) -> tuple[Any, ...]:
+def key(storage: Storage, name: str) -> tuple[Any, ...]:
     """What a dump is, whatever attempt wrote it."""
-    about, _ = read_dump(place, name)
+    about, _ = read_dump(storage, name)
     return about.step, about.layer, about.role, about.call
 
 

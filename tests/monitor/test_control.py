@@ -259,7 +259,7 @@ def cli(*arguments: object) -> Result:
 
 
 class TestCommandLine:
-    def test_it_writes_what_the_run_obeys(self, recorded: Path) -> None:
+    def test_it_writes_what_the_run_applies(self, recorded: Path) -> None:
         result = cli(recorded, "--dump", "0", "--steps", 2, "--interval", 20, "--what-if", "current-e4m3")
         assert result.exit_code == 0, result.output
         assert f"wrote {recorded}/run/control.yaml" in result.output

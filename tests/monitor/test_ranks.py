@@ -28,9 +28,9 @@ def found_by_ranks(ran: Path, run: str) -> list[dict[str, Any]]:
 
 def dumped(folder: Path) -> dict[tuple[int, int], set[str]]:
     """Layers by (step, rank)."""
-    place, found = find_run(folder / "run"), {}
-    for _, step, rank, name in dumped_files(place):
-        found.setdefault((step, rank), set()).add(read_dump(place, name)[0].layer)
+    storage, found = find_run(folder / "run"), {}
+    for _, step, rank, name in dumped_files(storage):
+        found.setdefault((step, rank), set()).add(read_dump(storage, name)[0].layer)
     return found
 
 

@@ -71,16 +71,16 @@ def outcome(run: Path | str, before: dict[int, Callable[[], None]]) -> dict[str,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses, weights = train(run, before)
-    place = find_run(run)
-    dumped = {step for _, step, _, name in dumped_files(place) if read_dump(place, name)}
+    storage = find_run(run)
+    dumped = {step for _, step, _, name in dumped_files(storage) if read_dump(storage, name)}
     return {
         "undisturbed": (losses, weights) == train(None),
         "warnings": [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)],
-        **{table: read_table(place, table)["step"].unique().to_list() for table in ("metrics", "histograms", "steps")},
+        **{table: read_table(storage, table)["step"].unique().to_list() for table in ("metrics", "histograms", "steps")},
         "dumps": sorted(dumped),
-        "events": losses_in_tensorboard(str(place)),
-        "status": json.loads(place.read("status.json")) if "status.json" in place.names() else None,
-        "leftovers": [name for folder in ("", "metrics", "histograms") for name in place.names(folder) if ".part" in name],
+        "events": losses_in_tensorboard(str(storage)),
+        "status": json.loads(storage.read("status.json")) if "status.json" in storage.names() else None,
+        "leftovers": [name for folder in ("", "metrics", "histograms") for name in storage.names(folder) if ".part" in name],
     }
 
 

@@ -207,12 +207,12 @@ from nemo_fp8_debug.record.reader import read_table
 part = pathlib.Path(sys.argv[1])
 content = part.read_bytes()
 warnings.simplefilter("always")
-for place in map(int, sys.argv[2:]):
+for storage in map(int, sys.argv[2:]):
     part.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
     with warnings.catch_warnings(record=True) as seen:
         read_table(part.parent.parent, "metrics")
     if not any(str(part) in str(warning.message) for warning in seen):
-        print(place, end=" ", flush=True)
+        print(storage, end=" ", flush=True)
 """
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -304,7 +304,7 @@ class TestDamaged:
         for step in range(2 * writer.MERGED):
             record.record(sample(step, [{"layer": "l"}]))
         rows = read_table(tmp_path, "metrics")
-        writer.add_rows(record.place, "metrics", rows[writer.MERGED // 2 : 3 * writer.MERGED // 2])
+        writer.add_rows(record.storage, "metrics", rows[writer.MERGED // 2 : 3 * writer.MERGED // 2])
         assert len(list((tmp_path / "metrics").iterdir())) == 3
         assert read_table(tmp_path, "metrics").equals(rows)
 

@@ -42,8 +42,8 @@ def all_by_numerics(questions: Sequence[Question]) -> list[dict[str, float]]:
     ends = torch.tensor([0] + [len(rows) for rows, _, _ in questions]).cumsum(0).tolist()
     mine = [slice(*ends) for ends in pairwise(ends)]
     of_rows, sums_of_rows = moments(batch), quantization_sums(batch, scale, formats)
-    known = Moments.concat([merge(of_rows.rows(place)) for place in mine])
-    sums = QuantizationSums.concat([sums_of_rows.rows(place).total() for place in mine])
+    known = Moments.concat([merge(of_rows.rows(storage)) for storage in mine])
+    sums = QuantizationSums.concat([sums_of_rows.rows(storage).total() for storage in mine])
     limits = torch.tensor([fmt.max for _, _, fmt in questions], dtype=torch.float32)
     current = scale_of_amax(known.amax.float(), limits)
     columns = metrics_of(known, sums, current, current)

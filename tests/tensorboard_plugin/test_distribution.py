@@ -87,7 +87,7 @@ def test_what_was_in_use_shows_what_was_recorded(shown: Shown, casts: Path) -> N
     words = page.locator("[data-words=values]").inner_text()
     assert f"{row['n']:,} finite values" in words and "no NaN, no infinities" in words
     bars = bars_taken_away(page)
-    zeros = sum(count for place, count in zip(histogram["bins"], histogram["counts"], strict=True) if place == 0)
+    zeros = sum(count for storage, count in zip(histogram["bins"], histogram["counts"], strict=True) if storage == 0)
     assert sum(int(bar["values"]) for bar in bars) == sum(histogram["counts"]) - zeros
 
 

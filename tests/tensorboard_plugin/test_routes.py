@@ -360,7 +360,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [{"layer": layer} | {name: float(random.normal()) for name in METRICS} for layer in layers]
         record.record(sample(step, rows))
     record.close()
-    return Path(record.place.path(""))
+    return Path(record.storage.path(""))
 
 
 @pytest.mark.parametrize("at", [0.0, 0.15, 0.4, 0.6, 0.9, 0.999])

@@ -92,7 +92,7 @@ class FP8DebugCallback(pl.Callback):
         except Exception as error:
             if self._options["on_error"] == "raise":
                 raise
-            warn(f"this run is not monitored, a fault at its start: {type(error).__name__}: {error}")
+            warn(f"this run is not monitored, because of an error at its start: {type(error).__name__}: {error}")
 
     def _default_output(self, trainer: pl.Trainer) -> str:
         """`fp8_debug` beside the TensorBoard events; a second callback of the same trainer gets a folder of its own."""

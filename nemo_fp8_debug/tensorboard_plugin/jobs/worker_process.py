@@ -24,7 +24,7 @@ from ...analysis.replay.replay import replay
 from ...analysis.runs.run import Run
 from ...errors import ConfigError, RecordError, hearing
 from ...record.reader import rows_of
-from ..records.tables import WEIGHED, in_columns
+from ..records.tables import WHAT_IF_METRICS, in_columns
 from ..web.json_values import plain
 
 #: rows of metrics that are read of each run: a million take 1.1 GB
@@ -125,5 +125,5 @@ def what_if(run: str, step: int, recipe: str) -> dict[str, Any]:
         rows = replay(run, recipe, steps=[step])
     if rows.is_empty():
         raise RecordError(f"the record has no exact histograms of step {step} to replay; record the run with histograms")
-    shown = rows.select("layer", "role", "recipe", *WEIGHED).with_columns(in_use=pl.lit(False))
+    shown = rows.select("layer", "role", "recipe", *WHAT_IF_METRICS).with_columns(in_use=pl.lit(False))
     return {"step": step, "rows": in_columns(shown)}

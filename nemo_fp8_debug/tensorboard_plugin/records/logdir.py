@@ -117,15 +117,15 @@ class Logdir:
             self._found = found  # filled while it is looked at: what is found first can be shown first
         try:
             for root in self.roots:
-                for name, place in _records(root, found.refused):
-                    found.records[name] = place
+                for name, storage in _records(root, found.refused):
+                    found.records[name] = storage
                     self._some.set()
         finally:
             self._found = found
             self._some.set()
             self._done.set()
-            for place in found.records.values():
-                self._warm(place)
+            for storage in found.records.values():
+                self._warm(storage)
             now = time.monotonic()
             with self._lock:
                 self._next = now + max(_PAUSE, _REST * (now - began))
@@ -135,17 +135,17 @@ class Logdir:
 def _records(root: Root, refused: dict[str, str]) -> Iterator[tuple[str, Storage]]:
     """Names and places of the records of a root; `refused` takes what is not read."""
     try:
-        place = Storage(os.path.realpath(root.address) if "://" not in root.address else root.address)
+        storage = Storage(os.path.realpath(root.address) if "://" not in root.address else root.address)
     except ConfigError as error:
         refused[root.name or root.address] = f"{error}; install the driver or name another folder."
         return
     taken: set[str] = set()
-    for folder in _walk(place, root, refused):
+    for folder in _walk(storage, root, refused):
         name = _name(root, folder.removesuffix(_USUAL).rstrip("/") if _is_usual(folder) else folder)
         if name in taken:  # a record in a record's folder
             name = _name(root, folder)
         taken.add(name)
-        yield name, place.below(folder) if folder else place
+        yield name, storage.below(folder) if folder else storage
 
 
 def _is_usual(folder: str) -> bool:
@@ -156,26 +156,26 @@ def _name(root: Root, folder: str) -> str:
     return "/".join(filter(None, (root.name, folder))) or "."
 
 
-def _walk(place: Storage, root: Root, refused: dict[str, str]) -> Iterator[str]:
+def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str]:
     """Folders with a record, breadth first."""
     waiting = [""]
     for folder in waiting:
         try:
-            entries = list(place.entries(folder))
+            entries = list(storage.entries(folder))
         except Exception as error:  # every driver of a remote file system has errors of its own
             if not isinstance(error, FileNotFoundError):  # deleted since
                 refused[_readable(_name(root, folder))] = f"The folder cannot be read ({_said(error)}); fix its permissions."
             continue
         links = [name for name, kind in entries if kind == "link"]
-        out = {name for name in links if _leads_out(place, "/".join(filter(None, (folder, name))))}
+        out = {name for name in links if _leads_out(storage, "/".join(filter(None, (folder, name))))}
         is_record = any(kind != "folder" and attempt_of_fingerprint(name) is not None for name, kind in entries)
-        if is_record and (bad := _linked(place, folder, out)):
+        if is_record and (bad := _linked(storage, folder, out)):
             refused[_readable(_name(root, folder))] = f"{bad} of the record is a link out of the logdir; {_SEVERAL}."
         elif is_record:
             yield folder
         else:
             for name in out:
-                if place.is_local and os.path.isdir(place.path("/".join(filter(None, (folder, name))))):
+                if storage.is_local and os.path.isdir(storage.path("/".join(filter(None, (folder, name))))):
                     refused[_readable(_name(root, "/".join(filter(None, (folder, name)))))] = (
                         f"It is a link out of the logdir, which is not followed; {_SEVERAL}."
                     )
@@ -189,31 +189,31 @@ def _walk(place: Storage, root: Root, refused: dict[str, str]) -> Iterator[str]:
                 refused[_readable(_name(root, below))] = "Its name is not UTF-8, so that no address can name it; rename it."
 
 
-def _linked(place: Storage, folder: str, out: set[str]) -> str | None:
+def _linked(storage: Storage, folder: str, out: set[str]) -> str | None:
     """What of a record leads out of the root, if anything does."""
     for name in sorted(out):
         if name in _TABLES or attempt_of_fingerprint(name) is not None:
             return name
-    for table in sorted(_TABLES) if place.is_local else ():
+    for table in sorted(_TABLES) if storage.is_local else ():
         inside = "/".join(filter(None, (folder, table)))
         try:
-            links = [f"{inside}/{name}" for name, kind in place.entries(inside) if kind == "link"]
+            links = [f"{inside}/{name}" for name, kind in storage.entries(inside) if kind == "link"]
         except OSError:
             continue
-        if any(_leads_out(place, link) for link in links):
+        if any(_leads_out(storage, link) for link in links):
             return f"a part of {table}"
     return None
 
 
-def _was_swapped(place: Storage) -> bool:
+def _was_swapped(storage: Storage) -> bool:
     """Whether a folder that was found, below a root without links, is reached by a link now."""
-    path = place.path("") or "/"
-    return place.is_local and os.path.realpath(path) != path
+    path = storage.path("") or "/"
+    return storage.is_local and os.path.realpath(path) != path
 
 
-def _leads_out(place: Storage, name: str) -> bool:
-    root = place.path("").rstrip("/")
-    return not f"{os.path.realpath(place.path(name))}/".startswith(f"{root}/")
+def _leads_out(storage: Storage, name: str) -> bool:
+    root = storage.path("").rstrip("/")
+    return not f"{os.path.realpath(storage.path(name))}/".startswith(f"{root}/")
 
 
 def _readable(name: str) -> str:

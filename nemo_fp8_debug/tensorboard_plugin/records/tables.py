@@ -27,7 +27,7 @@ MOST_STEPS = 128
 #: of a row of `metrics`, what stands beside the metrics in a timeline
 TEXTS = ("recipe", "format", "scale_source")
 #: metrics under other recipes
-WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
+WHAT_IF_METRICS = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 #: rows that are decoded at a time to find one
 _METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
 #: sets of tensors of which it is kept where they are
@@ -280,7 +280,7 @@ def others(parts: Parts, run: Storage, step: int) -> dict[str, Any]:
 
     def read(index: Index) -> dict[str, Any]:
         at = nearest(run, index, step)
-        names = ["layer", "role", "recipe", *WEIGHED]
+        names = ["layer", "role", "recipe", *WHAT_IF_METRICS]
         where = {"step": at, "attempt": index.owner[at].attempt}  # of each table, or it would take its own latest
         with hearing():  # what is damaged is told of by `notes`
             tables = {table: read_table(run, table, names, where) for table in ("metrics", "what_if", "replayed")}
@@ -293,4 +293,6 @@ def others(parts: Parts, run: Storage, step: int) -> dict[str, Any]:
 
 def in_columns(rows: pl.DataFrame) -> dict[str, Any]:
     """Rows as lists by column."""
-    return {name: numbers(rows[name].to_numpy()) if name in WEIGHED else rows[name].to_list() for name in rows.columns}
+    return {
+        name: numbers(rows[name].to_numpy()) if name in WHAT_IF_METRICS else rows[name].to_list() for name in rows.columns
+    }

@@ -119,8 +119,8 @@ def msprobe(folder: Path) -> None:
     from msprobe.core.monitor_v2.trainer import TrainerMonitorV2
 
     shutil.rmtree(folder, ignore_errors=True)
-    for place in ("monitor_v2", "monitor"):
-        (folder / place).mkdir(parents=True)
+    for storage in ("monitor_v2", "monitor"):
+        (folder / storage).mkdir(parents=True)
     ops = ["min", "max", "nans", "norm"]
     (folder / "second.json").write_text(
         json.dumps(

@@ -55,10 +55,10 @@ class Operands:
 
 def compare_with_cpu(run: Path) -> Operands:
     """Every operand that a run of one call a step and one rank has dumped, against its rows in the record."""
-    operands, place = Operands(), Storage(run)
+    operands, storage = Operands(), Storage(run)
     tables = [read_table(run, name) for name in ("metrics", "histograms")]
-    for _, _, _, name in dumped_files(place):
-        about, tensors = read_dump(place, name)
+    for _, _, _, name in dumped_files(storage):
+        about, tensors = read_dump(storage, name)
         row, recorded = (_row_of(about, table) for table in tables)
         found = histogram_of(tensors["value"])
         bins, counts = found.occupied
