@@ -68,7 +68,7 @@ class _UnderScales:
         formats = [use.format for use in uses]
         scales = scales_of(held, formats, _amax(operands, histograms))
         counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
-        of_counted = histograms.only(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
+        of_counted = histograms.select(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
         sums = of_counted.sum_by_owner(owner[counted], len(operands))
         #: by key: sums, smallest and largest scale, and the histograms with their scales
         self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}

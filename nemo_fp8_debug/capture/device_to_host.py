@@ -12,7 +12,7 @@ import torch
 
 from ..kernels.cpu.precompute import precompute
 from ..numerics.precomputed import CastRequests
-from .packed_transfer import Move, brought
+from .packed_transfer import Move, copied_to_host
 
 
 class Holder(Protocol):
@@ -33,8 +33,8 @@ class DeviceToHostCopy:
         """
         self._holders = holders
         self._over = {device: _mark(device) for device in set(devices) if device.type == "cuda"}
-        self._away = any(device.type != "cpu" for device in devices)
-        self._home = False
+        self._on_device = any(device.type != "cpu" for device in devices)
+        self._done = False
 
     def wait(self, requests: Callable[[], CastRequests]) -> None:
         """Have all tensors in host memory, once the device has come to the end of the step; nothing more if called again.
@@ -42,11 +42,11 @@ class DeviceToHostCopy:
         Args:
             requests: of histograms, which is found before they leave a CUDA device, or else on the host.
         """
-        if self._home:
+        if self._done:
             return
-        wanted = self._fetch(requests) if self._away else []
+        wanted = self._fetch(requests) if self._on_device else []
         precompute([of for of in wanted or requests() if not of[0].precomputed])
-        self._home = True
+        self._done = True
 
     def _fetch(self, requests: Callable[[], CastRequests]) -> CastRequests:
         """What is away; gives what was asked of a CUDA device."""
@@ -57,7 +57,7 @@ class DeviceToHostCopy:
                 _stream(device).wait_event(over)
             wanted = requests() if self._over else ()
             for device, tensors in _by_device(self._holders).items():
-                found = brought(tensors, _to_host, wanted if device in self._over else ())
+                found = copied_to_host(tensors, _to_host, wanted if device in self._over else ())
                 home |= zip(map(id, tensors), found, strict=True)
         for holder in self._holders:
             holder.move(lambda x: home.get(id(x), x))

@@ -173,7 +173,7 @@ class Operand:
             return []
         casts = zip(self.histograms, self.casts, strict=True)
         under = {id(of): [(use.scale, use.format)] for of, use in casts if not self.sums}
-        alternatives = {id(self.total): [(by.next_for(self.key), by.recipe.format_of(self.role)) for by in others]}
+        alternatives = {id(self.total): [(by.next_scale(self.key), by.recipe.format_of(self.role)) for by in others]}
         requests = []
         for of in self._kept():
             casts_of = [*under.get(id(of), []), *alternatives.get(id(of), [])] if self.dtype in DTYPES else []

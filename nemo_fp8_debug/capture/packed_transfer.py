@@ -21,7 +21,7 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 Bins = tuple[torch.Tensor, torch.Tensor]
 
 
-def brought(tensors: Sequence[torch.Tensor], to_host: Move, requests: CastRequests = ()) -> list[torch.Tensor]:
+def copied_to_host(tensors: Sequence[torch.Tensor], to_host: Move, requests: CastRequests = ()) -> list[torch.Tensor]:
     """Tensors of one device in host memory, by one copy; of histograms only the bins that are not empty travel.
 
     Args:

@@ -57,7 +57,7 @@ class Scales:
                 return ScaleInUse(_RULE, SHADOW.format_of(role), SHADOW.name, "not quantized")
             recipe = engine.recipes[role]
             return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe.name, "engine")
-        scale = self._emulated.next_for((gemm.name, role))
+        scale = self._emulated.next_scale((gemm.name, role))
         source = "emulated" if isinstance(scale, torch.Tensor) else "current"
         return ScaleInUse(scale, self._recipe.format_of(role), self._recipe.name, source)
 

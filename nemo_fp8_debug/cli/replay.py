@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.comparison.compare import experts_apart
+from ..analysis.comparison.compare import split_experts
 from ..analysis.formatting import number
 from ..analysis.replay.replay import SOURCES, add_to_record, replay
 from ..core.keys import SHOWN_AS
@@ -51,7 +51,7 @@ def _print(frames: dict[str, pl.DataFrame], top: int) -> None:
     medians = {
         name: frame.group_by("layer", "role", maintain_order=True).agg(pl.median(*_SHOWN)) for name, frame in frames.items()
     }
-    listed, experts = experts_apart(medians["in use"])
+    listed, experts = split_experts(medians["in use"])
     what = f"{len(listed)} tensors" + (", experts of a layer as one" if len(experts) else "")
     table = Table(title=f"{what}, worst first; medians over all steps", title_justify="left")
     table.add_column("layer", no_wrap=True)

@@ -30,7 +30,7 @@ def _columns(what_if: Sequence[str]) -> list[str]:
     return ["expected", "made", "calls", *_MOMENTS, *(p + name for p in ("", *what_if) for name in ("measured", *_SUMS))]
 
 
-class Brought:
+class PackedStats:
     """What a rank has to add: M operands of the K that its family knows."""
 
     def __init__(
@@ -122,16 +122,16 @@ class Layout:
         self._lengths = occupied.sum(1).tolist()
         self._size = self._numbers + sum(self._lengths) * BINADE
 
-    def packed(self, brought: Brought) -> torch.Tensor:
+    def packed(self, packed: PackedStats) -> torch.Tensor:
         """float64: what this rank adds."""
         buffer = torch.zeros(self._size, dtype=torch.float64)
-        buffer[: self._numbers] = brought.numbers[self._seen].flatten()
+        buffer[: self._numbers] = packed.numbers[self._seen].flatten()
         place = (self._occupied.flatten().cumsum(0) - 1).view_as(self._occupied)
-        mine = place[torch.searchsorted(self._seen, brought.rows)][brought.occupied]
-        buffer[self._numbers :].view(-1, BINADE)[mine] = brought.counts.double()
+        mine = place[torch.searchsorted(self._seen, packed.rows)][packed.occupied]
+        buffer[self._numbers :].view(-1, BINADE)[mine] = packed.counts.double()
         return buffer
 
-    def unpacked(self, buffer: torch.Tensor, what_if: Sequence[str]) -> Added:
+    def unpacked(self, buffer: torch.Tensor, what_if: Sequence[str]) -> SummedStats:
         """The sums of all ranks."""
         table = buffer[: self._numbers].view(-1, len(self._columns))
         numbers = dict(zip(self._columns, table.T, strict=True))
@@ -144,11 +144,11 @@ class Layout:
             counts.append(dense.flatten())
         sums = {prefix: _sums(numbers, prefix) for prefix in ("", *what_if)}
         whole = {p: (numbers[f"{p}measured"] == numbers["made"]).tolist() for p in sums}
-        return Added(numbers, counts, sums, whole)
+        return SummedStats(numbers, counts, sums, whole)
 
 
 @dataclass(frozen=True)
-class Added:
+class SummedStats:
     """The sums of S operands over all ranks."""
 
     #: float64 [S] each

@@ -20,7 +20,7 @@ from ..core.keys import ROLES, Key
 from ..measurement.operand_stats import Cast, Collected, OperandStats, OutputSums
 from ..numerics.gemm_error import PRODUCTS, SUMS
 from ..numerics.histogram import Histogram
-from .packing import EXTREMES, NONE, Added, Brought, Layout
+from .packing import EXTREMES, NONE, Layout, PackedStats, SummedStats
 from .rank_store import Ranks
 from .shard_group import ShardGroup
 
@@ -57,7 +57,7 @@ class Reduction:
         self._casts: dict[int, Cast] = {}
         self._numbers: dict[Cast, int] = {}
 
-    def brought(self, plan: Plan, found: Collected, expected: Collection[Key]) -> Brought:
+    def pack(self, plan: Plan, found: Collected, expected: Collection[Key]) -> PackedStats:
         """What this rank has to add; keeps nothing of what it found.
 
         Args:
@@ -65,14 +65,14 @@ class Reduction:
         """
         stats, outputs = found.operands, self._outputs_of(found.outputs)
         rows, casts = [self._index[s.key] for s in stats], [self._number_of(s.cast) for s in stats]
-        return Brought(stats, casts, rows, [self._index[key] for key in expected], len(self.keys), plan.what_if, outputs)
+        return PackedStats(stats, casts, rows, [self._index[key] for key in expected], len(self.keys), plan.what_if, outputs)
 
     def _outputs_of(self, found: OutputSums) -> torch.Tensor:
         """float64 [products, 6], zeros where this rank has none."""
         none = torch.zeros(len(SUMS) + 1, dtype=torch.float64)
         return torch.stack([found.get(key, none) for key in self._products]) if self._products else none[:0]
 
-    def reduce(self, plan: Plan, brought: Brought) -> tuple[Collected | None, dict[Key, float]]:
+    def reduce(self, plan: Plan, packed: PackedStats) -> tuple[Collected | None, dict[Key, float]]:
         """What is known of whole tensors, on the first rank of the group, and on all ranks the amax of each that was seen.
 
         Raises:
@@ -81,7 +81,7 @@ class Reduction:
         """
         group, checksum = self._shard_group.group, plan.checksum()
         assert group is not None
-        extremes = torch.cat([torch.tensor([checksum, -checksum], dtype=torch.int32), brought.extremes.flatten()])
+        extremes = torch.cat([torch.tensor([checksum, -checksum], dtype=torch.int32), packed.extremes.flatten()])
         group.maximum(extremes)
         if extremes[0] != -extremes[1]:
             raise Mismatch(f"ranks do not agree on what is sampled at step {plan.step}")
@@ -90,9 +90,9 @@ class Reduction:
         table = table[seen]
         column = dict(zip(EXTREMES, table[:, : len(EXTREMES)].T, strict=True))
         layout = Layout(seen, table[:, len(EXTREMES) :] > 0, plan.what_if)
-        buffer = torch.cat([layout.packed(brought), brought.outputs.flatten()])
+        buffer = torch.cat([layout.packed(packed), packed.outputs.flatten()])
         group.add_up(buffer)
-        buffer, outputs = buffer.split([len(buffer) - brought.outputs.numel(), brought.outputs.numel()])
+        buffer, outputs = buffer.split([len(buffer) - packed.outputs.numel(), packed.outputs.numel()])
         keys = [self.keys[i] for i in seen.tolist()]
         amax = dict(zip(keys, _floats(column["amax"]).tolist(), strict=True))
         if self._ranks.rank != self._shard_group.ranks[0]:
@@ -115,7 +115,7 @@ class Reduction:
         return self._casts[number]
 
     def _whole(
-        self, keys: Sequence[Key], column: Mapping[str, torch.Tensor], added: Added, plan: Plan
+        self, keys: Sequence[Key], column: Mapping[str, torch.Tensor], added: SummedStats, plan: Plan
     ) -> list[OperandStats]:
         amax, high = _floats(column["amax"]), _floats(column["scale_max"])
         amin, low = _floats(-column["amin"]), _floats(-column["scale_min"])

@@ -36,7 +36,7 @@ class ExpertAggregates:
                 members[aggregate].append(i)
         return cls({key: rows for key, rows in members.items() if len({kinds[i] for i in rows}) == 1}, len(keys))
 
-    def behind(
+    def append_to(
         self, chosen: Iterable[int], sums: QuantizationSums, scale: torch.Tensor, amax: torch.Tensor
     ) -> tuple[list[int], QuantizationSums, torch.Tensor]:
         """Rows of operands, and behind them those of the aggregates whose experts are all among them.

@@ -108,7 +108,7 @@ class _Operands:
             scale: likewise, float32.
             formats: of rows.
         """
-        index, sums, scale = self.aggregates.behind(chosen, sums, scale, self.moments.amax)
+        index, sums, scale = self.aggregates.append_to(chosen, sums, scale, self.moments.amax)
         at = torch.tensor(index, dtype=torch.int64)
         shown = [self.rows[i] for i in index]
         return self._about(shown) | rows(self.moments.rows(at), sums, scale, formats(index))
@@ -138,7 +138,7 @@ def _in_use(stats: Sequence[OperandStats], operands: _Operands) -> tuple[torch.T
     for rule in set(filter(None, rules)):
         scale = torch.where(torch.tensor([r == rule for r in rules]), rule.scale(amax, limits), scale)
     rest = [i for i, s in enumerate(stats) if not s.sums]
-    of_histograms = operands.histograms.only(rest).quantization_sums(
+    of_histograms = operands.histograms.select(rest).quantization_sums(
         scale[rest], [FORMATS[stats[i].cast.format] for i in rest]
     )
     summed = {i: s.sums for i, s in enumerate(stats) if s.sums}
@@ -179,11 +179,11 @@ def _what_if_by_histograms(
     chosen = [i for i, s in enumerate(stats) if not s.moments]
     if not chosen or not others:
         return []
-    histograms = operands.histograms.only(chosen)
+    histograms = operands.histograms.select(chosen)
     keys, amax = [stats[i].key for i in chosen], operands.moments.amax[chosen].float()
     tables = []
     for other in others:
-        scale = other.of(keys, amax)
+        scale = other.scales_for(keys, amax)
         sums = histograms.quantization_sums(scale, other.formats(keys))
         tables.append(_table(other, operands, chosen, sums, scale))
         other.observe(keys, amax)
@@ -196,7 +196,7 @@ def _what_if_directly(stats: Sequence[OperandStats], operands: _Operands, others
         name = other.recipe.name
         if chosen := [i for i, s in enumerate(stats) if name in s.what_if]:
             sums = QuantizationSums.concat([stats[i].what_if[name] for i in chosen])
-            scale = other.of([stats[i].key for i in chosen], operands.moments.amax[chosen].float())
+            scale = other.scales_for([stats[i].key for i in chosen], operands.moments.amax[chosen].float())
             tables.append(_table(other, operands, chosen, sums, scale))
     return tables
 

@@ -198,7 +198,7 @@ class Pipeline:
         except Exception as error:
             self.end(sampled.step, error)
         try:  # the writer waits for what there is
-            return self._brought_to_the_writer(mine, sampled)
+            return self._gathered_at_the_writer(mine, sampled)
         except Exception as error:
             self.end(sampled.step, error)
             return None
@@ -212,13 +212,13 @@ class Pipeline:
             whole: Collected | None = found
             amax = {stat.key: stat.amax for stat in found.operands}
         else:
-            brought = self._reduction.brought(plan, Collected(), sampled.expected)  # this rank takes part, whatever it has
+            packed = self._reduction.pack(plan, Collected(), sampled.expected)  # this rank takes part, whatever it has
             with self._errors.guard("while packing a sample"):
-                brought = self._reduction.brought(plan, found, sampled.expected)
+                packed = self._reduction.pack(plan, found, sampled.expected)
             # Histograms of whole tensors take their place.
             sampled.operands.clear()
             found.operands.clear()
-            whole, amax = self._reduction.reduce(plan, brought)
+            whole, amax = self._reduction.reduce(plan, packed)
         self._scales.observe(amax)
         if whole is None:
             return None
@@ -227,7 +227,7 @@ class Pipeline:
             return self._measured(whole, sampled)
         return None
 
-    def _brought_to_the_writer(self, mine: Measured | None, sampled: Sampled) -> Outcome | None:
+    def _gathered_at_the_writer(self, mine: Measured | None, sampled: Sampled) -> Outcome | None:
         leaders, group = self._shard_group.leaders, self._shard_group.leaders_group
         if self._ranks.rank not in leaders:
             return None

@@ -76,7 +76,7 @@ class EmulatedScales:
         self._state = DelayedState(recipe, keys)
         self._seen: set[Key] = set()
 
-    def next_for(self, key: Key) -> torch.Tensor | CurrentScaling | BlockRule:
+    def next_scale(self, key: Key) -> torch.Tensor | CurrentScaling | BlockRule:
         """What casts an operand next: a float32 scalar tensor, or the rule that finds scales from the tensor itself.
 
         Delayed scaling takes the tensor's own amax where it has no history yet.
@@ -88,9 +88,9 @@ class EmulatedScales:
             return CurrentScaling()
         return self._state.scale[self._state.index[key]]
 
-    def of(self, keys: Sequence[Key], amax: torch.Tensor) -> torch.Tensor:
+    def scales_for(self, keys: Sequence[Key], amax: torch.Tensor) -> torch.Tensor:
         """The scales, float32 [B], that operands of the given amax, float32 [B], are cast with; NaN under a block rule."""
-        held = [by if isinstance(by := self.next_for(key), (torch.Tensor, CurrentScaling)) else None for key in keys]
+        held = [by if isinstance(by := self.next_scale(key), (torch.Tensor, CurrentScaling)) else None for key in keys]
         return scales_of(held, self.formats(keys), amax)
 
     def formats(self, keys: Sequence[Key]) -> list[FloatFormat]:

@@ -80,7 +80,7 @@ class PrecomputedSums:
         """The same with what `to` gives for each tensor, in that order."""
         return PrecomputedSums(self.moments.moved(to), to(self.scales), self.formats, [s.moved(to) for s in self.sums])
 
-    def under(self, rows: Sequence[int], scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums | None:
+    def sums_for(self, rows: Sequence[int], scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums | None:
         """Sums of some histograms, each under its scale, float32 [C], and its format; None if one of them was not found."""
         if not self.formats:
             return None
@@ -104,7 +104,7 @@ class Histograms:
         if len(self._rows) < len(histograms):
             self._precomputed = None
 
-    def only(self, rows: Sequence[int]) -> Histograms:
+    def select(self, rows: Sequence[int]) -> Histograms:
         """Some of them, in order."""
         return self if len(rows) == len(self._histograms) else Histograms([self._histograms[i] for i in rows])
 
@@ -125,5 +125,5 @@ class Histograms:
 
     def quantization_sums(self, scale: torch.Tensor, formats: Sequence[FloatFormat]) -> QuantizationSums:
         """B rows, each under its own scale, float32 [B], and format."""
-        found = self._precomputed.under(self._rows, scale, formats) if self._precomputed else None
+        found = self._precomputed.sums_for(self._rows, scale, formats) if self._precomputed else None
         return found or metrics.quantization_sums(self._batch, scale, formats)

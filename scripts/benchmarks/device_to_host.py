@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_fp8_debug.capture.packed_transfer import CastRequests, brought
+from nemo_fp8_debug.capture.packed_transfer import CastRequests, copied_to_host
 from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.kernels.cpu.precompute import precompute
 from nemo_fp8_debug.numerics.formats import E4M3
@@ -60,7 +60,7 @@ def milliseconds(histograms: Sequence[Histogram], scales: int) -> float:
     found, asked = [], asked_of(histograms, scales) if scales else ()
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        brought([of.counts for of in histograms], to_host, asked)
+        copied_to_host([of.counts for of in histograms], to_host, asked)
         found.append(1e3 * (time.perf_counter() - start))
     return statistics.median(found)
 
@@ -78,7 +78,7 @@ def milliseconds_on_host(histograms: Sequence[Histogram], scales: int) -> float:
 
 def same(away: Sequence[Histogram], host: Sequence[Histogram], scales: int) -> bool:
     """Whether what the device found is what the host computes, bit by bit."""
-    brought([of.counts for of in away], to_host, asked_of(away, scales))
+    copied_to_host([of.counts for of in away], to_host, asked_of(away, scales))
     theirs, ours = Histograms(away), Histograms(host)
     pairs = [(theirs.moments, ours.moments)]
     for i in range(scales):
@@ -102,7 +102,7 @@ def main() -> None:
     for scales in (0, 1, 2, 4):
         away = [Histogram(of.dtype, of.counts.to(device)) for of in host]
         with Launches() as launches:
-            brought([of.counts for of in away], to_host, asked_of(away, scales) if scales else ())
+            copied_to_host([of.counts for of in away], to_host, asked_of(away, scales) if scales else ())
         line = f"under {scales} scales: {launches.counts.total():5} operations"
         line += f"   host {milliseconds_on_host(host, scales):6.1f} ms"
         if device == "cuda":

@@ -98,7 +98,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int) -> dict[str, Any
         found: list[Any] = []
 
         def pack(plan: Plan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
-            found.append(reduction.brought(plan, Collected(mine), [s.key for s in mine]))
+            found.append(reduction.pack(plan, Collected(mine), [s.key for s in mine]))
             mine.clear()
 
         times.setdefault("packing", []).append(seconds(pack))

@@ -21,7 +21,7 @@ from nemo_fp8_debug.capture.backends.base import ScaleInUse
 from nemo_fp8_debug.capture.collect import collect
 from nemo_fp8_debug.capture.gemms import Gemm
 from nemo_fp8_debug.capture.operands import Operand
-from nemo_fp8_debug.capture.packed_transfer import GROUP, brought, packed, unpacked
+from nemo_fp8_debug.capture.packed_transfer import GROUP, copied_to_host, packed, unpacked
 from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.measurement.measure import measure
 from nemo_fp8_debug.numerics.block_scaling import MXFP8Scaling
@@ -57,7 +57,7 @@ def test_of_histograms_only_what_they_hold_is_copied(n: int) -> None:
         bytes_copied.append(away.numel())
         return away.clone()
 
-    found = brought(tensors, copy)
+    found = copied_to_host(tensors, copy)
     assert all(torch.equal(x, y) and x.data_ptr() != y.data_ptr() for x, y in zip(tensors, found, strict=True))
     assert len(bytes_copied) == 1
     held = sum(int((x != 0).sum()) for x in tensors if len(x.shape) and len(x) == BINS)
@@ -100,7 +100,7 @@ CASES: dict[str, Callable[[], Operand]] = {
 }
 
 
-def come_home(seen: Operand, others: Sequence[EmulatedScales] = ()) -> int:
+def come_done(seen: Operand, others: Sequence[EmulatedScales] = ()) -> int:
     """Brings what was collected of an operand, and returns how many bytes were copied."""
     requests, on_the_way, copied = seen.requests(others), dict[int, torch.Tensor](), list[int]()
 
@@ -113,7 +113,7 @@ def come_home(seen: Operand, others: Sequence[EmulatedScales] = ()) -> int:
         return away.clone()
 
     seen.move(note)
-    home = dict(zip(on_the_way, brought(list(on_the_way.values()), copy, requests), strict=True))
+    home = dict(zip(on_the_way, copied_to_host(list(on_the_way.values()), copy, requests), strict=True))
     seen.move(lambda x: home[id(x)])
     assert len(copied) == 1
     return copied[0]
@@ -134,7 +134,7 @@ def others_of(seen: Operand, samples: int) -> list[EmulatedScales]:
 def test_all_that_was_collected_moves_and_gives_the_same_metrics(case: str, samples: int) -> None:
     stayed, moved = CASES[case](), CASES[case]()
     before = tensors_of(moved)
-    come_home(moved, others_of(moved, samples))
+    come_done(moved, others_of(moved, samples))
     assert not before.keys() & tensors_of(moved).keys()
     a, b = (measure(collect([seen]), others_of(seen, samples)) for seen in (stayed, moved))
     assert a.metrics == b.metrics
@@ -147,7 +147,7 @@ def test_all_that_was_collected_moves_and_gives_the_same_metrics(case: str, samp
 def test_metrics_take_what_was_found_on_the_way() -> None:
     """Were it computed once more, other sums on the way would change nothing."""
     seen = CASES["delayed"]()
-    come_home(seen, others_of(seen, 1))
+    come_done(seen, others_of(seen, 1))
     before = measure(collect([seen]), others_of(seen, 1))
     assert seen.total.precomputed
     found, _ = seen.total.precomputed
@@ -165,8 +165,8 @@ def test_metrics_take_what_was_found_on_the_way() -> None:
 
 def test_what_was_not_asked_for_is_computed() -> None:
     stayed, moved = (histogram_of(torch.randn(500, generator=torch.Generator().manual_seed(1)).bfloat16()) for _ in range(2))
-    (moved.counts,) = brought([moved.counts], torch.clone, [(moved, [(torch.tensor(2.0), E4M3), (CurrentScaling(), E5M2)])])
-    a, b = Histograms([stayed]), Histograms([moved])
+    (moved.counts,) = copied_to_host([moved.counts], torch.clone, [(moved, [(torch.tensor(2.0), E4M3),
+    (CurrentScaling(), E5M2)])]) a, b = Histograms([stayed]), Histograms([moved])
     current = CurrentScaling().scale(a.amax(), E5M2.max)
     for scale, fmt in ((torch.tensor([2.0]), E4M3), (current, E5M2), (current, E4M3), (torch.tensor([3.0]), E4M3)):
         x, y = (of.quantization_sums(scale, [fmt]) for of in (a, b))
@@ -181,7 +181,7 @@ def test_portions_of_many_histograms_are_put_together(portion: int, monkeypatch:
     histograms = [histogram_of((10.0**i * torch.randn(100 * (i % 4))).to(kinds[i % 2])) for i in range(2 * GROUP + 3)]
     want = Histograms(histograms).moments
     requests = [(of, [(torch.tensor(1.5 + i), E4M3)] * (i % 3)) for i, of in enumerate(histograms)]
-    for of, counts in zip(histograms, brought([of.counts for of in histograms], torch.clone, requests), strict=True):
+    for of, counts in zip(histograms, copied_to_host([of.counts for of in histograms], torch.clone, requests), strict=True):
         of.counts = counts
     found = [of.precomputed for of in histograms]
     assert all(precomputed and precomputed[0] is found[0][0] for precomputed in found if found[0])  # one table for all

@@ -59,7 +59,7 @@ def test_precomputed_of_is_what_is_computed(
     (precomputed, _), found = histograms[0].precomputed or (None, 0), Histograms(histograms)
     assert same(found.moments, want)
     assert precomputed
-    sums = precomputed.under(range(len(histograms)), scales, [fmt] * len(histograms))
+    sums = precomputed.sums_for(range(len(histograms)), scales, [fmt] * len(histograms))
     assert sums
     assert same(sums, metrics.quantization_sums(batch, scales, [fmt] * len(histograms)))
 
@@ -78,6 +78,6 @@ def test_what_is_not_a_cast_to_fp8_is_left_to_the_metrics() -> None:
     requests: list[CastRequest] = [(torch.tensor(1.0), BF16), (torch.tensor(2.0), E4M3)]
     precompute([(counted, requests)])
     assert counted.precomputed
-    assert counted.precomputed[0].under([0], torch.tensor([1.0]), [BF16]) is None
-    assert counted.precomputed[0].under([0], torch.tensor([2.0]), [E4M3])
+    assert counted.precomputed[0].sums_for([0], torch.tensor([1.0]), [BF16]) is None
+    assert counted.precomputed[0].sums_for([0], torch.tensor([2.0]), [E4M3])
     assert float(Histograms([counted]).quantization_sums(torch.tensor([1.0]), [BF16]).sum_error2) == 0

@@ -203,8 +203,8 @@ def test_an_expert_without_tokens_has_no_history_yet() -> None:
     keys = [("experts.0", "input"), ("experts.1", "input")]
     scales = EmulatedScales(parse_recipe("delayed"), keys)
     scales.observe(keys, torch.tensor([2.0, 0.0]))
-    assert scales.next_for(keys[0]) == 224
-    assert isinstance(scales.next_for(keys[1]), CurrentScaling)
+    assert scales.next_scale(keys[0]) == 224
+    assert isinstance(scales.next_scale(keys[1]), CurrentScaling)
 
 
 def test_experts_whose_first_tokens_come_later(tmp_path: Path) -> None:

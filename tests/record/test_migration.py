@@ -1,4 +1,4 @@
-"""Real records of earlier schemas: what they hold is read in today's names, and the commands and the tab say the same of them."""
+"""Real records of earlier schemas are read in today's names; the commands and the tab say the same of them as before."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_value_is_the_one_in_the_files(record: Path, table: str) -> None:
     files = [pq.read_table(path) for path in sorted(folder_of(record, table).glob("*.parquet"))]
     written = pl.concat([pl.DataFrame(pl.from_arrow(file)) for file in files]).sort("step", maintain_order=True)
     read = read_table(record, table)
-    earlier = {new: old for new, old in zip(read.columns, map(first_name, read.columns), strict=True)}
+    earlier = {name: first_name(name) for name in read.columns}
     assert len(read) == len(written) > 0
     for name in read.columns:
         if earlier[name] in written.columns:

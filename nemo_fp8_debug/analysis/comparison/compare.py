@@ -56,9 +56,9 @@ def compare(
     out_of_band = _with_lead(out_of_band, second.loss.above(first.loss))
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
-    tensors, experts = experts_apart(ranked)
+    tensors, experts = split_experts(ranked)
     notes = [*_mistaken(first, second), *notes, *_coverage(first, second), *remarks(first.metrics, second.metrics)]
-    return Comparison(first, second, other, tensors, experts, experts_apart(out_of_band)[0], tuple(notes))
+    return Comparison(first, second, other, tensors, experts, split_experts(out_of_band)[0], tuple(notes))
 
 
 def _with_lead(out_of_band: pl.DataFrame, divergence_step: int | None) -> pl.DataFrame:
@@ -96,7 +96,7 @@ def quantized(metrics: pl.DataFrame) -> pl.DataFrame:
     return metrics.filter(by_engine) if by_engine.any() and not by_engine.all() else metrics
 
 
-def experts_apart(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def split_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The rows of tensors, and apart from them those of experts whose aggregate is among them."""
     keys = rows.select("layer", "role").rows()
     aggregates = {key for key in keys if is_aggregate(key[0])}

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from ...errors import RecordError
-from ..comparison.compare import compare, experts_apart, quantized
+from ..comparison.compare import compare, quantized, split_experts
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW, onsets
 from ..runs.run import Run
@@ -184,7 +184,7 @@ def _alone(run: Run, reference: Run | None) -> Diagnosis:
         run,
         None,
         None,
-        experts_apart(out_of_band)[0],
+        split_experts(out_of_band)[0],
         divergence_step,
         None if reference is None else reference.loss.diverged_at,
     )

@@ -59,7 +59,7 @@ class Recomputed:
         place = {key: i for i, key in enumerate(self.keys)}
         aggregates = [key for key, mine in experts.items() if key in recorded and all(expert in place for expert in mine)]
         members = {key: [place[expert] for expert in experts[key]] for key in aggregates}
-        _, sums, scale = ExpertAggregates(members, len(self.keys)).behind(
+        _, sums, scale = ExpertAggregates(members, len(self.keys)).append_to(
             range(len(self.keys)), self.sums, self.scale, self.moments.amax
         )
         firsts = [rows[0] for rows in members.values()]

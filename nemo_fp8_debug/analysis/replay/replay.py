@@ -103,7 +103,7 @@ def _scales(recorded: pl.DataFrame, recipe: Recipe | None) -> list[dict[Key, tor
     found = []
     for _, about in recorded.group_by("step", maintain_order=True):
         keys = about.select(OPERAND).rows()
-        found.append({key: emulated.next_for(key) for key in keys})
+        found.append({key: emulated.next_scale(key) for key in keys})
         emulated.observe(keys, torch.tensor(about["amax"].fill_null(0).to_list(), dtype=torch.float32))
     return found
 

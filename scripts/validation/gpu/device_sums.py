@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from benchmarks.device_to_host import VALUES, Launches, asked_of, milliseconds, milliseconds_on_host, same, to_host
 
-from nemo_fp8_debug.capture.packed_transfer import brought
+from nemo_fp8_debug.capture.packed_transfer import copied_to_host
 from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.numerics.histogram import Histogram
 
@@ -35,7 +35,7 @@ def run(part: Part, emulate: bool) -> dict[str, Any]:
 def _line(host: list[Histogram], device: str, scales: int) -> dict[str, Any]:
     away = [Histogram(of.dtype, of.counts.to(device)) for of in host]
     with Launches() as launches:
-        brought([of.counts for of in away], to_host, asked_of(away, scales) if scales else ())
+        copied_to_host([of.counts for of in away], to_host, asked_of(away, scales) if scales else ())
     return {
         "histograms": len(host),
         "scales": scales,

@@ -6,7 +6,7 @@ Three runs of a small GPT: a good one in emulated FP8, one whose learning rate j
 from __future__ import annotations
 
 import sys
-from contextlib import closing, nullcontext
+from contextlib import closing
 
 import torch
 from plain_loop import GPT
@@ -14,8 +14,8 @@ from text_windows import TextWindows
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nemo_fp8_debug.interventions.emulate import Emulation
 from nemo_fp8_debug import Monitor
+from nemo_fp8_debug.interventions.emulate import Emulation
 
 try:
     from nemo_fp8_debug.capture.gemms import find_gemms, select
