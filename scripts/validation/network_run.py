@@ -25,7 +25,7 @@ from nemo_fp8_debug import Monitor
 
 INTERVAL, PORT = 5, 29600
 #: seconds of a step, and those after which a call of the monitor counts as a wait
-STEP, A_WAIT = 0.05, 0.5
+STEP, A_WAIT = 0.1, 0.5
 
 
 class Board:

@@ -165,8 +165,9 @@ def test_metrics_take_what_was_found_on_the_way() -> None:
 
 def test_what_was_not_asked_for_is_computed() -> None:
     stayed, moved = (histogram_of(torch.randn(500, generator=torch.Generator().manual_seed(1)).bfloat16()) for _ in range(2))
-    (moved.counts,) = copied_to_host([moved.counts], torch.clone, [(moved, [(torch.tensor(2.0), E4M3),
-    (CurrentScaling(), E5M2)])]) a, b = Histograms([stayed]), Histograms([moved])
+    requests = [(moved, [(torch.tensor(2.0), E4M3), (CurrentScaling(), E5M2)])]
+    (moved.counts,) = copied_to_host([moved.counts], torch.clone, requests)
+    a, b = Histograms([stayed]), Histograms([moved])
     current = CurrentScaling().scale(a.amax(), E5M2.max)
     for scale, fmt in ((torch.tensor([2.0]), E4M3), (current, E5M2), (current, E4M3), (torch.tensor([3.0]), E4M3)):
         x, y = (of.quantization_sums(scale, [fmt]) for of in (a, b))
