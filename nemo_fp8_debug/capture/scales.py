@@ -10,7 +10,7 @@ import torch
 
 from ..core.keys import ROLES, Key
 from ..numerics.delayed_state import EmulatedScales
-from ..numerics.recipe import Recipe, parse_recipe
+from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import ScaleInUse
 from .gemms import Gemm
@@ -24,22 +24,23 @@ SHADOW = Recipe(_RULE)
 class Scales:
     """Answers, at the start of a sampled step, how each operand's scale will be known."""
 
-    def __init__(self, gemms: Sequence[Gemm], recipe: str | Mapping[str, Any]) -> None:
+    def __init__(self, gemms: Sequence[Gemm], recipe: Recipe | None, asked: str | Mapping[str, Any]) -> None:
         """
         Args:
             gemms: of this rank.
-            recipe: "auto", or what to measure against whatever the run uses.
+            recipe: what to measure against, whatever the run uses; None: what the run itself uses.
+            asked: how the user wrote it.
         """
         #: whether what the run itself uses is measured
-        self.auto = recipe == "auto"
+        self.auto = recipe is None
         configured = [r for g in gemms if (r := g.backend.recipe(g.module))]
         recipes = [e.recipes[role] for g in gemms if (e := emulated(g.module)) for role in ROLES if e.quantizes(role)]
         engines = [r for r, _ in Counter(recipes).most_common(1)]
         #: of operands that nothing quantizes, or whose scale cannot be read
-        self._recipe = parse_recipe(recipe) if not self.auto else (engines + configured + [SHADOW])[0]
+        self._recipe = recipe or (engines + configured + [SHADOW])[0]
         self._emulated = EmulatedScales(self._recipe, ())
         self.description = {
-            "asked": recipe if isinstance(recipe, str) else dict(recipe),
+            "asked": asked if isinstance(asked, str) else dict(asked),
             "measured_against": self._recipe.name,
             "gemms_quantized_by_emulation": sum(any(map(e.quantizes, ROLES)) for g in gemms if (e := emulated(g.module))),
             "gemms_switched_in_engine": sum(g.module in SWITCHED for g in gemms),

@@ -58,7 +58,7 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
         gemms = matching(known, config.layers)
     _warn_of_what_is_left_out(roots, gemms, errors)
     inspection.check(known)
-    scales = Scales(known, config.recipe)
+    scales = Scales(known, config.measured_recipe, config.recipe)
     setup = fingerprint(roots, gemms, config, scales.description)
     return ModelScan(roots, known, [g for g in found if g.compiled], gemms, scales, setup)
 

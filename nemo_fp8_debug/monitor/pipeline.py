@@ -24,7 +24,7 @@ from ..measurement.measure import Measured, measure
 from ..measurement.operand_stats import Collected, OperandStats
 from ..measurement.output_error import output_columns
 from ..numerics.delayed_state import EmulatedScales
-from ..numerics.recipe import parse_recipe
+from ..numerics.recipe import Recipe
 
 Steps = Mapping[int, Mapping[str, float]]
 
@@ -38,8 +38,7 @@ class Sampled:
     products: list[Products]
     #: operands that this rank was to see
     expected: Collection[Key]
-    #: by name: what-if recipes
-    what_if: Sequence[str]
+    what_if: Sequence[Recipe]
     #: whether a layer of this name is looked at, on whichever rank it is
     chosen: Callable[[str], bool]
     #: numbers of the steps since the sample before and of this one, as far as they are known here
@@ -165,9 +164,10 @@ class Pipeline:
         of_operands = measure(whole.operands, self._what_if(sampled.what_if), {n for n in kinds if sampled.chosen(n)})
         return replace(of_operands, outputs=output_columns(whole.outputs, kinds, casts))
 
-    def _what_if(self, names: Sequence[str]) -> list[EmulatedScales]:
+    def _what_if(self, recipes: Sequence[Recipe]) -> list[EmulatedScales]:
         """Keep the histories of recipes that are tried as before, and begin those of new ones."""
-        self._others = {n: self._others.get(n) or EmulatedScales(parse_recipe(n), self._keys) for n in names}
+        known = self._others
+        self._others = {r.name: known.get(r.name) or EmulatedScales(r, self._keys) for r in recipes}
         return list(self._others.values())
 
     def _report(self, sampled: Sampled, stats: Sequence[OperandStats]) -> None:
@@ -205,7 +205,7 @@ class Pipeline:
 
     def _in_shard_group(self, sampled: Sampled) -> Measured | None:
         """Metrics of whole tensors, on the first rank of the group."""
-        plan, found = Plan(sampled.step, sampled.what_if), Collected()
+        plan, found = Plan(sampled.step, [recipe.name for recipe in sampled.what_if]), Collected()
         with self._errors.guard("while collecting a sample"):
             found = sampled.collected()
         if self._shard_group.group is None:

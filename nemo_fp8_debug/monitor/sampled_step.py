@@ -23,7 +23,6 @@ from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
 from ..core.layer_names import compile_patterns
 from ..distributed import ShardGroup
-from ..numerics.recipe import parse_recipe
 from ..options.config import Config
 from ..record.dump import TensorDump
 from .dump_tap import Dumping
@@ -83,7 +82,6 @@ class SampledStep:
         dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
         sampled = {g.name for g in matching(known, plan.layers)}
         of_outputs = sampled if plan.output_rows else set()
-        what_if = [parse_recipe(recipe) for recipe in plan.what_if]
         sinks, seen = dict[Key, OperandSink](), defaultdict[str, dict[str, Operand]](dict)
         for role in plan.roles:
             for gemm in known:
@@ -99,7 +97,7 @@ class SampledStep:
                     continue
                 counts = _never if copied else partial(is_counted, rank=rank, first=first)
                 in_use = self._watched.model.scales.in_use(gemm, role)
-                operand = seen[gemm.name][role] = Operand(gemm, role, in_use, what_if, counts)
+                operand = seen[gemm.name][role] = Operand(gemm, role, in_use, plan.what_if_recipes, counts)
                 if counted:
                     self._operands[key] = operand
                 sinks[key] = operand
@@ -190,13 +188,12 @@ class SampledStep:
         Args:
             steps: reads the scalars of this and earlier steps.
         """
-        what_if = [parse_recipe(recipe).name for recipe in self._plan.what_if]
         sampled, dumped = compile_patterns(self._plan.layers), compile_patterns(self._dumped)
         operands, products = list(self._operands.values()), list(self._products.values())
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
         home = DeviceToHostCopy([*operands, *products], {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
-        return Sampled(self.step, operands, products, expected, what_if, of_sample, steps, home)
+        return Sampled(self.step, operands, products, expected, self._plan.what_if_recipes, of_sample, steps, home)
 
 
 def _never(x: torch.Tensor) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..core.arguments import check_choices, check_strings, checked_number, checks_arguments, shown
 from ..core.keys import ROLES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
-from ..numerics.recipe import parse_recipe
+from ..numerics.recipe import Recipe, parse_recipe
 from .trigger_rules import parse_rule
 
 #: options that are whole numbers, and the least that each may be
@@ -94,10 +95,19 @@ class Config:
             raise ConfigError(f"on_error is {self.on_error!r}; use 'warn' or 'raise'")
         for patterns in (self.layers, self.dump, self.trigger_dump):
             compile_patterns(patterns)
-        for recipe in (*self.what_if, *(() if self.recipe == "auto" else (self.recipe,))):
-            parse_recipe(recipe)
+        _ = self.what_if_recipes, self.measured_recipe
         for trigger in self.triggers:
             parse_rule(trigger)
+
+    @cached_property
+    def what_if_recipes(self) -> tuple[Recipe, ...]:
+        """`what_if`, parsed: once, and not by those who use it."""
+        return tuple(map(parse_recipe, self.what_if))
+
+    @cached_property
+    def measured_recipe(self) -> Recipe | None:
+        """`recipe`, parsed; None: "auto"."""
+        return None if self.recipe == "auto" else parse_recipe(self.recipe)
 
     def samples(self, step: int) -> bool:
         """Whether `step` is sampled: a pure function of the step, so that all ranks agree."""
