@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, OperandStats, Partial, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -110,7 +110,7 @@ def fsdp1(**options: Any) -> Callable[[Model], nn.Module]:
 
 
 def plan(of_sequence: bool) -> dict[str, Any]:
-    between = OperandStats(1) if of_sequence else Replicate()
+    between = Shard(1) if of_sequence else Replicate()
     layers = {
         "blocks.*.up": ColwiseParallel(input_layouts=between),
         "blocks.*.down": RowwiseParallel(output_layouts=between),

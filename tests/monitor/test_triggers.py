@@ -92,7 +92,7 @@ class TestRules:
         "text", ["", "spike", "underflow_pct", "underflow > 3", "mse/X > 1", "mse > x", "mse > 1e", "mse >= 1", 7, None]
     )
     def test_others_are_refused(self, text: Any) -> None:
-        with pytest.raises(ConfigError, match=r"trigger .* is none; use loss_spike, nonfinite, or METRIC > LIMIT"):
+        with pytest.raises(ConfigError, match=r"invalid trigger .*: expected loss_spike, nonfinite, or METRIC > LIMIT"):
             parse_rule(text)
 
     def test_a_metric_past_its_limit(self) -> None:

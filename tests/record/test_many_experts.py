@@ -235,7 +235,7 @@ class TestCompare:
         found = compare(written(tmp_path / "good", None), written(tmp_path / "bad", 9, nan=True))
         assert (
             f"The first tensor with NaN or infinity is X of {name_of(2, '*', 'linear_fc1')}, at step 0. "
-            f"Of its experts, first to hold NaN or infinity is X of {name_of(2, 9, 'linear_fc1')}, at step 0."
+            f"Of its experts, the first tensor with NaN or infinity is X of {name_of(2, 9, 'linear_fc1')}, at step 0."
         ) in summarize(found)
 
     def test_the_printed_ranking_has_no_single_expert(self, tmp_path: Path) -> None:

@@ -266,11 +266,11 @@ def test_answers_are_neither_kept_nor_sniffed(tab: Tab) -> None:
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "http://[bad"}, 403),
-        ({"Origin": "http://localhost:6006", "Backend": "localhost:6006"}, 200),
-        ({"Origin": "http://localhost:6007", "Backend": "localhost:6006"}, 403),
-        ({"Origin": "https://hub.example", "Backend": "10.0.0.7:6006", "X-Forwarded-Backend": "hub.example, inner"}, 200),
-        ({"Origin": "https://hub.example", "Backend": "10.0.0.7:6006", "Sec-Fetch-Site": "same-origin"}, 200),
-        ({"Origin": "https://evil.example", "Backend": "10.0.0.7:6006", "X-Forwarded-Backend": "hub.example"}, 403),
+        ({"Origin": "http://localhost:6006", "Host": "localhost:6006"}, 200),
+        ({"Origin": "http://localhost:6007", "Host": "localhost:6006"}, 403),
+        ({"Origin": "https://hub.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "hub.example, inner"}, 200),
+        ({"Origin": "https://hub.example", "Host": "10.0.0.7:6006", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Origin": "https://evil.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "hub.example"}, 403),
     ],
 )
 def test_other_sites_are_refused(tab: Tab, headers: dict[str, str], status: int) -> None:
@@ -285,7 +285,7 @@ def test_only_get_is_answered(tab: Tab, method: str) -> None:
 
 def test_works_below_a_prefix(logdir: Path) -> None:
     tab = Tab(logdir, prefix="/proxy/6006")
-    assert [run["name"] for run in tab.json("runs")["runs"]] == ["odd", "counted"]
+    assert [run["name"] for run in tab.json("runs")["runs"]] == ["counted", "odd"]
 
 
 ROUTES = ("runs", "run", "frames", "extent", "timeline", "loss", "histogram", "others", "fingerprints")

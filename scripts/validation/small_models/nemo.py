@@ -45,7 +45,7 @@ def train(folder: Path, callbacks: list[pl.Callback], resume: Path | None = None
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    gpt: llm.GPTModel = model(VARIANTS["good"], 5, te=False)
+    gpt: llm.GPTModel = model(VARIANTS["baseline"], 5, te=False)
     for name, value in options.items():
         setattr(gpt.config, name, value)
     trainer.fit(gpt, Text(sequence=32, micro_batch_size=2, global_batch_size=4), ckpt_path=resume)

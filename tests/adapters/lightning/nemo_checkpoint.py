@@ -25,7 +25,7 @@ def save(folder: Path) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    gpt = model(VARIANTS["twin"], 2, te=False)
+    gpt = model(VARIANTS["reference"], 2, te=False)
     gpt.config.num_layers = 2
     trainer.fit(gpt, Text(sequence=32, micro_batch_size=2, global_batch_size=4))
     trainer.save_checkpoint(folder)
