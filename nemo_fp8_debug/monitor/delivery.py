@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from .live_control import LiveControl
 from .pipeline import Outcome, Pipeline
 from .recorder_queue import Recording
 from .sampled_step import SampledStep
-from .step_scalars import kept, read, read_all
+from .step_scalars import StepScalars, rows
 
 #: steps whose scalars are kept on the device between samples, at the most
 STEPS_HELD = 1000
@@ -43,12 +42,12 @@ class Delivery:
         self._progress: Callable[[], dict[str, Any]] = dump.progress if dump else dict
         self._errors = errors
         self._layers = layers
-        self._steps: dict[int, dict[str, Any]] = {}
+        self._steps: dict[int, StepScalars] = {}
 
     def note(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Keep the scalars of a step."""
         with self._errors.guard("while noting the step"):
-            self._steps[step] = {"time": time.time(), **kept(scalars)}
+            self._steps[step] = StepScalars.noted(scalars)
             self._recording.deliver(wait=False)
 
     def submit(self, sampled: SampledStep, why: str | None, opened: bool) -> None:
@@ -59,28 +58,27 @@ class Delivery:
             opened: whether any rank can have looked at it.
         """
         steps, self._steps = self._steps, {}
-        step, outcome = sampled.step, self._pipeline.submit(sampled.captured(lambda: read_all(steps)))
+        step, outcome = sampled.step, self._pipeline.submit(sampled.captured(lambda: rows(steps)))
         if not self._ranks.writes:
             return
-        steps[step] |= {"trigger": why} if why else {}
+        steps[step].trigger = why
         if opened:
             self._recording.submit(lambda: self._sample(step, outcome, steps))
             self.report(step)
-        self._recording.submit_steps(lambda: read_all(steps))
+        self._recording.submit_steps(lambda: rows(steps))
 
-    def _sample(self, step: int, outcome: Callable[[], Outcome | None], steps: dict[int, dict[str, Any]]) -> Sample | None:
+    def _sample(self, step: int, outcome: Callable[[], Outcome | None], steps: dict[int, StepScalars]) -> Sample | None:
         found = outcome()
         if found is None:
             return None
         for other, numbers in found.steps.items():
             if other in steps:
-                steps[other] = {**numbers, **steps[other]}
-        measured, scalars = found.measured, read(steps[step])
+                steps[other].of_others = numbers
+        measured, scalars = found.measured, steps[step].numbers()
         metrics, what_if = (
             columns | unscaled(columns, scalars.get("grad_scale")) for columns in (measured.metrics, measured.what_if)
         )
-        why = steps[step].get("trigger")
-        sample = Sample(step, metrics, scalars, measured.histograms, what_if, why, measured.outputs)
+        sample = Sample(step, metrics, scalars, measured.histograms, what_if, steps[step].trigger, measured.outputs)
         self._live_control.see_sample(sample)
         if self._ranks.world > 1 and self._layers is not None and not len(sample):
             message = f"the sample of step {step} is empty: no layer on any rank matches {shown(self._layers)}"
@@ -101,7 +99,7 @@ class Delivery:
         steps, self._steps = self._steps, {}
         if steps and self._ranks.writes:
             with self._errors.guard("while recording steps"):
-                self._recording.submit_steps(lambda: read_all(steps))
+                self._recording.submit_steps(lambda: rows(steps))
 
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,20 +60,38 @@ def _described(value: Any) -> str:
     return f"{kind} of {value.numel()} elements" if torch.is_tensor(value) and value.numel() != 1 else kind
 
 
-def kept(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Scalars as they are now; tensors stay on their device until they are read."""
-    return {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in scalars.items()}
+@dataclass
+class StepScalars:
+    """The scalars of one step on their way to the record: noted in the training thread, read in the background."""
+
+    #: seconds since the epoch
+    time: float
+    #: numbers, and tensors of one element that stay on their device until they are read
+    values: Mapping[str, Any]
+    #: why the step was sampled out of turn
+    trigger: str | None = None
+    #: numbers that only other ranks know, as the last stage of a pipeline its loss
+    of_others: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def noted(cls, scalars: Mapping[str, Any]) -> StepScalars:
+        """Scalars as they are now, whatever becomes of their tensors."""
+        values = {name: value.detach().clone() if torch.is_tensor(value) else value for name, value in scalars.items()}
+        return cls(time.time(), values)
+
+    def numbers(self) -> dict[str, float]:
+        """Waits for the device if they are still there."""
+        numbers = {**self.of_others, "time": self.time, **{name: float(value) for name, value in self.values.items()}}
+        scale = numbers.get("grad_scale", 1.0)
+        if not math.isfinite(scale) or scale == 0:  # of micro-batches that differ, or of an overflow
+            del numbers["grad_scale"]
+        return numbers
+
+    def row(self) -> dict[str, Any]:
+        """Columns of the `steps` table."""
+        return self.numbers() | ({"trigger": self.trigger} if self.trigger else {})
 
 
-def read_all(steps: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Numbers of steps, and why they were sampled out of turn."""
-    return {step: read(scalars) | {k: scalars[k] for k in ("trigger",) if k in scalars} for step, scalars in steps.items()}
-
-
-def read(scalars: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a step; waits for the device where they are still there."""
-    numbers = {name: float(value) for name, value in scalars.items() if name != "trigger"}
-    multiplier = numbers.get("grad_scale", 1.0)
-    if not math.isfinite(multiplier) or multiplier == 0:  # of micro-batches that differ, or of an overflow
-        del numbers["grad_scale"]
-    return numbers
+def rows(steps: Mapping[int, StepScalars]) -> dict[int, dict[str, Any]]:
+    """By step, columns of the `steps` table."""
+    return {step: scalars.row() for step, scalars in steps.items()}

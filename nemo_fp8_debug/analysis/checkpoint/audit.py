@@ -70,7 +70,7 @@ def audit(
         names = sorted(weight.name for weight in weights)
         raise ConfigError(f"no weight matches; the checkpoint has {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}")
 
-    faults = _Faults()
+    faults = _ReadErrors()
     rows: list[dict[str, Any]] = []
     seen: list[_Seen] = []
     for weight in chosen:
@@ -90,7 +90,7 @@ def audit(
 
 
 @dataclass
-class _Faults:
+class _ReadErrors:
     """What could not be read, each fault once with the weights it costs."""
 
     weights: dict[str, list[str]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class _Seen:
     sums: tuple[QuantizationSums, ...] = ()
 
 
-def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults: _Faults) -> _Seen:
+def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults: _ReadErrors) -> _Seen:
     scale = _companion(weight)
     stored, note = _stored_scale(weight, scale, contents, path, faults)
     direct = weight.dtype not in COUNTED
@@ -203,7 +203,7 @@ def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tens
 
 
 def _stored_scale(
-    weight: Weight, scale: torch.Tensor | None, contents: Contents, path: Path, faults: _Faults
+    weight: Weight, scale: torch.Tensor | None, contents: Contents, path: Path, faults: _ReadErrors
 ) -> tuple[StoredScale | None, str | None]:
     """The scale that the checkpoint holds for a weight, or why there is none to compare with."""
     if scale is not None:

@@ -73,7 +73,7 @@ class Imported:
         return {key[:2] for rows in self.rows.values() for key in rows}
 
 
-class ErrorGuard:
+class LineErrors:
     """Lines of a file that cannot be read; one warning for all of them."""
 
     def __init__(self, path: Path, expected: str) -> None:
@@ -94,7 +94,7 @@ class ErrorGuard:
             warn(f"{self._path}, line {self._lines[0]}{more}: {self._reason}; left out, {self._expected} is expected")
 
 
-def numbered_lines(path: Path, faults: ErrorGuard) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: Path, faults: LineErrors) -> Iterator[tuple[int, str]]:
     """The lines of a text from 1 on; blank ones are passed over, and a last one that is cut off is a fault."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, 1):

@@ -23,7 +23,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from ...errors import warn
-from .importer import ErrorGuard, Imported, Key, first_lines, global_name, numbered_lines
+from .importer import Imported, Key, LineErrors, first_lines, global_name, numbered_lines
 
 TOOL = "nvdlfw_inspect"
 EXPECTED = "nvdlfw_inspect_statistics_logs/*.log or TensorBoard event files"
@@ -138,7 +138,7 @@ def _rank(path: Path) -> int:
 
 def read_text(path: Path) -> Iterator[Scalar]:
     """The lines of a text log; what is no such line is named in one warning."""
-    faults = ErrorGuard(path, "'<time> - INFO - <layer>_<tensor>_<statistic> iteration=000010 value=0.1234'")
+    faults = LineErrors(path, "'<time> - INFO - <layer>_<tensor>_<statistic> iteration=000010 value=0.1234'")
     for number, text in numbered_lines(path, faults):
         if line := _LINE.fullmatch(text):
             try:
