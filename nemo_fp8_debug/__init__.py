@@ -1,4 +1,8 @@
-"""nemo_fp8_debug: see what FP8 does to a training run, tensor by tensor."""
+"""See what FP8 does to a training run, tensor by tensor.
+
+Everything for users is a name of this module: `from nemo_fp8_debug import Monitor`. What lies in the packages below is
+internal, and may change without notice.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +15,69 @@ from .errors import ConfigError, FP8DebugWarning, RecordError
 if TYPE_CHECKING:
     from .adapters.lightning.callback import FP8DebugCallback
     from .adapters.lightning.interventions import FP8EmulationCallback, FP8PlanCallback
+    from .adapters.megatron_bridge import FP8DebugBridgeCallback
+    from .adapters.megatron_lm import FP8DebugForwardStep
+    from .adapters.transformers import FP8DebugTrainerCallback
+    from .analysis.checkpoint.audit import audit
+    from .analysis.comparison.compare import compare
+    from .analysis.diagnosis.diagnose import diagnose
+    from .analysis.recommendation.of_records import recommend
+    from .analysis.replay.replay import replay
     from .capture.backends.transformer_engine import inspection
     from .interventions.apply import apply_plan
+    from .interventions.emulate import Emulation
     from .monitor.monitor import Monitor
+    from .options.config import Config
+    from .plan.plan import Change, Plan
+    from .record.reader import read_record
 
 #: where names are from: Lightning is only imported by those who use its callbacks, torch by those who look at a run
 _FROM = {
+    "Change": "plan.plan",
+    "Config": "options.config",
+    "Emulation": "interventions.emulate",
+    "FP8DebugBridgeCallback": "adapters.megatron_bridge",
     "FP8DebugCallback": "adapters.lightning.callback",
+    "FP8DebugForwardStep": "adapters.megatron_lm",
+    "FP8DebugTrainerCallback": "adapters.transformers",
     "FP8EmulationCallback": "adapters.lightning.interventions",
     "FP8PlanCallback": "adapters.lightning.interventions",
     "Monitor": "monitor.monitor",
+    "Plan": "plan.plan",
     "apply_plan": "interventions.apply",
+    "audit": "analysis.checkpoint.audit",
+    "compare": "analysis.comparison.compare",
+    "diagnose": "analysis.diagnosis.diagnose",
     "inspection": "capture.backends.transformer_engine",
+    "read_record": "record.reader",
+    "recommend": "analysis.recommendation.of_records",
+    "replay": "analysis.replay.replay",
 }
 
 __all__ = [
+    "Change",
+    "Config",
     "ConfigError",
+    "Emulation",
+    "FP8DebugBridgeCallback",
     "FP8DebugCallback",
+    "FP8DebugForwardStep",
+    "FP8DebugTrainerCallback",
     "FP8DebugWarning",
     "FP8EmulationCallback",
     "FP8PlanCallback",
     "Monitor",
+    "Plan",
     "RecordError",
     "__version__",
     "apply_plan",
+    "audit",
+    "compare",
+    "diagnose",
     "inspection",
+    "read_record",
+    "recommend",
+    "replay",
 ]
 
 
@@ -43,3 +85,7 @@ def __getattr__(name: str) -> Any:
     if name in _FROM:
         return getattr(importlib.import_module(f".{_FROM[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,15 +14,38 @@ class ConfigError(ValueError):
     """The user asked for something that cannot be done; says what was wrong and what to do.
 
     Raised when the configuration is read or the run starts, never after the first training step.
+
+    Example:
+        >>> from nemo_fp8_debug import Config, ConfigError
+        >>> try:
+        ...     Config(interval=0)
+        ... except ConfigError as error:
+        ...     print(error)
+        interval is 0; it must be a whole number, at least 1
     """
 
 
 class RecordError(ValueError):
-    """A recorded run cannot be read; names the file and says what is wrong with it."""
+    """A recorded run cannot be read; names the file and says what is wrong with it.
+
+    Example:
+        >>> from nemo_fp8_debug import RecordError, read_record
+        >>> try:
+        ...     read_record("runs", "steps")
+        ... except RecordError as error:
+        ...     print("several" if "3 run records" in str(error) else error)
+        several
+    """
 
 
 class FP8DebugWarning(UserWarning):
-    """A fault of the monitor, or something it cannot see; the run goes on."""
+    """An error of the monitor, or something it cannot see; the run goes on.
+
+    Example:
+        >>> import warnings
+        >>> from nemo_fp8_debug import FP8DebugWarning
+        >>> warnings.simplefilter("ignore", FP8DebugWarning)
+    """
 
 
 def warn(message: str) -> None:

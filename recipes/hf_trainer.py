@@ -9,7 +9,7 @@ import torch
 from text_windows import VOCABULARY, TextWindows
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from nemo_fp8_debug.adapters.transformers import FP8DebugTrainerCallback
+from nemo_fp8_debug import FP8DebugTrainerCallback
 
 
 def model() -> LlamaForCausalLM:

@@ -16,7 +16,7 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.pretrain import pretrain
 
-from nemo_fp8_debug.adapters.megatron_bridge import FP8DebugBridgeCallback
+from nemo_fp8_debug import FP8DebugBridgeCallback
 
 
 def configured(output: str, steps: int) -> Any:

@@ -65,7 +65,8 @@ def train_all(output: Path, steps: int) -> None:
         Stopped: the demo was told to end, and so were they.
     """
     signal.signal(signal.SIGTERM, stop)
-    print(f"Three runs of {steps} steps, recorded in {output}; NeMo takes half a minute to start.", flush=True)
+    names = ", ".join(VARIANTS)
+    print(f"Three runs of {steps} steps ({names}), recorded in {output}; NeMo takes half a minute to start.", flush=True)
     import_nemo(output / "imports.log")
     fork = multiprocessing.get_context("fork")  # importing NeMo takes as long as a fourth of a run
     runs: dict[str, BaseProcess] = {n: fork.Process(target=run, args=(n, output, steps)) for n in VARIANTS}
@@ -150,8 +151,8 @@ def progress(reached: dict[str, tuple[int, str]], steps: int, seconds: float) ->
     """A line that fits 80 columns: how far the slowest run is, an estimate of what is left, and the losses."""
     done = min(step for step, _ in reached.values())
     left = f"about {seconds * (steps - done) / done:.0f} s left" if done else "starting"
-    losses = ", ".join(f"{name} {loss}" for name, (_, loss) in reached.items())
-    return f"[{seconds:4.0f} s] step {done} of {steps}, {left}; {losses}"
+    losses = ", ".join(loss for _, loss in reached.values())
+    return f"[{seconds:4.0f} s] step {done} of {steps}, {left}; losses {losses}"
 
 
 def end(runs: dict[str, BaseProcess]) -> None:

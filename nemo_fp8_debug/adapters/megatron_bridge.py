@@ -23,9 +23,16 @@ else:
 class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
     """Looks at every GEMM's operands every `interval` steps; takes the fields of `Config` as arguments.
 
-        pretrain(config, forward_step, callbacks=[FP8DebugBridgeCallback(interval=100)])
+    The record goes to `fp8_debug` beside the TensorBoard events, or the checkpoints if there are none.
 
-    The record goes to `fp8_debug` beside the TensorBoard events, or the checkpoints where there are none.
+    Example:
+        >>> from nemo_fp8_debug import FP8DebugBridgeCallback
+        >>> callback = FP8DebugBridgeCallback(interval=100)
+
+        and then `pretrain(config, forward_step, callbacks=[callback])`.
+
+    Args:
+        options: fields of `Config`, as `interval=100`.
 
     Raises:
         ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM layer matches, the output

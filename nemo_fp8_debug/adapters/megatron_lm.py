@@ -23,12 +23,20 @@ from .session import Run
 class FP8DebugForwardStep:
     """A script's `forward_step` that is watched; takes the fields of `Config` as arguments.
 
-        watched = FP8DebugForwardStep(forward_step, interval=100)
-        pretrain(..., watched, ...)
-        watched.close()
-
     The record goes to `fp8_debug` beside the TensorBoard events, or the checkpoints where there are none. Steps are numbered
     as Megatron-LM logs them, from 1. Without `close`, as when the run fails, the last step may be missing.
+
+    Example:
+        >>> def forward_step(data_iterator, model):  # the script's own
+        ...     raise NotImplementedError
+        >>> from nemo_fp8_debug import FP8DebugForwardStep
+        >>> watched = FP8DebugForwardStep(forward_step, interval=100)
+
+        and then `pretrain(..., watched, ...)` and `watched.close()`.
+
+    Args:
+        forward_step: the script's function of that name.
+        options: fields of `Config`, as `interval=100`.
 
     Raises:
         ConfigError: when constructed, or before the first forward pass: a value cannot be used, no GEMM layer matches, the

@@ -27,9 +27,16 @@ from .session import Run
 class FP8DebugTrainerCallback(TrainerCallback):
     """Looks at every GEMM's operands every `interval` steps; takes the fields of `Config` as arguments.
 
-        Trainer(..., callbacks=[FP8DebugTrainerCallback(interval=100)])
-
     The record goes to `fp8_debug` in `args.output_dir`, and a resumed run goes on in it.
+
+    Example:
+        >>> from nemo_fp8_debug import FP8DebugTrainerCallback
+        >>> callback = FP8DebugTrainerCallback(interval=100)
+
+        and then `Trainer(..., callbacks=[callback])`.
+
+    Args:
+        options: fields of `Config`, as `interval=100`.
 
     Raises:
         ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM layer matches, the output

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from .._version import __version__
 from .console import explained
 
 COMMANDS = ("compare", "diagnose", "recommend", "rescue", "control", "replay", "audit", "import")
@@ -72,6 +73,16 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"nemo-fp8-debug {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
     """See what FP8 does to a training run."""

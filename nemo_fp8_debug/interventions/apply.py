@@ -24,6 +24,15 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
     Raises:
         ConfigError: the plan cannot be read, names no GEMM that Transformer Engine runs on any rank, or asks for what
             Transformer Engine cannot do.
+
+    Returns:
+        What undoes it: `.detach()`.
+
+    Example:
+        >>> import torch
+        >>> from nemo_fp8_debug import apply_plan
+        >>> changes = apply_plan(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+        >>> changes.detach()
     """
     wanted = plan_in_force(plan) or NO_CHANGES
     gemms = [g for g in find_gemms([model] if isinstance(model, nn.Module) else model) if g.backend.has_own_fp8]

@@ -6,14 +6,14 @@ On a GPU it answers "is it the quantization or the software?"; on a CPU it makes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.gemms import Gemm
+from ..capture.gemms import Gemm, find_gemms, select
 from ..capture.hooks import Hook
 from ..capture.overrides import EMULATED
 from ..core.keys import ROLES
@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..kernels import amax, quantize_dequantize
 from ..numerics.block_scaling import BlockRule
 from ..numerics.delayed_state import DelayedState
-from ..numerics.recipe import Recipe
+from ..numerics.recipe import Recipe, parse_recipe
 from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
 from ..plan.plan import NO_CHANGES, Plan
 
@@ -133,18 +133,49 @@ class EmulatedGemm:
 
 
 class Emulation:
-    """Recipes acting on the GEMMs of a model between `attach` and `detach`."""
+    """FP8 on any hardware: a model's GEMM operands are cast to FP8 and back, between `attach` and `detach`.
 
-    def __init__(self, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> None:
+    GEMMs multiply what was cast in the run's own precision, and gradients pass through the casts.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> emulation = Emulation(model, recipe="delayed")
+        >>> emulation.attach()
+        >>> model(torch.ones(4, 32)).sum().backward()
+        >>> emulation.end_step()
+        >>> emulation.detach()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        recipe: str | Mapping[str, Any] | Recipe = "delayed",
+        layers: Sequence[str] | None = None,
+        plan: Plan = NO_CHANGES,
+    ) -> None:
         """
         Args:
-            recipe: of all operands that `plan` does not change.
-            plan: its `multiply_in_bf16` changes nothing, since emulation multiplies in the run's own precision anyway.
+            model: the model, or its chunks if a virtual pipeline splits it.
+            recipe: name or options of an FP8 recipe, as `delayed(amax_history_len=16)`, `current-e5m2` or `mxfp8`.
+            layers: which GEMMs are quantized, by patterns as in `Config.layers`; None: all.
+            plan: operands that are cast otherwise; its `multiply_in_bf16` changes nothing.
 
         Raises:
-            ConfigError: a GEMM has an FP8 of its own, or fuses gradient accumulation, which bypasses what is swapped in for
-                its weight.
+            ConfigError: the recipe cannot be used, no GEMM matches, a GEMM has an FP8 of its own, or fuses gradient
+                accumulation.
         """
+        found = find_gemms([model] if isinstance(model, nn.Module) else model)
+        self._prepare(select(found, layers), parse_recipe(recipe), plan)
+
+    @classmethod
+    def of_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:
+        """Of some GEMMs that were found before; internal."""
+        emulation = cls.__new__(cls)
+        emulation._prepare(gemms, recipe, plan)
+        return emulation
+
+    def _prepare(self, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan) -> None:
         self.recipe = recipe
         gemms = list(gemms)
         recipes = {g.name: {role: plan.recipe_of(g.name, role, recipe) for role in ROLES} for g in gemms}

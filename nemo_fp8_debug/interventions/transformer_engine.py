@@ -187,4 +187,4 @@ def _emulation(gemms: Sequence[Gemm], changes: Sequence[Change]) -> Emulation:
     made_inside = [Change(g.name, "bf16", ("input",)) for g in normalize]
     by_name = [Change(g.name, change.recipe) for g, change in zip(gemms, changes, strict=True)]
     plain = [replace(gemm, backend=_PLAIN) for gemm in gemms]
-    return Emulation(plain, _NOT_IN_FP8, Plan((*by_name, *made_inside)))
+    return Emulation.of_gemms(plain, _NOT_IN_FP8, Plan((*by_name, *made_inside)))

@@ -39,13 +39,19 @@ _INVALID = -1
 class Monitor:
     """Looks at the GEMM operands of every N-th step of any training loop.
 
-        monitor = Monitor(model, "runs/a", interval=100)
-        for step, batch in enumerate(data):
-            with monitor.step(step) as report:
-                report(loss=train_step(batch))
-        monitor.close()
-
     Between sampled steps no hook is installed. On several ranks each carries a monitor; the first one writes the record.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> monitor = Monitor(model, "runs/small", interval=2, table_rows=0)
+        >>> for step in range(4):
+        ...     with monitor.step(step) as report:
+        ...         (loss := model(torch.ones(8, 32)).square().mean()).backward()
+        ...         report(loss=loss)
+        >>> monitor.close()
+        >>> read_record("runs/small", columns=["step", "role"]).rows()[:3]
+        [(0, 'input'), (0, 'weight'), (0, 'grad_output')]
     """
 
     def __init__(
@@ -91,10 +97,9 @@ class Monitor:
         )
         self._shard_group, self._schedule, self._live_control = parts.shard_group, parts.schedule, parts.live_control
         self._pipeline, self._delivery, self._watched = parts.pipeline, parts.delivery, parts.watched
-        #: the sampled step that is under way
         self._sampled: SampledStep | None = None
         self._begun: int | None = None
-        self._order = StepOrder(self._errors.warn if self._ranks.writes else _ignore)
+        self._order = StepOrder(self._errors.warn if self._ranks.writes else lambda *anything: None)
         self._closed = False
         self._summary.open()
         if records and open_monitors.replace(folder := str(records[0].storage), self):
@@ -234,7 +239,9 @@ class Monitor:
         writes_steps = self._ranks.rank in self._shard_group.leaders
         self._order.warn_of_unnamed(unnamed, "end_step")
         with self._errors.guard("while reading the scalars of a step"):
-            scalars = usable(scalars, self._errors.warn if writes_steps else _ignore, self._watched.dump is not None)
+            scalars = usable(
+                scalars, self._errors.warn if writes_steps else lambda message: None, self._watched.dump is not None
+            )
         if step is None:
             if began:  # other ranks may have begun it with a valid number
                 self._begun = None
@@ -291,7 +298,3 @@ class Monitor:
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
         self._delivery.flush()
-
-
-def _ignore(*anything: Any) -> None:
-    """The first rank says it."""

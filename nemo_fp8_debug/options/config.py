@@ -32,48 +32,57 @@ _NUMBERS = {
 @checks_arguments()
 @dataclass(frozen=True)
 class Config:
-    """Plain values only, so that launchers can serialize them. Constructing one checks it.
+    """What to sample, when, and where to write it: the options of `Monitor` and all callbacks. Checked when made.
+
+    Args:
+        interval: sampling interval in steps.
+        first_step: the first step that may be sampled.
+        last_step: the last one, inclusive; None: to the end of the run.
+        layers: which GEMMs to look at: globs over their global names (`decoder.layers.3.*`, `linear_fc2`), or `re:` and a
+            regex; None: all.
+        roles: operands to look at: `input` (X), `weight` (W), `grad_output` (dY).
+        recipe: "auto" reads what the run itself uses; otherwise the FP8 recipe to measure against, as `current-e4m3` or
+            `delayed(margin=1)`.
+        what_if: recipes that each sample is measured under as well, though the run does not use them.
+        dump: layers whose tensors are dumped at every sampled step, as in `layers`.
+        dump_max_bytes: what the dumps of a rank may take, earlier starts of the run included.
+        dump_min_free_bytes: what a dump leaves free on the disk.
+        triggers: what makes the next steps be sampled: `loss_spike`, `nonfinite`, or a metric past a limit, as
+            `underflow_pct/input > 20`.
+        trigger_steps: how many steps a trigger has sampled.
+        trigger_dump: layers whose tensors are dumped at those steps.
+        output: folder of the run record, or any fsspec address; None: `fp8_debug` beside the events.
+        on_error: "warn": an error of the monitor costs a sample and one warning; "raise": stops the run, for tests.
+        max_tags: at most so many scalar tags of single tensors in TensorBoard; beyond it the worst of each role only.
+        table_rows: rows of the table printed at each sampled step, worst first; 0 prints none.
+        output_rows: rows, and as many columns, of each GEMM's outputs whose error is measured as well; 0: none.
+
 
     Raises:
         ConfigError: a value cannot be used; says which and why.
+
+    Example:
+        >>> Config(interval=100, first_step=1000).samples(1100)
+        True
     """
 
-    #: sampling interval in steps
     interval: int = 100
     first_step: int = 0
-    #: inclusive; None: to the end of the run
     last_step: int | None = None
-    #: globs over global names (`decoder.layers.3.*`, `linear_fc2`) or `re:` and a regular expression; None: every GEMM
     layers: Sequence[str] | None = None
-    #: operands to look at: input (X), weight (W), grad_output (dY)
     roles: Sequence[str] = ROLES
-    #: "auto" reads what the run itself uses; otherwise a recipe to measure against, see `parse_recipe`
     recipe: str | Mapping[str, Any] = "auto"
-    #: recipes that were not in use and that each sample is measured under as well
     what_if: Sequence[str | Mapping[str, Any]] = ()
-    #: layers whose tensors are dumped at every sampled step, as in `layers`
     dump: Sequence[str] = ()
-    #: bytes that the dumps of a rank may take, earlier starts of the run included
     dump_max_bytes: int = 10 << 30
-    #: bytes that a dump leaves free on the disk
     dump_min_free_bytes: int = 20 << 30
-    #: what makes the next steps be sampled: loss_spike, nonfinite, or a metric past a limit, as `underflow_pct/input > 20`
     triggers: Sequence[str] = ()
-    #: how many steps a trigger has sampled
     trigger_steps: int = 5
-    #: layers whose tensors are dumped at those steps
     trigger_dump: Sequence[str] = ()
-    #: folder of the run record, or any fsspec address; None: `fp8_debug` beside the TensorBoard logger's events
     output: str | None = None
-    #: "warn": an error of the monitor costs a sample and one warning;
-    #: "raise": it stops the run, and each
-    #: sample is recorded before the next step (for tests)
     on_error: str = "warn"
-    #: at most this many scalar tags of single tensors in TensorBoard; beyond it the worst tensors of each role only
     max_tags: int = 5000
-    #: rows of the table printed at each sampled step, worst first; 0 prints none
     table_rows: int = 12
-    #: rows of each GEMM's outputs, and as many columns, whose error is measured as well; 0: none
     output_rows: int = 0
 
     def __post_init__(self) -> None:

@@ -21,8 +21,20 @@ VERSION = 1
 class Change:
     """Operands that are cast otherwise than the run's recipe says.
 
+    Args:
+        layer: global name of a GEMM, or a pattern as in `Config.layers`.
+        recipe: of its operands from here on; `bf16` leaves them as they are.
+        roles: operands that it holds for: `input`, `weight`, `grad_output`; a GEMM runs in FP8 only if both of its operands
+            do.
+        multiply_in_bf16: multiply what was quantized in BF16, which tells the numbers of FP8 from the kernels of FP8.
+        why: evidence, for people.
+
     Raises:
         ConfigError: a value cannot be used; says which.
+
+    Example:
+        >>> Change("layers.3.fc2", "current", roles=["grad_output"]).recipe
+        'current'
     """
 
     #: global name of a GEMM, or a pattern as in `Config.layers`
@@ -52,7 +64,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """Changes; where several name an operand, the last one holds."""
+    """Changes of how a run quantizes; if several name an operand, the last one holds.
+
+    Args:
+        changes: in order.
+
+    Example:
+        >>> plan = Plan([Change("layers.*", "current"), Change("layers.0.fc1", "bf16")])
+        >>> plan.change_of("layers.0.fc1", "input").recipe
+        'bf16'
+    """
 
     changes: Sequence[Change] = ()
 

@@ -70,6 +70,44 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
     return {}
 
 
+def read_record(
+    run: Address,
+    table: str = "metrics",
+    columns: Sequence[str] | None = None,
+    where: Mapping[str, Any] | None = None,
+    steps: Collection[int] | None = None,
+) -> pl.DataFrame:
+    """A table of a run's record, in order of steps; of a step that was trained twice, the later attempt's rows.
+
+    Args:
+        run: the record, or a folder above it; any fsspec address.
+        table: `metrics`, `what_if`, `replayed`, `outputs`, `histograms` or `steps`; docs/record.md has their columns.
+        columns: to read; all by default.
+        where: values that columns must have.
+        steps: to read; all by default.
+
+    Returns:
+        A row an operand and step; of `steps` a row a step.
+
+    Raises:
+        RecordError: there is no record, or several, or it was written by a release with another schema.
+        ConfigError: there is no such table or column.
+
+    Example:
+        >>> where = {"layer": "layers.0.fc1", "role": "weight"}
+        >>> rows = read_record("runs/bad", columns=["step", "underflow_pct"], where=where)
+        >>> rows.columns, rows["step"].to_list()[:3]
+        (['step', 'underflow_pct'], [0, 10, 20])
+    """
+    if table not in SCHEMAS:
+        raise ConfigError(f"table is {table!r}; choose from {', '.join(SCHEMAS)}")
+    if unknown := sorted({*(columns or ()), *(where or ())} - set(SCHEMAS[table])):
+        raise ConfigError(f"the table {table} has no column {unknown[0]}; it has {', '.join(SCHEMAS[table])}")
+    found = find_run(run)
+    read_fingerprint(found)
+    return read_table(found, table, columns, where, steps)
+
+
 def read_table(
     run: Address,
     table: str,

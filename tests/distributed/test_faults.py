@@ -75,7 +75,7 @@ def test_rows_without_the_part_of_a_rank_say_so(runs: tuple[Path, Found], scenar
 
 
 @pytest.mark.parametrize(
-    ("scenario", "ranks"), [("no_gemm_on_0", 2), ("no_gemm_on_1", 2), ("two_monitors", 3), ("uneven_groups", 3)]
+    ("scenario", "stats"), [("no_gemm_on_0", 2), ("no_gemm_on_1", 2), ("two_monitors", 3), ("uneven_groups", 3)]
 )
 def test_what_is_no_fault_is_no_warning(runs: tuple[Path, Found], scenario: str, stats: int) -> None:
     assert said(runs[1], scenario) == []

@@ -35,7 +35,7 @@ def own_scale(x: torch.Tensor, fmt: str) -> float:
 
 
 def attached(model: nn.Module, recipe: str | dict[str, Any], layers: list[str] | None = None) -> Emulation:
-    emulation = Emulation(select(find_gemms([model]), layers), parse_recipe(recipe))
+    emulation = Emulation.of_gemms(select(find_gemms([model]), layers), parse_recipe(recipe))
     emulation.attach()
     return emulation
 
@@ -134,7 +134,7 @@ def test_fused_gradient_accumulation_is_refused() -> None:
     linear = nn.Linear(2, 2)
     linear.gradient_accumulation_fusion = True
     with pytest.raises(ConfigError, match="set gradient_accumulation_fusion=False"):
-        Emulation(find_gemms([linear]), parse_recipe("delayed"))
+        Emulation.of_gemms(find_gemms([linear]), parse_recipe("delayed"))
 
 
 @pytest.mark.usefixtures("megatron")

@@ -69,7 +69,7 @@ class TestThreeRuns:
                 ("out of band from step", "onset"),
             ):
                 assert number(found[column]) == of[metric]
-            for run, column in (("baseline", "before"), ("bad", "after")):
+            for run, column in (("baseline", "before"), ("run", "after")):
                 assert number(found[f"underflow (%), {column}"]) == of[f"underflow_pct_{run}"]
         order = cells(table(page, "Each tensor and metric at the first step"))
         assert [row[:4] for row in order] == [

@@ -36,11 +36,15 @@ _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 @checks_arguments()
 class FP8DebugCallback(pl.Callback):
-    """Looks at every GEMM's operands every `interval` steps; see `Config` for the arguments.
+    """Looks at every GEMM's operands every `interval` steps of a Lightning or NeMo run, without disturbing it.
 
-    Raises:
-        ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM layer matches, the output
-            folder cannot be written. Nothing after the first step stops the run.
+    It writes the run record, scalars `fp8/METRIC/ROLE` into the run's TensorBoard events, and a table.
+
+    Example:
+        >>> from nemo_fp8_debug import FP8DebugCallback
+        >>> callback = FP8DebugCallback(interval=200, layers=["*.mlp.*"], what_if=["current", "mxfp8"])
+
+        and then `Trainer(callbacks=[callback])`.
     """
 
     def __init__(
@@ -64,6 +68,34 @@ class FP8DebugCallback(pl.Callback):
         table_rows: int = 12,
         output_rows: int = 0,
     ) -> None:
+        """
+        Args:
+            interval: sampling interval in steps.
+            first_step: the first step that may be sampled.
+            last_step: the last one, inclusive; None: to the end of the run.
+            layers: which GEMMs to look at: globs over global names (`decoder.layers.3.*`, `linear_fc2`), or `re:` and a
+                regex; None: all.
+            roles: operands to look at: `input` (X), `weight` (W), `grad_output` (dY).
+            recipe: "auto" reads what the run itself uses; otherwise the FP8 recipe to measure against, as `current-e4m3` or
+                `delayed(margin=1)`.
+            what_if: recipes that each sample is measured under as well, though the run does not use them.
+            dump: layers whose tensors are dumped at every sampled step, as in `layers`.
+            dump_max_bytes: what the dumps of a rank may take, earlier starts of the run included.
+            dump_min_free_bytes: what a dump leaves free on the disk.
+            triggers: what makes the next steps be sampled: `loss_spike`, `nonfinite`, or a metric past a limit, as
+                `underflow_pct/input > 20`.
+            trigger_steps: how many steps a trigger has sampled.
+            trigger_dump: layers whose tensors are dumped at those steps.
+            output: folder of the run record, or any fsspec address; None: `fp8_debug` beside the events.
+            on_error: "warn": an error of the monitor costs a sample and one warning; "raise": stops the run, for tests.
+            max_tags: at most so many scalar tags of single tensors in TensorBoard; beyond it the worst of each role only.
+            table_rows: rows of the table printed at each sampled step, worst first; 0 prints none.
+            output_rows: rows, and as many columns, of each GEMM's outputs whose error is measured as well; 0: none.
+
+        Raises:
+            ConfigError: now, or before the first step: a value cannot be used, no GEMM matches, or the output folder cannot
+                be written. Nothing after the first step stops the run.
+        """
         self._options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         Config(**self._options)
         self._monitor: Monitor | None = None

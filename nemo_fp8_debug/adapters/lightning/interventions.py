@@ -72,7 +72,12 @@ class _Intervention(pl.Callback):
 
 @checks_arguments()
 class FP8EmulationCallback(_Intervention):
-    """Trains with FP8-quantized GEMM operands and high-precision GEMMs, without editing the model."""
+    """Trains with FP8-quantized GEMM operands and high-precision GEMMs, without editing the model.
+
+    Example:
+        >>> from nemo_fp8_debug import FP8EmulationCallback
+        >>> callback = FP8EmulationCallback("delayed(amax_history_len=16)", last_layers_bf16=1)
+    """
 
     def __init__(
         self,
@@ -84,7 +89,7 @@ class FP8EmulationCallback(_Intervention):
     ) -> None:
         """
         Args:
-            recipe: see `numerics.scaling.parse_recipe`.
+            recipe: name or options of an FP8 recipe, as `delayed(amax_history_len=16)`, `current-e5m2` or `mxfp8`.
             layers: which GEMMs are quantized; by default those of the transformer layers and not the output layer, as
                 Megatron's FP8 does.
             first_layers_bf16: transformer layers at the start of the model that are left alone.
@@ -104,7 +109,7 @@ class FP8EmulationCallback(_Intervention):
         gemms = without_ends(select(find_gemms(roots(trainer, pl_module)), self._layers), *self._ends)
         plan = plan_in_force(self.plan) or NO_CHANGES
         check_named(plan, gemms, "that this run quantizes")
-        emulation = Emulation(gemms, self._recipe, plan)
+        emulation = Emulation.of_gemms(gemms, self._recipe, plan)
         emulation.attach()
         return emulation
 
@@ -114,6 +119,10 @@ class FP8PlanCallback(_Intervention):
     """Changes how a run quantizes, as a plan says: what Transformer Engine casts, or what `FP8EmulationCallback` does.
 
     Without a plan it does nothing, unless `nemo-fp8-debug rescue` has started the run.
+
+    Example:
+        >>> from nemo_fp8_debug import Change, FP8PlanCallback, Plan
+        >>> callback = FP8PlanCallback(Plan([Change("decoder.layers.3.mlp.linear_fc2", "bf16")]))
     """
 
     def __init__(self, plan: AnyPlan | None = None) -> None:

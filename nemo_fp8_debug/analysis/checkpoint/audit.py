@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
 from ...numerics.tensor_scaling import CurrentScaling
 from .extra_state import StoredScale, weight_scale
+from .read_errors import ReadErrors
 from .readers import open_checkpoint
 from .report import Audit
 from .stored import ROWS, Contents
@@ -57,6 +58,16 @@ def audit(
     Raises:
         RecordError: there is no checkpoint, or nothing of it can be read; names the file.
         ConfigError: no weight matches; or the recipe is not known, or scales blocks.
+
+    Returns:
+        A row a weight, worst first, and what they add up to in `verdict()`.
+
+    Example:
+        >>> import torch
+        >>> from safetensors.torch import save_file
+        >>> save_file({"layers.0.fc1.weight": torch.ones(64, 32, dtype=torch.bfloat16)}, "model.safetensors")
+        >>> audit("model.safetensors").rows[0]["fp8_current"]["relative_error"]
+        0.0
     """
     path, recipe = Path(path), parse_recipe(recipe)
     refuse_blocks(recipe, "the audit")
@@ -70,7 +81,7 @@ def audit(
         names = sorted(weight.name for weight in weights)
         raise ConfigError(f"no weight matches; the checkpoint has {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}")
 
-    faults = _ReadErrors()
+    faults = ReadErrors()
     rows: list[dict[str, Any]] = []
     seen: list[_Seen] = []
     for weight in chosen:
@@ -89,22 +100,6 @@ def audit(
     return Audit(str(path), contents.format, recipe.format_of("weight"), sorted(rows, key=_badness), left_out, found)
 
 
-@dataclass
-class _ReadErrors:
-    """What could not be read, each fault once with the weights it costs."""
-
-    weights: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, fault: str, weight: str) -> None:
-        self.weights.setdefault(fault, []).append(weight)
-
-    def sentences(self) -> list[str]:
-        return [
-            f"{fault} (costs {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''})"
-            for fault, names in self.weights.items()
-        ]
-
-
 @dataclass(frozen=True)
 class _Seen:
     """What one reading of a weight leaves: counts of a 16-bit weight, sums of another."""
@@ -118,7 +113,7 @@ class _Seen:
     sums: tuple[QuantizationSums, ...] = ()
 
 
-def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults: _ReadErrors) -> _Seen:
+def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults: ReadErrors) -> _Seen:
     scale = _companion(weight)
     stored, note = _stored_scale(weight, scale, contents, path, faults)
     direct = weight.dtype not in COUNTED
@@ -203,7 +198,7 @@ def _scale_of(scale: torch.Tensor, weight: Weight, first: int, block: torch.Tens
 
 
 def _stored_scale(
-    weight: Weight, scale: torch.Tensor | None, contents: Contents, path: Path, faults: _ReadErrors
+    weight: Weight, scale: torch.Tensor | None, contents: Contents, path: Path, faults: ReadErrors
 ) -> tuple[StoredScale | None, str | None]:
     """The scale that the checkpoint holds for a weight, or why there is none to compare with."""
     if scale is not None:

@@ -35,7 +35,8 @@ def compare(
     """Compare the records of two runs.
 
     Args:
-        baseline: a record; or a run that has been read, with the same `by` and with `COLUMNS` at least. Likewise the others.
+        baseline: the record of a run that went well, by its path or any fsspec address; or a run that has been read.
+        run: the record of the run to explain.
         reference: a run that differs from `run` in one thing, as BF16 instead of FP8.
         by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
         renames: see `named_alike`.
@@ -44,6 +45,17 @@ def compare(
         RecordError: a record is missing or unreadable, or the two have no sampled step and tensor in common, or are of
             different models.
         ConfigError: `by` or `renames` cannot be used.
+
+    Returns:
+        The losses, each tensor's drift (a polars frame, worst first), when each left the baseline's band, and the settings
+        that differ.
+
+    Example:
+        >>> found = compare("runs/baseline", "runs/bad", "runs/reference")
+        >>> found.divergence_step
+        61
+        >>> found.tensors.select("layer", "role").row(0)
+        ('layers.0.qkv', 'grad_output')
     """
     first, second, other = (
         run if run is None or isinstance(run, Run) else Run.read(run, by) for run in (baseline, run, reference)

@@ -138,14 +138,22 @@ def diagnose(
     """Say what is wrong with a run.
 
     Args:
-        run: a record; or a run that has been read, with the same `by` and all columns. Likewise the others.
-        baseline: a run that went well; without it the run is compared with its own beginning.
-        reference: a run that differs from `run` in precision alone.
-        by: see `compare`.
+        run: the record of the run to explain, by its path or any fsspec address; or a run that has been read.
+        baseline: likewise of a run that went well; without it the run is compared with its own beginning.
+        reference: likewise of a run that differs from `run` in precision alone.
+        by: `step`, or `samples`; see `compare`.
+
+    Returns:
+        What was found: `harm`, `cause`, `confidence`, `culprit`, each rule's `findings`, and `verdict()` in sentences.
 
     Raises:
         RecordError: a record is missing or unreadable, or has nothing to go by.
         ConfigError: see `compare`.
+
+    Example:
+        >>> found = diagnose("runs/bad", "runs/baseline", "runs/reference")
+        >>> found.harm, found.cause, found.divergence_step
+        ('harmful', 'software', 61)
     """
     other = reference if reference is None or isinstance(reference, Run) else Run.read(reference, by)
     if baseline is None:

@@ -103,7 +103,7 @@ def recommend(
     """The cheapest change for each operand that keeps a budget.
 
     Args:
-        flagged: (layer, role); a aggregate stands for the experts of a layer.
+        flagged: (layer, role); an expert aggregate stands for the experts of a layer.
         budget: what an operand may lose at the worst of the later half of its samples.
         why: what is wrong with an operand, where more is known than its metrics.
 

@@ -52,12 +52,12 @@ def replay(
     only the metrics that need no scale.
 
     Args:
-        address: the run, or a place above it.
+        address: the run's record, or a folder above it; any fsspec address.
         recipe: as for `parse_recipe`; None: the scales that were in use, which gives the recorded metrics again.
         source: "histograms", or "dumps": the tensors that the first rank dumped, which are those that the record is of.
-        cluster: see `map_in_parallel`.
+        cluster: `ray`, `ray://HOST:PORT`, or `tcp://HOST:PORT` of a Dask scheduler; None: processes of this machine.
         steps: sampled steps to recompute; all by default. Histories take in all of them.
-        only: (layer, role) of the operands to recompute, a aggregate for all of its experts; all by default.
+        only: (layer, role) of the operands to recompute, an expert aggregate for all of its experts; all by default.
 
     Returns:
         Rows of the `metrics` table. A file that cannot be read is named in a warning and left out.
@@ -65,6 +65,11 @@ def replay(
     Raises:
         RecordError: there is no record.
         ConfigError: the recipe or the cluster cannot be used.
+
+    Example:
+        >>> rows = replay("runs/bad", "current-e5m2", steps=[60])
+        >>> rows["recipe"].unique().to_list(), len(rows)
+        (['current-e5m2'], 27)
     """
     run = find_run(address)
     wanted = None if recipe is None else parse_recipe(recipe)

@@ -76,7 +76,7 @@ class Training:
         self.gemms = select(find_gemms([self.model]), ["layers.*"])
         self.order, self.fault = order, fault
         fault.build_into({g.name: g.module for g in self.gemms}, self.model)
-        self.emulation = Emulation(self.gemms, parse_recipe(recipe), plan)
+        self.emulation = Emulation.of_gemms(self.gemms, parse_recipe(recipe), plan)
         self.emulation.attach()
         weights = {id(gemm.module.weight) for gemm in self.gemms}
         self._is_gemm = [id(p) in weights for p in self.model.parameters()]

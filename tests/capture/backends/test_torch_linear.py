@@ -93,7 +93,7 @@ def test_many_micro_batches_take_no_more_memory_and_give_the_same_metrics(monkey
     """Each is cast with a scale of its own; beyond a few they are measured as they pass."""
     torch.manual_seed(0)
     model = Block().bfloat16()
-    emulation = Emulation(find_gemms([model]), parse_recipe("current"))
+    emulation = Emulation.of_gemms(find_gemms([model]), parse_recipe("current"))
     emulation.attach()
     batches = [10.0**i * torch.randn(4, 16).bfloat16() for i in range(-2, 4)]
     rows = []
