@@ -6,11 +6,14 @@ Versions that are locked stay, unless their line is taken out before. Packages a
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from setup.pip_config import read_pip_config
 
 PACKAGES = Path(__file__).parent / "packages"
 LOCKED = PACKAGES / "locked"
@@ -20,6 +23,8 @@ PLATFORM = "{}-manylinux_2_31"
 #: sources, pure Python, for want of a wheel
 SOURCES = ("antlr4-python3-runtime", "wget")
 UV = [Path(sys.executable).with_name("uv"), "pip"]
+#: uv reads none of pip's settings
+PIP = read_pip_config()
 BUILDS = ["--only-binary", ":all:", *(part for name in SOURCES for part in ("--no-binary", name))]
 #: a package of the list and its hashes
 _ENTRY = re.compile(r"^([\w.-]+)==(\S+)( \\\n    --hash=\S+)+\n", re.MULTILINE)
@@ -34,10 +39,10 @@ def compile_list(output: Path, *arguments: str | Path) -> None:
         "--generate-hashes",
         "--no-header",
         "--no-annotate",
-        "--index-strategy",
-        "unsafe-best-match",
+        *PIP.uv_arguments,
     ]
-    subprocess.run([*map(str, command), "-o", str(output), *map(str, arguments)], check=True, cwd=ROOT)
+    environment = os.environ | PIP.environment
+    subprocess.run([*map(str, command), "-o", str(output), *map(str, arguments)], check=True, cwd=ROOT, env=environment)
 
 
 def lock(python: str) -> None:
@@ -58,8 +63,10 @@ def has_wheels(output: Path, python: str, machine: str) -> str:
     """What uv says of a list on another machine; nothing, if it could be installed there."""
     with tempfile.TemporaryDirectory() as folder:
         command = [*UV, "install", "--dry-run", "-q", "--no-deps", "--require-hashes", "--target", folder, *BUILDS]
+        command += PIP.uv_arguments
         command += ["--python-version", python, "--python-platform", PLATFORM.format(machine), "-r", output]
-        return subprocess.run([*map(str, command)], capture_output=True, text=True).stderr.strip()
+        environment = os.environ | PIP.environment
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment).stderr.strip()
 
 
 def main() -> None:
