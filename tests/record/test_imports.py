@@ -368,7 +368,7 @@ class TestDamagedLogs:
         content.insert(9, line("fc_weight_cur_amax", "1e5").encode())
         log.write_bytes(b"".join(content))
         (warning,) = warned(log, tmp_path / "run")
-        assert f"{log}, line 4, and 2 more lines: it is no statistic; left out" in warning
+        assert f"{log}, line 4, and 2 more lines: it is not a statistic; left out" in warning
         assert len(read_table(tmp_path / "run", "metrics")) == 36
 
     @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

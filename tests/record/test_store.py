@@ -513,7 +513,7 @@ def test_any_fsspec_address(tmp_path: Path, address: str) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere://a/b", "s3://bucket/run"])
 def test_an_address_without_driver_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match=f"{address} is no address that can be written to: "):
+    with pytest.raises(ConfigError, match=f"{address} is not an address that can be written to: "):
         RunRecord(address)
     with pytest.raises(RecordError, match=f"{address} is no address"):
         find_run(address)

@@ -15,8 +15,7 @@ from ...errors import ConfigError, RecordError, warn
 from ...kernels import count_into
 from ...numerics import metrics
 from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
-from ...numerics.histogram import DTYPES
-from ...numerics.histogram import Histogram, HistogramBatch
+from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
 from ...numerics.tensor_scaling import CurrentScaling
