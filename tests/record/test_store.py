@@ -207,12 +207,12 @@ from nemo_fp8_debug.record.reader import read_table
 part = pathlib.Path(sys.argv[1])
 content = part.read_bytes()
 warnings.simplefilter("always")
-for storage in map(int, sys.argv[2:]):
+for place in map(int, sys.argv[2:]):
     part.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
     with warnings.catch_warnings(record=True) as seen:
         read_table(part.parent.parent, "metrics")
     if not any(str(part) in str(warning.message) for warning in seen):
-        print(storage, end=" ", flush=True)
+        print(place, end=" ", flush=True)
 """
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
