@@ -515,5 +515,5 @@ def test_any_fsspec_address(tmp_path: Path, address: str) -> None:
 def test_an_address_without_driver_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=f"{address} is not an address that can be written to: "):
         RunRecord(address)
-    with pytest.raises(RecordError, match=f"{address} is no address"):
+    with pytest.raises(RecordError, match=f"{address} is not an address"):
         find_run(address)

@@ -76,13 +76,13 @@ def test_plans_that_cannot_be_applied_are_refused_before_the_first_step(
         fit(tmp_path / "a", [FP8EmulationCallback(plan=elsewhere)])
     with pytest.raises(ConfigError, match=r"'layers\.0', which is not a GEMM that Transformer Engine runs; those are: none"):
         fit(tmp_path / "b", [FP8PlanCallback(FIRST)])
-    with pytest.raises(ConfigError, match="no GEMM that Transformer Engine runs"):
+    with pytest.raises(ConfigError, match="not a GEMM that Transformer Engine runs"):
         apply_plan(nn.Linear(2, 2), FIRST)
     # A run in BF16 has nothing that a rescue could change, and must not go on as if it had been.
     monkeypatch.setenv(PLAN, saved(tmp_path, FIRST))
     module = Module()
     weights = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(ConfigError, match="no GEMM that Transformer Engine runs"):
+    with pytest.raises(ConfigError, match="not a GEMM that Transformer Engine runs"):
         fit(tmp_path / "c", [FP8DebugCallback(interval=1)], module=module)
     assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
 
