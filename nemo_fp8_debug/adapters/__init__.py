@@ -1,4 +1,4 @@
-"""Hosts other than Lightning: each module turns the events of one host into calls of a `Monitor`.
+"""Hosts other than Lightning: each module turns the events of one host into calls of a `Monitor`. Internal.
 
 None is imported before it is asked for, so that only those who use a host need it:
 

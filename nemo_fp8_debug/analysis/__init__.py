@@ -1,1 +1,1 @@
-"""Answers read from run records; nothing here touches a model."""
+"""Answers read from run records; nothing here touches a model. Internal."""

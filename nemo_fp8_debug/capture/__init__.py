@@ -1,1 +1,1 @@
-"""From a running model to histograms of its GEMM operands."""
+"""From a running model to histograms of its GEMM operands. Internal."""

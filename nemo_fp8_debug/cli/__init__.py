@@ -1,4 +1,4 @@
-"""The command line: `nemo-fp8-debug COMMAND`; a file a command, imported when it is asked for: torch takes seconds."""
+"""The command line, `nemo-fp8-debug COMMAND`: a file a command, imported when asked for; torch takes seconds. Internal."""
 
 from __future__ import annotations
 

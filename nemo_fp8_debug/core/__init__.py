@@ -1,1 +1,1 @@
-"""What every layer above shares: keys of operands, names of layers, samples, a worker thread, a guard around errors."""
+"""What all layers above share: keys of operands, names of layers, samples, a worker thread, an error guard. Internal."""

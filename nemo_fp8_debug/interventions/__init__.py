@@ -1,1 +1,1 @@
-"""Changes to how a run computes, attached and detached from outside: unlike the monitor, meant to alter the result."""
+"""Changes to how a run computes, attached from outside: unlike the monitor, meant to alter the result. Internal."""

@@ -1,4 +1,4 @@
-"""The hot loops, on each kind of device: counting the bit patterns of a tensor into a histogram, and sums of values."""
+"""The hot loops on each kind of device: a tensor's bit patterns counted into a histogram, sums of values. Internal."""
 
 from __future__ import annotations
 

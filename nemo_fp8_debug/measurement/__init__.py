@@ -1,1 +1,1 @@
-"""Statistics of captured operands, and the metrics made of them."""
+"""Statistics of captured operands, and the metrics made of them. Internal."""

@@ -1,1 +1,1 @@
-"""What a user asks of a monitor: options, trigger rules, the control file."""
+"""What a user asks of a monitor: options, trigger rules, the control file. Internal."""

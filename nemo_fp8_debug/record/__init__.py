@@ -1,1 +1,1 @@
-"""Where samples go: the run record, TensorBoard, the terminal."""
+"""Where samples go: the run record, TensorBoard, the terminal. Internal."""

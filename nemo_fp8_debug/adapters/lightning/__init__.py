@@ -1,1 +1,1 @@
-"""Callbacks for Lightning and NeMo."""
+"""Callbacks for Lightning and NeMo. Internal."""

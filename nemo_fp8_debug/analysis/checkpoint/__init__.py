@@ -1,1 +1,1 @@
-"""What FP8 and BF16 make of a checkpoint's weights, read without building the model and without running anything in it."""
+"""What FP8 and BF16 make of a checkpoint's weights; builds no model and runs nothing in the checkpoint. Internal."""

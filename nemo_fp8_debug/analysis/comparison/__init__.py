@@ -1,1 +1,1 @@
-"""Two runs side by side."""
+"""Two runs side by side. Internal."""

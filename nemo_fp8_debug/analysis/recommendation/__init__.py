@@ -1,1 +1,1 @@
-"""What to change."""
+"""What to change. Internal."""

@@ -1,1 +1,1 @@
-"""Dumped tensors measured again under other recipes."""
+"""Dumped tensors measured again under other recipes. Internal."""

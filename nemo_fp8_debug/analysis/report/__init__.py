@@ -1,4 +1,4 @@
-"""Comparisons as one page that needs nothing but a browser: no network, no other file."""
+"""Comparisons as one page that needs nothing but a browser: no network, no other file. Internal."""
 
 from __future__ import annotations
 

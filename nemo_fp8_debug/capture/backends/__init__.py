@@ -1,4 +1,4 @@
-"""One small file per framework: the only place that knows what its GEMM modules look like."""
+"""One small file per framework: the only place that knows what its GEMM modules look like. Internal."""
 
 from __future__ import annotations
 

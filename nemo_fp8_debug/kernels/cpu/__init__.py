@@ -1,1 +1,1 @@
-"""Loops over CPU memory, compiled by Numba."""
+"""Loops over CPU memory, compiled by Numba. Internal."""

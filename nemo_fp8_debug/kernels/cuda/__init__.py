@@ -1,1 +1,1 @@
-"""Kernels of a CUDA device, compiled by Numba."""
+"""Kernels of a CUDA device, compiled by Numba. Internal."""

@@ -1,4 +1,4 @@
-"""Logs of other tools as a run record."""
+"""Logs of other tools as a run record. Internal."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Analyses that the tab runs in processes of their own."""
+"""Analyses that the tab runs in processes of their own. Internal."""

@@ -1,1 +1,1 @@
-"""What the tab reads of the records."""
+"""What the tab reads of the records. Internal."""

@@ -1,1 +1,1 @@
-"""Requests and answers of the tab."""
+"""Requests and answers of the tab. Internal."""

@@ -1,4 +1,4 @@
-"""A recommendation as files that hosts read; what a host cannot express is said there, with what it has instead."""
+"""A recommendation as files that hosts read; says what a host cannot express, and what it has instead. Internal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's linear modules, and Megatron's wrappers, which inherit them.
+"""Transformer Engine's linear modules, and Megatron's wrappers, which inherit them. Internal.
 
 What each version keeps where is in `casts.py`; nothing here imports Transformer Engine, or is decided by its version number.
 """

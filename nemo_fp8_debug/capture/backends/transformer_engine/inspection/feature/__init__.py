@@ -1,1 +1,1 @@
-"""The folder that nvdlfw_inspect reads: it runs every file here, this one too."""
+"""The folder that nvdlfw_inspect reads: it runs every file here, this one too. Internal."""

@@ -1,0 +1,1 @@
+"""Records as the analysis reads them: metrics, losses and settings of a run. Internal."""
