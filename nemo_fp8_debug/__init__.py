@@ -1,7 +1,15 @@
 """See what FP8 does to a training run, tensor by tensor.
 
-Everything for users is a name of this module: `from nemo_fp8_debug import Monitor`. What lies in the packages below is
-internal, and may change without notice.
+Everything that users import is a name of this module: `from nemo_fp8_debug import Monitor`. `__all__` lists these names, and
+`help` of each says what it takes. The packages below are marked "Internal." and may change without notice.
+
+- Watch a run: `FP8DebugCallback` (Lightning, NeMo), `FP8DebugTrainerCallback` (Hugging Face), `FP8DebugBridgeCallback`
+  (Megatron-Bridge), `FP8DebugForwardStep` (Megatron-LM), `Monitor` (any loop), their options in `Config`, and `inspection`
+  of what Transformer Engine hides.
+- Read its record: `read_record`, `dumped_files`, `read_dump`.
+- Explain it: `compare`, `diagnose`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint.
+- Change it: `Plan` and `Change`, `apply_plan`, `FP8PlanCallback`, `Emulation`, `FP8EmulationCallback`.
+- What goes wrong: `ConfigError`, `RecordError`, `FP8DebugWarning`.
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
     from .analysis.comparison.compare import compare
     from .analysis.diagnosis.diagnose import diagnose
     from .analysis.recommendation.of_records import recommend
+    from .analysis.recommendation.options import Budget
     from .analysis.replay.replay import replay
     from .capture.backends.transformer_engine import inspection
     from .interventions.apply import apply_plan
@@ -29,10 +38,12 @@ if TYPE_CHECKING:
     from .monitor.monitor import Monitor
     from .options.config import Config
     from .plan.plan import Change, Plan
+    from .record.dump import dumped_files, read_dump
     from .record.reader import read_record
 
 #: where names are from: Lightning is only imported by those who use its callbacks, torch by those who look at a run
 _FROM = {
+    "Budget": "analysis.recommendation.options",
     "Change": "plan.plan",
     "Config": "options.config",
     "Emulation": "interventions.emulate",
@@ -48,13 +59,16 @@ _FROM = {
     "audit": "analysis.checkpoint.audit",
     "compare": "analysis.comparison.compare",
     "diagnose": "analysis.diagnosis.diagnose",
+    "dumped_files": "record.dump",
     "inspection": "capture.backends.transformer_engine",
+    "read_dump": "record.dump",
     "read_record": "record.reader",
     "recommend": "analysis.recommendation.of_records",
     "replay": "analysis.replay.replay",
 }
 
 __all__ = [
+    "Budget",
     "Change",
     "Config",
     "ConfigError",
@@ -74,7 +88,9 @@ __all__ = [
     "audit",
     "compare",
     "diagnose",
+    "dumped_files",
     "inspection",
+    "read_dump",
     "read_record",
     "recommend",
     "replay",
@@ -88,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)

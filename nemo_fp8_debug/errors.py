@@ -13,7 +13,7 @@ _heard: ContextVar[list[str] | None] = ContextVar("heard", default=None)
 class ConfigError(ValueError):
     """The user asked for something that cannot be done; says what was wrong and what to do.
 
-    Raised when the configuration is read or the run starts, never after the first training step.
+    Raised when the configuration is read or the run starts, never after the first training step. A `ValueError`.
 
     Example:
         >>> from nemo_fp8_debug import Config, ConfigError
@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 
 class RecordError(ValueError):
-    """A recorded run cannot be read; names the file and says what is wrong with it.
+    """A recorded run cannot be read; names the file and says what is wrong with it. A `ValueError`.
 
     Example:
         >>> from nemo_fp8_debug import RecordError, read_record

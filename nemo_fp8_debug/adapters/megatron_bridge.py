@@ -25,18 +25,18 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
 
     The record goes to `fp8_debug` beside the TensorBoard events, or the checkpoints if there are none.
 
+    Args:
+        options: fields of `Config`, as `interval=100`.
+
+    Raises:
+        ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM matches, or the output
+            folder cannot be written. Nothing after the first step stops the run.
+
     Example:
         >>> from nemo_fp8_debug import FP8DebugBridgeCallback
         >>> callback = FP8DebugBridgeCallback(interval=100)
 
         and then `pretrain(config, forward_step, callbacks=[callback])`.
-
-    Args:
-        options: fields of `Config`, as `interval=100`.
-
-    Raises:
-        ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM layer matches, the output
-            folder cannot be written. Nothing after the first step stops the run.
     """
 
     def __init__(self, **options: Any) -> None:

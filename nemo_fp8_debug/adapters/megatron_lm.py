@@ -26,6 +26,14 @@ class FP8DebugForwardStep:
     The record goes to `fp8_debug` beside the TensorBoard events, or the checkpoints where there are none. Steps are numbered
     as Megatron-LM logs them, from 1. Without `close`, as when the run fails, the last step may be missing.
 
+    Args:
+        forward_step: the script's function of that name.
+        options: fields of `Config`, as `interval=100`.
+
+    Raises:
+        ConfigError: when constructed, or before the first forward pass: a value cannot be used, no GEMM matches, the output
+            folder cannot be written, or a virtual pipeline splits the model. Nothing stops the run after that.
+
     Example:
         >>> def forward_step(data_iterator, model):  # the script's own
         ...     raise NotImplementedError
@@ -33,14 +41,6 @@ class FP8DebugForwardStep:
         >>> watched = FP8DebugForwardStep(forward_step, interval=100)
 
         and then `pretrain(..., watched, ...)` and `watched.close()`.
-
-    Args:
-        forward_step: the script's function of that name.
-        options: fields of `Config`, as `interval=100`.
-
-    Raises:
-        ConfigError: when constructed, or before the first forward pass: a value cannot be used, no GEMM layer matches, the
-            output folder cannot be written, or a virtual pipeline splits the model. Nothing stops the run after that.
     """
 
     def __init__(self, forward_step: Callable[..., Any], **options: Any) -> None:

@@ -29,18 +29,18 @@ class FP8DebugTrainerCallback(TrainerCallback):
 
     The record goes to `fp8_debug` in `args.output_dir`, and a resumed run goes on in it.
 
+    Args:
+        options: fields of `Config`, as `interval=100`.
+
+    Raises:
+        ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM matches, or the output
+            folder cannot be written. Nothing after the first step stops the run.
+
     Example:
         >>> from nemo_fp8_debug import FP8DebugTrainerCallback
         >>> callback = FP8DebugTrainerCallback(interval=100)
 
         and then `Trainer(..., callbacks=[callback])`.
-
-    Args:
-        options: fields of `Config`, as `interval=100`.
-
-    Raises:
-        ConfigError: when constructed, or before the first step: a value cannot be used, no GEMM layer matches, the output
-            folder cannot be written. Nothing after the first step stops the run.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -20,16 +20,18 @@ from .console import console
 
 def command(
     checkpoint: Annotated[
-        Path, typer.Argument(help="Megatron, NeMo 2 or DCP folder, safetensors, or a file of torch.save or Lightning")
+        Path, typer.Argument(help="folder of Megatron, NeMo 2 or DCP, safetensors, or a file of torch.save or Lightning")
     ],
     layers: Annotated[
-        list[str] | None, typer.Option(help="only weights whose names match this glob; may be repeated")
+        list[str] | None, typer.Option(help="only weights whose names match this pattern; may be repeated")
     ] = None,
-    recipe: Annotated[str, typer.Option(help="name or JSON of an FP8 recipe; its format of weights counts")] = "current",
+    recipe: Annotated[
+        str, typer.Option(help="FP8 recipe to serve in, a name or JSON; its format of weights counts")
+    ] = "current",
     top: Annotated[int, typer.Option(help="weights to list", min=1)] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every weight")] = False,
 ) -> None:
-    """Audit a checkpoint's weights: what FP8 and BF16 make of them, and whether stored scales still fit them."""
+    """Check a checkpoint's weights: what they lose in FP8 and BF16, and whether stored scales still fit them."""
     found = audit(checkpoint, _recipe(recipe), compile_patterns(layers))
     if as_json:
         print(json.dumps(found.to_json(), indent=2, allow_nan=False))

@@ -22,15 +22,13 @@ from .console import console
 
 def command(
     baseline: Annotated[Path, typer.Argument(help="folder of the baseline, or one above it")],
-    run: Annotated[list[Path], typer.Argument(help="folder of the run to explain; several: each against BASELINE")],
-    reference: Annotated[Path | None, typer.Option(help="a run that differs from RUN in one thing, as BF16 for FP8")] = None,
-    by: Annotated[str, typer.Option(help="match the runs by step, or by samples that were consumed")] = "step",
-    rename: Annotated[
-        list[str] | None, typer.Option(help="REGEX=REPLACEMENT for the names of RUN's layers; may be repeated")
-    ] = None,
+    run: Annotated[list[Path], typer.Argument(help="folder of the run to explain; several: each is compared with BASELINE")],
+    reference: Annotated[Path | None, typer.Option(help="a run that differs from RUN in one thing, such as BF16")] = None,
+    by: Annotated[str, typer.Option(help="match the runs by step, or by samples consumed")] = "step",
+    rename: Annotated[list[str] | None, typer.Option(help="rename RUN's layers, REGEX=REPLACEMENT; may be repeated")] = None,
     top: Annotated[int, typer.Option(help="tensors to list", min=1)] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")] = False,
-    html: Annotated[Path | None, typer.Option(help="write a page with plots there")] = None,
+    html: Annotated[Path | None, typer.Option(help="file for a page with plots")] = None,
 ) -> None:
     """Compare runs with a baseline: the losses, and the tensors ranked by how far they drifted."""
     if html is not None:

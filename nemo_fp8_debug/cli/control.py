@@ -22,18 +22,18 @@ Patterns = list[str] | None
 def command(
     run: Annotated[str, typer.Argument(help="the run's record, or a folder above it; any fsspec address")],
     interval: Annotated[int | None, typer.Option(help="sampling interval in steps")] = None,
-    layers: Annotated[Patterns, typer.Option(help="layers to sample, as 'layers.3.*'; may be repeated")] = None,
-    roles: Annotated[Patterns, typer.Option(help="input, weight or grad_output; may be repeated")] = None,
-    what_if: Annotated[
-        Patterns, typer.Option(help="a what-if recipe to measure under as well, as 'current-e4m3'; may be repeated")
+    layers: Annotated[Patterns, typer.Option(help="layers to sample, such as 'layers.3.*'; may be repeated")] = None,
+    roles: Annotated[
+        Patterns, typer.Option(help="operands to sample: input, weight or grad_output; may be repeated")
     ] = None,
-    dump: Annotated[Patterns, typer.Option(help="layers to dump, as 'layers.3.*'; may be repeated")] = None,
-    steps: Annotated[int | None, typer.Option(help="sample each of so many steps, and dump in those only")] = None,
-    reset: Annotated[bool, typer.Option("--reset", help="back to what the run was started with")] = False,
+    what_if: Annotated[Patterns, typer.Option(help="a what-if recipe, such as 'current-e4m3'; may be repeated")] = None,
+    dump: Annotated[Patterns, typer.Option(help="layers to dump, such as 'layers.3.*'; may be repeated")] = None,
+    steps: Annotated[int | None, typer.Option(help="sample each of so many steps, and dump only in these")] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="go back to the settings that the run was started with")] = False,
 ) -> None:
-    """Change what a run samples and dumps while it goes on; without options, show what became of the last change.
+    """Change what a run samples and dumps while it goes on; without options, show what the last change did.
 
-    What is not given is as the run was started with. The run looks before each sampled step.
+    A setting that is not given is as the run was started with. The run reads the settings before each sampled step.
     """
     storage = find_run(run)
     given = {"interval": interval, "layers": layers, "roles": roles, "what_if": what_if, "dump": dump}

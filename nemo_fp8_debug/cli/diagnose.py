@@ -18,10 +18,10 @@ def command(
     run: Annotated[Path, typer.Argument(help="folder of the run to explain, or one above it")],
     baseline: Annotated[
         Path | None,
-        typer.Option("--baseline", "--good", help="a run that went well; else RUN is compared with its beginning"),
+        typer.Option("--baseline", "--good", help="a run that went well; without it RUN is compared with its own beginning"),
     ] = None,
-    reference: Annotated[Path | None, typer.Option(help="a run that differs from RUN in precision alone")] = None,
-    by: Annotated[str, typer.Option(help="what runs are matched by: step or samples")] = "step",
+    reference: Annotated[Path | None, typer.Option(help="a run that differs from RUN only in precision")] = None,
+    by: Annotated[str, typer.Option(help="match the runs by step, or by samples consumed")] = "step",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""

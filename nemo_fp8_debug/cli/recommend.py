@@ -30,20 +30,20 @@ def command(
     run: Annotated[Path, typer.Argument(help="folder of the run to fix, or one above it")],
     baseline: Annotated[
         Path | None,
-        typer.Option("--baseline", "--good", help="a run that went well: what left its band before the loss is looked at"),
+        typer.Option("--baseline", "--good", help="a run that went well: looks only at operands that left its band"),
     ] = None,
     operand: Annotated[
-        list[str] | None, typer.Option(help="LAYER:ROLE to look at, role X, W or dY, instead; may be repeated")
+        list[str] | None, typer.Option(help="look at this one: LAYER:X, LAYER:W or LAYER:dY; may be repeated")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="folder for the plan and the files of each host")] = None,
-    relative_error: Annotated[float, typer.Option(help="most that an operand may have")] = _DEFAULT.relative_error,
-    underflow: Annotated[float, typer.Option(help="likewise, percent")] = _DEFAULT.underflow_pct,
-    overflow: Annotated[float, typer.Option(help="likewise, percent")] = _DEFAULT.overflow_pct,
+    output: Annotated[Path | None, typer.Option(help="folder for the plan and the files of each framework")] = None,
+    relative_error: Annotated[float, typer.Option(help="most relative error of an operand")] = _DEFAULT.relative_error,
+    underflow: Annotated[float, typer.Option(help="most percent that become zero")] = _DEFAULT.underflow_pct,
+    overflow: Annotated[float, typer.Option(help="most percent that are clipped")] = _DEFAULT.overflow_pct,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every option that was tried")] = False,
 ) -> None:
-    """The cheapest change for each operand that loses too much, and the files that put it into effect.
+    """Find the cheapest change for each operand that loses too much, and write the files that make it.
 
-    Without BASELINE and without operands, all that do not keep the limits are looked at.
+    Without --baseline and --operand it looks at all operands that exceed the limits.
     """
     budget = Budget(relative_error, underflow, overflow)
     flagged: Iterable[Key]

@@ -23,8 +23,8 @@ _SHOWN = ("relative_error", "underflow_pct", "overflow_pct")
 
 def command(
     run: Annotated[str, typer.Argument(help="the run's record, or a folder above it; any fsspec address")],
-    recipe: Annotated[list[str], typer.Option(help="as 'current', 'current-e5m2', 'delayed(margin=1)'; may be repeated")],
-    source: Annotated[str, typer.Option(help="histograms, or dumps")] = "histograms",
+    recipe: Annotated[list[str], typer.Option(help="'current', 'current-e5m2', 'delayed(margin=1)'; may be repeated")],
+    source: Annotated[str, typer.Option(help="what to recompute from: histograms or dumps")] = "histograms",
     cluster: Annotated[str | None, typer.Option(help="ray, ray://HOST:PORT, or tcp://HOST:PORT of a Dask scheduler")] = None,
     top: Annotated[int, typer.Option(help="tensors to list", min=1)] = 15,
 ) -> None:

@@ -20,12 +20,12 @@ from .console import console
 
 
 def command(
-    plan: Annotated[Path, typer.Argument(help="a plan of changes, as `recommend` writes it")],
-    run: Annotated[list[str], typer.Argument(help="behind --: the command that resumes the run", metavar="-- COMMAND...")],
+    plan: Annotated[Path, typer.Argument(help="file of a plan, which `recommend --output` writes")],
+    run: Annotated[list[str], typer.Argument(help="after --: the command that resumes the run", metavar="-- COMMAND...")],
 ) -> None:
-    """Run a command whose training applies a plan: the one that resumes the failing run from a baseline checkpoint.
+    """Resume a failing run under a plan: runs the command that resumes it from a checkpoint before the failure.
 
-    The callbacks of this package in it take the plan up. Exits as the command does.
+    The callbacks of this package in that run apply the plan. The exit status is that of the command.
     """
     changes = Plan.load(plan).changes
     if not changes:

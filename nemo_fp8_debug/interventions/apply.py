@@ -18,15 +18,17 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
     """Change how Transformer Engine quantizes a model, from here on; on several ranks, called on all.
 
     Args:
-        model: the model, or its chunks where a virtual pipeline splits it.
-        plan: or the file of one; what `nemo-fp8-debug rescue` was given goes before it. None: nothing changes.
+        model: the model, or a list of its chunks if a virtual pipeline splits it.
+        plan: a `Plan` or the path of its file; None: no changes. In a run that `nemo-fp8-debug rescue` has started, the plan
+            of `rescue` holds instead.
+
+    Returns:
+        The changes in force. `.end_step()` after each step's backward moves delayed scales on that are not Transformer
+        Engine's own; `.detach()` leaves the model as it was.
 
     Raises:
         ConfigError: the plan cannot be read, names no GEMM that Transformer Engine runs on any rank, or asks for what
             Transformer Engine cannot do.
-
-    Returns:
-        What undoes it: `.detach()`.
 
     Example:
         >>> import torch

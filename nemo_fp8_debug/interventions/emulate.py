@@ -156,10 +156,11 @@ class Emulation:
     ) -> None:
         """
         Args:
-            model: the model, or its chunks if a virtual pipeline splits it.
-            recipe: name or options of an FP8 recipe, as `delayed(amax_history_len=16)`, `current-e5m2` or `mxfp8`.
-            layers: which GEMMs are quantized, by patterns as in `Config.layers`; None: all.
-            plan: operands that are cast otherwise; its `multiply_in_bf16` changes nothing.
+            model: the model, or a list of its chunks if a virtual pipeline splits it.
+            recipe: the FP8 recipe, a name, perhaps with options (`delayed(amax_history_len=16)`, `current-e5m2`, `mxfp8`),
+                or a dict (`{"name": "delayed", "margin": 1}`).
+            layers: GEMMs that are quantized, a list of patterns as in `Config.layers`; None: all.
+            plan: operands that are cast otherwise; its `multiply_in_bf16` changes nothing: no GEMM multiplies FP8 here.
 
         Raises:
             ConfigError: the recipe cannot be used, no GEMM matches, a GEMM has an FP8 of its own, or fuses gradient
@@ -170,7 +171,16 @@ class Emulation:
 
     @classmethod
     def of_gemms(cls, gemms: Iterable[Gemm], recipe: Recipe, plan: Plan = NO_CHANGES) -> Emulation:
-        """Of some GEMMs that were found before; internal."""
+        """Emulation of GEMMs that were found before. Internal.
+
+        Args:
+            gemms: to quantize.
+            recipe: of all operands that the plan does not change.
+            plan: operands that are cast otherwise.
+
+        Raises:
+            ConfigError: a GEMM has an FP8 of its own, or fuses gradient accumulation.
+        """
         emulation = cls.__new__(cls)
         emulation._prepare(gemms, recipe, plan)
         return emulation
@@ -216,7 +226,18 @@ class Emulation:
         return {"states": [state.state_dict() for state in self.states.values()]}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over the histories of operands that are still scaled by history, whatever recipes they were saved under."""
+        """Take over the histories of operands that are still scaled by history, whatever recipes they were saved under.
+
+        Args:
+            saved: what `state_dict` returned.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+            >>> saved = Emulation(model).state_dict()
+            >>> resumed = Emulation(model, "delayed(amax_history_len=16)")
+            >>> resumed.load_state_dict(saved)
+        """
         for part in saved.get("states", [saved]):  # before plans there was one state, saved as it is
             for state in self.states.values():
                 state.load_state_dict(part)

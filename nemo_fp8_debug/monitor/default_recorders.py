@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..core.sample import Recorder
 from ..errors import ConfigError
@@ -12,6 +12,11 @@ from ..record.event_file import EventFile
 from ..record.storage import Storage
 from ..record.tensorboard import TensorBoardRecorder
 from ..record.writer import RunRecord
+
+
+def chosen_recorders(own: Iterable[Recorder] | None, config: Config) -> Iterable[Recorder]:
+    """The caller's recorders, or those by default."""
+    return default_recorders(config) if own is None else own
 
 
 def default_recorders(config: Config) -> Iterator[Recorder]:

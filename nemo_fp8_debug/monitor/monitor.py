@@ -16,12 +16,12 @@ from ..core.error_guard import ErrorGuard
 from ..core.sample import Recorder
 from ..distributed import Ranks, ShardGroup
 from ..errors import run_failed
-from ..options.config import Config
+from ..options.config import SAME_ON_ALL_RANKS, Config
 from ..record.storage import Storage
 from ..record.writer import RunRecord
 from . import open_monitors
 from .assembly import assemble
-from .default_recorders import default_recorders
+from .default_recorders import chosen_recorders
 from .model_scan import scan
 from .recorder_queue import Recording
 from .run_summary import Summary
@@ -29,10 +29,7 @@ from .sampled_step import SampledStep
 from .step_order import StepOrder
 from .step_scalars import usable
 
-#: options by which ranks come to meet at a step
-SAME_ON_ALL_RANKS = ("interval", "first_step", "last_step", "triggers", "trigger_steps", "output_rows")
-#: stands for a step whose number is not valid
-_INVALID = -1
+_INVALID = -1  # stands for a step whose number is not valid
 
 
 @checks_arguments(options_of=Config)
@@ -64,11 +61,10 @@ class Monitor:
     ) -> None:
         """
         Args:
-            model: the model, or its chunks where a virtual pipeline splits it.
-            output: folder for the run record and TensorBoard events, or any fsspec address; required unless `recorders` are
-                given.
-            recorders: where samples go instead.
-            options: fields of `Config`.
+            model: the model, or a list of its chunks if a virtual pipeline splits it.
+            output: folder of the run record and TensorBoard events, a path or any fsspec address; None needs `recorders`.
+            recorders: what takes the samples instead; None: a run record, TensorBoard events and a table.
+            options: fields of `Config`, as `interval=100`.
 
         Raises:
             ConfigError: an option cannot be used, no GEMM matches, or the folder cannot be written, on any rank.
@@ -79,7 +75,8 @@ class Monitor:
             self._errors = ErrorGuard(self.config.on_error)
             self._ranks.agree("options", {name: getattr(self.config, name) for name in SAME_ON_ALL_RANKS})
             self._model = scan(model, self.config, self._ranks.world, self._errors)
-            self._recording = Recording(self._chosen(recorders), self.fingerprint, self._errors.guard)
+            chosen = chosen_recorders(recorders, self.config) if self._ranks.writes else ()
+            self._recording = Recording(chosen, self.fingerprint, self._errors.guard)
             records = [r for r in self._recording.recorders if isinstance(r, RunRecord)]
             # Other ranks may work in other folders, and this one may change its own.
             address = None if self.config.output is None else str(Storage(self.config.output))
@@ -116,11 +113,6 @@ class Monitor:
         """How the run is set up."""
         return self._model.fingerprint
 
-    def _chosen(self, recorders: Iterable[Recorder] | None) -> Iterable[Recorder]:
-        if not self._ranks.writes:
-            return ()
-        return default_recorders(self.config) if recorders is None else recorders
-
     @property
     def closed(self) -> bool:
         """Whether it was closed, and records nothing any longer."""
@@ -133,7 +125,11 @@ class Monitor:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Any]:
-        """A training step; yields a function that takes its scalars: `report(loss=..., lr=...)`."""
+        """A training step, for `with`; yields a function that takes its scalars as `end_step` does: `report(loss=loss)`.
+
+        Args:
+            step: its number, as of `begin_step`.
+        """
         scalars: dict[str, Any] = {}
 
         def report(*unnamed: Any, **named: Any) -> None:
@@ -173,10 +169,14 @@ class Monitor:
             self._live_control.start_step(number)
             if self._schedule.samples(number) and not self._live_control.stopped:
                 self._start_sample(number)
-            return
 
     def expect_steps(self, first: int, last: int) -> None:
-        """Tell which steps the run will take, both inclusive: a warning says so if none of them is sampled."""
+        """Tell which steps the run will take: a warning says so if none of them is sampled.
+
+        Args:
+            first: the first step.
+            last: the last step, itself included.
+        """
         self._order.expect(first, last, self.config)
 
     def _start_sample(self, step: int) -> None:
@@ -217,8 +217,8 @@ class Monitor:
         are not sampled.
 
         Args:
-            loss: anything but a scalar tensor with gradient is passed over.
-            tokens: where `loss` is a sum over so many, and their mean is the loss that is meant.
+            loss: a scalar tensor with gradient; anything else is passed over.
+            tokens: how many `loss` is a sum over, if their mean is the loss that is meant.
         """
         if self._sampled:
             self._sampled.show_loss(loss, tokens)
@@ -227,9 +227,10 @@ class Monitor:
         """After the backward pass: removes the hooks, measures and records. On several ranks, called on all.
 
         Args:
+            unnamed: not recorded, which a warning says.
             scalars: of the step, numbers or scalar tensors, which are read in the background: `loss`, `grad_norm`, `lr`,
                 `loss_scale`, `skipped`, `consumed_samples`, as far as they are known; and `grad_scale`, what dY is
-                multiplied by, where it is not to be measured. Others are not recorded, which a warning says.
+                multiplied by, if it is not to be measured. Others are not recorded, which a warning says.
         """
         if self._closed:
             return
@@ -239,9 +240,8 @@ class Monitor:
         writes_steps = self._ranks.rank in self._shard_group.leaders
         self._order.warn_of_unnamed(unnamed, "end_step")
         with self._errors.guard("while reading the scalars of a step"):
-            scalars = usable(
-                scalars, self._errors.warn if writes_steps else lambda message: None, self._watched.dump is not None
-            )
+            tell = self._errors.warn if writes_steps else lambda message: None
+            scalars = usable(scalars, tell, self._watched.dump is not None)
         if step is None:
             if began:  # other ranks may have begun it with a valid number
                 self._begun = None

@@ -27,6 +27,8 @@ _NUMBERS = {
     "table_rows": 0,
     "output_rows": 0,
 }
+#: options by which ranks come to meet at a step
+SAME_ON_ALL_RANKS = ("interval", "first_step", "last_step", "triggers", "trigger_steps", "output_rows")
 
 
 @checks_arguments()
@@ -35,35 +37,46 @@ class Config:
     """What to sample, when, and where to write it: the options of `Monitor` and all callbacks. Checked when made.
 
     Args:
-        interval: sampling interval in steps.
-        first_step: the first step that may be sampled.
-        last_step: the last one, inclusive; None: to the end of the run.
-        layers: which GEMMs to look at: globs over their global names (`decoder.layers.3.*`, `linear_fc2`), or `re:` and a
-            regex; None: all.
-        roles: operands to look at: `input` (X), `weight` (W), `grad_output` (dY).
-        recipe: "auto" reads what the run itself uses; otherwise the FP8 recipe to measure against, as `current-e4m3` or
-            `delayed(margin=1)`.
-        what_if: recipes that each sample is measured under as well, though the run does not use them.
-        dump: layers whose tensors are dumped at every sampled step, as in `layers`.
-        dump_max_bytes: what the dumps of a rank may take, earlier starts of the run included.
-        dump_min_free_bytes: what a dump leaves free on the disk.
-        triggers: what makes the next steps be sampled: `loss_spike`, `nonfinite`, or a metric past a limit, as
-            `underflow_pct/input > 20`.
-        trigger_steps: how many steps a trigger has sampled.
-        trigger_dump: layers whose tensors are dumped at those steps.
-        output: folder of the run record, or any fsspec address; None: `fp8_debug` beside the events.
-        on_error: "warn": an error of the monitor costs a sample and one warning; "raise": stops the run, for tests.
-        max_tags: at most so many scalar tags of single tensors in TensorBoard; beyond it the worst of each role only.
-        table_rows: rows of the table printed at each sampled step, worst first; 0 prints none.
-        output_rows: rows, and as many columns, of each GEMM's outputs whose error is measured as well; 0: none.
-
+        interval: steps from one sampled step to the next: those that it divides are sampled. An int, at least 1.
+            Default: `100`.
+        first_step: the first step that may be sampled. An int. Default: `0`.
+        last_step: the last step that may be sampled, itself included. An int, not less than `first_step`; None: no
+            limit. Default: `None`.
+        layers: GEMMs to look at. A list of patterns for their global names, each a glob (`decoder.layers.3.*`,
+            `linear_fc2`) or `re:` and a regular expression; None: all GEMMs. Default: `None`.
+        roles: operands to look at. A list of `input` (X), `weight` (W) and `grad_output` (dY).
+            Default: `("input", "weight", "grad_output")`.
+        recipe: the FP8 recipe to measure under. "auto": the one that the run itself uses; otherwise a name, perhaps with
+            options (`current-e4m3`, `delayed(margin=1)`, `mxfp8`), or a dict (`{"name": "delayed", "margin": 1}`).
+            Default: `"auto"`.
+        what_if: what-if recipes: each sample is measured under these too, although the run does not use them. A list,
+            each a name or a dict as in `recipe`. Default: `()`.
+        dump: layers whose tensors are dumped at each sampled step. A list of patterns as in `layers`. Default: `()`.
+        dump_max_bytes: bytes that all dumps of a rank may take, those of earlier starts of the run included. An int, at
+            least 0. Default: `10 << 30` (10 GiB).
+        dump_min_free_bytes: bytes that a dump leaves free on the disk. An int, at least 0. Default: `20 << 30` (20 GiB).
+        triggers: conditions under which the next steps are sampled. A list of `loss_spike`, `nonfinite`, and limits of
+            metrics (`underflow_pct/input > 20`). Default: `()`.
+        trigger_steps: steps that are sampled after a trigger. An int, at least 1. Default: `5`.
+        trigger_dump: layers whose tensors are dumped at those steps. A list of patterns as in `layers`. Default: `()`.
+        output: folder of the run record, a path or any fsspec address; None, which callbacks and adapters take:
+            `fp8_debug` beside the run's TensorBoard events, or in its output folder. Default: `None`.
+        on_error: what an error of the monitor does. "warn": it costs a sample and one warning; "raise": it stops the
+            run, which is for tests. Default: `"warn"`.
+        max_tags: scalar tags of single tensors in TensorBoard, at most; if more are needed, only the worst tensors of
+            each role get one. An int, at least 0. Default: `5000`.
+        table_rows: rows of the table that is printed at each sampled step, worst first. An int, at least 0, which prints
+            nothing. Default: `12`.
+        output_rows: rows, and as many columns, of each GEMM's outputs whose error is measured too. An int, at least 0,
+            which measures none. Default: `0`.
 
     Raises:
         ConfigError: a value cannot be used; says which and why.
 
     Example:
-        >>> Config(interval=100, first_step=1000).samples(1100)
-        True
+        >>> config = Config(interval=100, first_step=1000, layers=["layers.*.fc2"])
+        >>> config.samples(900), config.samples(1100)
+        (False, True)
     """
 
     interval: int = 100
@@ -119,12 +132,25 @@ class Config:
         return None if self.recipe == "auto" else parse_recipe(self.recipe)
 
     def samples(self, step: int) -> bool:
-        """Whether `step` is sampled: a pure function of the step, so that all ranks agree."""
+        """Whether `step` is sampled: a pure function of the step, so that all ranks agree.
+
+        Args:
+            step: number of a training step.
+        """
         in_window = self.first_step <= step and (self.last_step is None or step <= self.last_step)
         return in_window and step % self.interval == 0
 
     def samples_any(self, first: int, last: int) -> bool:
-        """Whether one of the steps `first` to `last`, both inclusive, is sampled."""
+        """Whether any of some steps is sampled.
+
+        Args:
+            first: the first of these steps.
+            last: the last one, itself included.
+
+        Example:
+            >>> Config(interval=100).samples_any(101, 199)
+            False
+        """
         first = max(first, self.first_step)
         next_one = -(-first // self.interval) * self.interval
         return next_one <= (last if self.last_step is None else min(last, self.last_step))

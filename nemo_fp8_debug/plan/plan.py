@@ -23,10 +23,11 @@ class Change:
 
     Args:
         layer: global name of a GEMM, or a pattern as in `Config.layers`.
-        recipe: of its operands from here on; `bf16` leaves them as they are.
-        roles: operands that it holds for: `input`, `weight`, `grad_output`; a GEMM runs in FP8 only if both of its operands
-            do.
-        multiply_in_bf16: multiply what was quantized in BF16, which tells the numbers of FP8 from the kernels of FP8.
+        recipe: name of the recipe that its operands are cast by, perhaps with options (`current-e5m2`, `delayed(margin=1)`);
+            `bf16` leaves them as they are.
+        roles: operands that it holds for, a list of `input`, `weight` and `grad_output`. A GEMM runs in FP8 only if both of
+            its operands do.
+        multiply_in_bf16: whether to multiply in BF16 what was quantized, which tells the numbers of FP8 from its kernels.
         why: evidence, for people.
 
     Raises:
@@ -67,7 +68,7 @@ class Plan:
     """Changes of how a run quantizes; if several name an operand, the last one holds.
 
     Args:
-        changes: in order.
+        changes: a list of `Change`, in order.
 
     Example:
         >>> plan = Plan([Change("layers.*", "current"), Change("layers.0.fc1", "bf16")])
@@ -78,14 +79,25 @@ class Plan:
     changes: Sequence[Change] = ()
 
     def change_of(self, layer: str, role: str) -> Change | None:
-        """What changes for an operand; None where nothing does."""
+        """What changes for an operand; None if nothing does.
+
+        Args:
+            layer: global name of a GEMM.
+            role: `input`, `weight` or `grad_output`.
+        """
         for change in reversed(self.changes):
             if role in change.roles and (change.layer == layer or compile_patterns([change.layer])(layer)):
                 return change
         return None
 
     def recipe_of(self, layer: str, role: str, otherwise: Recipe) -> Recipe:
-        """The recipe of an operand."""
+        """The recipe of an operand. Internal: recipes are not public.
+
+        Args:
+            layer: global name of a GEMM.
+            role: `input`, `weight` or `grad_output`.
+            otherwise: its recipe if the plan does not change it.
+        """
         change = self.change_of(layer, role)
         return parse_recipe(change.recipe) if change else otherwise
 
@@ -97,8 +109,16 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON.
 
+        Args:
+            path: of a file that does not exist yet.
+
         Raises:
             ConfigError: the file exists, or cannot be written.
+
+        Example:
+            >>> Plan([Change("layers.0.fc1", "bf16")]).save("plan.json")
+            >>> Plan.load("plan.json").changes[0].layer
+            'layers.0.fc1'
         """
         try:
             with Path(path).open("x") as file:
@@ -111,6 +131,9 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan.
+
+        Args:
+            path: of a file that `save` or `nemo-fp8-debug recommend --output` wrote.
 
         Raises:
             ConfigError: it cannot be read, or is not a plan; says why.

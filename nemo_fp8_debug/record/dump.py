@@ -10,6 +10,7 @@ name is the CRC-32 of its content.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import zlib
@@ -23,9 +24,11 @@ import safetensors.torch
 import torch
 
 from ..core.keys import ROLES
+from ..errors import RecordError
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.histogram import DTYPES
 from ..numerics.tensor_scaling import CurrentScaling, amax_of, quantize
+from .reader import find_run
 from .storage import Storage
 
 FOLDER = "tensors"
@@ -192,8 +195,33 @@ def _readable(size: int) -> str:
     return f"{size / (1 << 30):.3g} GiB"
 
 
-def dumped_files(storage: Storage) -> Iterator[tuple[int, int, int, str]]:
-    """(attempt, step, rank, name) of every dumped tensor, in order."""
+def dumped_files(run: str | os.PathLike[str]) -> Iterator[tuple[int, int, int, str]]:
+    """The tensors that a run has dumped.
+
+    Args:
+        run: the record, or a folder above it; any fsspec address.
+
+    Returns:
+        (attempt, step, rank, name) of each file, in order of attempts and steps; `read_dump` reads it by its name.
+
+    Raises:
+        RecordError: there is no record, or several.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> monitor = Monitor(model, "runs/dumped", interval=1, dump=["0"], dump_min_free_bytes=0, table_rows=0)
+        >>> with monitor.step(0):
+        ...     model(torch.ones(8, 32)).sum().backward()
+        >>> monitor.close()
+        >>> for attempt, step, rank, name in dumped_files("runs/dumped"):
+        ...     about, tensors = read_dump("runs/dumped", name)
+        ...     print(step, about.role, list(tensors["value"].shape))
+        0 grad_output [8, 32]
+        0 input [8, 32]
+        0 weight [32, 32]
+    """
+    storage = run if isinstance(run, Storage) else find_run(run)
     for folder in storage.names(FOLDER):
         if found := _STEP.fullmatch(folder):
             for file in storage.names(f"{FOLDER}/{folder}"):
@@ -201,25 +229,49 @@ def dumped_files(storage: Storage) -> Iterator[tuple[int, int, int, str]]:
                     yield int(found[1]), int(found[2]), int(name[1]), f"{FOLDER}/{folder}/{file}"
 
 
-def read_dump(storage: Storage, name: str) -> tuple[Dumped, dict[str, torch.Tensor]]:
-    """What a file holds, and its tensors `value`, `codes` and `scale`.
+def read_dump(run: str | os.PathLike[str], name: str) -> tuple[Dumped, dict[str, torch.Tensor]]:
+    """A dumped tensor; its file is checked.
+
+    Args:
+        run: the record, or a folder above it; any fsspec address.
+        name: of the file, from `dumped_files`.
+
+    Returns:
+        What it is (`attempt`, `step`, `rank`, `layer`, `role`, `call`, `recipe`, `format`, `scale_source`), and a dict of
+        three tensors: `value`, as the GEMM was to multiply it, in its own dtype and shape; `codes`, which is
+        `value * scale` in FP8, of the same shape; `scale`, one float32.
 
     Raises:
-        ValueError: it is damaged or foreign.
+        RecordError: the file is damaged or foreign, or there is no record, or several.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> options = {"roles": ["weight"], "dump": ["0"], "dump_min_free_bytes": 0, "table_rows": 0}
+        >>> monitor = Monitor(model, "runs/weights", interval=1, **options)
+        >>> with monitor.step(0):
+        ...     model(torch.ones(8, 32)).sum().backward()
+        >>> monitor.close()
+        >>> (name,) = (name for *_, name in dumped_files("runs/weights"))
+        >>> about, tensors = read_dump("runs/weights", name)
+        >>> about.layer, tensors["codes"].dtype, tensors["codes"].shape
+        ('0', torch.float8_e4m3fn, torch.Size([32, 32]))
     """
+    storage = run if isinstance(run, Storage) else find_run(run)
     content = storage.read(name)
     if not name.endswith(f".{zlib.crc32(content):08x}.safetensors"):
-        raise ValueError("it is damaged or foreign: its name does not tell its checksum")
+        raise RecordError("it is damaged or foreign: its name does not tell its checksum")
     try:
         tensors = safetensors.torch.load(content)
         about = _about(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"])
         value, codes, scale = tensors["value"], tensors["codes"], tensors["scale"]
     except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise ValueError(f"it is not a dump of a tensor: {type(error).__name__}: {error}") from None
+        raise RecordError(f"it is not a dump of a tensor: {type(error).__name__}: {error}") from None
     if value.dtype not in _DTYPES or codes.dtype != about.format.dtype or codes.shape != value.shape:
-        raise ValueError(f"it is not a dump of a tensor: values in {value.dtype}, codes in {codes.dtype}")
+        raise RecordError(f"it is not a dump of a tensor: values in {value.dtype}, codes in {codes.dtype}")
     if scale.dtype != torch.float32 or scale.dim() != 0:
-        raise ValueError("it is not a dump of a tensor: its scale is not one float32")
+        raise RecordError("it is not a dump of a tensor: its scale is not one float32")
     return about, tensors
 
 

@@ -80,14 +80,14 @@ def read_record(
     """A table of a run's record, in order of steps; of a step that was trained twice, the later attempt's rows.
 
     Args:
-        run: the record, or a folder above it; any fsspec address.
+        run: the record, or a folder above it; a path or any fsspec address.
         table: `metrics`, `what_if`, `replayed`, `outputs`, `histograms` or `steps`; docs/record.md has their columns.
-        columns: to read; all by default.
-        where: values that columns must have.
-        steps: to read; all by default.
+        columns: names of the columns to read; None: all.
+        where: values that columns must have, `{"role": "weight"}`; None: any.
+        steps: numbers of the steps to read; None: all.
 
     Returns:
-        A row an operand and step; of `steps` a row a step.
+        A polars frame, a row an operand and sampled step (in `outputs` a GEMM's product and step, in `steps` a step).
 
     Raises:
         RecordError: there is no record, or several, or it was written by a release with another schema.

@@ -89,12 +89,18 @@ class FP8EmulationCallback(_Intervention):
     ) -> None:
         """
         Args:
-            recipe: name or options of an FP8 recipe, as `delayed(amax_history_len=16)`, `current-e5m2` or `mxfp8`.
-            layers: which GEMMs are quantized; by default those of the transformer layers and not the output layer, as
-                Megatron's FP8 does.
-            first_layers_bf16: transformer layers at the start of the model that are left alone.
-            last_layers_bf16: likewise at its end.
-            plan: or the file of one: operands that are cast otherwise; that of `nemo-fp8-debug rescue` goes before it.
+            recipe: the FP8 recipe, a name, perhaps with options (`delayed(amax_history_len=16)`, `current-e5m2`, `mxfp8`),
+                or a dict (`{"name": "delayed", "margin": 1}`).
+            layers: GEMMs that are quantized, a list of patterns as in `Config.layers`. By default those of the transformer
+                layers and not the output layer, as in Megatron's FP8.
+            first_layers_bf16: transformer layers at the start of the model that are not quantized. An int, at least 0.
+            last_layers_bf16: transformer layers at its end that are not quantized. An int, at least 0.
+            plan: operands that are cast otherwise, a `Plan` or the path of its file; None: none. In a run that
+                `nemo-fp8-debug rescue` has started, the plan of `rescue` holds instead.
+
+        Raises:
+            ConfigError: now, or before the first step: a value cannot be used, no GEMM matches, the plan names no GEMM that
+                is quantized, or a GEMM has an FP8 of its own.
         """
         super().__init__()
         self._recipe = parse_recipe(recipe)
@@ -128,7 +134,12 @@ class FP8PlanCallback(_Intervention):
     def __init__(self, plan: AnyPlan | None = None) -> None:
         """
         Args:
-            plan: or the file of one; that of `nemo-fp8-debug rescue` goes before it.
+            plan: a `Plan` or the path of its file; None: no changes. In a run that `nemo-fp8-debug rescue` has started, the
+                plan of `rescue` holds instead.
+
+        Raises:
+            ConfigError: now, or before the first step: the plan cannot be read, names no GEMM that Transformer Engine runs,
+                or asks for what Transformer Engine cannot do.
         """
         super().__init__()
         self._plan = read_plan(plan)

@@ -50,16 +50,17 @@ def audit(
     """Measure the GEMM weights of a checkpoint. Values are read a block at a time; a part that cannot be read is warned of.
 
     Args:
-        path: a Megatron distributed, NeMo 2 or DCP checkpoint, safetensors, or a file of torch.save or Lightning.
-        recipe: its format of weights counts, and the options of current scaling.
-        matches: which weights to measure, by name.
+        path: a Megatron distributed, NeMo 2 or DCP checkpoint (folders), safetensors, or a file of torch.save or Lightning.
+        recipe: the recipe to serve in, a name or a dict as in `Config.recipe`; its format of weights counts, and the options
+            of current scaling.
+        matches: a function that is called with the name of each weight; true: measure it. By default all are measured.
+
+    Returns:
+        `.rows`, a dict for each weight, worst first; `.verdict()`, what they add up to, in sentences; `.to_json()`.
 
     Raises:
         RecordError: there is no checkpoint, or nothing of it can be read; names the file.
         ConfigError: no weight matches; or the recipe is not known, or scales blocks.
-
-    Returns:
-        A row a weight, worst first, and what they add up to in `verdict()`.
 
     Example:
         >>> import torch

@@ -35,20 +35,24 @@ def compare(
     """Compare the records of two runs.
 
     Args:
-        baseline: the record of a run that went well, by its path or any fsspec address; or a run that has been read.
-        run: the record of the run to explain.
-        reference: a run that differs from `run` in one thing, as BF16 instead of FP8.
+        baseline: the record of a run that went well, or a folder above it; a path or any fsspec address.
+        run: likewise, the record of the run to explain.
+        reference: likewise, the record of a run that differs from `run` in one thing, as BF16 instead of FP8; None: there is
+            none.
         by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
-        renames: see `named_alike`.
+        renames: how to make the baseline's names of the run's layers, a list of `REGEX=REPLACEMENT` as of `re.sub`, applied
+            in turn. Without them, and if no name is in common, layers are matched by the rest of their names, or by order,
+            size and kind.
+
+    Returns:
+        What sets the runs apart: `.divergence_step`, the step from which the loss stays above the baseline's, or None;
+        `.tensors`, each tensor's drift, a polars frame, worst first; `.out_of_band`, when each left the baseline's band;
+        `.differences()`, the settings that differ.
 
     Raises:
         RecordError: a record is missing or unreadable, or the two have no sampled step and tensor in common, or are of
             different models.
         ConfigError: `by` or `renames` cannot be used.
-
-    Returns:
-        The losses, each tensor's drift (a polars frame, worst first), when each left the baseline's band, and the settings
-        that differ.
 
     Example:
         >>> found = compare("runs/baseline", "runs/bad", "runs/reference")

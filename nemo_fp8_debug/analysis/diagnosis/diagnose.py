@@ -144,17 +144,17 @@ def diagnose(
     """Say what is wrong with a run.
 
     Args:
-        run: the record of the run to explain, by its path or any fsspec address; or a run that has been read.
-        baseline: likewise of a run that went well; without it the run is compared with its own beginning.
-        reference: likewise of a run that differs from `run` in precision alone.
-        by: `step`, or `samples`; see `compare`.
+        run: the record of the run to explain, or a folder above it; a path or any fsspec address.
+        baseline: likewise, of a run that went well; None: the run is compared with its own beginning.
+        reference: likewise, of a run that differs from `run` in precision alone; None: there is none.
+        by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
 
     Returns:
         What was found: `harm`, `cause`, `confidence`, `culprit`, each rule's `findings`, and `verdict()` in sentences.
 
     Raises:
         RecordError: a record is missing or unreadable, or has nothing to go by.
-        ConfigError: see `compare`.
+        ConfigError: `by` is neither.
 
     Example:
         >>> found = diagnose("runs/bad", "runs/baseline", "runs/reference")

@@ -22,13 +22,15 @@ def recommend(
     """The cheapest change for each operand that loses too much.
 
     Args:
-        run: the record of the run to fix; any fsspec address.
-        baseline: the record of a run that went well: only operands that left its band before the loss diverged are changed.
-        operands: (layer, role) of those to look at instead; role `input`, `weight` or `grad_output`.
-        budget: what an operand may lose: a relative error of 0.06, 1% underflow and 0.01% overflow, unless given.
+        run: the record of the run to fix, or a folder above it; a path or any fsspec address.
+        baseline: the record of a run that went well. With it, only operands that left its band before the loss diverged are
+            changed; without it, all that exceed the budget.
+        operands: operands to look at instead, a list of (layer, role); a role is `input`, `weight` or `grad_output`.
+        budget: what an operand may lose; None: `Budget()`.
 
     Returns:
-        What to change, with the errors before and after; `.plan` is what `apply_plan` and `FP8PlanCallback` take.
+        What to change: `.plan` is what `apply_plan` and `FP8PlanCallback` take, `.findings` has each operand's errors before
+        and after, `.to_json()` everything as plain values.
 
     Raises:
         RecordError: a record is missing or unreadable, has no sampled step, or has no such operand.

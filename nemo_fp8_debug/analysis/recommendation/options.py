@@ -43,14 +43,26 @@ _METRICS = ("relative_error", "underflow_pct", "overflow_pct")
 
 @dataclass(frozen=True)
 class Budget:
-    """What an operand may lose.
+    """What an operand may lose, at the worst of the samples that are looked at.
 
     The defaults let a bell-shaped tensor pass in either format, E5M2's 0.052 and E4M3's 0.026, with an eighth to spare; of
     values no more than one in a hundred may become zero, and one in ten thousand be clipped: the least rises that `onsets`
     counts.
 
+    Args:
+        relative_error: root mean square of the cast's errors over that of the values; 0.06 is 6%.
+        underflow_pct: percent of the values that become zero.
+        overflow_pct: percent of the values that are clipped.
+
     Raises:
         ConfigError: a limit is below zero.
+
+    Example:
+        >>> budget = Budget(relative_error=0.02)
+        >>> budget.relative_error, budget.underflow_pct, budget.overflow_pct
+        (0.02, 1.0, 0.01)
+
+        and then `recommend("runs/a", budget=budget)`.
     """
 
     relative_error: float = 0.06
@@ -63,12 +75,12 @@ class Budget:
                 raise ConfigError(f"the limit of {name} is {getattr(self, name)}; it must not be below 0")
 
     def broken_by(self, errors: Errors) -> list[str]:
-        """The limits that are not kept, in words."""
+        """The limits that are not kept, in words. Internal."""
         pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _METRICS]
         return [f"{name} {value:.3g} > {limit:g}" for name, value, limit in pairs if value is not None and value > limit]
 
     def met_by(self, errors: Errors | None) -> bool:
-        """Whether errors that are known keep every limit."""
+        """Whether errors that are known keep every limit. Internal."""
         return errors is not None and errors != Errors(None, None, None) and not self.broken_by(errors)
 
 

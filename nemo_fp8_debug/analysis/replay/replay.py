@@ -44,7 +44,7 @@ def replay(
     steps: Collection[int] | None = None,
     only: Collection[Key] | None = None,
 ) -> pl.DataFrame:
-    """Recompute every metric of a run.
+    """Recompute every metric of a run, under its own recipe or another.
 
     Delayed scaling takes its history from the sampled steps, and the tensor's own amax where it has none yet. Current
     scaling gives all micro-batches of a step one scale, as it does where a run tries it. Float32 operands
@@ -53,14 +53,15 @@ def replay(
 
     Args:
         address: the run's record, or a folder above it; any fsspec address.
-        recipe: as for `parse_recipe`; None: the scales that were in use, which gives the recorded metrics again.
-        source: "histograms", or "dumps": the tensors that the first rank dumped, which are those that the record is of.
+        recipe: a name, perhaps with options (`current-e4m3`, `delayed(margin=1)`), or a dict (`{"name": "delayed", "margin":
+            1}`); None: the scales that were in use, which gives the recorded metrics again.
+        source: what to recompute from: "histograms", or "dumps", the tensors that the first rank dumped.
         cluster: `ray`, `ray://HOST:PORT`, or `tcp://HOST:PORT` of a Dask scheduler; None: processes of this machine.
-        steps: sampled steps to recompute; all by default. Histories take in all of them.
-        only: (layer, role) of the operands to recompute, an expert aggregate for all of its experts; all by default.
+        steps: numbers of the sampled steps to recompute; None: all. Histories take in all of them.
+        only: operands to recompute, (layer, role) each, an expert aggregate for all of its experts; None: all.
 
     Returns:
-        Rows of the `metrics` table. A file that cannot be read is named in a warning and left out.
+        A polars frame, rows of the `metrics` table. A file that cannot be read is named in a warning and left out.
 
     Raises:
         RecordError: there is no record.

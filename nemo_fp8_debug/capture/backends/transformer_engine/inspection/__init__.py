@@ -7,6 +7,8 @@ does not fuse casts into other kernels; docs/attach.md says what that changes.
 
 Transformer Engine decides by its count of iterations whether a module asks for features at all. The count here is one of two
 numbers, that of sampled steps and that of all others, so that no module asks in a step that is not sampled.
+
+`enable` and `enabled` are for users; the rest is for the monitor.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class Inspected(Protocol):
         """Roles that no hook sees."""
 
 
+__all__ = ["enable", "enabled"]
+
 _Gemm = TypeVar("_Gemm", bound=Inspected)
 
 #: the iteration at which a new module asks first
@@ -72,6 +76,14 @@ def enable() -> None:
 
     Raises:
         ConfigError: Transformer Engine cannot do it, has built a module already, or is inspected by somebody else.
+
+    Example:
+        >>> from nemo_fp8_debug import ConfigError, inspection
+        >>> try:
+        ...     inspection.enable()
+        ... except ConfigError:
+        ...     print("this process trains without Transformer Engine 2.7")
+        this process trains without Transformer Engine 2.7
     """
     global _session, _logs
     if enabled():
@@ -95,7 +107,13 @@ def enable() -> None:
 
 
 def enabled() -> bool:
-    """Whether `enable` was called, and nobody has ended it since."""
+    """Whether `enable` was called, and nobody has ended it since.
+
+    Example:
+        >>> from nemo_fp8_debug import inspection
+        >>> inspection.enabled()
+        False
+    """
     api = sys.modules.get("nvdlfw_inspect.api")
     return _session is not None and api is not None and api.DEBUG_MANAGER is _session
 
