@@ -1,0 +1,106 @@
+"""The documentation as a site: what a strict build does not find by itself."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nemo_fp8_debug
+import pytest
+from processes import finished
+
+ROOT = Path(__file__).parents[2]
+#: elements by which a page has a browser load something, and the attributes that say what
+_LOADING = {
+    **dict.fromkeys(("script", "img", "iframe", "source", "video", "audio", "embed"), ("src", "srcset")),
+    "link": ("href",),
+    "object": ("data",),
+}
+
+
+class _Loaded(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value for name, value in attrs if name in _LOADING.get(tag, ()) and value]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages, built as scripts/lint.sh builds them."""
+    folder = tmp_path_factory.mktemp("site")
+    done = finished(sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_name_for_users_has_an_entry(site: Path) -> None:
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    entries = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    assert {f"nemo_fp8_debug.{name}" for name in nemo_fp8_debug.__all__} <= entries
+    page = (site / "api.html").read_text()
+    for name in nemo_fp8_debug.__all__:
+        assert f'id="nemo_fp8_debug.{name}"' in page, name
+
+
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        loaded = _Loaded()
+        loaded.feed(page.read_text())
+        assert loaded.addresses
+        for address in loaded.addresses:
+            assert not re.match(r"(\w+:)?//", address), f"{page.name} loads {address}"
+            # The page for what is not found has addresses from the root on.
+            assert page.name == "404.html" or (page.parent / re.sub(r"[?#].*", "", address)).exists(), address
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(@import\s*|url\()[\"']?(https?:)?//", sheet.read_text()), sheet
+
+
+def test_a_page_draws_its_picture_with_the_mermaid_that_is_there(site: Path) -> None:
+    page = (site / "design.html").read_text()
+    assert 'class="mermaid"' in page
+    assert 'src="assets/mermaid.min.js"' in page
+
+
+def test_lines_of_markdown_are_short() -> None:
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
+    long = [
+        f"{file.relative_to(ROOT)}:{number}"
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if len(line) > 120 and not line.startswith("|")  # a row of a table has no other lines
+    ]
+    assert not long
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_a_source_distribution_is_complete(tmp_path: Path) -> None:
+    """With docs, recipes, scripts and tests; and its README has no link that leads nowhere on a package index."""
+    ignored = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "__pycache__", "node_modules", ".*_cache", "runs", "dist")
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=ignored)
+    command = ("-m", "build", "--sdist", "--no-isolation", "--skip-dependency-check", "--outdir", tmp_path, tree)
+    done = finished(sys.executable, *command)
+    assert done.returncode == 0, done.stderr
+    shutil.unpack_archive(next(tmp_path.glob("*.tar.gz")), tmp_path / "unpacked", filter="data")
+    unpacked = next((tmp_path / "unpacked").iterdir())
+    top = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "mkdocs.yml", "pyproject.toml", "setup.cfg", "setup.py"}
+    assert top <= {path.name for path in unpacked.iterdir()}
+    for folder in ("docs", "recipes", "scripts", "tests", "nemo_fp8_debug"):
+        there = {path.relative_to(tree) for path in (tree / folder).rglob("*") if path.is_file()}
+        assert there == {path.relative_to(unpacked) for path in (unpacked / folder).rglob("*") if path.is_file()}
+    told = (unpacked / "PKG-INFO").read_text()
+    assert "scripts/demo.sh" in told
+    assert not re.search(r"\]\((?!https?:)", told)
