@@ -1,7 +1,7 @@
 """What this rank holds of a tensor, told from the tensor itself when it is seen: by the placements of a DTensor.
 
 How an operand lies on the ranks cannot be known before: under FSDP2 a weight is a DTensor until it is gathered, under tensor
-parallelizm it remains one, and under both it is gathered over one dimension of the mesh and remains split over the other.
+parallelism it remains one, and under both it is gathered over one dimension of the mesh and remains split over the other.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")] = False,
     html: Annotated[Path | None, typer.Option(help="write a page with plots there")] = None,
 ) -> None:
-    """Tell a baseline from a run one: loss, and the tensors ranked by how far they drifted apart."""
+    """Compare runs with a baseline: the losses, and the tensors ranked by how far they drifted."""
     if html is not None:
         from ..analysis.report import check_page
 

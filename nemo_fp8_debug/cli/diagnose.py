@@ -17,7 +17,8 @@ from .console import console
 def command(
     run: Annotated[Path, typer.Argument(help="folder of the run to explain, or one above it")],
     baseline: Annotated[
-        Path | None, typer.Option(help="a run that went well; else RUN is compared with its beginning")
+        Path | None,
+        typer.Option("--baseline", "--good", help="a run that went well; else RUN is compared with its beginning"),
     ] = None,
     reference: Annotated[Path | None, typer.Option(help="a run that differs from RUN in precision alone")] = None,
     by: Annotated[str, typer.Option(help="what runs are matched by: step or samples")] = "step",
@@ -41,7 +42,7 @@ def _print(found: Diagnosis) -> None:
         about, evidence = (escape(text) for text in (finding.operand or "the run", finding.evidence))
         table.add_row(finding.rule, since, about, finding.cause, finding.confidence, evidence)
     out.print(table)
-    for advice in dict.fromkeys(finding.advice for finding in found.findings if finding.advice):
+    for advice in found.advice:
         out.print(f"- {advice}", markup=False, highlight=False)
     for sentence in (*found.notes, found.verdict()):
         out.print(sentence, soft_wrap=True, highlight=False, markup=False)

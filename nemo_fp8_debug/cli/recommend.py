@@ -29,7 +29,8 @@ _DEFAULT = Budget()
 def command(
     run: Annotated[Path, typer.Argument(help="folder of the run to fix, or one above it")],
     baseline: Annotated[
-        Path | None, typer.Option(help="a baseline: what left its band before the loss is looked at")
+        Path | None,
+        typer.Option("--baseline", "--good", help="a run that went well: what left its band before the loss is looked at"),
     ] = None,
     operand: Annotated[
         list[str] | None, typer.Option(help="LAYER:ROLE to look at, role X, W or dY, instead; may be repeated")

@@ -46,7 +46,7 @@ def is_aggregate(name: str) -> bool:
 
 
 def few_experts(items: Iterable[T], aggregate: Callable[[T], Hashable | None], most: int) -> list[T]:
-    """The items in their order, of those that share a aggregate the first few.
+    """The items in their order, of those that share an aggregate the first few.
 
     Args:
         aggregate: of an item; None where it is no expert's.

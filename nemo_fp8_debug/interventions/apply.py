@@ -65,4 +65,4 @@ def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
         if not any(named):
             names = [g.name for g in gemms]
             shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-            raise ConfigError(f"the plan is for {change.layer!r}, which is no GEMM {which}; those are: {shown or 'none'}")
+            raise ConfigError(f"the plan is for {change.layer!r}, which is not a GEMM {which}; those are: {shown or 'none'}")

@@ -1,6 +1,6 @@
 """Experts of a layer as one: the same GEMM and role of all of them, added up.
 
-What is added are sums that each expert has under its own scale, so that metrics of a aggregate are those of all its
+What is added are sums that each expert has under its own scale, so that metrics of an aggregate are those of all its
 tensors laid end to end, each cast as it was.
 """
 
@@ -41,7 +41,7 @@ class ExpertAggregates:
     ) -> tuple[list[int], QuantizationSums, torch.Tensor]:
         """Rows of operands, and behind them those of the aggregates whose experts are all among them.
 
-        A aggregate's scale is the smallest of its experts that have something to scale.
+        An aggregate's scale is the smallest of its experts that have something to scale.
 
         Args:
             chosen: rows of operands.

@@ -75,5 +75,5 @@ def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm],
     if split := [g.name for g in gemms if inspection.leaves_out(g)]:
         errors.warn(
             f"the inside of {len(split)} layers (first {split[0]}) is not inspected: "
-            "with tensor parallelizm that would change how ranks communicate"
+            "with tensor parallelism that would change how ranks communicate"
         )

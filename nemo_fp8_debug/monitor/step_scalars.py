@@ -29,7 +29,7 @@ def usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: b
         if number is not None:
             found[name] = number
         elif value is not None:
-            warn(f"{name} of a step is not recorded: it is no scalar but {_described(value)}")
+            warn(f"{name} of a step is not recorded: it is not a scalar but {_described(value)}")
     for name in sorted(found.keys() - STEP_SCALARS):
         meant = _meant(name)
         if meant or in_record:

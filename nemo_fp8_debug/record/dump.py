@@ -215,11 +215,11 @@ def read_dump(storage: Storage, name: str) -> tuple[Dumped, dict[str, torch.Tens
         about = _about(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"])
         value, codes, scale = tensors["value"], tensors["codes"], tensors["scale"]
     except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise ValueError(f"it is no dump of a tensor: {type(error).__name__}: {error}") from None
+        raise ValueError(f"it is not a dump of a tensor: {type(error).__name__}: {error}") from None
     if value.dtype not in _DTYPES or codes.dtype != about.format.dtype or codes.shape != value.shape:
-        raise ValueError(f"it is no dump of a tensor: values in {value.dtype}, codes in {codes.dtype}")
+        raise ValueError(f"it is not a dump of a tensor: values in {value.dtype}, codes in {codes.dtype}")
     if scale.dtype != torch.float32 or scale.dim() != 0:
-        raise ValueError("it is no dump of a tensor: its scale is not one float32")
+        raise ValueError("it is not a dump of a tensor: its scale is not one float32")
     return about, tensors
 
 

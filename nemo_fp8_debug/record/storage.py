@@ -29,7 +29,7 @@ class Storage:
         try:  # a path is none of fsspec's: it would take a :: in one for a chain of file systems
             self._fs, root = url_to_fs(path) if "://" in path else _local(path)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"{path} is no address that can be written to: {error}") from None
+            raise ConfigError(f"{path} is not an address that can be written to: {error}") from None
         self._root = root.rstrip("/")
         #: a file without which a local folder is not written to: the folder that is mounted there is not, or it was deleted
         self.anchor = ""

@@ -462,10 +462,10 @@ def absurd_shape(path: Path) -> Path:
 
 DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "wrong path": (lambda path: path / "none.pt", "none.pt does not exist"),
-    "empty folder": (lambda path: path, "is no checkpoint: .* it is empty"),
+    "empty folder": (lambda path: path, "is not a checkpoint: .* it is empty"),
     "truncated header": (truncated, "a.safetensors is damaged"),
     "truncated values": (values_cut_off, "a.safetensors is damaged"),
-    "garbage torch file": (garbage("a.pt"), "a.pt is no torch file, or damaged"),
+    "garbage torch file": (garbage("a.pt"), "a.pt is not a torch file, or damaged"),
     "garbage safetensors": (garbage("a.safetensors"), "a.safetensors is"),
     "garbage metadata": (lambda path: garbage(".metadata")(path).parent, r"\.metadata is damaged"),
     "empty metadata": (lambda path: (path / ".metadata").write_bytes(b"") or path, r"\.metadata is damaged"),

@@ -263,6 +263,18 @@ class TestCommandLine:
         found = json.loads(cli(bad, "--baseline", baseline, "--json").stdout, parse_constant=pytest.fail)
         assert found == json.loads(json.dumps(diagnose(bad, baseline).to_json())) and found["culprit"]["layer"] == CULPRIT
 
+    def test_a_baseline_may_be_called_good(self, tmp_path: Path, baseline: Path) -> None:
+        bad = write(tmp_path / "bad", corrupted, falling(left=120))
+        assert cli(bad, "--good", baseline).stdout == cli(bad, "--baseline", baseline).stdout
+
+    def test_no_advice_on_fp8_where_it_is_not_the_cause(self, tmp_path: Path, baseline: Path) -> None:
+        bad, reference = (write(tmp_path / name, losses=falling(left=120)) for name in ("bad", "reference"))
+        found = diagnose(bad, baseline, reference)
+        assert found.cause == "software"
+        assert not [sentence for sentence in found.advice if "recipe" in sentence or "BF16" in sentence]
+        printed = cli(bad, "--baseline", baseline, "--reference", reference).stdout
+        assert [line[2:] for line in printed.split("\n") if line.startswith("- ")] == list(found.advice)
+
     @pytest.mark.parametrize("name", ["[bold]x[/bold].fc", "a[/]b.fc", "<script>alert(1)</script>.fc"])
     def test_names_are_printed_as_they_are(self, tmp_path: Path, name: str) -> None:
         bad = write(tmp_path / "bad", corrupted, layers=[name], culprit=name)

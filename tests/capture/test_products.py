@@ -289,7 +289,7 @@ def test_a_fault_costs_products_and_no_operand(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_experts_and_their_fold() -> None:
-    """A aggregate is the outputs of all its experts laid end to end."""
+    """An aggregate is the outputs of all its experts laid end to end."""
     torch.manual_seed(0)
     model = nn.Module()
     model.experts = nn.ModuleList([nn.Sequential(nn.Linear(8, 12)) for _ in range(3)])

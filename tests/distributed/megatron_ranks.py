@@ -64,7 +64,7 @@ PLAIN = {
 
 
 class Norm(torch.nn.LayerNorm):
-    """Megatron's wrapper of torch's refuses sequence parallelizm, which asks for this mark only."""
+    """Megatron's wrapper of torch's refuses sequence parallelism, which asks for this mark only."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps)

@@ -86,23 +86,6 @@ def test_a_browser_draws_the_architecture_and_asks_nobody_else(site: Path) -> No
     assert [url for url in asked if not url.startswith((home, "data:", "blob:"))] == []
 
 
-def test_lines_of_markdown_are_short() -> None:
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
-    long = [
-        f"{file.relative_to(ROOT)}:{number}"
-        for file in files
-        for number, line in enumerate(file.read_text().splitlines(), 1)
-        if len(line) > 120 and not line.startswith("|")  # a row of a table has no other lines
-    ]
-    assert not long
-
-
-def test_links_of_the_readme_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text())
-    assert links
-    assert [link for link in links if not (ROOT / link).is_file()] == []
-
-
 def test_a_source_distribution_is_complete(tmp_path: Path) -> None:
     """With docs, recipes, scripts and tests; and its README has no link that leads nowhere on a package index."""
     ignored = shutil.ignore_patterns(

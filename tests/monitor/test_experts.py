@@ -54,7 +54,7 @@ def aggregates(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def dumped(run: Storage) -> dict[tuple[int, str, str], list[tuple[str, torch.Tensor, float]]]:
-    """The operands of all experts of a aggregate: (expert, tensor, scale) of each call, by (step, aggregate, role)."""
+    """The operands of all experts of an aggregate: (expert, tensor, scale) of each call, by (step, aggregate, role)."""
     found: dict[tuple[int, str, str], list[tuple[str, torch.Tensor, float]]] = {}
     for _, step, _, name in dumped_files(run):
         about, tensors = read_dump(run, name)

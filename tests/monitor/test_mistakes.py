@@ -261,7 +261,7 @@ class TestScalars:
                 report(loss=train(), grad_norm=value)
 
         (message,) = warned(tmp_path, loop, triggers=["loss_spike"])
-        assert message.startswith("grad_norm of a step is not recorded: it is no scalar but ")
+        assert message.startswith("grad_norm of a step is not recorded: it is not a scalar but ")
         assert None not in read_table(tmp_path, "steps")["loss"].to_list() and sampled(tmp_path) == [0, 1, 2, 3]
 
     @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), torch.tensor([0.5]), np.array(0.5)])

@@ -220,7 +220,7 @@ def test_a_step_begun_twice_leaves_no_hook() -> None:
 def test_what_is_no_scalar_costs_only_itself() -> None:
     model = nn.Linear(4, 4)
     monitor, samples = monitored(model)
-    with pytest.warns(FP8DebugWarning, match="loss of a step is not recorded: it is no scalar but Tensor"):
+    with pytest.warns(FP8DebugWarning, match="loss of a step is not recorded: it is not a scalar but Tensor"):
         for step in range(3):
             with monitor.step(step) as report:
                 model(torch.randn(2, 4)).sum().backward()

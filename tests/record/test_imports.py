@@ -368,7 +368,7 @@ class TestDamagedLogs:
         content.insert(9, line("fc_weight_cur_amax", "1e5").encode())
         log.write_bytes(b"".join(content))
         (warning,) = warned(log, tmp_path / "run")
-        assert f"{log}, line 4, and 2 more lines: it is no statistic; left out" in warning
+        assert f"{log}, line 4, and 2 more lines: it is not a statistic; left out" in warning
         assert len(read_table(tmp_path / "run", "metrics")) == 36
 
     @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
@@ -445,7 +445,7 @@ class TestRefused:
     @pytest.mark.parametrize("name", ["a.log", "a.csv", "events.out.tfevents.1.a", "a.bin"])
     def test_nothing_that_can_be_read(self, tmp_path: Path, name: str, content: bytes) -> None:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(RecordError, match="is no log, or holds none") as error:
+        with pytest.raises(RecordError, match="is not a log that can be imported, and holds none") as error:
             import_logs(tmp_path / name, tmp_path / "run")
         assert str(tmp_path / name) in str(error.value)
         assert "vpp_stage" in str(error.value)
@@ -491,7 +491,7 @@ class TestCommandLine:
     def test_what_cannot_be_imported_is_one_line(self, tmp_path: Path) -> None:
         code, out, err = self.run_cli(tmp_path, tmp_path / "run")
         assert (code, out) == (1, "")
-        assert err.startswith(f"error: {tmp_path} is no log, or holds none")
+        assert err.startswith(f"error: {tmp_path} is not a log that can be imported, and holds none")
         assert err.count("\n") == 1
 
     def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:

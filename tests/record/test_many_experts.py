@@ -38,7 +38,7 @@ def name_of(layer: int, expert: int | str, gemm: str) -> str:
 
 
 def moe(step: int, rng: random.Random, **metrics: float) -> Sample:
-    """Metrics of every tensor at random; those of a aggregate lie between those of its experts."""
+    """Metrics of every tensor at random; those of an aggregate lie between those of its experts."""
     rows: list[dict[str, Any]] = []
     for role in ROLES:
         rows += [

@@ -207,12 +207,12 @@ from nemo_fp8_debug.record.reader import read_table
 part = pathlib.Path(sys.argv[1])
 content = part.read_bytes()
 warnings.simplefilter("always")
-for storage in map(int, sys.argv[2:]):
+for place in map(int, sys.argv[2:]):
     part.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
     with warnings.catch_warnings(record=True) as seen:
         read_table(part.parent.parent, "metrics")
     if not any(str(part) in str(warning.message) for warning in seen):
-        print(storage, end=" ", flush=True)
+        print(place, end=" ", flush=True)
 """
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -513,7 +513,7 @@ def test_any_fsspec_address(tmp_path: Path, address: str) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere://a/b", "s3://bucket/run"])
 def test_an_address_without_driver_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match=f"{address} is no address that can be written to: "):
+    with pytest.raises(ConfigError, match=f"{address} is not an address that can be written to: "):
         RunRecord(address)
-    with pytest.raises(RecordError, match=f"{address} is no address"):
+    with pytest.raises(RecordError, match=f"{address} is not an address"):
         find_run(address)

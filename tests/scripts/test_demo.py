@@ -158,9 +158,9 @@ def test_the_printed_address_opens_on_the_culprit(page: Page, comparison: dict[s
         worst.wait_for()
         assert worst.get_attribute("data-layer") == first["layer"]
         assert worst.get_attribute("data-role") == first["role"]
-    good = tab(page).locator("[data-panel=good]")
+    baseline = tab(page).locator("[data-panel=baseline]")
     run = tab(page).locator("[data-panel=run]")
-    assert float(run.get_attribute("data-value") or 0) > 10 * float(good.get_attribute("data-value") or 0)
+    assert float(run.get_attribute("data-value") or 0) > 10 * float(baseline.get_attribute("data-value") or 0)
 
 
 @pytest.mark.parametrize("view", ["Timeline", "Distribution", "What if", "Verdict", "Fingerprints"])

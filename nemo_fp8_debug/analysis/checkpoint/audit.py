@@ -15,8 +15,7 @@ from ...errors import ConfigError, RecordError, warn
 from ...kernels import count_into
 from ...numerics import metrics
 from ...numerics.formats import BF16, E4M3, E5M2, FloatFormat
-from ...numerics.histogram import DTYPES as COUNTED
-from ...numerics.histogram import Histogram, HistogramBatch
+from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metrics import Moments, QuantizationSums
 from ...numerics.recipe import Recipe, parse_recipe, refuse_blocks
 from ...numerics.tensor_scaling import CurrentScaling
@@ -116,7 +115,7 @@ class _Seen:
 def _see(weight: Weight, contents: Contents, recipe: Recipe, path: Path, faults: ReadErrors) -> _Seen:
     scale = _companion(weight)
     stored, note = _stored_scale(weight, scale, contents, path, faults)
-    direct = weight.dtype not in COUNTED
+    direct = weight.dtype not in DTYPES
     histogram = Histogram(torch.bfloat16 if direct else weight.dtype, rounded=direct)
     moments, read = None, 0
     for block in _blocks(weight, scale):
@@ -160,7 +159,7 @@ def _blocks(weight: Weight, scale: torch.Tensor | None) -> Iterator[torch.Tensor
         if stored.dtype != weight.dtype or len(stored.shape) != 2:
             raise RecordError(f"{stored.path} is damaged: {weight.name} is {stored.dtype} {stored.shape} there")
         for first, block in stored.blocks():
-            if weight.dtype in COUNTED:
+            if weight.dtype in DTYPES:
                 yield block
             else:
                 yield block.float() if scale is None else block.float() * _scale_of(scale, weight, first, block)

@@ -104,7 +104,7 @@ def _storage_from_bytes(data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception:  # of whatever the bytes make torch trip over
-        raise _Refused("torch.storage._load_from_bytes with something that is no storage") from None
+        raise _Refused("torch.storage._load_from_bytes with something that is not a storage") from None
 
 
 def load_torch_bytes(data: bytes, source: str) -> Any:
@@ -228,7 +228,7 @@ def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
     """What torch.save wrote to a file or a part of one, with every tensor left in the file as a `Stored`.
 
     Raises:
-        RecordError: it cannot be read, is damaged, is no torch file, or names what unpickling would run.
+        RecordError: it cannot be read, is damaged, is not a torch file, or names what unpickling would run.
     """
     try:
         size = path.stat().st_size
@@ -243,7 +243,7 @@ def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
         if isinstance(error, RecordError):
             raise
         raise RecordError(
-            f"{path} is no torch file, or damaged ({error}); a file from before torch 1.6 must be loaded and saved again"
+            f"{path} is not a torch file, or damaged ({error}); a file from before torch 1.6 must be loaded and saved again"
         ) from None
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -252,7 +252,7 @@ def load_torch(path: Path, offset: int = 0, length: int | None = None) -> Any:
 def _load_archive(archive: zipfile.ZipFile, file: IO[bytes], path: Path, start: int) -> Any:
     names = {name.partition("/")[2]: info for name, info in archive.NameToInfo.items()}
     if "data.pkl" not in names:
-        raise RecordError(f"{path} is no torch file: an archive without data.pkl")
+        raise RecordError(f"{path} is not a torch file: an archive without data.pkl")
     if "constants.pkl" in names:
         raise RecordError(f"{path} is a TorchScript program, not a checkpoint; save the model's state_dict instead")
     if "byteorder" in names and archive.read(names["byteorder"]) != b"little":

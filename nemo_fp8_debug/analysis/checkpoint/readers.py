@@ -76,7 +76,7 @@ def _open_folder(path: Path) -> Contents:
     inside = sorted(p.name for p in path.iterdir())
     shown = f"it holds {', '.join(inside[:5])}{' ...' if len(inside) > 5 else ''}" if inside else "it is empty"
     raise RecordError(
-        f"{path} is no checkpoint: no .metadata (Megatron, DCP), no weights/ (NeMo 2), no *.safetensors; {shown}"
+        f"{path} is not a checkpoint: no .metadata (Megatron, DCP), no weights/ (NeMo 2), no *.safetensors; {shown}"
     )
 
 
@@ -152,7 +152,7 @@ def _read_header(file: Path, contents: Contents) -> None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         if isinstance(error, RecordError):
             raise
-        raise RecordError(f"{file} is no safetensors file, or damaged: {error}") from None
+        raise RecordError(f"{file} is not a safetensors file, or damaged: {error}") from None
 
 
 # --- torch.save -----------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def _piece(folder: Path, name: str, chunk: Placeholder, places: Mapping[Any, Pla
     def open_() -> Stored:
         found = _load(folder, info, f"{name} at {offsets}")
         if not isinstance(found, Stored):
-            raise RecordError(f"{folder}: {name} is no tensor in its file, as .metadata says")
+            raise RecordError(f"{folder}: {name} is not a tensor in its file, as .metadata says")
         return found.viewed(shape)
 
     return Piece(offsets, shape, open_)

@@ -1,4 +1,4 @@
-"""What an audit found, in metrics and in sentences."""
+"""What an audit found, in numbers and in sentences."""
 
 from __future__ import annotations
 

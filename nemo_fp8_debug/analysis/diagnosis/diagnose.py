@@ -81,6 +81,12 @@ class Diagnosis:
             return None
         return self.divergence_step - self.culprit.since
 
+    @property
+    def advice(self) -> Sequence[str]:
+        """What to do, a sentence each; nothing about FP8 if that is not the cause."""
+        fits = [f for f in self.findings if f.cause == "software"] if self.cause == "software" else self.findings
+        return list(dict.fromkeys(finding.advice for finding in fits if finding.advice))
+
     def verdict(self) -> str:
         """In a sentence or four."""
         told = {

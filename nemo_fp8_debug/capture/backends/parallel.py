@@ -53,7 +53,7 @@ def _splits_sequence(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module) -> str | None:
-    """What tensor parallelizm splits of the weight: its outputs (column), its inputs (row), or nothing."""
+    """What tensor parallelism splits of the weight: its outputs (column), its inputs (row), or nothing."""
     mode = getattr(module, "parallel_mode", None)
     if mode in ("column", "row"):
         return str(mode)

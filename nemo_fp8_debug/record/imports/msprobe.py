@@ -109,7 +109,7 @@ def read_file(path: Path, found: Imported) -> Iterator[Row]:
                 raise ValueError(f"it has {len(fields)} columns, not {len(columns)}")
             row = _parse(dict(zip(columns, fields, strict=True)), kind)
         except (ValueError, ArithmeticError, csv.Error) as error:
-            faults.add(number, str(error) or "it is no row of numbers")
+            faults.add(number, str(error) or "it is not a row of numbers")
             continue
         if isinstance(row, str):
             found.left_out[row] += 1
@@ -161,7 +161,7 @@ def _fill_row(found: Imported, step: int, key: Key, rows: list[Row]) -> None:
     if len(nans) == len(rows) and all(map(math.isfinite, nans)):
         found.add(step, key, "nan", int(sum(nans)))
     elif nans:
-        found.left_out["nan: not counted, of something that is no tensor"] += 1
+        found.left_out["nan: not counted, of something that is not a tensor"] += 1
     found.add(step, key, "amax", amax, rows[0].decimals)
     if key in found.rows.get(step, {}):
         row = found.rows[step][key]

@@ -144,11 +144,11 @@ def read_text(path: Path) -> Iterator[Scalar]:
             try:
                 time = datetime.fromisoformat(line["time"]).timestamp() + int(line["ms"]) / 1000
             except (ValueError, OverflowError, OSError):
-                faults.add(number, f"{line['time']} is no time")
+                faults.add(number, f"{line['time']} is not a time")
                 continue
             yield Scalar(line["name"], int(line["step"]), float(line["value"]), time, _DECIMALS)
         else:
-            faults.add(number, "it is no statistic")
+            faults.add(number, "it is not a statistic")
     faults.report()
 
 
@@ -174,7 +174,8 @@ def read_events(path: Path, quiet: bool = False) -> Iterator[Scalar]:
 
 @functools.cache
 def parse_name(name: str) -> tuple[Statistic | None, str]:
-    """What a number is of; None, and why, where the record has no place for it, and no reason where it is no statistic."""
+    """What a number is of; None, and why, where the record has no place for it, and no reason where it is not a
+    statistic."""
     found = _NAME.fullmatch(name)
     if not found:
         return None, "" if "_" not in name else f"{name.rpartition('_')[2]} of tensors that are not named as GEMM operands"

@@ -244,10 +244,10 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="proj has delay_wgrad_compute"):
             Monitor(model, str(tmp_path))
 
-    def test_tensor_parallelizm(self, tmp_path: Path) -> None:
+    def test_tensor_parallelism(self, tmp_path: Path) -> None:
         """Its communication differs on the debug path, which other ranks would have to take as well."""
         inspection.enable()
         model = mlp()
         model["mlp"].tp_size = 2
-        with pytest.warns(FP8DebugWarning, match=r"inside of 1 layers.*mlp.fc1.*tensor parallelizm"):
+        with pytest.warns(FP8DebugWarning, match=r"inside of 1 layers.*mlp.fc1.*tensor parallelism"):
             Monitor(model, str(tmp_path), layers=["*fc1"]).close()

@@ -128,7 +128,7 @@ def _is_inside(gemm: Inspected, role: str) -> bool:
 
 
 def _is_split(gemm: Inspected) -> bool:
-    # With tensor parallelizm the debug path communicates in another way, and all ranks would have to take it at once.
+    # With tensor parallelism the debug path communicates in another way, and all ranks would have to take it at once.
     return getattr(gemm.module, "tp_size", 1) > 1
 
 

@@ -1,0 +1,44 @@
+"""Pages: links lead somewhere, and lines fit 120 columns, except in tables and code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *(ROOT / "tests").glob("**/*.md")])
+
+
+def prose(page: Path) -> Iterator[str]:
+    fenced = False
+    for line in page.read_text().split("\n"):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced:
+            yield line
+
+
+def heading_ids(page: Path) -> set[str]:
+    """As GitHub makes them."""
+    titles = [line.lstrip("#").strip().lower() for line in prose(page) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", "\n".join(prose(page))):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, part = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        assert not part or part in heading_ids(there), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_fit(page: Path) -> None:
+    long = [line for line in prose(page) if len(line) > 120 and not line.lstrip().startswith(("|", "!["))]
+    assert long == []
