@@ -1,3 +1,4 @@
 """The one place that knows the version."""
 
 __version__ = "0.1.0"
+"""Version of the package."""

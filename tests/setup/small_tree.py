@@ -40,7 +40,7 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 def copy_tree(folder: Path) -> Path:
     """The files that setup reads, without packages and lists."""
     tree = folder / "tree"
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         tree.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tree)
     shutil.copytree(

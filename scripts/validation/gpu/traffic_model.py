@@ -1,4 +1,4 @@
-"""What kernels can reach at most, the traffic model of docs/gpu.md.
+"""What kernels can reach at most, the traffic model of docs/kernels.md.
 
 PYTHONPATH=.:scripts/validation python -m gpu.traffic_model
 """
