@@ -7,6 +7,7 @@ import fcntl
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from checks import CannotStart, check, find_torch
@@ -20,13 +21,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/setup.sh", description=__doc__)
     parser.add_argument("set", nargs="?", choices=sorted(SETS), default="demo", help="what to install (demo)")
     wanted = SETS[parser.parse_args().set]
-    if not any(piece.is_missing() for piece in wanted):
+    if not missing_of(wanted):
         return 0
     # One at a time. What a killed setup has left running holds the lock until it ends.
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        missing = [piece for piece in wanted if piece.is_missing()]
+        missing = missing_of(wanted)
         return make(missing, Processes(lock.fileno())) if missing else 0
+
+
+def missing_of(wanted: Sequence[Piece]) -> list[Piece]:
+    """What is not there, in order; all of it if the venv that holds it has to be made anew."""
+    missing = [piece for piece in wanted if piece.is_missing()]
+    return list(wanted) if wanted[0] in missing else missing
 
 
 def make(missing: list[Piece], processes: Processes) -> int:

@@ -91,7 +91,7 @@ def test_a_full_disk_is_named(tree: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not _can_unshare("-rn"), reason="no namespaces here")
-def test_a_killed_setup_goes_on_where_it_ended_and_needs_no_network_when_complete(tmp_path: Path) -> None:
+def test_a_killed_setup_goes_on_where_it_ended_and_a_complete_one_needs_no_network(tmp_path: Path) -> None:
     tree = copy_tree(tmp_path)
     small_lists(tree, tmp_path / "wheels")
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels"), "UV_CACHE_DIR": str(tmp_path / "cache")}
@@ -125,6 +125,11 @@ def test_a_killed_setup_goes_on_where_it_ended_and_needs_no_network_when_complet
     third = run_setup(tree, *NO_NETWORK)
     assert (third.returncode, third.stdout, third.stderr) == (0, "", "")
     assert _files(tree) == files
+
+    (marks / "venv").write_text("of another interpreter")
+    fourth = run_setup(tree, **offline, SLOW_FOLDER=str(tmp_path))
+    assert fourth.returncode == 0, fourth.stdout + fourth.stderr
+    assert "Installing venv, uv, torch, demo packages, nemo_fp8_debug into" in fourth.stdout
 
 
 def _wait_for(event: Path, process: subprocess.Popen[bytes]) -> None:
