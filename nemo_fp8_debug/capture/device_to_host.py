@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
 
-from ..kernels.cpu.precompute import precompute
-from ..numerics.precomputed import CastRequests
 from .packed_transfer import Move, copied_to_host
 
 
@@ -36,32 +34,22 @@ class DeviceToHostCopy:
         self._on_device = any(device.type != "cpu" for device in devices)
         self._done = False
 
-    def wait(self, requests: Callable[[], CastRequests]) -> None:
-        """Have all tensors in host memory, once the device has come to the end of the step; nothing more if called again.
-
-        Args:
-            requests: of histograms, which is found before they leave a CUDA device, or else on the host.
-        """
-        if self._done:
-            return
-        wanted = self._fetch(requests) if self._on_device else []
-        precompute([of for of in wanted or requests() if not of[0].precomputed])
+    def wait(self) -> None:
+        """Have all tensors in host memory, once the device has come to the end of the step; nothing more if called again."""
+        if self._on_device and not self._done:
+            self._fetch()
         self._done = True
 
-    def _fetch(self, requests: Callable[[], CastRequests]) -> CastRequests:
-        """What is away; gives what was asked of a CUDA device."""
+    def _fetch(self) -> None:
         home: dict[int, torch.Tensor] = {}
         with contextlib.ExitStack() as streams:
             for device, over in self._over.items():
                 streams.enter_context(torch.cuda.stream(_stream(device)))
                 _stream(device).wait_event(over)
-            wanted = requests() if self._over else ()
-            for device, tensors in _by_device(self._holders).items():
-                found = copied_to_host(tensors, _to_host, wanted if device in self._over else ())
-                home |= zip(map(id, tensors), found, strict=True)
+            for tensors in _by_device(self._holders):
+                home |= zip(map(id, tensors), copied_to_host(tensors, _to_host), strict=True)
         for holder in self._holders:
             holder.move(lambda x: home.get(id(x), x))
-        return wanted
 
 
 def _mark(device: torch.device) -> torch.cuda.Event:
@@ -71,8 +59,8 @@ def _mark(device: torch.device) -> torch.cuda.Event:
     return over
 
 
-def _by_device(holders: Sequence[Holder]) -> dict[torch.device, list[torch.Tensor]]:
-    """The tensors that are not in host memory, each once."""
+def _by_device(holders: Sequence[Holder]) -> list[list[torch.Tensor]]:
+    """The tensors that are not in host memory, each once, a list for each device."""
     found: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +70,7 @@ def _by_device(holders: Sequence[Holder]) -> dict[torch.device, list[torch.Tenso
 
     for holder in holders:
         holder.move(note)
-    return {device: list(tensors.values()) for device, tensors in found.items()}
+    return [list(tensors.values()) for tensors in found.values()]
 
 
 @functools.cache

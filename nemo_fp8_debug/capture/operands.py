@@ -11,9 +11,7 @@ import torch
 from ..kernels import count_into, histogram_of, moments, nonfinite, quantization_sums
 from ..numerics import metrics
 from ..numerics.block_scaling import BlockRule
-from ..numerics.delayed_state import EmulatedScales
 from ..numerics.histogram import DTYPES, Histogram
-from ..numerics.precomputed import CastRequest
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of
 from .backends.base import ScaleInUse
@@ -160,30 +158,11 @@ class Operand:
     @functools.cached_property
     def total(self) -> Histogram:
         """The histogram of all calls together; none may follow."""
-        first, *others = [*self.histograms, *([self.rest] if self.rest else [])]
+        first, *others = self._kept()
         return sum(others, first)
 
-    def requests(self, others: Sequence[EmulatedScales]) -> list[tuple[Histogram, list[CastRequest]]]:
-        """Its histograms, and under what metrics will ask for their sums.
-
-        Args:
-            others: what-if recipes.
-        """
-        if not self.calls:
-            return []
-        casts = zip(self.histograms, self.casts, strict=True)
-        under = {id(of): [(use.scale, use.format)] for of, use in casts if not self.sums}
-        alternatives = {id(self.total): [(by.next_scale(self.key), by.recipe.format_of(self.role)) for by in others]}
-        requests = []
-        for of in self._kept():
-            casts_of = [*under.get(id(of), []), *alternatives.get(id(of), [])] if self.dtype in DTYPES else []
-            requests.append((of, [(scale, fmt) for scale, fmt in casts_of if not isinstance(scale, BlockRule)]))
-        return requests
-
     def _kept(self) -> list[Histogram]:
-        """Each histogram, and that of all calls if it was asked for."""
-        kept = [*self.histograms, self.rest, self.__dict__.get("total")]
-        return list({id(of): of for of in kept if of}.values())
+        return [*self.histograms, *([self.rest] if self.rest else [])]
 
 
 def _moved(use: ScaleInUse, to: Callable[[torch.Tensor], torch.Tensor]) -> ScaleInUse:

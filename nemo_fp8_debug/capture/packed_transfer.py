@@ -1,4 +1,4 @@
-"""Tensors of a device as one that is copied to the host: of histograms what they hold, and what metrics will ask of them."""
+"""Tensors of a device as one that is copied to the host: of histograms only what they hold."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from ..numerics.histogram import BINS, Histogram, HistogramBatch, Occupied
-from ..numerics.precomputed import CastRequest, CastRequests, PrecomputedSums
+from ..numerics.histogram import BINS
 
 #: histograms whose bins are looked for at a time, 2 MiB of them
 GROUP = 8
-#: occupied bins that are measured at a time, which takes some 10 MiB
-AT_ONCE = 1 << 17
 
 #: gives the tensor that takes the place of one
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -21,29 +18,16 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 Bins = tuple[torch.Tensor, torch.Tensor]
 
 
-def copied_to_host(tensors: Sequence[torch.Tensor], to_host: Move, requests: CastRequests = ()) -> list[torch.Tensor]:
-    """Tensors of one device in host memory, by one copy; of histograms only the bins that are not empty travel.
-
-    Args:
-        requests: histograms, some of whose counts are among the tensors: what is asked of these is found where they are, and
-            comes along.
-    """
+def copied_to_host(tensors: Sequence[torch.Tensor], to_host: Move) -> list[torch.Tensor]:
+    """Tensors of one device in host memory, by one copy; of histograms only the bins that are not empty travel."""
     histograms = [x for x in tensors if _is_histogram(x)]
     others = [x for x in tensors if not _is_histogram(x)]
-    rows = {id(counts): row for row, counts in enumerate(histograms)}
-    about = {row: of for of in requests if (row := rows.get(id(of[0].counts))) is not None}
     groups = _thinned(histograms)
-    precomputed = _precomputed_of(groups, [about.get(row) for row in range(len(histograms))]) if about else None
     bins = [x for where, there in groups for x in (where.int(), there)]
-    away = [*bins, *others, *(precomputed.tensors() if precomputed else ())]
+    away = [*bins, *others]
     home = iter(unpacked(to_host(packed(away)), away))
-    filled = list(_filled([(next(home), next(home)) for _ in groups], len(histograms)))
-    rest = iter([next(home) for _ in others])
-    if precomputed:
-        found = precomputed.moved(lambda _: next(home))
-        for row, (histogram, _) in about.items():
-            histogram.precomputed, histogram.occupied = (found, row), filled[row][1]
-    counts = iter([table for table, _ in filled])
+    counts = _filled([(next(home), next(home)) for _ in groups], len(histograms))
+    rest = iter(list(home))
     return [next(counts) if _is_histogram(x) else next(rest) for x in tensors]
 
 
@@ -61,43 +45,12 @@ def _thinned(histograms: Sequence[torch.Tensor]) -> list[Bins]:
     return found
 
 
-def _precomputed_of(
-    groups: Sequence[Bins], about: Sequence[tuple[Histogram, Sequence[CastRequest]] | None]
-) -> PrecomputedSums:
-    """What is asked of all histograms of those groups."""
-    dtypes = [of[0].dtype if of else torch.bfloat16 for of in about]
-
-    def batches() -> Iterator[HistogramBatch]:
-        start = 0
-        for portion in _portions(groups):
-            where = torch.cat([where + BINS * GROUP * i for i, (where, _) in enumerate(portion)])
-            mine = dtypes[start : start + GROUP * len(portion)]
-            yield HistogramBatch.of_bins(where, torch.cat([there for _, there in portion]), mine)
-            start += len(mine)
-
-    return PrecomputedSums.of(batches(), [of[1] if of else () for of in about])
-
-
-def _portions(groups: Sequence[Bins]) -> Iterator[list[Bins]]:
-    """Groups that are measured together."""
-    portion: list[Bins] = []
-    for group in groups:
-        if portion and sum(len(where) for where, _ in [*portion, group]) > AT_ONCE:
-            yield portion
-            portion = []
-        portion.append(group)
-    yield portion
-
-
-def _filled(groups: Sequence[Bins], n: int) -> Iterator[tuple[torch.Tensor, Occupied]]:
-    """The `n` histograms that `_thinned` made those of, and what is occupied of each."""
-    for i, (away, counted) in enumerate(groups):
-        where, there, of_group = away.numpy().astype(np.int64), counted.numpy(), min(GROUP, n - GROUP * i)
-        counts = np.zeros((of_group, BINS), np.int64)  # mostly never touched
-        counts.reshape(-1)[where] = there
-        ends = np.searchsorted(where, BINS * np.arange(of_group + 1))
-        for k, (table, first, end) in enumerate(zip(counts, ends, ends[1:], strict=False)):
-            yield torch.from_numpy(table), (where[first:end] - BINS * k, there[first:end])
+def _filled(groups: Sequence[Bins], n: int) -> Iterator[torch.Tensor]:
+    """The `n` histograms that `_thinned` made those of."""
+    for i, (where, there) in enumerate(groups):
+        counts = np.zeros((min(GROUP, n - GROUP * i), BINS), np.int64)  # mostly never touched
+        counts.reshape(-1)[where.numpy()] = there.numpy()
+        yield from torch.from_numpy(counts)
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -66,7 +66,7 @@ class RunStore:
         return f"the store that the ranks met at{_address()} does not answer"
 
     def close(self) -> None:
-        """CastRequest no longer, and end the call that waits for an answer, if there is one.
+        """Ask no longer, and end the call that waits for an answer, if there is one.
 
         A thread that came back from it while the interpreter ends would end the process with an error.
         """

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from ..core.layer_names import aggregate_of, is_aggregate
+from ..kernels.cpu.histograms import Histograms
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.metric_columns import rows
 from ..numerics.metrics import Moments, QuantizationSums
-from ..numerics.precomputed import Histograms
 from ..numerics.recipe import parse_recipe
 from ..numerics.tensor_scaling import CurrentScaling
 from .expert_groups import ExpertAggregates

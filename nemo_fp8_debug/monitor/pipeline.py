@@ -46,13 +46,9 @@ class Sampled:
     #: of what was collected
     device_to_host: DeviceToHostCopy
 
-    def collected(self, others: Sequence[EmulatedScales] = ()) -> Collected:
-        """What this rank found.
-
-        Args:
-            others: recipes that it is measured under alone, without other ranks.
-        """
-        self.device_to_host.wait(lambda: [of for operand in self.operands for of in operand.requests(others)])
+    def collected(self) -> Collected:
+        """What this rank found."""
+        self.device_to_host.wait()
         return Collected(collect(self.operands), {key: sums for p in self.products for key, sums in p.sums().items()})
 
 
@@ -91,8 +87,8 @@ class Pipeline:
         """Measure a sample; on several ranks in the background.
 
         Returns:
-            What gives the outcome, and does the work or waits for it: None on ranks that do not write, or where ranks have
-            get out of sync.
+            What gives the outcome, and does the work or waits for it: None on ranks that do not write, or where ranks are
+            out of sync.
         """
         if self._worker is None:
             return lambda: Outcome(self._alone(sampled), {})
@@ -154,7 +150,7 @@ class Pipeline:
         self._ranks.close(in_sync=not self.over)
 
     def _alone(self, sampled: Sampled) -> Measured:
-        found = sampled.collected(self._what_if(sampled.what_if))
+        found = sampled.collected()
         self._report(sampled, found.operands)
         self._scales.observe({stat.key: stat.amax for stat in found.operands})
         return self._measured(found, sampled)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +33,6 @@ class Histogram:
     counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
     #: True where float32 values were rounded to bfloat16 to be counted
     rounded: bool = False
-    #: what was found of it on the device that it came from, and in which row of that
-    precomputed: tuple[Any, int] | None = None
 
     @functools.cached_property
     def occupied(self) -> Occupied:
@@ -124,34 +121,6 @@ class HistogramBatch:
             start += LANES * lanes_of(finite)
         others = (torch.tensor(of_others, dtype=torch.int64) for of_others in (inf, nan))
         return cls(lengths, torch.from_numpy(index), torch.from_numpy(counts), *others)
-
-    @classmethod
-    def of_bins(cls, where: torch.Tensor, there: torch.Tensor, dtypes: Sequence[torch.dtype]) -> HistogramBatch:
-        """Pack histograms on the device that they are on, which is asked for their lengths only.
-
-        Args:
-            where: int64 [N], ascending: what is occupied of the histograms end to end, BINS * i + p for bin p of
-            histogram i. there: int64 [N], the counts.
-            dtypes: of the histograms, [B].
-        """
-        histogram, bins = where // BINS, where % BINS
-        constants = [[infinity_bin(dtype) for dtype in dtypes], [BINS * DTYPES.index(dtype) for dtype in dtypes]]
-        infinity, table = torch.tensor(constants, dtype=torch.int64).to(where.device)[:, histogram]
-
-        def per_histogram(counts: torch.Tensor) -> torch.Tensor:
-            return there.new_zeros(len(dtypes)).index_add_(0, histogram, counts)
-
-        finite = bins < infinity
-        inf, nan = (per_histogram(there * those) for those in (bins == infinity, bins > infinity))
-        lengths: list[int] = per_histogram(finite.long()).tolist()
-        room = torch.tensor([LANES * lanes_of(length) for length in lengths], dtype=torch.int64)
-        shift = (room.cumsum(0) - room).to(where.device) - torch.searchsorted(
-            histogram, torch.arange(len(dtypes)).to(histogram)
-        )
-        t = int(room.sum())
-        place = torch.where(finite, torch.arange(len(where), device=where.device) + shift[histogram], t)
-        index, counts = (there.new_zeros(t + 1).scatter_(0, place, of)[:t] for of in (bins + table, there))
-        return cls(lengths, index, counts, inf, nan)
 
     @functools.cached_property
     def room(self) -> torch.Tensor:

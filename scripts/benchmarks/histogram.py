@@ -19,12 +19,11 @@ import torch
 
 from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
-from nemo_fp8_debug.kernels.cpu.precompute import precompute
+from nemo_fp8_debug.kernels.cpu.histograms import Histograms
 from nemo_fp8_debug.kernels.memory import bits_of
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
 from nemo_fp8_debug.numerics.histogram import BINS
-from nemo_fp8_debug.numerics.precomputed import Histograms
 
 #: values, in 2^20
 SIZES = (1, 4, 16, 64, 256)
@@ -104,7 +103,6 @@ def metrics_of_500_histograms() -> float:
     def once() -> float:
         counted = [histogram_of((1 + i) * torch.randn(1 << 16).bfloat16()) for i in range(500)]
         start = time.perf_counter()
-        precompute([(of, [(torch.tensor(scale), fmt) for scale, fmt in scalings]) for of in counted])
         histograms = Histograms(counted)
         for scale, fmt in scalings:
             scales = torch.full((500,), scale)

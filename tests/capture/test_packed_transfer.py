@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nemo_fp8_debug.capture import packed_transfer
 from nemo_fp8_debug.capture.backends import torch_linear
 from nemo_fp8_debug.capture.backends.base import ScaleInUse
 from nemo_fp8_debug.capture.collect import collect
@@ -26,9 +25,8 @@ from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.measurement.measure import measure
 from nemo_fp8_debug.numerics.block_scaling import MXFP8Scaling
 from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
-from nemo_fp8_debug.numerics.formats import E4M3, E5M2
+from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.histogram import BINS
-from nemo_fp8_debug.numerics.precomputed import Histograms
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 
@@ -100,9 +98,9 @@ CASES: dict[str, Callable[[], Operand]] = {
 }
 
 
-def come_done(seen: Operand, others: Sequence[EmulatedScales] = ()) -> int:
+def brought_home(seen: Operand) -> int:
     """Brings what was collected of an operand, and returns how many bytes were copied."""
-    requests, on_the_way, copied = seen.requests(others), dict[int, torch.Tensor](), list[int]()
+    on_the_way, copied = dict[int, torch.Tensor](), list[int]()
 
     def note(x: torch.Tensor) -> torch.Tensor:
         on_the_way[id(x)] = x
@@ -113,7 +111,7 @@ def come_done(seen: Operand, others: Sequence[EmulatedScales] = ()) -> int:
         return away.clone()
 
     seen.move(note)
-    home = dict(zip(on_the_way, copied_to_host(list(on_the_way.values()), copy, requests), strict=True))
+    home = dict(zip(on_the_way, copied_to_host(list(on_the_way.values()), copy), strict=True))
     seen.move(lambda x: home[id(x)])
     assert len(copied) == 1
     return copied[0]
@@ -134,7 +132,7 @@ def others_of(seen: Operand, samples: int) -> list[EmulatedScales]:
 def test_all_that_was_collected_moves_and_gives_the_same_metrics(case: str, samples: int) -> None:
     stayed, moved = CASES[case](), CASES[case]()
     before = tensors_of(moved)
-    come_done(moved, others_of(moved, samples))
+    brought_home(moved)
     assert not before.keys() & tensors_of(moved).keys()
     a, b = (measure(collect([seen]), others_of(seen, samples)) for seen in (stayed, moved))
     assert a.metrics == b.metrics
@@ -142,50 +140,3 @@ def test_all_that_was_collected_moves_and_gives_the_same_metrics(case: str, samp
     for x, y in zip(a.histograms["counts"], b.histograms["counts"], strict=True):
         np.testing.assert_array_equal(x, y)
     assert a.metrics["nonfinite_order"] == [3]
-
-
-def test_metrics_take_what_was_found_on_the_way() -> None:
-    """Were it computed once more, other sums on the way would change nothing."""
-    seen = CASES["delayed"]()
-    come_done(seen, others_of(seen, 1))
-    before = measure(collect([seen]), others_of(seen, 1))
-    assert seen.total.precomputed
-    found, _ = seen.total.precomputed
-    sums = [replace(of, overflows=of.overflows + 7) for of in found.sums]
-    changed = replace(found, moments=replace(found.moments, sum_x4=found.moments.sum_x4 * 3), sums=sums)
-    for of in [*seen.histograms, seen.total]:
-        assert of.precomputed
-        of.precomputed = changed, of.precomputed[1]
-    after = measure(collect([seen]), others_of(seen, 1))
-    assert after.metrics["kurtosis"] == pytest.approx([3 * before.metrics["kurtosis"][0]])
-    changed_rows = [y > x for x, y in zip(before.what_if["overflow_pct"], after.what_if["overflow_pct"], strict=True)]
-    assert changed_rows == ["mxfp8" not in recipe for recipe in before.what_if["recipe"]]
-    assert after.metrics["overflow_pct"][0] > before.metrics["overflow_pct"][0]
-
-
-def test_what_was_not_asked_for_is_computed() -> None:
-    stayed, moved = (histogram_of(torch.randn(500, generator=torch.Generator().manual_seed(1)).bfloat16()) for _ in range(2))
-    requests = [(moved, [(torch.tensor(2.0), E4M3), (CurrentScaling(), E5M2)])]
-    (moved.counts,) = copied_to_host([moved.counts], torch.clone, requests)
-    a, b = Histograms([stayed]), Histograms([moved])
-    current = CurrentScaling().scale(a.amax(), E5M2.max)
-    for scale, fmt in ((torch.tensor([2.0]), E4M3), (current, E5M2), (current, E4M3), (torch.tensor([3.0]), E4M3)):
-        x, y = (of.quantization_sums(scale, [fmt]) for of in (a, b))
-        assert vars(x) == vars(y)
-    assert Histograms([stayed, moved]).moments.n.tolist() == [500, 500]
-
-
-@pytest.mark.parametrize("portion", [1, 3000, 1 << 17])
-def test_portions_of_many_histograms_are_put_together(portion: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_transfer, "AT_ONCE", portion)
-    kinds = [torch.bfloat16, torch.float16]
-    histograms = [histogram_of((10.0**i * torch.randn(100 * (i % 4))).to(kinds[i % 2])) for i in range(2 * GROUP + 3)]
-    want = Histograms(histograms).moments
-    requests = [(of, [(torch.tensor(1.5 + i), E4M3)] * (i % 3)) for i, of in enumerate(histograms)]
-    for of, counts in zip(histograms, copied_to_host([of.counts for of in histograms], torch.clone, requests), strict=True):
-        of.counts = counts
-    found = [of.precomputed for of in histograms]
-    assert all(precomputed and precomputed[0] is found[0][0] for precomputed in found if found[0])  # one table for all
-    moments = Histograms(histograms).moments
-    for name, column in vars(want).items():
-        torch.testing.assert_close(getattr(moments, name), column, rtol=0, atol=0, equal_nan=True)

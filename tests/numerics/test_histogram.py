@@ -175,19 +175,6 @@ def test_histograms_of_different_dtypes_refuse_to_add() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(PATTERNS, st.sampled_from(SIXTEEN_BIT)), max_size=5))
-def test_histograms_are_packed_the_same_where_they_are(tensors: list[tuple[npt.NDArray[np.uint16], torch.dtype]]) -> None:
-    histograms = [histogram_of(torch.from_numpy(bits.view(np.int16)).view(dtype)) for bits, dtype in tensors]
-    all_counts = torch.cat([torch.zeros(0, dtype=torch.int64), *(of.counts for of in histograms)])
-    where = all_counts.nonzero().view(-1)
-    want = HistogramBatch.of(histograms)
-    found = HistogramBatch.of_bins(where, all_counts[where], [of.dtype for of in histograms])
-    assert found.lengths == want.lengths
-    for name in ("index", "counts", "inf", "nan"):
-        assert torch.equal(getattr(found, name), getattr(want, name)), name
-
-
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 700), max_size=5), st.integers(0, 2**32 - 1))
 def test_bins_of_a_histogram_add_up_whatever_is_beside_it(lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -58,7 +58,7 @@ def instruction(function: Callable[..., Any], prefer_literal: bool = False) -> C
 
 @instruction
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """CastRequest for the cache line of `array[index]`, but not in the closest cache, which has few lines on their way
+    """Ask for the cache line of `array[index]`, but not in the closest cache, which has few lines on their way
     at once.
 
     An index past the end is harmless, since a prefetch cannot fault.

@@ -62,9 +62,9 @@ PARTS = (
     Part("block-sums", "kernels", "the kernel of block sums, against the device's copy", KERNELS, 400),
     Part("float32", "kernels", "the kernels of float32, against the device's copy", KERNELS, 240),
     Part(
-        "device-sums",
-        "device_sums",
-        "what the device finds in histograms, against the host's",
+        "transfer",
+        "transfer",
+        "histograms that come to the host, against the device's",
         KERNELS,
         240,
     ),
