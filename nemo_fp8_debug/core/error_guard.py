@@ -13,7 +13,7 @@ class ErrorGuard:
 
     def __init__(self, on_error: str) -> None:
         self.raises = on_error == "raise"
-        #: the step that the run is at
+        #: the step that messages name
         self.step = -1
         self._warned: set[str] = set()
 

@@ -96,6 +96,7 @@ class Monitor:
         self._pipeline, self._delivery, self._watched = parts.pipeline, parts.delivery, parts.watched
         self._sampled: SampledStep | None = None
         self._begun: int | None = None
+        self._step = -1
         self._order = StepOrder(self._errors.warn if self._ranks.writes else lambda *anything: None)
         self._closed = False
         self._summary.open()
@@ -164,7 +165,7 @@ class Monitor:
         self._begun = _INVALID if number is None else number
         if number is None:
             return
-        self._errors.step = number
+        self._step = self._errors.step = number
         with self._errors.guard("while starting to sample"):
             self._live_control.start_step(number)
             if self._schedule.samples(number) and not self._live_control.stopped:
@@ -272,9 +273,9 @@ class Monitor:
     def _tell_triggers(self, loss: Any) -> None:
         with self._errors.guard("while watching the loss"):
             try:
-                self._live_control.end_step(self._errors.step, loss)
+                self._live_control.end_step(self._step, loss)
             except TimeoutError as error:
-                self._pipeline.end(self._errors.step, error)
+                self._pipeline.end(self._step, error)
 
     def close(self) -> None:
         """The run is over: records what is left. To close a second time does nothing."""
