@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later
+from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later, unknown_cast
 from .backends.transformer_engine import inspection
 from .gemms import Gemm
 from .output_samples import Products
@@ -80,22 +80,22 @@ class _Guard:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pass:
-    """A forward pass of a module that counts."""
+    """A forward pass of a module that counts, itself or in its recompute."""
 
     #: place in the order of execution
     order: int
-    #: how each operand is cast in it, if the backend can tell
-    casts: Mapping[tuple[str, str], ScaleInUse | None]
+    #: how X and W are cast in it, by GEMM and role, if the backend can tell; None: it has not returned yet
+    casts: dict[tuple[str, str], ScaleInUse] | None = None
 
 
 class Capture:
     """The hooks of one sampled step.
 
     Activation recompute runs a module's forward twice, once of them inside backward. A forward inside backward counts only
-    where the first one could not: under `no_grad`, where it left no output to hook. It has the place and the casts of the
-    first one, since an engine that recomputes casts as it did then, and its scales have moved on.
+    where the first one could not: under `no_grad`, where it left no output to hook. It has the place, and the casts of X
+    and W, of the first one, since an engine that recomputes casts as it did then, and its scales have moved on.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class Capture:
         self._with_grad: set[nn.Module] = set()  # counted outside backward: a recompute of these adds nothing
         self._sharded: set[nn.Module] = set()  # whose operands are ready only between the hooks of a sharding engine
         self._under_way: dict[nn.Module, _Pass | None] = {}  # of modules whose forward runs; None: not counted
+        self._first_passes: dict[nn.Module, _Pass] = {}  # likewise, of those that a recompute will count
         self._weights: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # of the same, by GEMM
 
     def attach(self) -> None:
@@ -159,15 +160,22 @@ class Capture:
         return _Guard(self._on_fault, name, role, lost)
 
     def _before_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        counted = self._counted(gemms, module, kwargs)
+        counted = self._counted(module)
         self._under_way[module] = counted
         if counted is None:
             return
         self._weights[module] = self._found_weights(gemms, module, args, kwargs)
         if any(is_prepared_later(module, weight) for weight in self._weights[module].values()):
             self._sharded.add(module)
-        if module not in self._sharded:
+        if not self._takes_inputs_later(gemms, module):
             self._take_inputs(gemms, module, args, kwargs, counted)
+
+    def _takes_inputs_later(self, gemms: Sequence[Gemm], module: nn.Module) -> bool:
+        """Whether X is looked at once the forward is over: X itself, or how its engine casts it, is not known before."""
+        return module in self._sharded or (gemms[0].backend.cast is not None and not emulated(module))
+
+    def _reads_casts(self, gemm: Gemm) -> bool:
+        return self._read_casts and gemm.backend.cast is not None and not emulated(gemm.module)
 
     def _found_weights(
         self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs
@@ -188,7 +196,7 @@ class Capture:
         key = gemm.name, role
         if (sink := self._sinks.get(key)) and x is not None:
             x = x if gemm.backend.has_own_fp8 else as_multiplied(x)
-            use = counted.casts.get(key)
+            use = (counted.casts or {}).get(key)
             sink.add(x, counted.order + (role == "weight"), use)
             self._multiply(gemm, role, x, counted, use)
 
@@ -196,7 +204,7 @@ class Capture:
         if products := self._products.get(gemm.name):
             products.add(role, x, counted.order, use)
 
-    def _counted(self, gemms: Sequence[Gemm], module: nn.Module, kwargs: Kwargs) -> _Pass | None:
+    def _counted(self, module: nn.Module) -> _Pass | None:
         """A forward that counts, a recompute as its first pass was; None: not counted."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return None  # counting would be recorded with it, and be done again in every replay, in memory of others by then
@@ -205,21 +213,35 @@ class Capture:
             return first_passes.popleft() if first_passes and module not in self._with_grad else None
         if not torch.is_grad_enabled():
             if module.training:
-                self._without_grad[module].append(self._pass(gemms, module, kwargs))
+                self._first_passes[module] = _Pass(next(self._order))
+                self._without_grad[module].append(self._first_passes[module])
             return None
         self._with_grad.add(module)
-        return self._pass(gemms, module, kwargs)
+        return _Pass(next(self._order))
 
-    def _pass(self, gemms: Sequence[Gemm], module: nn.Module, kwargs: Kwargs) -> _Pass:
-        casts = {(g.name, role): self._cast(g, module, kwargs, role) for g in gemms for role in ("input", "weight")}
-        return _Pass(next(self._order), casts)
+    def _note_casts(self, gemms: Sequence[Gemm], kwargs: Kwargs, out: Any, to: _Pass) -> None:
+        """How a call that has just returned casts X and W: its engine's scales may move before a recompute."""
+        if to.casts is None:
+            to.casts = {}
+            for gemm in gemms:
+                for role in ("input", "weight"):
+                    if read := self._cast_reader(gemm, kwargs, role, out):
+                        to.casts[gemm.name, role] = read()
 
-    def _cast(self, gemm: Gemm, module: nn.Module, kwargs: Kwargs, role: str) -> ScaleInUse | None:
+    def _cast_reader(self, gemm: Gemm, kwargs: Kwargs, role: str, out: Any) -> Callable[[], ScaleInUse] | None:
+        """What tells how a role is cast in a call, or that it is unknown; None: the backend never quantizes."""
         cast = gemm.backend.cast
-        if cast and self._read_casts and (gemm.name, role) in self._sinks and not emulated(module):
-            with self._guarded(gemm.name, role, lost=False):
-                return cast(module, kwargs, gemm.part, role)
-        return None
+        if cast is None or not self._reads_casts(gemm) or (gemm.name, role) not in self._sinks:
+            return None
+        with self._guarded(gemm.name, role, lost=False):
+            read = cast(gemm.module, kwargs, gemm.part, role, gemm.backend.output(out))
+            return partial(self._known_cast, gemm.name, role, read)
+        return partial(unknown_cast, role)
+
+    def _known_cast(self, name: str, role: str, read: Callable[[], ScaleInUse]) -> ScaleInUse:
+        with self._guarded(name, role, lost=False):
+            return read()
+        return unknown_cast(role)
 
     def _take_inside(self, gemm: Gemm, role: str, x: torch.Tensor, cast: Callable[[], ScaleInUse]) -> None:
         """An operand from inside of a module, in its forward, in a recompute of that, or in its backward."""
@@ -227,21 +249,21 @@ class Capture:
         with self._guarded(*key):
             counted = self._under_way.get(gemm.module)
             if (sink := self._inside.get(key)) and (counted or role == "grad_output"):
-                use = None
-                if self._read_casts:
-                    with self._guarded(*key, lost=False):
-                        use = cast()
+                use = self._known_cast(*key, cast) if self._read_casts else None
                 sink.add(x, counted.order + 2 if counted else next(self._order), use)
                 if counted:  # which call a gradient from inside belongs to, nobody says
                     self._multiply(gemm, role, x, counted, use)
 
     def _after_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
-        counted = self._under_way.pop(module, None)
+        counted, first = self._under_way.pop(module, None), self._first_passes.pop(module, None)
         weights = self._weights.pop(module, {})
+        if noted := counted or first:
+            self._note_casts(gemms, kwargs, out, noted)
         if counted is None:
             return
-        if module in self._sharded:
+        if self._takes_inputs_later(gemms, module):
             self._take_inputs(gemms, module, args, kwargs, counted)
+        if module in self._sharded:
             weights = self._found_weights(gemms, module, args, kwargs)
         for gemm in gemms:
             with self._guarded(gemm.name, "weight"):
@@ -254,12 +276,13 @@ class Capture:
         key = gemm.name, "grad_output"
         # Of the arguments a hook that lives until backward keeps only those that are no activations.
         small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
+        read = self._cast_reader(gemm, kwargs, "grad_output", out)
 
         def take(grad: torch.Tensor) -> None:
             with self._guarded(*key):
                 sink = self._sinks.get(key)
                 if sink and (dy := gemm.backend.grad(grad, module, small, kwargs, gemm.part)) is not None:
-                    use = self._cast(gemm, module, kwargs, "grad_output")
+                    use = read() if read else None
                     sink.add(dy, next(self._order), use)
                     self._multiply(gemm, "grad_output", dy, counted, use)
 

@@ -12,13 +12,12 @@ from ..core.keys import ROLES, Key
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import ScaleInUse
+from .backends.base import ScaleInUse, not_quantized
 from .gemms import Gemm
 from .overrides import SWITCHED, emulated
 
 #: what a run without FP8 is measured against: it needs nothing but the tensor itself
-_RULE = CurrentScaling()
-SHADOW = Recipe(_RULE)
+SHADOW = Recipe(CurrentScaling())
 
 
 class Scales:
@@ -55,7 +54,7 @@ class Scales:
         """How operand `role` of `gemm` is cast in the step that begins."""
         if self.auto and (engine := emulated(gemm.module)):
             if not engine.quantizes(role):
-                return ScaleInUse(_RULE, SHADOW.format_of(role), SHADOW.name, "not quantized")
+                return not_quantized(role)
             recipe = engine.recipes[role]
             return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe.name, "engine")
         scale = self._emulated.next_scale((gemm.name, role))

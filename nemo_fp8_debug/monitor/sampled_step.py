@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..capture.backends.base import raw_weight
+from ..capture.backends.base import UnknownCast, raw_weight
 from ..capture.backends.transformer_engine import inspection
 from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.dtensor import is_counted, is_dtensor
@@ -164,7 +164,11 @@ class SampledStep:
 
     def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         """A hook has failed, which costs an operand, or what it is cast with."""
-        errors = self._watched.errors
+        errors, what = self._watched.errors, f"{SHOWN_AS[role]} of {layer}"
+        if isinstance(error, UnknownCast):
+            reason = f"{error}. It is measured as if it were not quantized, with scale_source 'unknown'"
+            errors.warn(f"how the engine casts {what} is unknown: {reason}, and so are others like it", kind=str(error))
+            return
         if errors.raises:
             raise error
         if lost:
@@ -175,7 +179,7 @@ class SampledStep:
                 self._expected.add((layer, role))
             self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
         else:
-            message = f"could not read the scale of {SHOWN_AS[role]} of {layer}; using an emulated scale"
+            message = f"could not read how the engine casts {what}; its scale_source is 'unknown'"
             errors.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
 
     def forget(self) -> None:

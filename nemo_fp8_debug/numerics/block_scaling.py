@@ -118,15 +118,20 @@ class BlockScaling(BlockRule):
 class MXFP8Scaling(BlockRule):
     """Transformer Engine's `MXFP8BlockScaling`: 1x32, scales are powers of two in E8M0, rounded up: nothing overflows.
 
+    With `enable_2d_quantization` blocks of W are 32x32.
+
     OCP MX itself has floor(log2(amax)) - floor(log2(limit)), under which what lies above limit saturates.
     Source: `cast/mxfp8/quantize_mxfp8.cuh`.
     """
 
+    #: blocks of W are 32x32
+    square_weights: bool = False
+
     formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid")
 
     def block(self, role: str) -> Block:
-        """1x32."""
-        return 1, 32
+        """1x32, or 32x32."""
+        return (32, 32) if self.square_weights and role == "weight" else (1, 32)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """scale_inv is the power of two at or above amax / limit; the quotient a float32 product with 1 / limit."""
@@ -145,12 +150,15 @@ class NVFP4Scaling(BlockRule):
     Source: `cast/nvfp4/core_nvfp4.cuh` and `quantize_transpose_nvfp4.cuh`.
     """
 
+    #: blocks of W are 16x16; 1x16 with `disable_2d_quantization`
+    square_weights: bool = True
+
     formats: ClassVar[tuple[str, ...]] = (E2M1.name,)
     two_level: ClassVar[bool] = True
 
     def block(self, role: str) -> Block:
         """1x16; 16x16 for W."""
-        return (16, 16) if role == "weight" else (1, 16)
+        return (16, 16) if self.square_weights and role == "weight" else (1, 16)
 
     def tensor_scale(self, whole: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
         """The second level, float32 scalar: brings the largest scale of a block to E4M3's limit."""

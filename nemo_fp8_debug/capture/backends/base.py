@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,8 +30,27 @@ class ScaleInUse:
     #: name of the recipe that the scale belongs to
     recipe: str
     #: "engine": read from what quantizes the operand; "emulated": a history kept here; "current": the operand's own amax;
-    #: "not quantized": the engine left this operand in high precision, and current scaling is what it might use
+    #: "not quantized": the engine left this operand in high precision, and current scaling is what it might use;
+    #: "unknown": the engine may quantize it, and how could not be read; measured as if it were not quantized
     source: str
+
+
+class UnknownCast(Exception):
+    """How an engine casts an operand cannot be told; the message names what is not known."""
+
+
+#: what stands for the cast of an operand that nothing quantizes
+_SHADOW = Recipe(CurrentScaling())
+
+
+def not_quantized(role: str) -> ScaleInUse:
+    """Of an operand that its engine leaves in high precision."""
+    return ScaleInUse(CurrentScaling(), _SHADOW.format_of(role), _SHADOW.name, "not quantized")
+
+
+def unknown_cast(role: str) -> ScaleInUse:
+    """Of an operand whose cast cannot be told."""
+    return replace(not_quantized(role), source="unknown")
 
 
 @dataclass(frozen=True)
@@ -58,9 +77,9 @@ class Backend:
     copied: Callable[[nn.Module, str], bool | None] = parallel.copied
     #: roles of a part that no hook sees
     unseen: Callable[[nn.Module, str], Collection[str]] = lambda module, part: ()
-    #: what the engine casts a role of a part with in the forward call that begins, or in the backward of this moment;
-    #: None where it does not quantize; no function where the backend never does
-    cast: Callable[[nn.Module, Kwargs, str, str], ScaleInUse | None] | None = None
+    #: from a forward call that has just returned: what tells how its engine casts a role of a part, asked at once of X and
+    #: W, in the backward of dY; raises UnknownCast. No function where the backend never quantizes
+    cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], ScaleInUse]] | None = None
     #: whether its modules quantize for themselves when told to
     has_own_fp8: bool = False
     #: the FP8 recipe that the module is configured for; None: none

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,6 +27,8 @@ READ = (
     Names(("pytorch/module/layernorm_mlp.py",), "LayerNormMLP", ("fc1_weight", "fc2_weight", *NORM[:-1])),
     Names(("pytorch/module/grouped_linear.py",), "GroupedLinear", ("num_gemms", "_offsets")),
 )
+#: what all quantizers have, in whichever file a release defines it
+LAYOUT = {"rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"}
 #: the class that holds a direction's scales; before 2.0 it is compiled, and its `scale` is set from Python
 STATE = Names(MANAGER, "DelayedScalingRecipeState", ("scale",))
 
@@ -124,30 +123,22 @@ def keys_of(tree: ast.AST, attribute: str) -> set[str]:
     return set()
 
 
-def recipes_read(root: Path) -> dict[str, list[str]]:
-    """What is wrong with the host's reading of each of this release's recipes: the one file of it that runs anywhere."""
-    from nemo_fp8_debug.capture.backends.transformer_engine.casts import recipe_of
+def unknown_attributes(root: Path) -> dict[str, list[str]]:
+    """Of each quantizer class that the host knows: attributes of this release that it does not, which make casts unknown."""
+    from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import KNOWN
 
-    module = imported(f"recipes_of_{root.parent.name}", root / "common/recipe/__init__.py")
-    options = {"margin": 1, "amax_history_len": 4, "amax_compute_algo": "max"}
-    made = {
-        "DelayedScaling": ("delayed-hybrid(margin=1,amax_history_len=4)", options),
-        "Float8CurrentScaling": ("current-hybrid", {}),
-    }
-    wrong: dict[str, list[str]] = {}
-    for name, (expected, arguments) in made.items():
-        if hasattr(module, name):
-            recipe = getattr(module, name)(**arguments)
-            found = {role: recipe_of(recipe, role).name for role in ("input", "weight", "grad_output")}
-            wrong[name] = [f"{name} for {role} is read as {read}" for role, read in found.items() if read != expected]
-    return wrong
+    found: dict[str, list[str]] = {}
+    base = root / "pytorch/quantized_tensor.py"
+    layout = assigned(ast.parse(base.read_text()), "Quantizer") if base.exists() else set()
+    for path in sorted((root / "pytorch/tensor").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        for owner, known in KNOWN.items():
+            if any(class_of(tree, owner)):
+                found[owner] = sorted(assigned(tree, owner) - known - layout - LAYOUT)
+    return found
 
 
-def imported(name: str, path: Path) -> Any:
-    """A file as a module of its own."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+def assigned(tree: ast.AST, owner: str) -> set[str]:
+    """Attributes that methods of a class assign to `self`."""
+    stores = (n for n in class_of(tree, owner) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return {node.attr for node in stores if isinstance(node.value, ast.Name) and node.value.id == "self"}

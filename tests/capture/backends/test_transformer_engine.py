@@ -7,7 +7,7 @@ state manager lives, what holds a scale, and which slot is whose.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,6 +29,35 @@ class Format(Enum):
     HYBRID = 1
 
 
+class Float8Quantizer:
+    """Up to 1.13 there is none."""
+
+    def __init__(self, scale: torch.Tensor, dtype: str) -> None:
+        self.scale, self.amax, self.dtype = scale, torch.zeros(1), SimpleNamespace(name=dtype)
+        self.rowwise_usage = self.columnwise_usage = True
+        self.internal = False
+
+
+class FP8TensorMeta:
+    """What holds a direction's scales in 1.13."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale, self.scale_inv = scale, 1 / scale
+
+
+class Call(torch.autograd.Function):
+    """What the modules' functions leave for their backward in all versions."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Any, out: torch.Tensor) -> torch.Tensor:
+        ctx.fp8 = module.fp8
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, grads[0]
+
+
 @dataclass
 class DelayedScaling:
     """As in all versions; 1.13's has no method that tells its kind."""
@@ -48,11 +77,11 @@ class Version:
     #: GroupedLinear: whether slots lie expert by expert, and are counted a GEMM
     by_expert: bool
     debug: bool
-    more_in_state: dict[str, Any] = field(default_factory=dict)
+    has_quantizers: bool = True
 
 
 VERSIONS = {
-    "1.13": Version("fp8", 0, False, False, {"scale_inv": torch.ones(12)}),
+    "1.13": Version("fp8", 0, False, False, has_quantizers=False),
     "2.2": Version("fp8", 0, False, False),
     "2.8": Version("fp8", 2, True, True),
     "2.15": Version("quantization", 2, True, True),
@@ -65,8 +94,12 @@ class Base(nn.Module):
         self.fp8 = True
         scales = {"scaling_fwd": 100.0, "scaling_bwd": 1000.0}  # each slot a scale of its own
         self.fp8_meta: dict[str, Any] = {"recipe": DelayedScaling()}
+        formats = {"scaling_fwd": "kFloat8E4M3", "scaling_bwd": "kFloat8E5M2"}
         for key, first in scales.items():
-            self.fp8_meta[key] = SimpleNamespace(scale=first + torch.arange(slots), **version.more_in_state)
+            state = self.fp8_meta[key] = FP8TensorMeta(first + torch.arange(slots))
+            if version.has_quantizers:
+                self.quantizers = getattr(self, "quantizers", {})
+                self.quantizers[key] = [Float8Quantizer(scale, formats[key]) for scale in state.scale]
         self._fp8_workspaces: dict[str, Any] = {}
         self.eps, self.normalization, self.zero_centered_gamma = 1e-5, "LayerNorm", False
         if version.debug:
@@ -84,7 +117,7 @@ class Linear(Base):
         self.add("weight", 8, 8)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> tuple[torch.Tensor, None]:
-        return inp @ self.weight.t(), None
+        return Call.apply(self, inp @ self.weight.t()), None  # type: ignore[no-untyped-call]
 
 
 class LayerNormLinear(Linear):
@@ -104,7 +137,7 @@ class LayerNormMLP(Base):
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         hidden = nn.functional.layer_norm(inp, (8,), self.layer_norm_weight) @ self.fc1_weight.t()
-        return hidden.relu() @ self.fc2_weight.t()
+        return Call.apply(self, hidden.relu() @ self.fc2_weight.t())  # type: ignore[no-any-return, no-untyped-call]
 
 
 class GroupedLinear(Base):
@@ -121,7 +154,8 @@ class GroupedLinear(Base):
 
     def forward(self, inp: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> torch.Tensor:
         rows = inp.split(m_splits)
-        return torch.cat([x @ getattr(self, f"weight{i}").t() for i, x in enumerate(rows)])
+        outs = [x @ getattr(self, f"weight{i}").t() for i, x in enumerate(rows)]
+        return Call.apply(self, torch.cat(outs))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Layer(nn.Module):
@@ -142,6 +176,8 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     te.Linear, te.LayerNormLinear, te.LayerNormMLP, te.GroupedLinear = Linear, LayerNormLinear, LayerNormMLP, GroupedLinear
     holder: Any = ModuleType(f"transformer_engine.pytorch.{found.holder}")
     holder.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=DelayedScaling)
+    for cls, place in ((Float8Quantizer, "tensor"), (Call, "module"), (DelayedScaling, "recipe")):
+        monkeypatch.setattr(cls, "__module__", f"transformer_engine.pytorch.{place}")
     for module in (te, holder):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     torch.manual_seed(0)
@@ -178,11 +214,15 @@ def test_every_scale_is_that_of_the_slot_that_the_version_gives_it(version: Vers
 
 def test_a_state_that_has_changed_costs_one_warning_an_operand_and_no_metric(version: Version) -> None:
     layer = Layer(version)
-    del layer.fc2.fp8_meta["scaling_fwd"].scale
-    with pytest.warns(UserWarning, match="could not read the scale of X of fc2; using an emulated scale") as caught:
+    if version.has_quantizers:
+        for quantizer in layer.fc2.quantizers["scaling_fwd"]:
+            del quantizer.scale
+    else:
+        del layer.fc2.fp8_meta["scaling_fwd"].scale
+    with pytest.warns(UserWarning, match="could not read how the engine casts X of fc2") as caught:
         rows = sampled(layer, on_error="warn")
     assert len([w for w in caught if "fc2" in str(w.message)]) == 2
-    assert rows["fc2", "input"]["scale_source"] == rows["fc2", "weight"]["scale_source"] == "current"
+    assert rows["fc2", "input"]["scale_source"] == rows["fc2", "weight"]["scale_source"] == "unknown"
     assert rows["fc2", "input"]["mse"] > 0
     assert rows["fc2", "grad_output"]["scale_source"] == rows["fc1", "input"]["scale_source"] == "engine"
 

@@ -285,29 +285,6 @@ def test_weights_that_are_stored_in_fp8_are_left_out_and_said(tmp_path: Path) ->
     assert checked(tmp_path, model, casts, {"proj": ("proj", 0)}) == 3 * 2
 
 
-def test_a_recipe_that_is_not_known_costs_a_warning_and_the_true_scale(tmp_path: Path) -> None:
-    class Strange(Float8CurrentScaling):
-        def float8_current_scaling(self) -> bool:
-            return False
-
-    model = Block()
-
-    def step(number: int) -> None:
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
-            y = model(tokens(number))
-        for module in (model.qkv, model.proj):
-            module.fp8_meta["recipe"] = Strange()
-        y.float().square().sum().backward()
-
-    with pytest.warns(FP8DebugWarning, match="could not read the scale of dY of proj") as caught:
-        run(tmp_path, model, step, on_error="warn", dump=[])
-    assert "Strange" in str(caught[0].message)
-    metrics = read_table(tmp_path, "metrics")
-    assert set(metrics.filter(role="grad_output")["scale_source"]) == {"current"}
-    assert set(metrics.filter(role="input")["scale_source"]) == {"engine"}
-    assert metrics["mse"].null_count() == 0
-
-
 def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
     model = nn.ModuleDict({"known": te.Linear(32, 32, bias=False), "fused": te.ops.Linear(32, 32, bias=False)})
 

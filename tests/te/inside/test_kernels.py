@@ -251,8 +251,8 @@ def test_a_quantizers_usages_are_the_copies_of_its_tensors() -> None:
     assert torch.equal(tensor._data, CASTS[-1].codes) and tensor._transpose is None
     assert CASTS[-1].module is None
     quantizer.set_usage(rowwise=False, columnwise=True)
-    with pytest.raises(NotImplementedError, match="columnwise-only"):
-        quantizer(x)
+    column_wise = quantizer(x)
+    assert column_wise._data is None and torch.equal(column_wise._transpose, CASTS[-1].codes.movedim(-1, 0))
     assert quantizer.make_empty((4, 16), dtype=torch.bfloat16, device="cuda").shape == (4, 16)
 
 

@@ -1,71 +1,113 @@
-"""What Transformer Engine casts an operand with: its recipe, and the scale that it holds at this very moment.
+"""How a call of a module of Transformer Engine casts an operand: read from what the call itself holds.
 
 | what moved | since | how it is told here |
 |---|---|---|
 | `FP8GlobalStateManager` from `fp8.py` to `quantization.py` | 2.9 | the module that has it |
+| what backward needs from the autograd node to an object of its own (Linear) | 2.16 | the attribute `backward_objects` |
+| quantizers, one for each operand | 2.0 | without them delayed scaling is all there is, and its state is read |
 | the order of `LayerNormMLP`'s output gradients | 2.4 | `layernorm_mlp.py` |
 | the order of `GroupedLinear`'s slots | 2.3 | `grouped.py` |
 
-A delayed scale is read before the forward (X, W) or the backward (dY) that casts with it, and copied, since it moves in
-place after each forward pass. A scale that follows the tensor is not read but found by the same rule.
+The autograd node that a forward call leaves holds the quantizers of the call and what its backward will do: whether it
+quantizes dY is decided for each call. A call without gradient leaves no node; X and W have the quantizers that the module
+holds. Quantizers are read when the forward has returned, before the end of an autocast moves delayed scales; that of dY when
+its gradient arrives. A scale that follows the tensor is not read but found by the same rule.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ....numerics.block_scaling import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
-from ....numerics.recipe import Recipe
-from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
+from ....numerics.block_scaling import BlockRule
 from ...overrides import SWITCHED
-from ..base import Kwargs, ScaleInUse
+from ..base import Kwargs, ScaleInUse, UnknownCast, not_quantized
+from .quantizers import cast_by, delayed_cast
 
 _HOLDERS = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
 _STATES = {"input": "scaling_fwd", "weight": "scaling_fwd", "grad_output": "scaling_bwd"}
-#: the recipe's options for a role under current scaling
-_OPTIONS = {"input": "fp8_quant_fwd_inp", "weight": "fp8_quant_fwd_weight", "grad_output": "fp8_quant_bwd_grad"}
-_SHADOW = Recipe(CurrentScaling())
+#: nodes between what a module returns and the node of its function: views, an added bias, checkpoints of an output
+_FARTHEST = 8
 
 
-def cast_of(module: Any, role: str, slot: int) -> ScaleInUse:
-    """How `role` is cast by `module` in the call that begins.
+@dataclass(frozen=True)
+class Held:
+    """Where a call keeps the quantizer of an operand."""
 
-    Args:
-        slot: where the module's state for this direction keeps the operand.
-
-    Raises:
-        NotImplementedError: the recipe is not known here; says which.
-    """
-    return _cast(module, role, lambda: _held_scale(module, role, slot))
+    #: attribute of what its autograd node holds, as `input_quantizer`, and the number in it if it is a list
+    name: str
+    number: int | None
+    #: where the module's state for the direction keeps it
+    slot: int
 
 
-def cast_with(quantizer: Any, module: Any, role: str) -> ScaleInUse:
-    """How Transformer Engine's `quantizer` has just cast `role` of `module`.
+def cast_of(module: Any, role: str, held: Held, out: torch.Tensor) -> Callable[[], ScaleInUse]:
+    """What tells how `role` is cast by the call of `module` that has returned `out`: ask it in the backward for dY.
 
     Raises:
-        NotImplementedError: the recipe is not known here; says which.
+        UnknownCast: at once or when asked.
     """
-    return _cast(module, role, lambda: quantizer.scale.detach().reshape(()).clone())
+    call = _call_of(out)
+    if role != "grad_output":
+        return lambda: _forward_cast(module, role, held, call)
+    # Nothing here may hold the node: it would be freed late, with all that is saved for the backward.
+    if call is None or not hasattr(call, "fp8"):
+        raise UnknownCast("the autograd node of its call is not known here")
+    if not getattr(call, "debug", False) and (not call.fp8 or getattr(call, "backward_override", None) is not None):
+        return lambda: not_quantized(role)
+    te_recipe, quantizer = module.fp8_meta.get("recipe"), _quantizer_of(module, role, held, call)
+    return lambda: quantizer(te_recipe)
 
 
-def _cast(module: Any, role: str, held_scale: Callable[[], torch.Tensor]) -> ScaleInUse:
-    te_recipe = active_recipe(module, role)
-    if te_recipe is None:
-        return ScaleInUse(_SHADOW.scaling, _SHADOW.format_of(role), _SHADOW.name, "not quantized")  # type: ignore[arg-type]
-    recipe = recipe_of(te_recipe, role)
-    rule = recipe.scaling
-    scale = rule if isinstance(rule, (CurrentScaling, BlockRule)) else held_scale()
-    return ScaleInUse(scale, recipe.format_of(role), recipe.name, "engine")
+def _forward_cast(module: Any, role: str, held: Held, call: Any) -> ScaleInUse:
+    debug = getattr(call, "debug", False) if call is not None else getattr(module, "debug_enabled_in_this_iteration", False)
+    if not hasattr(module, "fp8"):
+        raise UnknownCast("its module does not say whether it runs in FP8")
+    if not module.fp8 and not debug:
+        return not_quantized(role)
+    return _quantizer_of(module, role, held, call, debug)(module.fp8_meta.get("recipe"))
 
 
-def active_recipe(module: Any, role: str) -> Any:
-    """Transformer Engine's recipe in force; None where the module runs in high precision."""
-    if role == "grad_output":  # the backward pass is outside of the context; the forward pass left word in the module
-        return module.fp8_meta.get("recipe") if getattr(module, "fp8", False) else None
+def _quantizer_of(module: Any, role: str, held: Held, call: Any, debug: bool = False) -> Callable[[Any], ScaleInUse]:
+    """What tells a cast, given the recipe: the quantizer of the call, or that of the module."""
+    found = getattr(call, held.name, None)
+    if isinstance(found, (list, tuple)) and held.number is not None:
+        found = found[held.number]
+    if found is None:
+        if debug:
+            raise UnknownCast("nvdlfw_inspect looks into its module, and the call does not tell its quantizer")
+        if not hasattr(module, "quantizers"):
+            scale = _state_before_quantizers(module, role).scale
+            return lambda te_recipe: delayed_cast(scale[held.slot], te_recipe, role)
+        found = module.quantizers[_STATES[role]][held.slot]
+    return lambda te_recipe: cast_by(found, te_recipe, role)
+
+
+def _state_before_quantizers(module: Any, role: str) -> Any:
+    state = module.fp8_meta.get(_STATES[role])
+    if type(state).__name__ != "FP8TensorMeta":
+        raise UnknownCast(f"its module has no quantizers, and its state is a {type(state).__name__}")
+    return state
+
+
+def _call_of(out: torch.Tensor) -> Any:
+    """What a call keeps for its backward; None: it has none, or none that is found."""
+    waiting, seen = deque([out.grad_fn] if out.grad_fn is not None else []), 0
+    while waiting and seen < _FARTHEST:
+        node, seen = waiting.popleft(), seen + 1
+        if getattr(type(node), "_forward_cls", type(None)).__module__.startswith("transformer_engine.pytorch.module"):
+            return getattr(node, "backward_objects", node)
+        waiting += [earlier for earlier, _ in node.next_functions if earlier is not None]
+    return None
+
+
+def active_recipe(module: Any) -> Any:
+    """Transformer Engine's recipe in force in a forward pass; None where the module runs in high precision."""
     manager = state_manager()
     if manager is None or not manager.is_fp8_enabled():
         return None
@@ -77,59 +119,19 @@ def state_manager() -> Any:
     return next((getattr(sys.modules[m], "FP8GlobalStateManager", None) for m in _HOLDERS if m in sys.modules), None)
 
 
-def recipe_of(te_recipe: Any, role: str) -> Recipe:
-    """The recipe in our terms.
-
-    Raises:
-        NotImplementedError: it has none.
-    """
-    fp8_format = getattr(te_recipe, "fp8_format", None)
-    fp8_format = fp8_format.name.lower() if fp8_format is not None else ""
-    if hasattr(te_recipe, "amax_history_len"):
-        algo = te_recipe.amax_compute_algo
-        scaling = DelayedScaling(te_recipe.margin, te_recipe.amax_history_len, algo if isinstance(algo, str) else "max")
-        return Recipe(scaling, fp8_format)
-    options = getattr(te_recipe, _OPTIONS[role], None)
-    if options is not None and _says(te_recipe, "float8_current_scaling"):
-        return Recipe(CurrentScaling(options.amax_epsilon, options.power_2_scale), fp8_format)
-    if options is not None and _says(te_recipe, "float8_block_scaling") and _blocks(te_recipe) == (1, 2, 1):
-        return Recipe(BlockScaling(options.power_2_scale, options.amax_epsilon), fp8_format)
-    if _says(te_recipe, "mxfp8"):
-        return Recipe(MXFP8Scaling(), fp8_format)
-    if _says(te_recipe, "nvfp4"):
-        return Recipe(NVFP4Scaling())
-    raise NotImplementedError(f"recipe {type(te_recipe).__name__} of Transformer Engine is not known here")
-
-
-def _blocks(te_recipe: Any) -> tuple[int, ...]:
-    """Dimensions of the blocks of X, W and dY."""
-    return tuple(getattr(te_recipe, f"{name}_block_scaling_dim") for name in ("x", "w", "grad"))
-
-
-def _says(te_recipe: Any, kind: str) -> bool:
-    method = getattr(te_recipe, kind, None)
-    return bool(method()) if callable(method) else False
-
-
-def _held_scale(module: Any, role: str, slot: int) -> torch.Tensor:
-    state = module.fp8_meta.get(_STATES[role])
-    if state is None:  # made in the first forward pass, with scales of 1
-        device = next((p.device for p in module.parameters()), None)
-        return torch.ones((), dtype=torch.float32, device=device)
-    scale: torch.Tensor = state.scale[slot].detach().clone()
-    return scale
-
-
-def cached_weight_cast(module: Any, kwargs: Kwargs, cache: str, use: ScaleInUse) -> ScaleInUse:
-    """The cast of a weight that this call may not cast anew: all but the first micro-batch use the one that is cached."""
-    # Megatron's wrappers keep it in the module, and pass None on where there is no cache.
-    first = kwargs.get("is_first_microbatch", getattr(module, "is_first_microbatch", None))
-    caches = not getattr(module, "disable_parameter_transpose_cache", False)
-    cached = module._fp8_workspaces.get(cache) if first is False and caches else None
-    scale_inv = getattr(cached, "_scale_inv", None)
+def cached_weight_cast(module: Any, kwargs: Kwargs, cache: str, use: ScaleInUse, out: torch.Tensor) -> ScaleInUse:
+    """The cast of a weight that a call may not have cast anew: all but the first micro-batch use the one that is cached."""
+    first = getattr(_call_of(out), "is_first_microbatch", kwargs.get("is_first_microbatch"))
+    # Megatron's wrappers keep in the module whether the next call is the first one; without a cache they pass None on.
+    caches = first is not None or hasattr(module, "is_first_microbatch")
+    cached = module._fp8_workspaces.get(cache) if caches else None
+    scale_inv = None if getattr(module, "disable_parameter_transpose_cache", False) else getattr(cached, "_scale_inv", None)
     if use.source != "engine" or isinstance(use.scale, BlockRule) or scale_inv is None or scale_inv.numel() != 1:
         return use
-    return ScaleInUse((1.0 / scale_inv).reshape(()).clone(), use.format, use.recipe, use.source)
+    inverse = scale_inv.detach().reshape(())
+    if isinstance(use.scale, torch.Tensor):  # cast anew, unless the inverse is another; the device is not waited for
+        return replace(use, scale=torch.where(use.scale.reciprocal() == inverse, use.scale, inverse.reciprocal()))
+    return replace(use, scale=inverse.reciprocal()) if first is False else use
 
 
 def is_quantized(x: Any) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
-from .casts import active_recipe, cached_weight_cast, cast_of, is_quantized
+from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantized
 from .linear import first_argument
 
 
@@ -28,7 +28,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     weight = raw_weight(module, f"weight{part}")
     if weight is None or is_quantized(weight):
         return None
-    return weight if active_recipe(module, "weight") is not None else as_multiplied(weight)
+    return weight if active_recipe(module) is not None else as_multiplied(weight)
 
 
 def operand_dy(grad: torch.Tensor, module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
@@ -52,10 +52,10 @@ def unseen(module: Any, part: str) -> Collection[str]:
     return ("weight",) if weight is None or is_quantized(weight) else ()
 
 
-def cast(module: Any, kwargs: Kwargs, part: str, role: str) -> ScaleInUse:
-    """How `role` is cast in this call."""
-    use = cast_of(module, role, _slot(module, int(part), role))
-    return cached_weight_cast(module, kwargs, f"weight{part}", use) if role == "weight" else use
+def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
+    """What tells how `role` is cast by the call that has returned `out`."""
+    read = cast_of(module, role, Held(f"{role}_quantizers", int(part), _slot(module, int(part), role)), out)
+    return (lambda: cached_weight_cast(module, kwargs, f"weight{part}", read(), out)) if role == "weight" else read
 
 
 def _slot(module: Any, expert: int, role: str) -> int:

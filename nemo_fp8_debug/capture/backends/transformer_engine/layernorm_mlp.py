@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
-from .casts import active_recipe, cached_weight_cast, cast_of, is_quantized
+from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantized
 from .inspection import is_watched
 from .layernorm_output import normalized
 from .linear import first_argument
@@ -21,8 +21,7 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     x = first_argument(args, kwargs)
     if part == "fc2" or is_quantized(x):
         return None
-    # The path that is inspected does not fuse the cast into the norm: it rounds before, as it would in high precision.
-    return normalized(module, as_multiplied(x), None if is_watched(module) else active_recipe(module, "input"))
+    return normalized(module, as_multiplied(x), is_watched(module))
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
@@ -30,7 +29,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     weight = raw_weight(module, f"{part}_weight")
     if weight is None or is_quantized(weight):
         return None
-    return weight if active_recipe(module, "weight") is not None else as_multiplied(weight)
+    return weight if active_recipe(module) is not None else as_multiplied(weight)
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
@@ -39,12 +38,11 @@ def unseen(module: Any, part: str) -> Collection[str]:
     return hidden + (["weight"] if is_quantized(raw_weight(module, f"{part}_weight")) else [])
 
 
-def cast(module: Any, kwargs: Kwargs, part: str, role: str) -> ScaleInUse:
-    """How `role` is cast in this call."""
-    if role == "grad_output":
-        return cast_of(module, role, _fc2_grad_slot(module))
-    use = cast_of(module, role, _FORWARD[part, role])
-    return cached_weight_cast(module, kwargs, f"{part}_weight", use) if role == "weight" else use
+def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
+    """What tells how `role` is cast by the call that has returned `out`."""
+    slot = _fc2_grad_slot(module) if role == "grad_output" else _FORWARD[part, role]
+    read = cast_of(module, role, Held(f"{part}_{role}_quantizer", None, slot), out)
+    return (lambda: cached_weight_cast(module, kwargs, f"{part}_weight", read(), out)) if role == "weight" else read
 
 
 def _fc2_grad_slot(module: Any) -> int:

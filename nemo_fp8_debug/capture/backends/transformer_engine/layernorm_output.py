@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 
-def normalized(module: Any, x: torch.Tensor, te_recipe: Any) -> torch.Tensor:
-    """LayerNorm or RMSNorm of `x` in float32.
+def normalized(module: Any, x: torch.Tensor, inspected: bool = False) -> torch.Tensor:
+    """LayerNorm or RMSNorm of `x` in float32, by a module that has just run.
 
     Under delayed scaling the kernel casts the float32 result; otherwise it is rounded to x's dtype first, and cast then.
 
     Args:
         x: [..., hidden], in the dtype of the activations.
-        te_recipe: in force; None: high precision.
+        inspected: whether the module has taken the path of nvdlfw_inspect, which casts what is rounded.
     """
     with torch.no_grad():
         gamma = _parameter(module, "layer_norm_weight", x.dtype)
@@ -29,8 +29,7 @@ def normalized(module: Any, x: torch.Tensor, te_recipe: Any) -> torch.Tensor:
             result = result * (gamma + 1 if module.zero_centered_gamma else gamma)
         if beta is not None:
             result = result + beta
-        result = result if _is_cast_from_float32(module, te_recipe) else result.to(x.dtype)
-        return result
+        return result.to(x.dtype) if inspected or not _is_cast_from_float32(module) else result
 
 
 def _parameter(module: Any, name: str, dtype: torch.dtype) -> torch.Tensor | None:
@@ -38,6 +37,12 @@ def _parameter(module: Any, name: str, dtype: torch.dtype) -> torch.Tensor | Non
     return None if parameter is None else parameter.to(dtype).float()
 
 
-def _is_cast_from_float32(module: Any, te_recipe: Any) -> bool:
+def _is_cast_from_float32(module: Any) -> bool:
     returned = (getattr(module, name, False) for name in ("return_layernorm_output", "return_layernorm_output_gathered"))
-    return hasattr(te_recipe, "amax_history_len") and not any(returned)
+    if not module.fp8 or any(returned):
+        return False
+    te_recipe = module.fp8_meta.get("recipe")
+    if not hasattr(module, "quantizers"):
+        return hasattr(te_recipe, "amax_history_len")
+    quantizer = module.quantizers["scaling_fwd"][0]
+    return type(quantizer).__name__ == "Float8Quantizer" and getattr(te_recipe, "backward_override", None) is None

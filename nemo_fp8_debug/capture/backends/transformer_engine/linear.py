@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
-from .casts import active_recipe, cached_weight_cast, cast_of, is_quantized
+from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantized
 from .layernorm_output import normalized
 
-_SLOTS = {"input": 0, "weight": 1, "grad_output": 0}
+_HELD = {
+    "input": Held("input_quantizer", None, 0),
+    "weight": Held("weight_quantizer", None, 1),
+    "grad_output": Held("grad_output_quantizer", None, 0),
+}
 
 
 def first_argument(args: Args, kwargs: Kwargs) -> Any:
@@ -25,7 +29,7 @@ def operand_x(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     if is_quantized(x):
         return None
     x = as_multiplied(x)
-    return normalized(module, x, active_recipe(module, "input")) if hasattr(module, "layer_norm_weight") else x
+    return normalized(module, x) if hasattr(module, "layer_norm_weight") else x
 
 
 def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
@@ -33,7 +37,7 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
     weight = raw_weight(module)
     if weight is None or is_quantized(weight):
         return None
-    return weight if active_recipe(module, "weight") is not None else as_multiplied(weight)
+    return weight if active_recipe(module) is not None else as_multiplied(weight)
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
@@ -41,7 +45,7 @@ def unseen(module: Any, part: str) -> Collection[str]:
     return ("weight",) if is_quantized(raw_weight(module)) else ()
 
 
-def cast(module: Any, kwargs: Kwargs, part: str, role: str) -> ScaleInUse:
-    """How `role` is cast in this call."""
-    use = cast_of(module, role, _SLOTS[role])
-    return cached_weight_cast(module, kwargs, "weight", use) if role == "weight" else use
+def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
+    """What tells how `role` is cast by the call that has returned `out`."""
+    read = cast_of(module, role, _HELD[role], out)
+    return (lambda: cached_weight_cast(module, kwargs, "weight", read(), out)) if role == "weight" else read

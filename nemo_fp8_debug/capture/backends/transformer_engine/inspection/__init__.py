@@ -23,7 +23,7 @@ import torch
 
 from .....errors import ConfigError
 from ...base import ScaleInUse
-from ..casts import cast_with
+from ..quantizers import cast_by
 
 
 class Inspected(Protocol):
@@ -193,4 +193,4 @@ def hand_over(layer: str, tensor: str, x: torch.Tensor, quantizer: Any) -> None:
     """A tensor that Transformer Engine has just cast with `quantizer`."""
     if found := _watched.get((layer, tensor)):
         gemm, role, take = found
-        take(gemm, role, x.detach(), lambda: cast_with(quantizer, gemm.module, role))
+        take(gemm, role, x.detach(), lambda: cast_by(quantizer, gemm.module.fp8_meta.get("recipe"), role))
