@@ -28,8 +28,7 @@ _longest = (
     *("tensorboard_plugin/test_jobs", "monitor/test_experts", "te/test_bridge"),
     *("tensorboard_plugin/test_fingerprints", "adapters/test_loops", "tensorboard_plugin/test_distribution"),
     *("adapters/lightning/test_rescue", "adapters/lightning/test_ddp", "analysis/test_diagnose", "te/test_gpu_parts"),
-    *("record/test_damaged_store",),
-    *("test_gpu_command"),
+    *("record/test_damaged_store", "test_gpu_command"),
 )
 
 
