@@ -21,13 +21,14 @@ _here = Path(__file__).parent
 #: files that take longest come first, so that no worker is left with one in the end
 _longest = (
     *("scripts/test_demo", "distributed/test_network_faults", "distributed/test_megatron_layouts"),
-    *("distributed/test_fsdp", "numerics/test_blocks", "record/test_torture", "analysis/test_replay"),
+    *("distributed/test_fsdp", "record/test_torture", "analysis/test_replay_dumps"),
     *("tensorboard_plugin/test_verdict", "te/test_te", "tensorboard_plugin/test_map", "distributed/test_deepspeed"),
     *("adapters/test_transformers", "distributed/test_faults", "adapters/lightning/test_nemo"),
-    *("tensorboard_plugin/test_jobs", "record/test_store", "monitor/test_experts", "te/test_bridge"),
+    *("numerics/test_block_sums", "analysis/test_replay", "numerics/test_blocks"),
+    *("tensorboard_plugin/test_jobs", "monitor/test_experts", "te/test_bridge"),
     *("tensorboard_plugin/test_fingerprints", "adapters/test_loops", "tensorboard_plugin/test_distribution"),
     *("adapters/lightning/test_rescue", "adapters/lightning/test_ddp", "analysis/test_diagnose", "te/test_gpu_parts"),
-    *("test_gpu_command"),
+    *("record/test_damaged_store", "test_gpu_command"),
 )
 
 

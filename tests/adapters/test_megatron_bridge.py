@@ -1,7 +1,7 @@
 """The callback under Megatron-Bridge's own CallbackManager, fired as its train() does, around real megatron-core steps.
 
-bridge_callbacks.py is megatron/bridge/training/callbacks.py of megatron-bridge 0.6.2, unchanged: all of Bridge cannot be
-imported without Transformer Engine.
+bridge_callbacks.py and bridge_callback_events.py are megatron/bridge/training/callbacks.py of megatron-bridge 0.6.2 in two
+parts, their code unchanged: all of Bridge cannot be imported without Transformer Engine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Makes te_state.pt: the state_dict of real Transformer Engine modules after three FP8 steps, for test_checkpoint.py, and
-the tensors in their extra states.
+"""Makes te_state.pt: the state_dict of real Transformer Engine modules after three FP8 steps, and the tensors in their
+extra states, for test_checkpoint.py and test_stored_scales.py.
 
 `python tests/analysis/make_te_state.py --device cuda` with Transformer Engine on a GPU. The file beside this script was
 made by Transformer Engine 2.20.2's own modules on a CPU, with its kernels emulated. Its modules are named as

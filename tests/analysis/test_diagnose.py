@@ -4,12 +4,10 @@ to go by."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
+from diagnosed_runs import CULPRIT, EVERY, LAYERS, ONSET, STEPS, N, corrupted, falling, nothing, trending, write
 from samples import FINGERPRINT, sample
 from typer.testing import CliRunner, Result
 
@@ -17,67 +15,6 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError, RecordError
 from nemo_fp8_debug.record.writer import RunRecord
-
-N, EVERY, ONSET = 200, 8, 104
-STEPS = range(0, N, EVERY)
-LAYERS = [f"decoder.layers.{i}.mlp.linear_fc{j}" for i in (0, 1) for j in (1, 2)]
-CULPRIT = LAYERS[2]
-FIRST = LAYERS[0]
-
-Change = Callable[[int], Mapping[str, Any]]
-
-
-def nothing(step: int) -> Mapping[str, Any]:
-    return {}
-
-
-def corrupted(step: int) -> Mapping[str, Any]:
-    """The scale of one operand is 64 times too large at once, and it clips."""
-    wrong = {"scale": 6400.0, "scale_ratio_log2": 5.86, "overflow_pct": 10.0, "mse": 1e-2, "relative_error": 0.3}
-    return wrong if step >= ONSET else {}
-
-
-def trending(step: int) -> Mapping[str, Any]:
-    """Metrics that creep, as they do in runs that go well."""
-    part = step / N
-    return {"underflow_pct": 8 * part, "outlier_log2": 3 + 3 * part, "mse": 1e-4 * 2 ** (4 * part), "amax": 4 * 2**part}
-
-
-def falling(seed: int = 0, left: int | None = None) -> dict[int, float]:
-    noise = 1 + np.random.default_rng(seed).normal(0, 0.005, N)
-    rise = [0.0 if left is None or i < left else 0.1 * min(i - left + 1, 20) for i in range(N)]
-    return {i: float((2 + 3 * np.exp(-i / 20)) * noise[i] + rise[i]) for i in range(N)}
-
-
-def write(
-    folder: Path,
-    change: Change = nothing,
-    losses: Mapping[int, float] | None = None,
-    source: str = "engine",
-    layers: list[str] = LAYERS,
-    culprit: str = CULPRIT,
-    **scalars: Mapping[int, float],
-) -> Path:
-    """A record with a layer's X changed; scalars by name and step."""
-    record = RunRecord(folder)
-    record.open(FINGERPRINT)
-    losses = falling() if losses is None else losses
-    for step in STEPS:
-        rows = [
-            {
-                "layer": layer,
-                "role": role,
-                "scale_source": source,
-                **(change(step) if (layer, role) == (culprit, "input") else {}),
-            }
-            for layer in layers
-            for role in ("input", "weight", "grad_output")
-        ]
-        record.record(sample(step, rows))
-    steps = sorted({*losses, *(s for by_step in scalars.values() for s in by_step)})
-    record.record_steps({s: {"loss": losses.get(s)} | {name: of.get(s) for name, of in scalars.items()} for s in steps})
-    record.close()
-    return folder
 
 
 @pytest.fixture

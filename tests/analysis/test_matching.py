@@ -1,86 +1,23 @@
-"""Runs that were not made alike: other intervals, lengths, batch sizes, names and models, several bad ones, one growing."""
+"""Runs that were not made alike: other intervals, lengths, batch sizes and recipes, several bad ones, one growing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from samples import FINGERPRINT, sample
-from typer.testing import CliRunner, Result
+from unlike_runs import CULPRIT, first_out, rows, run_cli, write
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.onset import running_median
 from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
 from nemo_fp8_debug.analysis.runs.grid import Paired, median
-from nemo_fp8_debug.cli import app
-from nemo_fp8_debug.errors import ConfigError, RecordError
+from nemo_fp8_debug.errors import ConfigError
 from nemo_fp8_debug.record.writer import RunRecord
-
-KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-SIZES = {"linear_qkv": 3 << 10, "linear_proj": 1 << 10, "linear_fc1": 4 << 10, "linear_fc2": 4 << 10}
-CULPRIT = ("decoder.layers.1.mlp.linear_fc2", "input")
-#: as Hugging Face might name what Megatron has
-FOREIGN = {"linear_qkv": "attn.c_attn", "linear_proj": "attn.c_proj", "linear_fc1": "mlp.c_fc", "linear_fc2": "mlp.c_out"}
-
-Naming = Callable[[int, str], str]
-
-
-def megatron(depth: int, kind: str) -> str:
-    return f"decoder.layers.{depth}.{kind}"
-
-
-def foreign(depth: int, kind: str) -> str:
-    return f"transformer.h.{depth}.{FOREIGN[kind.rpartition('.')[2]]}"
-
-
-def rows(named: Naming = megatron, harm: float = 0.0, wider: int = 1, depths: int = 2) -> list[dict[str, Any]]:
-    """The tensors of a model at one step; X of the last layer's linear_fc2 underflows by `harm` percent."""
-    result: list[dict[str, Any]] = []
-    for depth in range(depths):
-        for kind in KINDS:
-            name, short = named(depth, kind), kind.rpartition(".")[2]
-            for role in ("input", "weight", "grad_output"):
-                n = SIZES[short] * wider if role == "weight" else 4096
-                culprit = harm and role == "input" and (depth, short) == (depths - 1, "linear_fc2")
-                harmed = {"underflow_pct": 0.1 + harm, "mse": 1e-2} if culprit else {}
-                result.append({"layer": name, "gemm": name.rpartition(".")[2], "role": role, "n": n, **harmed})
-    return result
-
-
-def write(
-    folder: Path,
-    steps: range = range(0, 200, 10),
-    since: int | None = None,
-    batch: int | None = None,
-    fingerprint: Mapping[str, Any] = FINGERPRINT,
-    close: bool = True,
-    **of_rows: Any,
-) -> Path:
-    """A run that is harmed, and whose loss rises, from a step on."""
-    record = RunRecord(folder)
-    record.open(fingerprint)
-    for step in steps:
-        consumed = {} if batch is None else {"consumed_samples": float(step * batch)}
-        harmed = {"harm": 20.0} if since is not None and step >= since else {}
-        record.record(sample(step, rows(**of_rows, **harmed), **consumed))
-        lost = 5.0 - step / 100 + (4 if since is not None and step >= since + 20 else 0)
-        record.record_steps({step: {"loss": lost} | consumed})
-    if close:
-        record.close()
-    return folder
-
-
-def run_cli(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
-
-
-def first_out(baseline: Path, bad: Path, **how: Any) -> tuple[str, str, int]:
-    row = compare(baseline, bad, **how).out_of_band.row(0, named=True)
-    return row["layer"], row["role"], row["onset"]
 
 
 class TestPairs:
@@ -175,84 +112,6 @@ class TestSamples:
     def test_another_way_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be matched by 'epochs'; choose from step, samples"):
             compare(write(tmp_path / "baseline"), tmp_path / "baseline", by="epochs")
-
-
-class TestNames:
-    @pytest.mark.parametrize("prefix", ["model.", "module.language_model."])
-    def test_a_prefix_is_matched(self, tmp_path: Path, prefix: str) -> None:
-        baseline = write(tmp_path / "baseline")
-        bad = write(tmp_path / "bad", since=100, named=lambda depth, kind: prefix + megatron(depth, kind))
-        for one, other in ((baseline, bad), (bad, baseline)):
-            assert any(note.startswith("Names were matched with ") for note in compare(one, other).notes)
-        assert first_out(baseline, bad) == (*CULPRIT, 100)
-
-    def test_layers_are_matched_one_to_one(self, tmp_path: Path) -> None:
-        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", since=100, named=foreign)
-        assert first_out(baseline, bad) == (*CULPRIT, 100)
-        (told,) = compare(baseline, bad).notes
-        assert "matched one to one, by order and size of W" in told and "c_out for linear_fc2" in told
-
-    @pytest.mark.parametrize("other", [{"wider": 2}, {"depths": 3}])
-    def test_layers_of_another_shape_are_not(self, tmp_path: Path, other: dict[str, int]) -> None:
-        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", named=foreign, **other)
-        with pytest.raises(RecordError, match="no sampled step and tensor in common"):
-            compare(baseline, bad)
-
-    def test_by_hand(self, tmp_path: Path) -> None:
-        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", since=100, named=foreign)
-        rename = [r"transformer\.h=decoder.layers", *(rf"{new}$=linear_{old[7:]}" for old, new in FOREIGN.items())]
-        rename += [r"(qkv|proj)$=self_attention.linear_\1", r"linear_self=self", r"(fc\d)$=mlp.linear_\1", r"linear_mlp=mlp"]
-        result = run_cli(baseline, bad, *(f"--rename={r}" for r in rename), "--json")
-        found = json.loads(result.stdout)
-        assert found["out_of_band"][0]["layer"] == CULPRIT[0] and found["notes"] == [
-            "8 layers of the run were renamed as asked."
-        ]
-
-    @pytest.mark.parametrize(
-        ("rename", "told"),
-        [
-            ("decoder", "renames nothing; write REGEX=REPLACEMENT"),
-            ("(=x", "cannot rename"),
-            (r"decoder=\7", "cannot rename: invalid group reference 7"),
-            (r"\d=0", "would both be called"),
-            ("encoder=decoder", "no layer of the run matches encoder=decoder"),
-        ],
-    )
-    def test_what_cannot_be_renamed_is_refused(self, tmp_path: Path, rename: str, told: str) -> None:
-        baseline = write(tmp_path / "baseline")
-        result = run_cli(baseline, baseline, "--rename", rename)
-        assert result.exit_code == 1 and told in result.stderr and result.stderr.count("\n") == 1
-
-
-class TestModels:
-    def test_another_model_is_refused(self, tmp_path: Path) -> None:
-        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", wider=2)
-        with pytest.raises(RecordError, match=r"are runs of different models: W of .* has 4096 values and 8192"):
-            compare(baseline, bad)
-
-    def test_a_layer_of_another_size_is_left_out(self, tmp_path: Path) -> None:
-        def padded(depth: int, kind: str) -> str:
-            return "output_layer.linear_fc1" if (depth, kind) == (0, "mlp.linear_qkv") else megatron(depth, kind)
-
-        baseline = write(tmp_path / "baseline")
-        record = RunRecord(tmp_path / "bad")
-        record.open(FINGERPRINT)
-        other = "decoder.layers.0.mlp.linear_fc1"
-        for step in range(0, 200, 10):
-            record.record(sample(step, [r | ({"n": 99} if r["layer"] == other else {}) for r in rows()]))
-        record.close()
-        found = compare(baseline, tmp_path / "bad")
-        assert other not in found.tensors["layer"] and len(found.tensors) == 7 * 3
-        assert (
-            found.notes[0]
-            == f"1 layers are left out, since they are of different size: W of {other} has 4096 values and 99."
-        )
-
-    def test_layers_of_one_run_alone_are_told(self, tmp_path: Path) -> None:
-        baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", depths=3)
-        assert compare(baseline, bad).notes == (
-            "4 layers are in the run alone, as decoder.layers.2.self_attention.linear_qkv.",
-        )
 
 
 class TestRecipes:

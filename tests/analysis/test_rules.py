@@ -1,221 +1,22 @@
-"""Rules one by one, on planted metrics, losses, multipliers and fingerprints; none guesses where evidence is missing."""
+"""Rules on multipliers and settings, on planted runs and fingerprints; none guesses where evidence is missing."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-import polars as pl
 import pytest
-import scipy.stats
 import torch
+from rule_findings import said
 from samples import FINGERPRINT, sample
 from torch import nn
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.analysis.diagnosis.rules.divergence import diverged_at_the_start, divergence
-from nemo_fp8_debug.analysis.diagnosis.rules.finding import CAUSES, CONFIDENCE, Finding
 from nemo_fp8_debug.analysis.diagnosis.rules.grad_scale import multiplier
 from nemo_fp8_debug.analysis.diagnosis.rules.known_issues import KNOWN
-from nemo_fp8_debug.analysis.diagnosis.rules.operand import Course, why
 from nemo_fp8_debug.analysis.diagnosis.rules.settings import settings
-from nemo_fp8_debug.analysis.diagnosis.rules.spikes import chance, compared, spikes
-from nemo_fp8_debug.analysis.runs.loss import LossCurve
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.record.writer import RunRecord
-
-LAYER, STEPS, ONSET = "decoder.layers.0.mlp.linear_fc1", range(0, 200, 10), 100
-AT = STEPS.index(ONSET)
-N = len(STEPS)
-AFTER = np.arange(N) >= AT
-
-Values = npt.ArrayLike
-
-
-def course(**metrics: Values) -> Course:
-    """An ordinary operand but for these metrics; `wanted` is the log2 of the scale that the values ask for."""
-    wanted = np.broadcast_to(np.asarray(metrics.pop("wanted", 6.0), np.float64), N)
-    scale = np.broadcast_to(np.asarray(metrics.pop("scale", 6.0), np.float64), N)
-    ordinary = {"outlier_log2": 3.0, "underflow_pct": 0.1, "overflow_pct": 0.0, "amax": 4.0, "nan": 0, "inf": 0}
-    columns = {name: np.broadcast_to(value, N) for name, value in (ordinary | metrics).items()}
-    columns = {"scale": 2.0**scale, "scale_ratio_log2": scale - wanted} | columns
-    rows = pl.DataFrame({"step": STEPS, "layer": LAYER, "role": "input"} | columns)
-    return Course.of(rows.with_columns(pl.col(pl.Float64).fill_nan(None)), LAYER, "input")
-
-
-def said(found: Finding) -> tuple[str, str]:
-    assert found.cause in CAUSES and found.confidence in CONFIDENCE and not re.search(r"\bnan\b", found.evidence)
-    return found.cause, found.confidence
-
-
-class TestOperand:
-    """Why an operand left at a step that is known."""
-
-    FAULTS: ClassVar[dict[str, dict[str, Any]]] = {
-        "stale_scale": {"wanted": np.where(AFTER, 3.0, 6.0)},
-        "corrupted_scale": {"scale": np.where(AFTER, 12.0, 6.0)},
-        "clipping": {"scale": 6 + np.clip(np.arange(N) - AT + 1, 0, 8)},
-        "underflow": {"scale": 6 - np.clip(np.arange(N) - AT + 1, 0, 8)},
-        "outlier": {"outlier_log2": np.where(AFTER, 12.0, 3.0)},
-        "dead": {"amax": np.where(AFTER, 0.0, 4.0)},
-        "nonfinite": {"nan": np.where(AFTER, 5, 0)},
-    }
-
-    @pytest.mark.parametrize("paired", [True, False])
-    @pytest.mark.parametrize("cause", FAULTS)
-    def test_a_fault_is_called_by_its_name(self, cause: str, paired: bool) -> None:
-        found = why(course(**self.FAULTS[cause]), ONSET, course() if paired else None)
-        assert found.cause == cause and found.confidence in ("high", "medium") and found.advice
-        assert (found.layer, found.role, found.since, found.operand) == (LAYER, "input", ONSET, f"X of {LAYER}")
-
-    def test_a_scale_that_jumps_back_to_what_values_ask_for_is_not_corrupted(self) -> None:
-        scale = np.where(AFTER, 2.0, 12.0)
-        assert why(course(scale=scale, scale_ratio_log2=np.where(AFTER, 2.0, 0.0)), ONSET, course()).cause == "clipping"
-
-    def test_a_scale_that_jumps_with_the_values_is_right(self) -> None:
-        both = np.where(AFTER, 12.0, 6.0)
-        found = why(course(scale=both, wanted=both, underflow_pct=np.where(AFTER, 5.0, 0.1)), ONSET, course())
-        assert found.cause == "underflow" and "its scale is right" in found.evidence
-
-    @pytest.mark.parametrize("scale", [np.inf, 0.0, -1.0])
-    def test_a_scale_that_is_none_is_corrupted(self, scale: float) -> None:
-        bad = course()
-        rows = {"step": STEPS, "layer": LAYER, "role": "input", "scale": np.where(AFTER, scale, 64.0)}
-        absent = dict.fromkeys(("scale_ratio_log2", "outlier_log2", "underflow_pct", "overflow_pct"), np.full(N, np.nan))
-        bad = Course.of(pl.DataFrame(rows | absent | {"amax": 1.0, "nan": 0, "inf": 0}), LAYER, "input")
-        assert said(why(bad, ONSET)) == ("corrupted_scale", "high")
-
-    @pytest.mark.parametrize("since", [STEPS[0], STEPS[1], STEPS[-2], STEPS[-1], STEPS[-1] + 1])
-    @pytest.mark.parametrize("fault", [*FAULTS.values(), {}])
-    @pytest.mark.parametrize("paired", [True, False])
-    def test_the_ends_of_a_run_are_no_error(self, since: int, fault: dict[str, Values], paired: bool) -> None:
-        found = why(course(**fault), since, course() if paired else None)
-        assert found.cause in CAUSES and found.confidence in CONFIDENCE and found.since == since
-        assert "nan" not in found.evidence.lower() or found.cause == "nonfinite"
-
-    @pytest.mark.parametrize("since", [STEPS[0], ONSET, STEPS[-1]])
-    def test_absent_metrics_are_no_evidence(self, since: int) -> None:
-        none = np.full(N, np.nan)
-        absent = dict.fromkeys(("scale", "scale_ratio_log2", "outlier_log2", "underflow_pct", "overflow_pct", "amax"), none)
-        found = why(course(**absent), since, course())
-        assert said(found) == ("unknown", "low") and "scale is not known" in found.evidence
-
-    def test_without_a_scale_values_are_judged_and_nothing_is_said_of_it(self) -> None:
-        """As under block recipes."""
-        none = np.full(N, np.nan)
-        found = why(course(scale=none, scale_ratio_log2=none, underflow_pct=np.where(AFTER, 30.0, 0.1)), ONSET, course())
-        assert said(found) == ("underflow", "medium") and "scale is not known" in found.evidence
-
-    def test_an_error_whose_course_is_not_known_is_told_with_low_confidence(self) -> None:
-        found = why(course(scale=np.full(N, np.nan), scale_ratio_log2=np.where(AFTER, 4.0, 0.0)), ONSET)
-        assert said(found) == ("clipping", "low")
-
-    def test_one_sample_behind_the_onset(self) -> None:
-        last = np.arange(N) == N - 1
-        assert said(why(course(scale=np.where(last, 12.0, 6.0)), STEPS[-1])) == ("corrupted_scale", "high")
-
-    def test_holes_in_a_metric_do_not_hide_a_jump(self) -> None:
-        scale = np.where(AFTER, 12.0, 6.0)
-        scale[[AT - 1, AT + 1]] = np.nan
-        assert said(why(course(scale=scale), ONSET, course())) == ("corrupted_scale", "high")
-
-    def test_what_is_usual_is_no_cause(self) -> None:
-        """Infinities of a mask, an operand of zeros."""
-        assert why(course(inf=3), ONSET, course(inf=3)).cause == "unknown"
-        assert why(course(amax=0.0), ONSET, course(amax=0.0)).cause == "unknown"
-
-    @pytest.mark.parametrize("metric", [{"underflow_pct": np.linspace(0, 20, N)}, {"outlier_log2": np.linspace(2, 8, N)}])
-    def test_a_trend_alone_is_a_hint_and_no_more(self, metric: dict[str, Values]) -> None:
-        assert said(why(course(**metric), ONSET))[1] == "low"
-
-    def test_the_loss_may_have_brought_values_about_but_not_scales(self) -> None:
-        follow = {cause: why(course(**fault), ONSET).may_follow_the_loss for cause, fault in self.FAULTS.items()}
-        assert [cause for cause, may in follow.items() if may] == ["outlier", "dead"]
-
-
-def curve(losses: Values, every: int = 1) -> LossCurve:
-    values = np.asarray(losses, np.float64)
-    return LossCurve.of(pl.DataFrame({"step": np.arange(len(values)) * every, "loss": values}))
-
-
-def noisy(n: int = 300, seed: int = 0, at: dict[int, float] | None = None) -> LossCurve:
-    losses = 2 + np.random.default_rng(seed).normal(0, 0.02, n)
-    for step, height in (at or {}).items():
-        losses[step] += height
-    return curve(losses)
-
-
-class TestSpikes:
-    def test_are_counted_with_the_steps_to_recovery(self) -> None:
-        found = spikes(noisy(at={100: 3, 101: 2, 102: 1, 200: 5}))
-        assert [(s.step, s.recovery) for s in found] == [(100, 3), (200, 1)]
-
-    @pytest.mark.parametrize("seed", range(5))
-    def test_noise_is_none_and_neither_is_a_loss_that_falls(self, seed: int) -> None:
-        noise = 1 + np.random.default_rng(seed).normal(0, 0.01, 300)
-        assert spikes(noisy(seed=seed)) == [] == spikes(curve((2 + 9 * np.exp(-np.arange(300) / 30)) * noise))
-
-    def test_a_spike_at_the_end_has_not_recovered(self) -> None:
-        found = spikes(noisy(at={299: 4}))
-        assert [(s.step, s.recovery) for s in found] == [(299, None)]
-        told = compared(noisy(at={299: 4}), None)
-        assert told and "1 spike in 300 losses, without recovery" in told.evidence
-
-    def test_alone_they_are_neither_many_nor_few(self) -> None:
-        found = compared(noisy(at=dict.fromkeys(range(50, 250, 10), 4.0)), None)
-        assert found and said(found) == ("unknown", "low")
-
-    def test_more_frequent(self) -> None:
-        found = compared(noisy(at=dict.fromkeys(range(50, 250, 10), 4.0)), noisy(seed=1, at={100: 4}))
-        assert found and said(found) == ("unknown", "high") and "more frequent" in found.evidence
-
-    def test_slower_recovery(self) -> None:
-        slow = {at + i: 4.0 for at in (80, 140, 200) for i in range(8)}
-        found = compared(noisy(at=slow), noisy(seed=1, at={80: 4, 140: 4, 200: 4}), "sample")
-        assert found and said(found) == ("unknown", "medium") and "recovery in 8 samples (median)" in found.evidence
-
-    def test_as_many_as_the_good_run_has(self) -> None:
-        found = compared(noisy(at={80: 4, 140: 4}), noisy(seed=1, at={60: 4}))
-        assert found and said(found) == ("none", "medium")
-
-    @pytest.mark.parametrize("losses", [[], [1.0], [np.nan] * 50, [np.inf, 1.0], [0.0] * 40, [2.0] * 40 + [np.nan] * 40])
-    def test_odd_losses_are_no_error(self, losses: list[float]) -> None:
-        for other in (None, curve(losses), noisy()):
-            found = compared(curve(losses), other)
-            assert found is None or said(found)
-            compared(noisy(at={100: 4}), other)
-
-    @pytest.mark.parametrize(("mine", "theirs"), [(1, 0), (3, 0), (7, 2), (40, 55), (2000, 1800)])
-    @pytest.mark.parametrize("losses", [(100, 100), (1000, 300)])
-    def test_the_chance_is_that_of_the_binomial_test(self, mine: int, theirs: int, losses: tuple[int, int]) -> None:
-        expected = scipy.stats.binomtest(mine, mine + theirs, losses[0] / sum(losses), "greater").pvalue
-        assert chance(mine, theirs, *losses) == pytest.approx(expected, rel=1e-6)
-
-
-class TestDeparture:
-    def test_from_the_start_and_in_mid_run_ask_for_other_things(self) -> None:
-        start, later = (divergence(noisy(), since, None)[0] for since in (5, 150))
-        assert "from the start" in start.evidence and "in mid-run, at step 150" in later.evidence
-        assert start.advice != later.advice
-        assert (
-            diverged_at_the_start(noisy(), 25)
-            and not diverged_at_the_start(noisy(), 27)
-            and not diverged_at_the_start(noisy(), None)
-        )
-
-    def test_a_twin_that_leaves_too_is_software(self) -> None:
-        assert [(f.rule, f.cause) for f in divergence(noisy(), 100, 120)] == [
-            ("divergence", "unknown"),
-            ("reference", "software"),
-        ]
-        assert [f.cause for f in divergence(noisy(), None, 120)] == ["none"]
-
-    @pytest.mark.parametrize("n", [0, 1, 4])
-    def test_too_few_losses_do_not_stay(self, n: int) -> None:
-        assert [f.cause for f in divergence(noisy(n), None, None)] == ["unknown"]
 
 
 def run(folder: Path, steps: dict[int, dict[str, Any]], calls: int = 1) -> Run:

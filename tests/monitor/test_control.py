@@ -5,57 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import warnings
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from controlled_runs import run, sampled
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from typer.testing import CliRunner, Result
 
-from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
-from nemo_fp8_debug.cli import app
+from nemo_fp8_debug import ConfigError
 from nemo_fp8_debug.monitor.schedule import Schedule
 from nemo_fp8_debug.options.config import Config
 from nemo_fp8_debug.options.control_file import Control
 from nemo_fp8_debug.record.dump import dumped_files
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.storage import Storage
-
-
-def run(
-    folder: Path,
-    edits: Mapping[int, str | bytes | None],
-    steps: int = 60,
-    start: int = 0,
-    close: bool = True,
-    **options: Any,
-) -> list[str]:
-    """Train; the control file is as `edits` say after each step (None: removed). Returns what was warned."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
-    options = {"interval": 10, "table_rows": 0, "dump_min_free_bytes": 0, "on_error": "raise"} | options
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        monitor = Monitor(model, str(folder), **options)
-        for step in range(start, steps):
-            monitor.begin_step(step)
-            model(torch.randn(4, 8).bfloat16()).float().sum().backward()
-            monitor.end_step(loss=1.0)
-            if step in edits:
-                text = edits[step]
-                file = folder / "control.yaml"
-                file.unlink() if text is None else file.write_bytes(text if isinstance(text, bytes) else text.encode())
-        monitor.close() if close else monitor.flush()
-    return [str(w.message) for w in caught if w.category is FP8DebugWarning]
-
-
-def sampled(folder: Path, **where: Any) -> list[int]:
-    return read_table(folder, "metrics", where=where)["step"].unique().to_list()
 
 
 class TestObeyed:
@@ -242,90 +206,3 @@ class TestSchedule:
             if in_window and at + steps > trigger:
                 assert schedule.dumped(step) == ["x"]
             assert ("why" in (schedule.why(step) or "")) == triggered
-
-
-@pytest.fixture
-def recorded(tmp_path: Path) -> Iterator[Path]:
-    """The record of a run that was killed after it had sampled steps 0 and 10: it never said that it ended."""
-    run(tmp_path / "run", {}, steps=11)
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    del status["ended"]
-    (tmp_path / "run" / "status.json").write_text(json.dumps(status))
-    yield tmp_path
-
-
-def cli(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["control", *map(str, arguments)])
-
-
-class TestCommandLine:
-    def test_it_writes_what_the_run_applies(self, recorded: Path) -> None:
-        result = cli(recorded, "--dump", "0", "--steps", 2, "--interval", 20, "--what-if", "current-e4m3")
-        assert result.exit_code == 0, result.output
-        assert f"wrote {recorded}/run/control.yaml" in result.output
-        assert not run(recorded / "run", {}, start=15, steps=45)
-        assert {step for _, step, _, _ in dumped_files(Storage(recorded / "run"))} == {20, 21}
-        assert sampled(recorded / "run", attempt=1) == [20, 21, 40]
-
-    def test_without_options_it_shows_what_became_of_it(self, recorded: Path) -> None:
-        cli(recorded, "--dump", "0", "--steps", 2)
-        run(recorded / "run", {}, start=15, steps=25)
-        shown = cli(recorded).output
-        assert "at step 21" in shown and "dump:" in shown and "6 tensors" in shown
-
-    def test_reset(self, recorded: Path) -> None:
-        cli(recorded, "--interval", 3)
-        assert cli(recorded, "--reset").exit_code == 0
-        run(recorded / "run", {}, start=15, steps=45)
-        assert sampled(recorded / "run", attempt=1) == [20, 30, 40]
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--interval", "-1"], "interval is -1"),
-            (["--what-if", "fp7"], "unknown recipe 'fp7'"),
-            (["--steps", "0"], "steps in control.yaml is 0"),
-            (["--roles", "dY"], "unknown roles"),
-            (["--layers", "re:("], "takes globs only"),
-        ],
-    )
-    def test_bad_options_are_refused_and_nothing_is_written(
-        self, recorded: Path, arguments: list[str], message: str
-    ) -> None:
-        result = cli(recorded, *arguments)
-        assert result.exit_code == 1
-        assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
-        assert not (recorded / "run" / "control.yaml").exists()
-
-    def test_a_run_that_has_ended_is_named_and_nothing_is_written(self, tmp_path: Path) -> None:
-        run(tmp_path, {}, steps=31)
-        for arguments in (["--interval", 3], ["--reset"]):
-            result = cli(tmp_path, *arguments)
-            assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
-            assert f"error: the run in {tmp_path} ended on 20" in result.stderr and "at step 30" in result.stderr
-        assert not (tmp_path / "control.yaml").exists()
-        assert "ended" in cli(tmp_path).stdout
-
-    def test_a_run_that_is_started_again_in_the_folder_can_be_told(self, tmp_path: Path) -> None:
-        run(tmp_path, {}, steps=31)
-        run(tmp_path, {}, start=31, steps=35, close=False)  # before its first sample
-        result = cli(tmp_path, "--interval", 3)
-        assert result.exit_code == 0 and "last heard of on 20" in result.stdout, result.output
-        assert (tmp_path / "control.yaml").read_text() == "interval: 3\n"
-
-    def test_no_record(self, tmp_path: Path) -> None:
-        result = cli(tmp_path / "nothing", "--interval", 3)
-        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-        assert "holds no run record" in result.stderr
-
-    @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"control": 1, "dump": 2}', b"\xff"])
-    def test_a_damaged_status_is_named(self, recorded: Path, content: bytes) -> None:
-        (recorded / "run" / "status.json").write_bytes(content)
-        result = cli(recorded)
-        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-        assert f"{recorded}/run/status.json cannot be read" in result.stderr
-        run(recorded / "run", {}, start=15, steps=25)  # a resumed run does without
-
-    def test_a_status_nested_without_end(self, recorded: Path) -> None:
-        (recorded / "run" / "status.json").write_bytes(b"[" * 100_000)
-        assert not run(recorded / "run", {}, start=15, steps=25)

@@ -1,4 +1,4 @@
-"""A logdir of small runs and a real TensorBoard on it, once a session, and a real Chromium."""
+"""Logdirs of small runs, a real TensorBoard on one, once a session, and a real Chromium; the tab by itself on two runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from browser import chromium, tensorboard, window
 from cast_records import record_casts
 from playwright.sync_api import Browser, Page
 from processes import GUARD
+from tab import Tab, write_counted_run, write_odd_run
 from verdict_records import record_all
 
 from nemo_fp8_debug.tensorboard_plugin.links import link
@@ -51,6 +52,19 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def board(logdir: Path) -> Iterator[str]:
     with tensorboard("--logdir", logdir) as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two-runs")
+    write_odd_run(folder / "odd" / "fp8_debug")
+    write_counted_run(folder / "counted" / "fp8_debug")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tab(two_runs: Path) -> Tab:
+    return Tab(two_runs)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""TensorBoard's own WSGI application with the FP8 tab, asked as a browser asks; and records to show."""
+"""TensorBoard's own WSGI application with the FP8 tab, asked as a browser asks; records to show, and their frames."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
+import polars as pl
 import torch
 from samples import FINGERPRINT, measured_sample, sample
 from tensorboard.backend.application import TensorBoardWSGIApp
 from werkzeug.test import Client, TestResponse
 
+from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.writer import RunRecord
 from nemo_fp8_debug.tensorboard_plugin import FP8Plugin
 
@@ -99,3 +101,13 @@ def write_counted_run(folder: Path) -> Path:
         record.record_steps({step: {"loss": 2.5}})
     record.close()
     return folder
+
+
+def expected_frames(run: Path, metric: str, first: int, last: int) -> dict[tuple[int, str, str], np.float32]:
+    rows = read_table(run, "metrics").filter(pl.col("step").is_between(first, last))
+    column = pl.col("nan") + pl.col("inf") if metric == "nonfinite" else pl.col(metric)
+    with np.errstate(over="ignore"):
+        return {
+            tuple(key): np.float32(np.nan if value is None else value)  # type: ignore[misc]
+            for *key, value in rows.select("step", "layer", "role", column.cast(pl.Float64)).iter_rows()
+        }

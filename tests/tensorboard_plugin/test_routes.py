@@ -1,64 +1,32 @@
-"""What the tab answers, against the record as `read_table` has it; and what it refuses."""
+"""What the tab answers, against the record as `read_table` has it."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shutil
-import threading
-import warnings
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlencode
 
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from processes import wait_until
 from samples import sample
-from tab import FC1, FC2, Tab, start, write_counted_run, write_odd_run
+from tab import FC1, FC2, Tab, expected_frames, start
 
 from nemo_fp8_debug.analysis.comparison.groups import placed
 from nemo_fp8_debug.numerics.formats import FORMATS
-from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.tensorboard_plugin.records.losses import thinned
 from nemo_fp8_debug.tensorboard_plugin.records.metadata import NUMBERS
 
 
-@pytest.fixture(scope="module")
-def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("logdir")
-    write_odd_run(folder / "odd" / "fp8_debug")
-    write_counted_run(folder / "counted" / "fp8_debug")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tab(logdir: Path) -> Tab:
-    return Tab(logdir)
-
-
-def expected_frames(run: Path, metric: str, first: int, last: int) -> dict[tuple[int, str, str], np.float32]:
-    rows = read_table(run, "metrics").filter(pl.col("step").is_between(first, last))
-    column = pl.col("nan") + pl.col("inf") if metric == "nonfinite" else pl.col(metric)
-    with np.errstate(over="ignore"):
-        return {
-            tuple(key): np.float32(np.nan if value is None else value)  # type: ignore[misc]
-            for *key, value in rows.select("step", "layer", "role", column.cast(pl.Float64)).iter_rows()
-        }
-
-
 @pytest.mark.parametrize(
     "metric", ["mse", "underflow_pct", "cosine", "kurtosis", "amax", "nan", "nonfinite", "scale", "experts"]
 )
 @pytest.mark.parametrize(("first", "last"), [(0, 10**18 - 1), (600, 700), (45, 55), (630, 640), (701, 800)])
-def test_frames_are_the_record(logdir: Path, tab: Tab, metric: str, first: int, last: int) -> None:
-    expected = expected_frames(logdir / "odd/fp8_debug", metric, first, last)
+def test_frames_are_the_record(two_runs: Path, tab: Tab, metric: str, first: int, last: int) -> None:
+    expected = expected_frames(two_runs / "odd/fp8_debug", metric, first, last)
     header, values = tab.frames(run="odd", metric=metric, from_=first, to=last)
     assert header["steps"] == sorted({step for step, _, _ in expected})
     tensors = list(zip(header["layer"], header["role"], strict=True))
@@ -82,8 +50,8 @@ def test_frames_say_where_each_tensor_is(tab: Tab) -> None:
 
 @pytest.mark.parametrize("run", ["odd", "counted"])
 @pytest.mark.parametrize("metric", ["mse", "underflow_pct", "cosine", "kurtosis", "amax", "nonfinite", "scale", "experts"])
-def test_an_extent_is_that_of_all_steps(logdir: Path, tab: Tab, run: str, metric: str) -> None:
-    rows = read_table(logdir / run / "fp8_debug", "metrics")
+def test_an_extent_is_that_of_all_steps(two_runs: Path, tab: Tab, run: str, metric: str) -> None:
+    rows = read_table(two_runs / run / "fp8_debug", "metrics")
     column = rows["nan"] + rows["inf"] if metric == "nonfinite" else rows[metric]
     values = [float(value) for value in column if value is not None and math.isfinite(value)]
     above = [value for value in values if value > 0]
@@ -105,9 +73,9 @@ def test_an_extent_is_not_that_of_steps_that_were_trained_again(tmp_path: Path) 
     assert Tab(tmp_path).json("extent", run="run", metric="mse") == {"low": 0.0, "high": 62.0, "positive": 1.0}
 
 
-def test_a_run_is_described(logdir: Path, tab: Tab) -> None:
+def test_a_run_is_described(two_runs: Path, tab: Tab) -> None:
     about = tab.json("run", run="counted")
-    rows = read_table(logdir / "counted/fp8_debug", "metrics")
+    rows = read_table(two_runs / "counted/fp8_debug", "metrics")
     tensors = placed(rows.filter(pl.col("step") == 20).select("layer", "role"))
     assert about["run"] == "counted" and about["steps"] == [0, 10, 20] and about["notes"] == []
     assert about["tensors"] == {name: tensors[name].to_list() for name in ("layer", "role", "kind", "depth")}
@@ -124,10 +92,10 @@ def test_a_layer_of_a_number_beyond_all_layers_has_no_depth(tmp_path: Path) -> N
     assert placed(pl.DataFrame({"layer": [layer]}))["depth"].to_list() == [None]
 
 
-def test_a_timeline_is_the_record(logdir: Path, tab: Tab) -> None:
+def test_a_timeline_is_the_record(two_runs: Path, tab: Tab) -> None:
     metrics = ["mse", "underflow_pct", "amax", "nonfinite"]
     found = tab.json("timeline", run="odd", layer=FC1, role="input", metrics=",".join(metrics))
-    rows = read_table(logdir / "odd/fp8_debug", "metrics").filter(layer=FC1, role="input").sort("step")
+    rows = read_table(two_runs / "odd/fp8_debug", "metrics").filter(layer=FC1, role="input").sort("step")
     rows = rows.with_columns(nonfinite=pl.col("nan") + pl.col("inf"))
     assert found["step"] == rows["step"].to_list() and len(found["step"]) == 58
     assert found["metrics"] == {name: rows[name].to_list() for name in metrics}
@@ -138,8 +106,8 @@ def test_a_timeline_is_the_record(logdir: Path, tab: Tab) -> None:
 
 
 @pytest.mark.parametrize(("asked", "nearest"), [(0, 0), (4, 0), (6, 10), (5, 0), (10**17, 20)])
-def test_a_histogram_is_the_record(logdir: Path, tab: Tab, asked: int, nearest: int) -> None:
-    run = logdir / "counted/fp8_debug"
+def test_a_histogram_is_the_record(two_runs: Path, tab: Tab, asked: int, nearest: int) -> None:
+    run = two_runs / "counted/fp8_debug"
     found = tab.json("histogram", run="counted", layer=FC1, role="input", step=asked)
     where = {"step": nearest, "layer": FC1, "role": "input"}
     names = ["recipe", "format", "dtype", "rounded", "scale", "bins", "counts"]
@@ -251,244 +219,3 @@ def test_the_script_is_kept_by_its_content(tab: Tab) -> None:
 def test_answers_are_neither_kept_nor_sniffed(tab: Tab) -> None:
     for response in (tab.get("runs"), tab.get("frames", run="odd", metric="mse", from_=0, to=0), tab.get("run", run="?")):
         assert response.headers["Cache-Control"] == "no-store" and response.headers["X-Content-Type-Options"] == "nosniff"
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 200),
-        ({"Sec-Fetch-Site": "same-origin"}, 200),
-        ({"Sec-Fetch-Site": "none"}, 200),
-        ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Sec-Fetch-Site": "same-site", "Origin": "http://localhost:9999"}, 403),
-        ({"Sec-Fetch-Site": "same-site"}, 403),
-        ({"Origin": "http://localhost"}, 200),
-        ({"Origin": "https://evil.example"}, 403),
-        ({"Origin": "null"}, 403),
-        ({"Origin": "http://[bad"}, 403),
-        ({"Origin": "http://localhost:6006", "Host": "localhost:6006"}, 200),
-        ({"Origin": "http://localhost:6007", "Host": "localhost:6006"}, 403),
-        ({"Origin": "https://hub.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "hub.example, inner"}, 200),
-        ({"Origin": "https://hub.example", "Host": "10.0.0.7:6006", "Sec-Fetch-Site": "same-origin"}, 200),
-        ({"Origin": "https://evil.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "hub.example"}, 403),
-    ],
-)
-def test_other_sites_are_refused(tab: Tab, headers: dict[str, str], status: int) -> None:
-    for route in ("runs", "index.js"):
-        assert tab.get(route, headers).status_code == status
-
-
-@pytest.mark.parametrize("method", ["post", "put", "delete", "patch"])
-def test_only_get_is_answered(tab: Tab, method: str) -> None:
-    assert getattr(tab.client, method)("/data/plugin/fp8/runs").status_code == 405
-
-
-def test_works_below_a_prefix(logdir: Path) -> None:
-    tab = Tab(logdir, prefix="/proxy/6006")
-    assert [run["name"] for run in tab.json("runs")["runs"]] == ["counted", "odd"]
-
-
-ROUTES = ("runs", "run", "frames", "extent", "timeline", "loss", "histogram", "others", "fingerprints")
-NAMES = ("run", "layer", "role", "step", "metric", "metrics", "from", "to", "a", "b", "recipe", "x")
-WORDS = (
-    *("odd", "counted", FC1, "input", "mse", "mse,amax", "nonfinite", "mse,mse", "0", "10", "700"),
-    *("-1", "NaN", "1e400", "9" * 40, "1_0", "\u0663", "+1", "", "\x00", "\ud800", "a" * 5000),
-    *("../../etc/passwd", "/etc/passwd", "odd/../odd", "<script>alert(1)</script>"),
-)
-HOSTILE = st.one_of(st.sampled_from(WORDS), st.text(max_size=20))
-USUAL = {"run": "odd", "layer": FC1, "role": "input", "step": "10", "metric": "mse", "metrics": "mse"} | {
-    "from": "0",
-    "to": "90",
-}
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    route=st.sampled_from(ROUTES),
-    given_=st.lists(st.tuples(st.sampled_from(NAMES), HOSTILE), max_size=5),
-    right=st.booleans(),
-)
-def test_no_parameter_makes_it_fail(tab: Tab, route: str, given_: list[tuple[str, str]], right: bool) -> None:
-    takes = {
-        "runs": (),
-        "run": ("run",),
-        "frames": ("run", "metric", "from", "to"),
-        "extent": ("run", "metric"),
-        "timeline": ("run", "layer", "role", "metrics"),
-        "loss": ("run",),
-        "histogram": ("run", "layer", "role", "step"),
-        "others": ("run", "step"),
-        "fingerprints": ("a",),
-    }[route]
-    query: list[tuple[str, str]] = given_
-    if right:  # one odd value among usual ones
-        query = list(({name: USUAL.get(name, "odd") for name in takes} | dict(given_[:1])).items())
-    pairs = [(name, value.encode("utf-8", "surrogatepass")) for name, value in query]
-    response = tab.client.get(f"/data/plugin/fp8/{route}?{urlencode(pairs)}")
-    assert response.status_code in (200, 400, 403, 404, 409), response.text
-    if response.status_code != 200:
-        ((name, sentence),) = json.loads(response.text).items()
-        assert name == "error" and 10 < len(sentence) < 600 and "Traceback" not in sentence
-    elif route not in ("frames",):
-        json.loads(response.text, parse_constant=lambda name: pytest.fail(name))
-
-
-def test_too_many_steps_at_once(tmp_path: Path) -> None:
-    record = start(tmp_path)
-    for step in range(130):
-        record.record(sample(step, [{}]))
-    record.close()
-    tab = Tab(tmp_path)
-    status, why = tab.error("frames", run=".", metric="mse", from_=0, to=200)
-    assert status == 400 and "130 sampled steps" in why and "128" in why
-    assert len(tab.frames(run=".", metric="mse", from_=2, to=200)[0]["steps"]) == 128
-
-
-def damage(part: Path, at: float) -> None:
-    content = bytearray(part.read_bytes())
-    content[int(at * len(content))] ^= 1
-    part.write_bytes(content)
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A record of a merged part of many blocks, which are checked one by one, and a small one."""
-    random = np.random.default_rng(2)
-    record = start(tmp_path_factory.mktemp("large") / "run")
-    layers = [f"decoder.layers.{i}.mlp.{random.bytes(40).hex()}" for i in range(100)]
-    for step in range(65):
-        rows = [{"layer": layer} | {name: float(random.normal()) for name in METRICS} for layer in layers]
-        record.record(sample(step, rows))
-    record.close()
-    return Path(record.storage.path(""))
-
-
-@pytest.mark.parametrize("at", [0.0, 0.15, 0.4, 0.6, 0.9, 0.999])
-def test_what_is_damaged_is_left_out_and_told_of(tmp_path: Path, large: Path, at: float) -> None:
-    run = shutil.copytree(large, tmp_path / "run")
-    damage(max((run / "metrics").iterdir(), key=lambda part: part.stat().st_size), at)
-    tab = Tab(tmp_path)
-    lost = False
-    for metric in METRICS[::3]:
-        header, values = tab.frames(run="run", metric=metric, from_=0, to=64)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            whole = expected_frames(large, metric, 0, 64)
-            there = read_table(run, "metrics", ["step", "layer", "role", metric])
-        keys = list(zip(header["layer"], header["role"], strict=True))
-        found = {(s, *k): values[i, j] for i, s in enumerate(header["steps"]) for j, k in enumerate(keys)}
-        found = {key: value for key, value in found.items() if not np.isnan(value)}
-        assert found == {key: whole[key] for key in there.select("step", "layer", "role").rows()}
-        extent = tab.json("extent", run="run", metric=metric)
-        assert (extent["low"], extent["high"]) == (there[metric].min(), there[metric].max())
-        lost = lost or len(found) < len(whole)
-    told = any("left out" in note and "damaged" in note for note in tab.json("run", run="run")["notes"])
-    assert told == lost
-    layer = tab.json("run", run="run")["tensors"]["layer"][0]
-    assert tab.get("timeline", run="run", layer=layer, role="input", metrics="mse,amax").status_code == 200
-    assert tab.get("others", run="run", step=30).status_code == 200
-    assert tab.get("histogram", run="run", layer=FC1, role="input", step=30).status_code in (404, 409)
-
-
-def test_a_record_whose_parts_are_all_damaged_is_unreadable(tmp_path: Path, logdir: Path) -> None:
-    run = shutil.copytree(logdir / "odd/fp8_debug", tmp_path / "run")
-    for part in (run / "metrics").iterdir():
-        part.write_bytes(part.read_bytes()[:100])
-    tab = Tab(tmp_path)
-    (about,) = tab.json("runs")["runs"]
-    assert about["state"] == "unreadable" and "damaged" in about["why"]
-    assert any("left out" in note for note in tab.json("run", run="run")["notes"])
-
-
-def test_a_part_that_was_not_finished_is_no_part(tmp_path: Path, logdir: Path) -> None:
-    run = shutil.copytree(logdir / "counted/fp8_debug", tmp_path / "run")
-    part = next((run / "metrics").iterdir())
-    part.rename(part.with_name(part.name + ".0123456789abcdef.part"))
-    tab = Tab(tmp_path)
-    assert tab.json("runs")["runs"][0]["samples"] == 2
-    assert len(tab.json("run", run="run")["steps"]) == 2
-
-
-def test_a_fingerprint_that_was_deleted_fails_no_list(tmp_path: Path, logdir: Path) -> None:
-    shutil.copytree(logdir / "counted", tmp_path / "whole")
-    run = shutil.copytree(logdir / "odd/fp8_debug", tmp_path / "run")
-    (run / "attempt-1.json").unlink()
-    found = {about["name"]: about for about in Tab(tmp_path).json("runs")["runs"]}
-    assert {name: about["samples"] for name, about in found.items()} == {"run": 71, "whole": 3}
-    assert found["run"]["state"] == "growing" and found["run"]["why"] is None
-
-
-def test_the_state_and_tensors_are_those_of_the_latest_attempt(tmp_path: Path) -> None:
-    """Which began anew at an earlier step than the one before had come to."""
-    for steps, layer in (((0, 10, 20), FC1), ((0,), FC2)):
-        record = start(tmp_path / "run")
-        for step in steps:
-            record.record(sample(step, [{"layer": layer}]))
-        record.close()
-    for old in (tmp_path / "run").rglob("attempt-0*"):
-        os.utime(old, (1e9, 1e9))
-    tab = Tab(tmp_path)
-    (about,) = tab.json("runs")["runs"]
-    newest = next((tmp_path / "run/metrics").glob("attempt-1-*"))
-    assert (about["state"], about["last"], about["updated"]) == ("growing", 20, newest.stat().st_mtime)
-    assert tab.json("run", run="run")["tensors"]["layer"] == [FC2]
-
-
-def test_a_record_of_another_schema_says_so(tmp_path: Path) -> None:
-    start(tmp_path / "run").close()
-    (tmp_path / "run/attempt-0.json").write_text('{"schema_version": 99}')
-    tab = Tab(tmp_path)
-    (about,) = tab.json("runs")["runs"]
-    assert about["state"] == "unreadable" and "schema version 99" in about["why"]
-    status, why = tab.error("run", run="run")
-    assert status == 409 and "schema version 99" in why
-
-
-def test_a_record_without_samples_is_empty(tmp_path: Path) -> None:
-    start(tmp_path / "run").close()
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd/attempt-0.json").write_text("[]")  # no fingerprint, no tables
-    tab = Tab(tmp_path)
-    assert [(run["name"], run["state"], run["first"]) for run in tab.json("runs")["runs"]] == [
-        ("odd", "empty", None),
-        ("run", "empty", None),
-    ]
-    assert tab.json("run", run="run")["notes"] == ["Nothing was sampled yet: the record has no metrics."]
-    assert any("not a fingerprint" in note for note in tab.json("run", run="odd")["notes"])
-    assert tab.json("loss", run="run")["step"] == []
-    assert tab.error("others", run="run", step=0)[0] == 404
-    assert tab.frames(run="run", metric="mse", from_=0, to=9)[0]["steps"] == []
-
-
-def test_a_record_that_grows_is_read_whole_at_each_look(tmp_path: Path) -> None:
-    record = start(tmp_path / "run")
-    record.record(sample(0, [{"mse": 0.0}]))
-    tab = Tab(tmp_path)
-    assert tab.json("runs")["runs"][0]["state"] == "growing"
-    stop, seen = threading.Event(), list[int]()
-
-    def look() -> None:
-        while not stop.is_set():
-            header, values = tab.frames(run="run", metric="mse", from_=0, to=90)
-            assert header["steps"] == list(range(len(header["steps"]))) and values[:, 0].tolist() == header["steps"]
-            seen.append(len(header["steps"]))
-
-    faults: list[Any] = []
-
-    def guarded() -> None:
-        try:
-            look()
-        except AssertionError as error:
-            faults.append(error)
-
-    threads = [threading.Thread(target=guarded) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for step in range(1, 70):
-        record.record(sample(step, [{"mse": float(step)}]))
-    record.close()
-    wait_until(lambda: faults or 70 in seen)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not faults and max(seen) == 70

@@ -1,4 +1,4 @@
-"""Writes the logs of other tools that tests/record/test_imports.py reads: `make_logs.py te|msprobe FOLDER`.
+"""Writes the logs of other tools that tests/record/tool_logs.py names: `make_logs.py te|msprobe FOLDER`.
 
 Made with transformer-engine 2.20.2 and nvdlfw_inspect 0.2.2, and with mindstudio-probe 26.2.0, each in an environment of its
 own, with torch 2.13.0. Transformer Engine needs a GPU; see tests/record/logs/README.md for how it ran without one.

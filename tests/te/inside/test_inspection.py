@@ -11,7 +11,7 @@ import nvdlfw_inspect.api as nvdlfw
 import pytest
 import torch
 from emulated_te import te
-from test_host import DELAYED, checked, run, tokens
+from host_runs import DELAYED, checked, run, tokens
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.debug.features.api import TEDefaultFeatures

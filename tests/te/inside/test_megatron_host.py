@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from test_host import checked, run
+from host_runs import checked, run
 from test_megatron import FULL_RECOMPUTE, gpt, train
 
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table

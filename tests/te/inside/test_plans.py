@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_te import CASTS, te
-from test_host import BLOCK, Block, checked, run, tokens
+from host_runs import BLOCK, Block, checked, run, tokens
 from test_megatron import DENSE, FULL_RECOMPUTE, casts_by_name, gpt, train
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format

@@ -1,0 +1,119 @@
+"""`compare` on the command line: what it prints, its JSON, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from compared_runs import CULPRIT, EXACT, NO_ERROR, broken, falling, row, write
+from typer.testing import CliRunner, Result
+
+from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
+from nemo_fp8_debug.cli import app
+
+
+def run_cli(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def tables_of(result: Result) -> list[list[str]]:
+    """The lines that name layers: of the ranking, and of the order in which tensors left the band."""
+    parts = result.output.partition("Order in which")
+    return [[line for line in part.splitlines() if "decoder.layers" in line and "│" in line] for part in parts[::2]]
+
+
+def strict_json(text: str) -> Any:
+    """Parse as other languages do: NaN and Infinity are not valid JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+class TestCommandLine:
+    def test_prints_losses_ranking_and_verdict(self, baseline: Path, bad: Path) -> None:
+        result = run_cli(baseline, bad)
+        assert result.exit_code == 0
+        ranked, left = tables_of(result)
+        assert CULPRIT[0] in ranked[0]
+        assert len(ranked) == 3
+        assert "0.1 ->" in ranked[0]
+        found = compare(baseline, bad)
+        assert (
+            len(left) == len(found.out_of_band) and CULPRIT[0] in left[0] and str(found.out_of_band["onset"][0]) in left[0]
+        )
+        assert result.output.splitlines()[-1] == summarize(compare(baseline, bad))
+
+    def test_lists_no_more_tensors_than_asked(self, baseline: Path, bad: Path) -> None:
+        result = run_cli(baseline, bad, "--top", 1)
+        assert [len(table) for table in tables_of(result)] == [1, 1]
+
+    def test_json_holds_everything(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
+        reference = write(tmp_path / "reference", None, falling())
+        result = run_cli(baseline, bad, "--reference", reference, "--json", "--top", 1)
+        assert result.exit_code == 0
+        assert strict_json(result.stdout) == json.loads(json.dumps(to_json(compare(baseline, bad, reference))))
+        found = strict_json(result.stdout)
+        assert set(found["runs"]) == {"baseline", "run", "reference"}
+        assert len(found["tensors"]) == 3
+        assert found["tensors"][0]["layer"] == CULPRIT[0]
+
+    def test_json_of_a_loss_that_is_no_longer_a_number(self, tmp_path: Path, baseline: Path) -> None:
+        losses = {i: loss if i < 100 else float("nan") for i, loss in falling().items()}
+        bad = write(tmp_path / "bad", broken, losses)
+        assert strict_json(run_cli(baseline, bad, "--json").stdout)["runs"]["run"]["diverged_at"] == 100
+
+    @pytest.mark.parametrize("in_bad", [NO_ERROR, {}], ids=["in both runs", "in the baseline"])
+    def test_json_of_a_tensor_that_fp8_holds_exactly(self, tmp_path: Path, in_bad: dict[str, Any]) -> None:
+        baseline = write(tmp_path / "baseline", lambda step: [row(EXACT, **NO_ERROR)], falling())
+        bad = write(tmp_path / "bad", lambda step: [row(EXACT, **in_bad)], falling())
+        assert len(strict_json(run_cli(baseline, bad, "--json").stdout)["tensors"]) == 1
+
+    @pytest.mark.parametrize("name", ["missing", "runs [bf16]", "runs [/a]"])
+    def test_a_missing_run_is_an_error_in_one_line(self, tmp_path: Path, baseline: Path, name: str) -> None:
+        result = run_cli(baseline, tmp_path / name)
+        assert isinstance(result.exception, SystemExit)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr == f"error: {tmp_path / name} holds no run record (a folder with attempt-0.json)\n"
+
+    def test_a_damaged_part_is_a_warning_in_one_line_and_the_rest_is_compared(self, baseline: Path, bad: Path) -> None:
+        part = next((bad / "metrics").iterdir())
+        part.write_bytes(part.read_bytes()[:-50])
+        result = run_cli(baseline, bad)
+        assert result.exit_code == 0
+        assert result.stderr.startswith(f"warning: {part} is left out, it cannot be read")
+        assert result.stderr.count("\n") == 1
+        assert "The tensor that drifted farthest is" in result.stdout
+
+
+class TestMistakes:
+    def test_runs_that_were_swapped_are_asked_about(self, baseline: Path, bad: Path) -> None:
+        assert compare(bad, baseline).notes[0].endswith("were the two swapped?")
+        assert not any("swapped" in note for note in compare(baseline, bad).notes)
+
+    def test_the_same_run_twice_is_said(self, baseline: Path) -> None:
+        assert compare(baseline, baseline).notes[0] == "Both runs are the same record."
+
+    def test_what_would_steer_a_terminal_is_shown_and_no_name_becomes_an_emoji(self, tmp_path: Path) -> None:
+        def odd(step: int) -> list[dict[str, Any]]:
+            return [row(("a\x1b]0;pwned\x07[bold]:dog:", "input"))]
+
+        paths = [write(tmp_path / name, odd, falling()) for name in ("a", "b")]
+        result = run_cli(*paths)
+        assert "\x1b" not in result.output and "\x07" not in result.output
+        assert r"a\x1b]0;pwned\x07[bold]:dog:" in result.output
+
+    def test_a_record_of_another_schema_is_refused_in_one_line(self, baseline: Path, bad: Path) -> None:
+        for part in (bad / "metrics").iterdir():
+            pl.DataFrame({"a": [1]}).write_parquet(part)
+        fingerprint = json.loads((bad / "attempt-0.json").read_text())
+        (bad / "attempt-0.json").write_text(json.dumps(fingerprint | {"schema_version": 99}))
+        result = run_cli(baseline, bad)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+        assert "schema version 99" in result.stderr

@@ -1,0 +1,249 @@
+"""The audit of hostile and damaged checkpoints."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from audited import assert_audited
+from safetensors.torch import save_file
+from saved_checkpoints import gemm_weights, hf_state, normal, pickled, save_indexed, save_megatron
+from typer.testing import CliRunner
+
+from nemo_fp8_debug.analysis.checkpoint.audit import audit
+from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
+
+# --- hostile checkpoints -------------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Unpickled in full, makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Iterator[Hostile]:
+    """Works when unpickled in full, and was not when the test is over."""
+    proof = Hostile(tmp_path / "proof")
+    pickle.loads(pickle.dumps(proof))
+    assert proof.marker.exists()
+    thing = Hostile(tmp_path / "marker")
+    yield thing
+    assert not thing.marker.exists()
+
+
+REFUSED = "was not read: it names posix.system, which unpickling would run"
+
+
+def test_hostile_torch_file(hostile: Hostile, tmp_path: Path) -> None:
+    torch.save({"a.weight": normal(4, 4), "b": hostile}, tmp_path / "a.pt")
+    with pytest.raises(RecordError, match=f"a.pt {REFUSED}"):
+        audit(tmp_path / "a.pt")
+
+
+def test_hostile_metadata(hostile: Hostile, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": hostile}))
+    with pytest.raises(RecordError, match=rf"\.metadata {REFUSED}"):
+        audit(tmp_path)
+
+
+def hostile_states(thing: Hostile) -> dict[str, Any]:
+    """Extra states that would run code: as bytes, in the bytes of a storage within, and as version 1's io.BytesIO."""
+
+    class Storage:
+        def __reduce__(self) -> Any:
+            return torch.storage._load_from_bytes, (pickle.dumps(thing),)
+
+    torch.save({"scale_fwd": thing}, version_1 := io.BytesIO())
+    return {"bytes": pickled(thing), "storage": pickled({"scale_fwd": Storage()}), "version 1": version_1}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "storage", "version 1"])
+def test_hostile_extra_state(hostile: Hostile, tmp_path: Path, kind: str) -> None:
+    """The weight itself is audited; its scale is not."""
+    weight = normal(16, 16)
+    torch.save({"a.weight": weight, "a._extra_state": hostile_states(hostile)[kind]}, tmp_path / "a.pt")
+    with pytest.warns(FP8DebugWarning, match=r"a\.pt: a\._extra_state was not read"):
+        found = audit(tmp_path / "a.pt")
+    assert assert_audited(found, {"a": weight})["a"]["fp8_stored"] == {"state": "unreadable"}
+
+
+def test_hostile_objects_in_a_megatron_checkpoint(gpt: Any, hostile: Hostile, tmp_path: Path) -> None:
+    """An extra state's pickle and common.pt; neither keeps the weights from being audited."""
+    state = gpt.sharded_state_dict()
+    state["decoder.layers.1.mlp.linear_fc2._extra_state"].data = hostile_states(hostile)["bytes"]
+    folder = save_megatron(state, tmp_path / "saved")
+    torch.save(hostile, folder / "common.pt")
+    with pytest.warns(FP8DebugWarning, match="linear_fc2._extra_state/shard_1_3 was not read"):
+        found = audit(folder)
+    assert_audited(found, gemm_weights(gpt))
+
+
+def test_files_outside_the_folder_are_not_read(tmp_path: Path) -> None:
+    save_file({"a.weight": normal(4, 4)}, tmp_path / "secret.safetensors")
+    (tmp_path / "in").mkdir()
+    index = {"weight_map": {"a.weight": "../secret.safetensors"}}
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(RecordError, match="names a file outside its folder"):
+        audit(tmp_path / "in")
+
+
+# --- damaged checkpoints -------------------------------------------------------------------------------------------------
+
+
+def truncated(path: Path) -> Path:
+    save_file(hf_state(), path / "a.safetensors")
+    os.truncate(path / "a.safetensors", 300)
+    return path / "a.safetensors"
+
+
+def values_cut_off(path: Path) -> Path:
+    save_file({"a.weight": normal(64, 64)}, path / "a.safetensors")
+    os.truncate(path / "a.safetensors", (path / "a.safetensors").stat().st_size - 2)
+    return path / "a.safetensors"
+
+
+def garbage(name: str) -> Callable[[Path], Path]:
+    def write(path: Path) -> Path:
+        (path / name).write_bytes(np.random.default_rng(0).bytes(1000))
+        return path / name
+
+    return write
+
+
+def no_weights(path: Path) -> Path:
+    torch.save({"a.bias": torch.ones(3)}, path / "bias.pt")
+    return path / "bias.pt"
+
+
+def missing_file_of_an_index(path: Path) -> Path:
+    for file in save_indexed({"a.weight": normal(4, 4)}, path):
+        file.unlink()
+    return path
+
+
+def absurd_shape(path: Path) -> Path:
+    header = json.dumps({"a.weight": {"dtype": "BF16", "shape": [1 << 40, 1 << 10], "data_offsets": [0, 1 << 51]}}).encode()
+    (path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
+    return path / "a.safetensors"
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "wrong path": (lambda path: path / "none.pt", "none.pt does not exist"),
+    "empty folder": (lambda path: path, "is not a checkpoint: .* it is empty"),
+    "truncated header": (truncated, "a.safetensors is damaged"),
+    "truncated values": (values_cut_off, "a.safetensors is damaged"),
+    "garbage torch file": (garbage("a.pt"), "a.pt is not a torch file, or damaged"),
+    "garbage safetensors": (garbage("a.safetensors"), "a.safetensors is"),
+    "garbage metadata": (lambda path: garbage(".metadata")(path).parent, r"\.metadata is damaged"),
+    "empty metadata": (lambda path: (path / ".metadata").write_bytes(b"") or path, r"\.metadata is damaged"),
+    "zarr": (lambda path: (path / "metadata.json").write_text('{"sharded_backend": "zarr"}') and path, "zarr"),
+    "unfinished": (lambda path: (path / "metadata.json").write_text("{}") and path, "has metadata.json but no .metadata"),
+    "no weights": (no_weights, "bias.pt holds no weight of a GEMM"),
+    "missing file": (missing_file_of_an_index, "model-00001-of-00003.safetensors cannot be read"),
+    "absurd shape": (absurd_shape, "a.safetensors is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged(tmp_path: Path, kind: str) -> None:
+    make, message = DAMAGED[kind]
+    path = make(tmp_path)
+    with pytest.raises(RecordError, match=message):
+        audit(path)
+    done = CliRunner().invoke(app, ["audit", str(path)])
+    assert done.exit_code == 1 and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("cut", [None, 12])
+def test_one_bad_file_costs_its_own_weights(tmp_path: Path, cut: int | None) -> None:
+    state = {f"layers.{i}.fc.weight": normal(16, 16, seed=i) for i in range(6)}
+    bad = save_indexed(state, tmp_path)[1]
+    if cut is None:
+        bad.unlink()
+    else:
+        os.truncate(bad, bad.stat().st_size - cut)
+    with pytest.warns(FP8DebugWarning, match=bad.name):
+        found = audit(tmp_path)
+    # The end of a file is missing: the weight that ends there is lost, not the other.
+    kept = (0, 2, 3, 5) if cut is None else (0, 1, 2, 3, 5)
+    assert_audited(found, {f"layers.{i}.fc": state[f"layers.{i}.fc.weight"] for i in kept})
+
+
+def test_a_bad_file_of_a_megatron_checkpoint(gpt: Any, tmp_path: Path) -> None:
+    folder = save_megatron(gpt.sharded_state_dict(), tmp_path / "saved")
+    bad = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    bad.write_bytes(bad.read_bytes()[: bad.stat().st_size // 2])
+    with pytest.warns(FP8DebugWarning, match=bad.name):
+        found = audit(folder)
+    whole, weights = [row["layer"] for row in found.rows], gemm_weights(gpt)
+    assert 0 < len(whole) < len(weights)
+    assert_audited(found, {name: weights[name] for name in whole})
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch.save", "dcp"])
+def test_flipped_bytes_never_get_a_traceback(tmp_path: Path, kind: str) -> None:
+    state = hf_state()
+    if kind == "dcp":
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(state, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+        path, file = tmp_path / "saved", tmp_path / "saved" / ".metadata"
+    else:
+        path = file = tmp_path / ("a.safetensors" if kind == "safetensors" else "a.pt")
+        save_file(state, path) if kind == "safetensors" else torch.save(state, path)
+    whole, random = file.read_bytes(), np.random.default_rng(0)
+    refused = 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for at in random.integers(0, min(len(whole), 4000), 3):
+            damaged[at] = random.integers(256)
+        file.write_bytes(damaged)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FP8DebugWarning)
+                audit(path)
+        except RecordError as error:
+            assert str(tmp_path) in str(error)
+            refused += 1
+    assert refused
+
+
+def test_a_weight_with_a_piece_missing_is_not_audited(megatron: None, tmp_path: Path) -> None:
+    """As where a rank's part of the metadata was lost: half a weight has other metrics than the weight."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    halves = [ShardedTensor.from_rank_offsets("a.weight", normal(4, 6, seed=i), (0, i, 2)) for i in range(2)]
+    whole = ShardedTensor.from_rank_offsets("b.weight", normal(4, 6))
+    folder = save_megatron({"a0": halves[0], "a1": halves[1], "b": whole}, tmp_path / "saved")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["a.weight"].chunks.pop()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.warns(FP8DebugWarning, match="24 of the 48 values of a are there"):
+        found = audit(folder)
+    assert_audited(found, {"b": normal(4, 6)})
+
+
+def test_an_fp8_weight_whose_scale_is_lost_is_left_out(tmp_path: Path) -> None:
+    codes = normal(16, 16).to(torch.float8_e4m3fn)
+    files = save_indexed({"a.weight": codes, "a.weight_scale_inv": torch.ones(1, 1), "b.weight": normal(4, 4)}, tmp_path)
+    files[1].unlink()
+    with pytest.warns(FP8DebugWarning, match=files[1].name):
+        found = audit(tmp_path)
+    assert [row["layer"] for row in found.rows] == ["b"]
+    assert found.left_out["in FP8, with their scales lost"] == 1

@@ -1,0 +1,97 @@
+"""Where a loss leaves another one or its own course, and what is noise."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pytest
+from compared_runs import Losses, falling, rising
+
+from nemo_fp8_debug.analysis.runs.loss import LossCurve
+
+
+def curve(losses: npt.ArrayLike) -> LossCurve:
+    values = np.asarray(losses, np.float64)
+    return LossCurve.of(pl.DataFrame({"step": np.arange(len(values)), "loss": values}))
+
+
+class TestLossCurve:
+    def test_a_clean_run_did_not_diverge(self) -> None:
+        assert curve(list(falling().values())).diverged_at is None
+
+    @pytest.mark.parametrize("n", [50, 100, 1000])
+    def test_noise_is_no_divergence(self, n: int) -> None:
+        """3% of noise, as small batches have, on a loss that has long stopped to fall."""
+        runs = [curve(2 * (1 + np.random.default_rng(seed).normal(0, 0.03, n))) for seed in range(20)]
+        assert [run.diverged_at for run in runs if run.diverged_at is not None] == []
+
+    @pytest.mark.parametrize("n", [50, 100, 1000])
+    def test_noise_does_not_set_two_runs_apart(self, n: int) -> None:
+        runs = [curve(2 * (1 + np.random.default_rng(seed).normal(0, 0.03, n))) for seed in range(21)]
+        apart = [b.above(a) for a, b in itertools.pairwise(runs)]
+        assert [step for step in apart if step is not None] == []
+
+    @pytest.mark.parametrize("at", [0, 60, 198, 199])
+    def test_a_lone_spike_is_not_counted(self, at: int) -> None:
+        losses = np.array(list(falling().values()))
+        losses[at] = 50
+        assert curve(losses).diverged_at is None
+
+    @pytest.mark.parametrize("since", [60, 120, 180])
+    def test_a_divergence_is_found_near_its_step(self, since: int) -> None:
+        losses = np.array(list(falling().values()))
+        losses[since:] += 1
+        assert curve(losses).diverged_at == pytest.approx(since, abs=2)
+
+    def test_steps_are_those_of_the_table(self) -> None:
+        table = pl.DataFrame({"step": [30, 10, 20, 40, 50, 60], "loss": [1.0, 2.0, 1.5, 9.0, 9.0, 9.0]})
+        assert LossCurve.of(table).diverged_at == 40
+
+    def test_the_later_row_of_a_step_counts(self) -> None:
+        table = pl.DataFrame({"step": [0, 1, 1], "loss": [1.0, 7.0, 3.0]})
+        assert LossCurve.of(table).losses.tolist() == [1, 3]
+
+    @pytest.mark.parametrize("gone", [np.nan, np.inf])
+    def test_a_loss_that_is_no_longer_a_number_diverged(self, gone: float) -> None:
+        losses = np.array(list(falling().values()))
+        losses[90:] = gone
+        found = curve(losses)
+        assert found.diverged_at == pytest.approx(90, abs=2)
+        # A running median of a falling loss with infinities in its window turns a little early.
+        assert found.above(curve(list(falling().values()))) == pytest.approx(90, abs=4)
+        assert found.lowest is not None
+        assert found.lowest[1] < 3
+
+    def test_a_lone_nan_is_not_counted(self) -> None:
+        losses = np.array(list(falling().values()))
+        losses[90] = np.nan
+        assert curve(losses).diverged_at is None
+
+    def test_no_losses(self) -> None:
+        none = curve([])
+        assert (none.final, none.lowest, none.diverged_at) == (None, None, None)
+        assert none.above(curve([1.0])) is None
+        assert curve([1.0]).above(none) is None
+
+    def test_a_single_loss(self) -> None:
+        one = curve([3.0])
+        assert (one.final, one.lowest, one.diverged_at) == (3, (0, 3), None)
+        assert one.above(one) is None
+        assert one.above(curve([2.0])) is None  # one step is not "for good"
+
+    def test_above_compares_at_the_same_step(self) -> None:
+        fast, slow = curve(np.linspace(5, 1, 100)), curve(np.linspace(5, 3, 100))
+        assert slow.above(fast) == pytest.approx(5, abs=5)  # where they are 2% apart
+        assert fast.above(slow) is None
+
+    def test_above_compares_runs_that_logged_other_steps(self) -> None:
+        def every_tenth(losses: Losses) -> LossCurve:
+            return LossCurve.of(pl.DataFrame({"step": range(0, 200, 10), "loss": [losses[i] for i in range(0, 200, 10)]}))
+
+        fine, coarse = curve(list(falling().values())), every_tenth(falling())
+        assert coarse.above(fine) is fine.above(coarse) is None
+        assert curve(list(rising().values())).above(coarse) == pytest.approx(123, abs=5)
+        assert every_tenth(rising()).above(fine) == pytest.approx(125, abs=10)
