@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformer_engine.pytorch.tensor as te_tensor
 from emulated_te import CASTS, te
-from test_host import BLOCK, Block, checked, run, tokens
+from host_runs import BLOCK, Block, checked, run, tokens
 from torch import nn
 from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import quantized_tensor
