@@ -34,15 +34,16 @@ def command(
 
 def _print(found: Diagnosis) -> None:
     out = console()
-    table = Table(title="What the rules found", title_justify="left")
-    for heading in ("rule", "since", "about", "means", "confidence", "evidence"):
+    for sentence in (found.verdict(), *found.notes):
+        out.print(sentence, soft_wrap=True, highlight=False, markup=False)
+    for advice in found.advice:
+        out.print(f"- {advice}", markup=False, highlight=False)
+    out.print()
+    table = Table(title="What the rules found, which the verdict rests on", title_justify="left")
+    for heading in ("rule", "since", "about", "cause", "confidence", "evidence"):
         table.add_column(heading)
     for finding in found.findings:
         since = "-" if finding.since is None else str(finding.since)
         about, evidence = (escape(text) for text in (finding.operand or "the run", finding.evidence))
         table.add_row(finding.rule, since, about, finding.cause, finding.confidence, evidence)
     out.print(table)
-    for advice in found.advice:
-        out.print(f"- {advice}", markup=False, highlight=False)
-    for sentence in (*found.notes, found.verdict()):
-        out.print(sentence, soft_wrap=True, highlight=False, markup=False)

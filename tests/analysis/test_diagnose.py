@@ -193,7 +193,7 @@ class TestCommandLine:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))
         result = cli(bad, "--baseline", baseline)
         assert result.exit_code == 0 and CULPRIT in result.stdout
-        assert result.stdout.splitlines()[-1] == diagnose(bad, baseline).verdict()
+        assert result.stdout.splitlines()[0] == diagnose(bad, baseline).verdict()
 
     def test_json(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))
@@ -209,6 +209,23 @@ class TestCommandLine:
         found = diagnose(bad, baseline, reference)
         assert found.cause == "software"
         assert not [sentence for sentence in found.advice if "recipe" in sentence or "BF16" in sentence]
+        assert not found.notes
+
+    def test_operands_that_follow_the_divergence_are_said_to(self, tmp_path: Path, baseline: Path) -> None:
+        """With a reference run that diverges as well; their scale jumps 16 steps before the loss, or 20 after it."""
+        reference = write(tmp_path / "reference", losses=falling(left=80))
+        notes = {}
+        for left in (80, 120):
+            bad = write(tmp_path / f"bad_{left}", corrupted, falling(left=left))
+            found = diagnose(bad, baseline, reference)
+            assert found.cause == "software"
+            notes[left] = [note for note in found.notes if "follows from the divergence" in note]
+        assert notes[120] == []
+        assert len(notes[80]) == 1 and "out of band at step 104, 24 steps after the loss" in notes[80][0]
+
+    def test_advice_is_printed_line_by_line(self, tmp_path: Path, baseline: Path) -> None:
+        bad, reference = (write(tmp_path / name, losses=falling(left=120)) for name in ("bad", "reference"))
+        found = diagnose(bad, baseline, reference)
         printed = cli(bad, "--baseline", baseline, "--reference", reference).stdout
         assert [line[2:] for line in printed.split("\n") if line.startswith("- ")] == list(found.advice)
 

@@ -71,8 +71,18 @@ class Diagnosis:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What to bear in mind about the comparison with the baseline."""
-        return () if self.comparison is None else self.comparison.notes
+        """What to bear in mind: about the comparison with the baseline, and about operands that the divergence has changed."""
+        return [*(() if self.comparison is None else self.comparison.notes), *self._consequences()]
+
+    def _consequences(self) -> Sequence[str]:
+        since = [f.since for f in self.findings if f.rule == "operand" and f.since is not None]
+        if self.cause != "software" or self.divergence_step is None or not since or min(since) <= self.divergence_step:
+            return ()
+        unit, later = self.run.unit, min(since) - self.divergence_step
+        return (
+            f"The first operand is out of band at {unit} {min(since)}, {later} {unit}s after the loss: what operands show "
+            "follows from the divergence.",
+        )
 
     @property
     def lead(self) -> int | None:

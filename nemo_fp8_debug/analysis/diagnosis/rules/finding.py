@@ -16,7 +16,7 @@ CAUSES = {
     "dead": "all values are zero",
     "nonfinite": "values are NaN or infinite",
     "multiplier": "gradients are multiplied by something that they should not be",
-    "software": "the cause is not how FP8 represents the operands; look at data, learning rate, kernels and communication",
+    "software": "the cause is not how FP8 represents the operands; look at learning rate, data, kernels and communication",
     "none": "nothing is wrong",
     "unknown": "cannot tell",
 }
