@@ -71,7 +71,7 @@ class Diagnosis:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What to bear in mind: about the comparison with the baseline, and about operands that the divergence has changed."""
+        """What to bear in mind: of the comparison with the baseline, and of operands that the divergence has changed."""
         return [*(() if self.comparison is None else self.comparison.notes), *self._consequences()]
 
     def _consequences(self) -> Sequence[str]:

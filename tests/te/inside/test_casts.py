@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import transformer_engine.pytorch.tensor as te_tensor
 from emulated_te import CASTS, te
 from host_runs import BLOCK, Block, checked, run, tokens
 from torch import nn
+from transformer_engine.common import recipe as te_recipe
 from transformer_engine.common.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import quantized_tensor
 from transformer_engine.pytorch.constants import DType
@@ -27,6 +30,8 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 from nemo_fp8_debug import FP8DebugWarning
 from nemo_fp8_debug.capture.backends.base import UnknownCast
+from nemo_fp8_debug.capture.backends.transformer_engine import environment
+from nemo_fp8_debug.capture.backends.transformer_engine.environment import KNOWN_VARIABLES, NOT_MEASURED
 from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import KNOWN, cast_by
 from nemo_fp8_debug.record.reader import read_table
 
@@ -192,6 +197,63 @@ def attributes_set_by(cls: type) -> set[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name)
         if node.value.id == "self" and not node.attr.startswith("__")
     }
+
+
+#: fields of recipes and their parts that act through quantizers, through the node of a call, or on attention; those of
+#: split accumulators change sums and no cast, and those of delayed scaling name a recipe whose scale is read
+RECIPE_FIELDS = {
+    "DelayedScaling": "margin amax_history_len amax_compute_algo scaling_factor_compute_algo reduce_amax",
+    "Float8CurrentScaling": "use_power_2_scales fp8_gemm_fprop fp8_gemm_dgrad fp8_gemm_wgrad",
+    "MXFP8BlockScaling": "margin enable_2d_quantization",
+    "Float8BlockScaling": "use_f32_scales x_block_scaling_dim w_block_scaling_dim grad_block_scaling_dim "
+    "fp8_gemm_fprop fp8_gemm_dgrad fp8_gemm_wgrad",
+    "NVFP4BlockScaling": "disable_rht disable_stochastic_rounding disable_2d_quantization row_scaled_activation "
+    "nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode fp4_format",
+    "CustomRecipe": "qfactory quantization_alignment",
+    "MMParams": "use_split_accumulator",
+    "QParams": "power_2_scale amax_epsilon random_hadamard_transform stochastic_rounding fp4_2d_quantization",
+}
+OF_ALL_RECIPES = {"fp8_format", "fp8_dpa", "fp8_mha", "backward_override"}
+
+
+def test_all_fields_of_all_recipes_are_known() -> None:
+    """Of the installed release: whether one reaches a cast other than by quantizers has to be looked at."""
+    found = {name: cls for name, cls in vars(te_recipe).items() if inspect.isclass(cls) and dataclasses.is_dataclass(cls)}
+    assert found.keys() == RECIPE_FIELDS.keys()
+    for name, cls in found.items():
+        assert {field.name for field in dataclasses.fields(cls)} - OF_ALL_RECIPES == set(RECIPE_FIELDS[name].split()), name
+
+
+def test_all_environment_variables_are_known() -> None:
+    root = Path(te_recipe.__file__).parents[2]
+    read = re.compile(r"""(?:getenv|environ\.get|environ|_flag|_env)[(\[]\s*f?["'](NVTE_[A-Z0-9a-z_]+)""")
+    files = [*(root / "pytorch").rglob("*.py"), *(root / "common").rglob("*.py"), *(root / "debug").rglob("*.py")]
+    found = {name for file in files for name in read.findall(file.read_text())}
+    assert len(found) > 40
+    assert found - KNOWN_VARIABLES - NOT_MEASURED == set()
+
+
+@pytest.mark.parametrize("name", ["NVTE_USE_FAST_MATH", "NVTE_OF_A_LATER_RELEASE"])
+def test_a_variable_that_is_not_known_makes_casts_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    environment._strange_variables.cache_clear()
+    with pytest.warns(FP8DebugWarning, match=f"variable {name} is set"):
+        run(tmp_path, model := Block(), stepping(model, Float8CurrentScaling()), dump=[])
+    environment._strange_variables.cache_clear()
+    assert sources(tmp_path) == {role: {"unknown"} for role in ("input", "weight", "grad_output")}
+
+
+def test_a_norm_that_is_not_made_again_makes_x_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE", "1")
+    model = nn.Sequential()
+    model.add_module("qkv", te.LayerNormLinear(32, 32, zero_centered_gamma=True, **OPTIONS))
+    model.add_module("proj", te.Linear(32, 32, **OPTIONS))
+    with pytest.warns(FP8DebugWarning, match="X of qkv is unknown: .*ZERO_CENTERED"):
+        run(tmp_path, model, stepping(model, Float8CurrentScaling()), dump=[])
+    rows = read_table(tmp_path, "metrics").filter(scale_source="unknown").select("layer", "role").unique().rows()
+    assert rows == [("qkv", "input")]
 
 
 E4M3 = DType.kFloat8E4M3

@@ -51,7 +51,9 @@ def divergence(run: LossCurve, since: int | None, reference_since: int | None) -
         told, advice = f"the loss diverges in mid-run, at step {since}", _LATER_ADVICE
     found = [Finding("divergence", "unknown", "medium", told, advice, since=since)]
     if reference_since is not None:
-        told = f"the reference run, which differs from this run in precision alone, diverges too, from step {reference_since}"
+        told = (
+            f"the reference run, which differs from this one in precision alone, diverges too, from step {reference_since}"
+        )
         advice = "Look at learning rate, data, kernels and communication."
         found.append(Finding("reference", "software", "high", told, advice, since=reference_since))
     return found

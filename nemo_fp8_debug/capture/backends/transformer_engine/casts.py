@@ -27,6 +27,7 @@ import torch
 from ....numerics.block_scaling import BlockRule
 from ...overrides import SWITCHED
 from ..base import Kwargs, ScaleInUse, UnknownCast, not_quantized
+from .environment import check_environment
 from .quantizers import cast_by, delayed_cast
 
 _HOLDERS = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
@@ -52,6 +53,7 @@ def cast_of(module: Any, role: str, held: Held, out: torch.Tensor) -> Callable[[
     Raises:
         UnknownCast: at once or when asked.
     """
+    check_environment(module, role)
     call = _call_of(out)
     if role != "grad_output":
         return lambda: _forward_cast(module, role, held, call)

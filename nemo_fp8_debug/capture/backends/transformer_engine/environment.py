@@ -1,0 +1,73 @@
+"""Environment variables of Transformer Engine: one that is set and not known here may change a cast unseen."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from ..base import UnknownCast
+
+_PREFIX = "NVTE_"
+_BUILD = """
+    CUDA_INCLUDE_DIR FRAMEWORK PLUGIN PROJECT_BUILDING PYTORCH_FORCE_BUILD PYTORCH_FORCE_CXX11_ABI PYTORCH_SKIP_CUDA_BUILD
+    RELEASE_BUILD UB_WITH_MPI USE_PYTORCH_TRITON WITH_CUBLASMP"""
+#: options of recipes, whose effect the quantizers of a call hold
+_RECIPES = """
+    BACKWARD_OVERRIDE FP8_BLOCK_SCALING_FP32_SCALES FP8_CURRENT_SCALING_POWER_2_SCALES NVFP4_4OVER6
+    NVFP4_4OVER6_E4M3_USE_256 NVFP4_4OVER6_ERR_MODE NVFP4_DISABLE_2D_QUANTIZATION NVFP4_DISABLE_RHT
+    NVFP4_DISABLE_STOCHASTIC_ROUNDING NVFP4_ROW_SCALED_ACTIVATION"""
+#: attention, which is not observed
+_ATTENTION = """
+    ALLOW_NONDETERMINISTIC_ALGO APPLY_QK_LAYER_SCALING BATCH_MHA_P2P_COMM DPA_FP8CS_O_in_F16 DPA_FP8DS_AMAX_ALGO
+    DPA_FP8DS_AMAX_HISTLEN DPA_FP8DS_REDUCE_AMAX DPA_FP8_FORMAT DPA_FP8_RECIPE DPA_FP8_RECIPE_DPA DPA_FP8_RECIPE_MHA
+    FLASH_ATTN FLASH_ATTN_V2 FLASH_ATTN_V3 FLASH_ATTN_V4 FP8_DPA_BWD FUSED_ATTN FUSED_ATTN_USE_FAv2_BWD FUSED_MLA_Q_UPROJ
+    FUSED_RING_ATTENTION_USE_SCAN MASKED_SOFTMAX_FUSION UNFUSED_ATTN UnfusedDPA_Emulate_FP8"""
+#: modules that are not observed (te.ops), and what is fused beside GEMMs
+_OPS = """
+    BIAS_DROPOUT_FUSION BIAS_GELU_NVFUSION CUTEDSL_FUSED_GROUPED_MLP CUTEDSL_FUSED_GROUPED_MLP_FC1_GLU_RHT_AMAX_TMEM
+    DISABLE_CUTEDSL_WGRAD_FUSED_GROUPED_MLP ENABLE_CUTEDSL_BACKEND GEMM_GELU_FUSION GROUPED_LINEAR_SINGLE_PARAM
+    GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"""
+#: how kernels are run, compiled and logged
+_RUNNING = """
+    ALLOW_UNSAFE_PICKLE_EXTRA_STATE BWD_LAYERNORM_SM_MARGIN COMPILE_OP_SIDE_EFFECTS CPU_OFFLOAD_V1 DEBUG DEBUG_LEVEL
+    DISABLE_TRITON_AUTOTUNING EXT_MARGIN_SM FP8_GEMM_HIGH_PRECISION_ACCUMULATION FWD_LAYERNORM_SM_MARGIN
+    INF_LAYERNORM_SM_MARGIN NORM_BWD_USE_CUDNN NVTX_ENABLED PRINT_LAYER_NUMBER PRINT_RANK TORCH_COMPILE UNFUSED_FP8_UPDATE"""
+#: change a norm that X comes out of, see `check_environment`
+_NORM = "NORM_FWD_USE_CUDNN ZERO_CENTERED_GAMMA_IN_WTYPE"
+#: variables that change no cast of a linear layer, or whose effect is told otherwise
+KNOWN_VARIABLES = frozenset(
+    _PREFIX + name for group in (_BUILD, _RECIPES, _ATTENTION, _OPS, _RUNNING, _NORM) for name in group.split()
+)
+#: of whom it is known that casts may change, and not how
+NOT_MEASURED = frozenset(("NVTE_USE_FAST_MATH",))
+
+
+def check_environment(module: Any, role: str) -> None:
+    """Whether what is known here of a module's casts holds under the variables that are set.
+
+    Raises:
+        UnknownCast: it may not; names the variable.
+    """
+    if strange := _strange_variables():
+        raise UnknownCast(f"the environment variable {strange[0]} is set, and what it does to casts is not known here")
+    if role == "input" and hasattr(module, "layer_norm_weight"):
+        for name, applies in (
+            ("NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE", module.zero_centered_gamma),
+            ("NVTE_NORM_FWD_USE_CUDNN", _casts_in_blocks(module)),
+        ):
+            if applies and os.environ.get(name, "0") not in ("0", ""):
+                raise UnknownCast(f"under the environment variable {name} its norm is not made again here")
+
+
+@functools.cache
+def _strange_variables() -> list[str]:
+    """Read once, as most of them are by Transformer Engine."""
+    mine = {name for name, value in os.environ.items() if name.startswith(_PREFIX) and value not in ("0", "")}
+    return sorted(mine - KNOWN_VARIABLES)
+
+
+def _casts_in_blocks(module: Any) -> bool:
+    """A norm of cuDNN casts to MXFP8 what it has not rounded."""
+    quantizers = getattr(module, "quantizers", {}).get("scaling_fwd") or [None]
+    return module.fp8 and "Float8" not in type(quantizers[0]).__name__
