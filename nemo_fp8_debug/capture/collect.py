@@ -66,7 +66,7 @@ class _UnderScales:
         owner = torch.tensor([i for i, *_ in parts], dtype=torch.int64)
         held = [use.scale if isinstance(use.scale, (torch.Tensor, CurrentScaling)) else None for use in uses]
         formats = [use.format for use in uses]
-        scales = scales_of(held, formats, _amax(operands, histograms))
+        scales = scales_of(held, formats, _amax(operands, histograms, uses))
         counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
         of_counted = histograms.select(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
         sums = of_counted.sum_by_owner(owner[counted], len(operands))
@@ -85,14 +85,16 @@ class _UnderScales:
             self.of[operand.key] = mine, (min(used), max(used)) if used else None, found[i]
 
 
-def _amax(operands: Sequence[Operand], histograms: Histograms) -> torch.Tensor:
-    """float32 [P], of each histogram of each operand; exact for float32 operands, whose histograms are rounded."""
-    amax, i = histograms.amax(), 0
+def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[ScaleInUse]) -> torch.Tensor:
+    """float32 [P], that the cast of each histogram of each operand goes by; exact for float32 operands, whose histograms
+    are rounded."""
+    amax, inf, i = histograms.amax(), histograms.moments.inf.clone(), 0
     for operand in operands:
         if len(operand.moments) == len(operand.histograms):
             for direct in operand.moments:
-                amax[i] = direct.amax.float()
+                amax[i], inf[i] = direct.amax.float(), direct.inf
                 i += 1
         else:
             i += len(operand.histograms)
-    return amax
+    seen = torch.tensor([use.sees_infinity for use in uses], dtype=torch.bool)
+    return torch.where(seen & (inf > 0), torch.inf, amax)

@@ -13,7 +13,7 @@ from ..numerics import metrics
 from ..numerics.block_scaling import BlockRule
 from ..numerics.histogram import DTYPES, Histogram
 from ..numerics.recipe import Recipe
-from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of
+from ..numerics.tensor_scaling import CurrentScaling, Unscaled
 from .backends.base import ScaleInUse
 from .dtensor import local
 from .gemms import Gemm
@@ -102,8 +102,7 @@ class Operand:
             self.casts.append(use)
             return mine
         if isinstance(use.scale, CurrentScaling):
-            amax = amax_of(torch.where(x.isfinite(), x, 0))
-            use = replace(use, scale=use.scale.scale(amax, use.format.max))
+            use = replace(use, scale=use.scale_of(x))
         self.rest_casts.append(use)
         if isinstance(use.scale, torch.Tensor):
             self.rest_sums.append(metrics.quantization_sums_of_counts(mine, use.scale, use.format))
@@ -128,7 +127,7 @@ class Operand:
         if is_float32:
             self.moments.append(moments(x))
         if is_float32 or isinstance(use.scale, BlockRule):
-            self.sums.append(quantization_sums(x, use.scale, self.role, use.format, counted))
+            self.sums.append(quantization_sums(x, use.scale_of(x), self.role, use.format, counted))
         for recipe in self.what_if:
             rule = recipe.scaling
             if isinstance(rule, BlockRule) or (is_float32 and isinstance(rule, Unscaled)):

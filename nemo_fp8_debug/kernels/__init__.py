@@ -14,7 +14,7 @@ from ..numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from ..numerics.formats import FloatFormat
 from ..numerics.histogram import BINS, DTYPES, Histogram, infinity_bin
 from ..numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
-from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of
+from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of, finite_amax_of
 from . import torch_fallback
 from .cpu import blocks, quantize
 from .cpu import histogram as cpu_histogram
@@ -130,7 +130,7 @@ def quantization_sums(
     if isinstance(scale, Unscaled):
         scale = torch.ones((), device=x.device)
     if isinstance(scale, CurrentScaling):
-        scale = scale.scale(amax_of(x), fmt.max)
+        scale = scale.scale(finite_amax_of(x), fmt.max)
     kernel = _kernel_on(x.device, "float32")
     found: QuantizationSums = (kernel.quantization_sums if kernel else quantization_sums_of_float32)(
         x.float(), scale.to(x.device), fmt

@@ -127,6 +127,11 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
     return x.detach().abs().nan_to_num(0.0, torch.inf).amax().float()
 
 
+def finite_amax_of(x: torch.Tensor) -> torch.Tensor:
+    """As `amax_of`, infinity ignored too."""
+    return amax_of(torch.where(x.detach().isfinite(), x.detach(), 0))
+
+
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """The codes of `x`: cast(x * scale), the product in float32.
 

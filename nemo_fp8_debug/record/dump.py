@@ -27,7 +27,7 @@ from ..core.keys import ROLES
 from ..errors import RecordError
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.histogram import DTYPES
-from ..numerics.tensor_scaling import CurrentScaling, amax_of, quantize
+from ..numerics.tensor_scaling import CurrentScaling, amax_of, finite_amax_of, quantize
 from .reader import find_run
 from .storage import Storage
 
@@ -136,7 +136,8 @@ class TensorDump:
                 return
             x = fetch()
             if isinstance(scale, CurrentScaling):
-                scale = scale.scale(amax_of(x), about.format.max)
+                amax = amax_of(x) if about.scale_source == "engine" else finite_amax_of(x)
+                scale = scale.scale(amax, about.format.max)
             content = _encode(about, x, scale.detach().float().cpu())
             self._storage.write(about.name(f"{zlib.crc32(content):08x}"), content)
             self.tensors += 1

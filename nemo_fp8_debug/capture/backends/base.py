@@ -12,7 +12,7 @@ from torch import nn
 from ...numerics.block_scaling import BlockRule
 from ...numerics.formats import FloatFormat
 from ...numerics.recipe import Recipe
-from ...numerics.tensor_scaling import CurrentScaling
+from ...numerics.tensor_scaling import CurrentScaling, amax_of, finite_amax_of
 from ..dtensor import is_dtensor
 from . import parallel
 
@@ -33,6 +33,17 @@ class ScaleInUse:
     #: "not quantized": the engine left this operand in high precision, and current scaling is what it might use;
     #: "unknown": the engine may quantize it, and how could not be read; measured as if it were not quantized
     source: str
+
+    def scale_of(self, x: torch.Tensor) -> torch.Tensor | BlockRule:
+        """The scale of a tensor, float32 scalar; a block rule has none. No host synchronization."""
+        if isinstance(self.scale, CurrentScaling):
+            return self.scale.scale(amax_of(x) if self.sees_infinity else finite_amax_of(x), self.format.max)
+        return self.scale
+
+    @property
+    def sees_infinity(self) -> bool:
+        """Whether an infinity is the amax, as in an engine; metrics of what is not quantized are over finite values."""
+        return self.source == "engine"
 
 
 class UnknownCast(Exception):

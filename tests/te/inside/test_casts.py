@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch.tensor as te_tensor
-from emulated_te import CASTS, te
+from emulated_te import CASTS, casts_of, te
 from host_runs import BLOCK, Block, checked, run, tokens
 from torch import nn
 from transformer_engine.common import recipe as te_recipe
@@ -284,3 +284,22 @@ def test_quantizers_are_read_or_refused(quantizer: Any, role: str, recipe: str) 
     else:
         use = cast_by(quantizer, None, role)
         assert (use.recipe, use.source) == (recipe, "engine")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_infinity_is_the_amax_of_what_the_engine_casts(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Its scale is 1 then, whatever the other values are."""
+    model = nn.Sequential()
+    model.add_module("proj", te.Linear(32, 32, params_dtype=dtype, bias=False))
+
+    def step(number: int) -> None:
+        x = tokens(number).detach().to(dtype)
+        x[0, 0] = torch.inf
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            model(x.requires_grad_()).nan_to_num(0, 0, 0).float().square().sum().backward()
+
+    casts = run(tmp_path, model, step, roles=["input"])
+    assert {float(cast.scale) for cast in casts_of(model.proj, "X", 0)} == {1.0}
+    assert checked(tmp_path, model, casts, {"proj": ("proj", 0)}) == 3
+    rows = read_table(tmp_path, "metrics").filter(role="input")
+    assert rows["scale"].to_list() == [1.0] * 3 and rows["inf"].to_list() == [1] * 3
