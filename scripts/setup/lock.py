@@ -1,4 +1,4 @@
-"""Writes scripts/packages/locked from the lists beside it: `.venv/bin/python scripts/lock.py`, about 3 minutes.
+"""Writes scripts/packages/locked from the lists beside it: `.venv/bin/python scripts/setup/lock.py`, about 3 minutes.
 
 Packages come from where pip is configured to look, as in scripts/setup. No list names an index. Versions that are
 locked stay, unless their line is taken out before. Packages are wheels, but for those that have none
@@ -15,12 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "setup"))
 from pip_config import PipConfig, read_pip_config
 
-PACKAGES = Path(__file__).parent / "packages"
+ROOT = Path(__file__).parents[2]
+PACKAGES = ROOT / "scripts" / "packages"
 LOCKED = PACKAGES / "locked"
-ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PLATFORM = "{}-manylinux_2_31"
 #: sources, pure Python, for want of a wheel
