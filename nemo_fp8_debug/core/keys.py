@@ -11,7 +11,5 @@ Key = tuple[str, str]
 KEYS = ("layer", "gemm", "role")
 #: how people write the operand roles
 SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"}
-#: sources of a scale under which nothing is known to have been cast: metrics say what a recipe would do
-NOT_CAST = ("current", "emulated", "not quantized", "unknown")
 #: source of the scales of experts that were not all found in the same way
 MIXED = "mixed"

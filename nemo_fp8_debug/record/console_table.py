@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from ..core.keys import NOT_CAST, SHOWN_AS
+from ..core.keys import SHOWN_AS
 from ..core.layer_names import aggregate_key, few_experts
 from ..core.sample import Sample
 
@@ -61,19 +61,10 @@ class TableRecorder:
         ranked = few_experts(by_harm, lambda i: aggregate_key(columns["layer"][i], columns["role"][i]), 1)
         worst = ranked[: self._rows]
         loss = sample.scalars.get("loss")
-        title = f"{_what_is_measured(columns)} at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
+        title = f"FP8 at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
         title += f": {len(worst)} of {len(ranked)} tensors, worst first" + (f"; {sample.remarks}" if sample.remarks else "")
         rows = [_cells({name: values[i] for name, values in columns.items()}) for i in worst]
         return "\n".join([title, *(_ruled([_HEADINGS, *rows]) if rows else [])])
-
-
-def _what_is_measured(columns: Mapping[str, Sequence[Any]]) -> str:
-    """FP8, or what it would do where nothing is known to be quantized."""
-    sources = set(columns["scale_source"])
-    if not sources or sources - set(NOT_CAST):
-        return "FP8"
-    recipes = ", ".join(sorted(set(columns["recipe"])))
-    return f"{'How it is cast is unknown' if 'unknown' in sources else 'Nothing is quantized'}: what {recipes} would do"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

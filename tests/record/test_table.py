@@ -59,14 +59,6 @@ def test_the_title_names_step_loss_and_how_many_are_shown() -> None:
     assert title.strip() == "FP8 at step 120, loss 2.346: 2 of 3 tensors, worst first"
 
 
-@pytest.mark.parametrize("source", ["current", "emulated", "not quantized", "unknown"])
-def test_the_title_says_if_nothing_is_known_to_be_quantized(source: str) -> None:
-    rows = [{"scale_source": source, "recipe": "current-hybrid"}] * 2
-    told = "How it is cast is unknown" if source == "unknown" else "Nothing is quantized"
-    assert printed(sample(0, rows))[0].startswith(f"{told}: what current-hybrid would do at step 0: 2 of 2 tensors")
-    assert printed(sample(0, [*rows, {"scale_source": "engine"}]))[0].startswith("FP8 at step 0: 3 of 3 tensors")
-
-
 def test_the_title_does_without_a_loss() -> None:
     assert printed(sample(0, [{}]))[0].strip() == "FP8 at step 0: 1 of 1 tensors, worst first"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import polars as pl
 
+from ...core.keys import MIXED
 from ...core.layer_names import aggregate_key, is_aggregate
-from ..runs.casts import is_cast
 from ..runs.grid import Grid
 from ..runs.run import Run
 from ..runs.settings import remarks
@@ -108,8 +108,8 @@ def _coverage(baseline: Run, run: Run) -> list[str]:
 
 def quantized(metrics: pl.DataFrame) -> pl.DataFrame:
     """Rows of operands that an engine quantizes, where one does: the others cannot have done harm."""
-    cast = is_cast(metrics)
-    return metrics.filter(cast) if cast.any() and not cast.all() else metrics
+    by_engine = metrics["scale_source"].is_in(["engine", MIXED])
+    return metrics.filter(by_engine) if by_engine.any() and not by_engine.all() else metrics
 
 
 def split_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

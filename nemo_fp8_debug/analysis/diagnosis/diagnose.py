@@ -14,7 +14,6 @@ from ...errors import RecordError
 from ..comparison.compare import compare, quantized, split_experts
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW, onsets
-from ..runs.casts import is_cast, nothing_cast
 from ..runs.run import Run
 from .culprit import Blame, blamed
 from .rules.divergence import diverged_at_the_start, divergence, has_enough_losses
@@ -73,9 +72,7 @@ class Diagnosis:
     @property
     def notes(self) -> Sequence[str]:
         """What to bear in mind: of the comparison with the baseline, and of operands that the divergence has changed."""
-        if self.comparison is not None:
-            return [*self.comparison.notes, *self._consequences()]
-        return [*filter(None, [nothing_cast(self.run.metrics, "the run")]), *self._consequences()]
+        return [*(() if self.comparison is None else self.comparison.notes), *self._consequences()]
 
     def _consequences(self) -> Sequence[str]:
         since = [f.since for f in self.findings if f.rule == "operand" and f.since is not None]
@@ -274,8 +271,7 @@ def _operands(run: Run, baseline: Run | None, out_of_band: pl.DataFrame) -> list
         found.append(why(Course.of(run.metrics, layer, role), since, reference))
     lost = run.loss.steps[~np.isfinite(run.loss.losses)]
     found = [_behind_the_loss(f, int(lost[0])) if len(lost) else f for f in found]
-    # Of what is not quantized metrics are what a recipe would make of it, and can have done no harm.
-    return found if is_cast(run.metrics).any() else [f for f in found if f.cause in ("nonfinite", "dead")]
+    return found if _casts(run.metrics) else [f for f in found if f.cause in ("nonfinite", "dead")]
 
 
 def _behind_the_loss(found: Finding, lost: int) -> Finding:
@@ -283,6 +279,11 @@ def _behind_the_loss(found: Finding, lost: int) -> Finding:
     if found.cause != "nonfinite" or found.since is None or found.since <= lost:
         return found
     return replace(found, confidence="low", may_follow_the_loss=True)
+
+
+def _casts(metrics: pl.DataFrame) -> bool:
+    """Whether anything quantizes; else metrics are what a recipe would make of the operands, and can have done no harm."""
+    return not metrics["scale_source"].is_in(["current", "emulated"]).all()
 
 
 def _interval(metrics: pl.DataFrame) -> int:

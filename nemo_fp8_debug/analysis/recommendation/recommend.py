@@ -16,7 +16,6 @@ from ...plan.plan import Change, Plan
 from ..comparison.compare import quantized
 from ..diagnosis.diagnose import Diagnosis
 from ..formatting import number
-from ..runs.casts import is_cast, nothing_cast
 from ..runs.run import Run
 from .flops import coverage, flops_of
 from .options import BF16, STAY, Budget, Errors, Judged, Option, options_of, replayable
@@ -79,8 +78,6 @@ class Recommendation:
     ends: Ends | None
     #: what could not be tried, and how to
     notes: tuple[str, ...]
-    #: whether the run quantizes anything; if not, a recipe is judged that it would be cast by
-    casts: bool = True
 
     @property
     def to_change(self) -> list[Finding]:
@@ -139,8 +136,7 @@ def recommend(
     plan = _plan(findings)
     after = left(plan)
     return Recommendation(
-        *(run, budget, tuple(findings), plan, before, after, _ends(run, plan, left), tuple(_notes(run, findings))),
-        casts=bool(is_cast(run.metrics).any()),
+        run, budget, tuple(findings), plan, before, after, _ends(run, plan, left), tuple(_notes(run, findings))
     )
 
 
@@ -245,9 +241,7 @@ def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | 
 
 
 def _notes(run: Run, findings: Sequence[Finding]) -> list[str]:
-    notes = [*filter(None, [nothing_cast(run.metrics, "the run")])]
-    if notes:
-        notes.append("The plan is for a run that is cast so, as by `FP8EmulationCallback`; no engine is configured by it.")
+    notes = []
     changed = [f for f in findings if f.changes]
     in_bf16 = [f for f in changed if f.chosen.kind == "bf16"]
     if in_bf16 and not any(o.errors for f in in_bf16 for o in f.options if o.kind == "block"):

@@ -7,8 +7,6 @@ from typing import Any
 
 import polars as pl
 
-from .casts import nothing_cast
-
 #: sections whose differences explain more than others
 TELLING = ("recipe", "risky_features_on", "backend_options")
 #: differ between any two attempts
@@ -51,6 +49,7 @@ def remarks(baseline: pl.DataFrame, run: pl.DataFrame) -> list[str]:
         run: likewise.
     """
     recipes = [sorted(run["recipe"].drop_nulls().unique()) for run in (baseline, run)]
+    casts = [run["scale_source"].is_in(["engine", "mixed"]).any() for run in (baseline, run)]
     told = []
     if recipes[0] != recipes[1]:
         measured = " and ".join(", ".join(names) or "nothing" for names in recipes)
@@ -58,4 +57,7 @@ def remarks(baseline: pl.DataFrame, run: pl.DataFrame) -> list[str]:
             f"The runs were measured against different recipes ({measured}): underflow, overflow and errors tell the "
             "recipes apart as well as the tensors; amax and outlier_log2 tell the tensors alone."
         )
-    return [*told, *filter(None, (nothing_cast(baseline, "the baseline"), nothing_cast(run, "the run")))]
+    if casts[0] != casts[1]:
+        which = ("baseline", "run")[casts.index(False)]
+        told.append(f"No engine scales the {which}'s operands: its metrics are what the recipe would make of them.")
+    return told

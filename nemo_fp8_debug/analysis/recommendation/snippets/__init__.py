@@ -14,9 +14,7 @@ PLAN = "plan.json"
 
 
 def snippets_of(found: Recommendation) -> list[Snippet]:
-    """The files of every host that has something to change; none for a run that quantizes nothing."""
-    if not found.casts:
-        return []
+    """The files of every host that has something to change."""
     made = (megatron.per_module(found), *options.run_wide(found), te_debug.features(found))
     return [snippet for snippet in made if snippet]
 
