@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 #: sections whose differences explain more than others
-TELLING = ("recipe", "risky_features_on", "backend_options")
+TELLING = ("recipe", "risky_features_on", "backend_options", "environment")
 #: differ between any two attempts
 _PASSED_OVER = ("attempt", "schema_version")
 
