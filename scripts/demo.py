@@ -143,7 +143,10 @@ def failure(log: Path) -> str:
 
 def last_sample(log: Path) -> tuple[int, str]:
     """Step and loss in the title of the last table that a run has printed."""
-    found = re.findall(r"FP8 at step (\d+), loss ([\d.]+|nan|inf)", log.read_text(errors="replace") if log.exists() else "")
+    found = re.findall(
+        r"(?:FP8|what FP8 would do) at step (\d+), loss ([\d.]+|nan|inf)",
+        log.read_text(errors="replace") if log.exists() else "",
+    )
     return (int(found[-1][0]), found[-1][1]) if found else (0, "-")
 
 

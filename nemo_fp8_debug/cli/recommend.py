@@ -80,7 +80,8 @@ def _print(out: Console, found: Recommendation, snippets: list[Snippet], folder:
         return
     out.print(_table(found))
     if found.before is not None and found.after is not None:
-        out.print(f"FP8 coverage, share of the GEMMs' FLOPs: {_percent(found.before)} -> {_percent(found.after)}.")
+        of_what = "" if found.in_use else ", if all that was measured were quantized"
+        out.print(f"FP8 coverage, share of the GEMMs' FLOPs{of_what}: {_percent(found.before)} -> {_percent(found.after)}.")
     if found.ends:
         kept = "" if found.ends.coverage is None else f"; coverage would be {_percent(found.ends.coverage)}"
         ends = f"the first {found.ends.start} and last {found.ends.end} blocks in BF16"
@@ -107,7 +108,7 @@ def _table(found: Recommendation) -> Table:
     )
     table = Table(title=f"Cheapest changes that keep to {bounds}, worst samples", title_justify="left")
     table.add_column("layer", no_wrap=True)
-    for heading in ("tensor", "why", "in use", "change"):
+    for heading in ("tensor", "why", "in use" if found.in_use else "measured under", "change"):
         table.add_column(heading)
     for heading in ("relative error", "underflow %", "overflow %", "coverage cost"):
         table.add_column(heading, justify="right")

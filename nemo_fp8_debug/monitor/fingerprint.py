@@ -1,8 +1,9 @@
-"""What a run is: versions, devices, recipe, parallel layout, model, and what of it is sampled."""
+"""What a run is: versions, devices, environment, recipe, parallel layout, model, and what of it is sampled."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import sys
@@ -31,6 +32,8 @@ _PACKAGES = (
     "transformer-engine",
     "deepspeed",
     "transformers",
+    "torchao",
+    "bitsandbytes",
     "numpy",
     "numba",
 )
@@ -61,6 +64,22 @@ _HOST_OPTIONS = (
     "fp8_margin",
     "fp8_amax_history_len",
     "fp8_amax_compute_algo",
+    "fp8_wgrad",
+    "fp8_output_proj",
+    "fp8_quantizer_factory",
+    "tp_only_amax_red",
+    # what `--te-precision-config-file` becomes
+    "quant_recipe",
+    "te_precision_config_file",
+    "activation_func_fp8_input_store",
+    "moe_router_dtype",
+    "moe_dispatch_fwd_dtype",
+    "moe_combine_bwd_dtype",
+    "use_precision_aware_optimizer",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
@@ -77,16 +96,21 @@ _HOST_OPTIONS = (
     "expert_model_parallel_size",
     "sequence_parallel",
 )
+#: how further options that bear on precision begin, whatever a release calls the rest
+_HOST_PREFIX = "fp4"
+#: environment variables that bear on precision begin so
+_ENVIRONMENT = "NVTE_"
 
 
 def fingerprint(
     roots: Sequence[nn.Module], gemms: Sequence[Gemm], config: Config, recipe: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Describe a run in plain values, by section."""
-    host = _options(roots, _HOST_OPTIONS)
+    host = _options(roots, _HOST_OPTIONS, _HOST_PREFIX)
     return {
         "versions": _versions(),
         "devices": _devices(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
         "recipe": dict(recipe) | {"fp8_engine": _engine(host, recipe)},
         "backend_options": host,
         "risky_features_on": {k: v for k, v in _options(roots, _RISKY).items() if v and v != "none"},
@@ -140,15 +164,31 @@ def _driver() -> str | None:
     return found[1] if found else None
 
 
-def _options(roots: Sequence[nn.Module], names: Sequence[str]) -> dict[str, Any]:
-    """Those of the configurations that Megatron modules carry; empty on another host."""
+def _options(roots: Sequence[nn.Module], names: Sequence[str], prefix: str | None = None) -> dict[str, Any]:
+    """Those of the configurations that Megatron modules carry; empty on another host.
+
+    Args:
+        prefix: of further names.
+    """
     modules = [m for root in roots for m in root.modules()]
     carried = [getattr(m, name, None) for name in ("config", "ddp_config") for m in modules]
     known = ("tensor_model_parallel_size", "overlap_grad_reduce")
     options: dict[str, Any] = {}
     for config in {id(c): c for c in carried if any(hasattr(c, name) for name in known)}.values():
-        options = {name: getattr(config, name) for name in names if hasattr(config, name)} | options
-    return {k: v if isinstance(v, (int, float, str, bool, type(None))) else str(v) for k, v in options.items()}
+        more = sorted(n for n in getattr(config, "__dict__", {}) if prefix and n.startswith(prefix))
+        options = {name: getattr(config, name) for name in (*names, *more) if hasattr(config, name)} | options
+    return {name: _plain(value) for name, value in options.items()}
+
+
+def _plain(value: Any) -> Any:
+    """The value itself, or text that is the same in another run: no address of an object."""
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return value
+    if hasattr(value, "matchers") and hasattr(value, "configs"):  # Megatron's RecipeConfig, which has no text of its own
+        return str({"configs": value.configs, "matchers": value.matchers})
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:

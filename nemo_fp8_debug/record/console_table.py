@@ -9,10 +9,14 @@ from typing import Any, TextIO
 from ..core.keys import SHOWN_AS
 from ..core.layer_names import aggregate_key, few_experts
 from ..core.sample import Sample
+from ..core.scale_sources import HIGH_PRECISION, NOT_READ, QUANTIZED, quantization
 
 _COLUMNS = ("amin", "amax", "scale_current", "scale", "cosine", "mse", "underflow_pct", "overflow_pct")
 _TEXTS = ("layer", "tensor")
 _HEADINGS = (*_TEXTS, "amin", "amax", "current scale", "delayed scale", "cosine", "MSE", "underflow %", "overflow %")
+
+#: how a title begins
+_SUBJECTS = {QUANTIZED: "FP8", HIGH_PRECISION: "Nothing is quantized: what FP8 would do", NOT_READ: "What FP8 would do"}
 
 
 def show(text: str, file: TextIO | None = None) -> None:
@@ -35,9 +39,11 @@ class TableRecorder:
         """
         self._rows = rows
         self._file = file
+        self._fingerprint: Mapping[str, Any] = {}
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
-        """Nothing to prepare."""
+        """The title says whether the run quantizes."""
+        self._fingerprint = fingerprint
 
     def record(self, sample: Sample) -> None:
         """Print one sampled step."""
@@ -61,7 +67,8 @@ class TableRecorder:
         ranked = few_experts(by_harm, lambda i: aggregate_key(columns["layer"][i], columns["role"][i]), 1)
         worst = ranked[: self._rows]
         loss = sample.scalars.get("loss")
-        title = f"FP8 at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
+        title = _SUBJECTS[quantization(columns["scale_source"], self._fingerprint)]
+        title += f" at step {sample.step}" + ("" if loss is None else f", loss {loss:.4g}")
         title += f": {len(worst)} of {len(ranked)} tensors, worst first" + (f"; {sample.remarks}" if sample.remarks else "")
         rows = [_cells({name: values[i] for name, values in columns.items()}) for i in worst]
         return "\n".join([title, *(_ruled([_HEADINGS, *rows]) if rows else [])])

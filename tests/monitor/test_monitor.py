@@ -250,7 +250,7 @@ def test_a_plain_loop_in_three_lines(tmp_path: Path, capsys: pytest.CaptureFixtu
     run = find_run(tmp_path)
     assert read_table(run, "metrics")["step"].unique().to_list() == [0, 2]
     assert read_table(run, "steps")["step"].to_list() == [0, 1, 2, 3]
-    assert "FP8 at step 2" in capsys.readouterr().out
+    assert "Nothing is quantized: what FP8 would do at step 2, loss" in capsys.readouterr().out
 
 
 def test_explicit_delayed_recipe_keeps_a_history_of_its_own() -> None:

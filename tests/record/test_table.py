@@ -11,6 +11,8 @@ from samples import sample
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.record.console_table import TableRecorder
 
+NOTHING = "Nothing is quantized: what FP8 would do"
+
 
 def printed(of: Sample, rows: int = 12) -> list[str]:
     out = StringIO()
@@ -56,11 +58,31 @@ def test_shows_each_metric_under_its_heading() -> None:
 
 def test_the_title_names_step_loss_and_how_many_are_shown() -> None:
     title = printed(sample(120, [{}, {}, {}], loss=2.34567), rows=2)[0]
-    assert title.strip() == "FP8 at step 120, loss 2.346: 2 of 3 tensors, worst first"
+    assert title.strip() == f"{NOTHING} at step 120, loss 2.346: 2 of 3 tensors, worst first"
 
 
 def test_the_title_does_without_a_loss() -> None:
-    assert printed(sample(0, [{}]))[0].strip() == "FP8 at step 0: 1 of 1 tensors, worst first"
+    assert printed(sample(0, [{}]))[0].strip() == f"{NOTHING} at step 0: 1 of 1 tensors, worst first"
+
+
+@pytest.mark.parametrize(
+    ("sources", "asked", "title"),
+    [
+        (["engine"], "auto", "FP8"),
+        (["not quantized", "engine"], "auto", "FP8"),
+        (["current", "emulated", "not quantized", "mixed"], "auto", NOTHING),
+        (["unknown", "not quantized"], "auto", "What FP8 would do"),
+        (["current"], "delayed", "What FP8 would do"),
+        (["engine"], "delayed", "FP8"),
+    ],
+)
+def test_the_title_says_whether_anything_is_quantized(sources: list[str], asked: str, title: str) -> None:
+    """With a recipe that was asked for by name, nobody reads what the run itself casts with."""
+    out = StringIO()
+    table = TableRecorder(1, out)
+    table.open({"recipe": {"asked": asked}})
+    table.record(sample(7, [{"layer": str(i), "scale_source": source} for i, source in enumerate(sources)]))
+    assert out.getvalue().startswith(f"{title} at step 7: ")
 
 
 def test_the_worst_come_first() -> None:

@@ -20,6 +20,8 @@ from nemo_fp8_debug.record.schema import SCHEMAS
 from nemo_fp8_debug.tensorboard_plugin.records.losses import thinned
 from nemo_fp8_debug.tensorboard_plugin.records.metadata import NUMBERS
 
+NOT_QUANTIZED = "Nothing in the run is quantized: its metrics say what FP8 would do to it."
+
 
 @pytest.mark.parametrize(
     "metric", ["mse", "underflow_pct", "cosine", "kurtosis", "amax", "nan", "nonfinite", "scale", "experts"]
@@ -77,7 +79,7 @@ def test_a_run_is_described(two_runs: Path, tab: Tab) -> None:
     about = tab.json("run", run="counted")
     rows = read_table(two_runs / "counted/fp8_debug", "metrics")
     tensors = placed(rows.filter(pl.col("step") == 20).select("layer", "role"))
-    assert about["run"] == "counted" and about["steps"] == [0, 10, 20] and about["notes"] == []
+    assert about["run"] == "counted" and about["steps"] == [0, 10, 20] and about["notes"] == [NOT_QUANTIZED]
     assert about["tensors"] == {name: tensors[name].to_list() for name in ("layer", "role", "kind", "depth")}
     assert "started 2 times" in tab.json("run", run="odd")["notes"][0]
 

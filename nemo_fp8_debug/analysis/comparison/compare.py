@@ -9,6 +9,7 @@ import polars as pl
 
 from ...core.keys import MIXED
 from ...core.layer_names import aggregate_key, is_aggregate
+from ...core.scale_sources import ENGINE
 from ..runs.grid import Grid
 from ..runs.run import Run
 from ..runs.settings import remarks
@@ -73,7 +74,7 @@ def compare(
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = split_experts(ranked)
-    notes = [*_mistaken(first, second), *notes, *_coverage(first, second), *remarks(first.metrics, second.metrics)]
+    notes = [*_mistaken(first, second), *notes, *_coverage(first, second), *remarks(first, second)]
     return Comparison(first, second, other, tensors, experts, split_experts(out_of_band)[0], tuple(notes))
 
 
@@ -108,8 +109,9 @@ def _coverage(baseline: Run, run: Run) -> list[str]:
 
 def quantized(metrics: pl.DataFrame) -> pl.DataFrame:
     """Rows of operands that an engine quantizes, where one does: the others cannot have done harm."""
-    by_engine = metrics["scale_source"].is_in(["engine", MIXED])
-    return metrics.filter(by_engine) if by_engine.any() and not by_engine.all() else metrics
+    sources = metrics["scale_source"]
+    # Experts as one are also mixed where nothing quantizes any.
+    return metrics.filter(sources.is_in([ENGINE, MIXED])) if (sources == ENGINE).any() else metrics
 
 
 def split_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from ...core.scale_sources import QUANTIZED, notice
 from ...errors import RecordError
 from ..comparison.compare import compare, quantized, split_experts
 from ..comparison.comparison import Comparison
@@ -72,7 +73,8 @@ class Diagnosis:
     @property
     def notes(self) -> Sequence[str]:
         """What to bear in mind: of the comparison with the baseline, and of operands that the divergence has changed."""
-        return [*(() if self.comparison is None else self.comparison.notes), *self._consequences()]
+        of_run = filter(None, [notice(self.run.quantization)])
+        return [*(of_run if self.comparison is None else self.comparison.notes), *self._consequences()]
 
     def _consequences(self) -> Sequence[str]:
         since = [f.since for f in self.findings if f.rule == "operand" and f.since is not None]
@@ -271,7 +273,8 @@ def _operands(run: Run, baseline: Run | None, out_of_band: pl.DataFrame) -> list
         found.append(why(Course.of(run.metrics, layer, role), since, reference))
     lost = run.loss.steps[~np.isfinite(run.loss.losses)]
     found = [_behind_the_loss(f, int(lost[0])) if len(lost) else f for f in found]
-    return found if _casts(run.metrics) else [f for f in found if f.cause in ("nonfinite", "dead")]
+    # What a recipe would make of operands has done no harm.
+    return found if run.quantization == QUANTIZED else [f for f in found if f.cause in ("nonfinite", "dead")]
 
 
 def _behind_the_loss(found: Finding, lost: int) -> Finding:
@@ -279,11 +282,6 @@ def _behind_the_loss(found: Finding, lost: int) -> Finding:
     if found.cause != "nonfinite" or found.since is None or found.since <= lost:
         return found
     return replace(found, confidence="low", may_follow_the_loss=True)
-
-
-def _casts(metrics: pl.DataFrame) -> bool:
-    """Whether anything quantizes; else metrics are what a recipe would make of the operands, and can have done no harm."""
-    return not metrics["scale_source"].is_in(["current", "emulated"]).all()
 
 
 def _interval(metrics: pl.DataFrame) -> int:

@@ -11,6 +11,7 @@ import polars as pl
 
 from ...core.keys import ROLES, SHOWN_AS, Key
 from ...core.layer_names import compile_patterns, is_aggregate
+from ...core.scale_sources import QUANTIZED, notice
 from ...errors import RecordError
 from ...plan.plan import Change, Plan
 from ..comparison.compare import quantized
@@ -72,12 +73,18 @@ class Recommendation:
     budget: Budget
     findings: tuple[Finding, ...]
     plan: Plan
-    #: share of all GEMMs' FLOPs in FP8, as the run is and under the plan; None where shapes are not known
+    #: share of all GEMMs' FLOPs in FP8, as the run is and under the plan; None where shapes are not known. If the run is not
+    #: quantized, as if all that was measured were
     before: float | None
     after: float | None
     ends: Ends | None
     #: what could not be tried, and how to
     notes: tuple[str, ...]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the run quantizes, so that the first option of a finding is what it casts with."""
+        return self.run.quantization == QUANTIZED
 
     @property
     def to_change(self) -> list[Finding]:
@@ -88,6 +95,7 @@ class Recommendation:
         """Plain values."""
         return {
             "run": self.run.path,
+            "quantization": self.run.quantization,
             "budget": asdict(self.budget),
             "findings": [asdict(f) | {"chosen": asdict(f.chosen)} for f in self.findings],
             "plan": [asdict(change) for change in self.plan.changes],
@@ -241,7 +249,7 @@ def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | 
 
 
 def _notes(run: Run, findings: Sequence[Finding]) -> list[str]:
-    notes = []
+    notes = list(filter(None, [notice(run.quantization)]))
     changed = [f for f in findings if f.changes]
     in_bf16 = [f for f in changed if f.chosen.kind == "bf16"]
     if in_bf16 and not any(o.errors for f in in_bf16 for o in f.options if o.kind == "block"):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from ...core.scale_sources import quantization
 from ...errors import ConfigError, RecordError
 from ...record.reader import find_run, read_fingerprint, read_table
 from .grid import Grid
@@ -61,6 +62,11 @@ class Run:
         axis = _samples_consumed(str(found), steps, metrics) if by == "samples" else None
         losses = LossCurve.of(_along(axis, steps))
         return cls(str(found), fingerprint, _along(axis, metrics), losses, UNITS[by], axis)
+
+    @cached_property
+    def quantization(self) -> str:
+        """Whether the run quantizes, as `core.scale_sources` tells it."""
+        return quantization(self.metrics["scale_source"].unique(), self.fingerprint)
 
     @cached_property
     def grid(self) -> Grid:

@@ -7,8 +7,11 @@ from typing import Any
 
 import polars as pl
 
+from ...core.scale_sources import notice
+from .run import Run
+
 #: sections whose differences explain more than others
-TELLING = ("recipe", "risky_features_on", "backend_options")
+TELLING = ("recipe", "risky_features_on", "backend_options", "environment")
 #: differ between any two attempts
 _PASSED_OVER = ("attempt", "schema_version")
 
@@ -41,15 +44,9 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def remarks(baseline: pl.DataFrame, run: pl.DataFrame) -> list[str]:
-    """What to bear in mind where metrics of the two runs were measured against different things, in sentences.
-
-    Args:
-        baseline: `metrics` table.
-        run: likewise.
-    """
-    recipes = [sorted(run["recipe"].drop_nulls().unique()) for run in (baseline, run)]
-    casts = [run["scale_source"].is_in(["engine", "mixed"]).any() for run in (baseline, run)]
+def remarks(baseline: Run, run: Run) -> list[str]:
+    """What to bear in mind where metrics of the two runs were measured against different things, in sentences."""
+    recipes = [sorted(each.metrics["recipe"].drop_nulls().unique()) for each in (baseline, run)]
     told = []
     if recipes[0] != recipes[1]:
         measured = " and ".join(", ".join(names) or "nothing" for names in recipes)
@@ -57,7 +54,5 @@ def remarks(baseline: pl.DataFrame, run: pl.DataFrame) -> list[str]:
             f"The runs were measured against different recipes ({measured}): underflow, overflow and errors tell the "
             "recipes apart as well as the tensors; amax and outlier_log2 tell the tensors alone."
         )
-    if casts[0] != casts[1]:
-        which = ("baseline", "run")[casts.index(False)]
-        told.append(f"No engine scales the {which}'s operands: its metrics are what the recipe would make of them.")
-    return told
+    notices = [notice(each.quantization, name) for each, name in ((baseline, "the baseline"), (run, "the run"))]
+    return told + [sentence for sentence in notices if sentence]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import polars as pl
 import pyarrow as pa
 
 from ...analysis.comparison.groups import depth_of, kind_of
+from ...core.scale_sources import notice, quantization
 from ...errors import hearing
 from ...record import migration, parquet
 from ...record.reader import read_fingerprint, read_table
@@ -81,7 +83,7 @@ def _texts(parts: Parts, run: Storage, part: Part, name: str) -> Texts | None:
 def notes(parts: Parts, run: Storage, index: Index) -> list[str]:
     """What is wrong with a record or out of the ordinary, in sentences."""
     with hearing() as heard:
-        read_fingerprint(run)
+        fingerprint = read_fingerprint(run)
     told = [f"{message}." for message in (*heard, *index.heard)]
     if damaged := parts.harmed(run) | index.damaged:
         (name, why), *others = damaged.items()
@@ -92,7 +94,17 @@ def notes(parts: Parts, run: Storage, index: Index) -> list[str]:
     attempts = {part.attempt for part in index.owner.values()}
     if len(attempts) > 1:
         told.append(f"The run was started {len(attempts)} times; of steps that were trained twice the latest are shown.")
+    if said := _not_quantized(parts, run, index, fingerprint):
+        told.append(said)
     return told
+
+
+def _not_quantized(parts: Parts, run: Storage, index: Index, fingerprint: Mapping[str, Any]) -> str | None:
+    """The notice of a run that does not quantize, by the newest part that can be read."""
+    for part in index.newest_first:
+        if sources := _texts(parts, run, part, "scale_source"):
+            return notice(quantization({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint))
+    return None
 
 
 def frames(parts: Parts, run: Storage, metric: str, first: int, last: int) -> bytes:

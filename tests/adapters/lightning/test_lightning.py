@@ -52,7 +52,7 @@ def test_table_is_printed_each_sampled_step(tmp_path: Path, capsys: pytest.Captu
     fit(tmp_path, [FP8DebugCallback(interval=3, table_rows=2)])
     out = capsys.readouterr().out
     assert out.count("2 of 6 tensors, worst first") == 2
-    assert "FP8 at step 3, loss" in out
+    assert "Nothing is quantized: what FP8 would do at step 3, loss" in out
 
 
 def test_lines_at_the_start_and_the_end_name_the_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

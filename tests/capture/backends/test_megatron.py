@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 from helpers import Samples
 from small_models.megatron import SEQUENCE, VOCABULARY, gpt, loss_of
 
-from nemo_fp8_debug import Monitor
+from nemo_fp8_debug import Monitor, compare
 from nemo_fp8_debug.capture.gemms import find_gemms
 
 KINDS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -61,6 +63,50 @@ class TestMegatron:
         model.config.tp_comm_overlap = True
         assert Monitor(model, recorders=[Samples()]).fingerprint["risky_features_on"] == risky
         assert Monitor(gpt(), recorders=[Samples()]).fingerprint["risky_features_on"] == {}
+
+    def test_the_fingerprint_tells_every_option_that_bears_on_precision(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """compare names each in which two runs differ; an object has the same text in another run."""
+        from megatron.core.quantization.quant_config import RecipeConfig
+
+        modules = {"configs": {"bf16": {}}, "matchers": {"a": {"type": "glob", "pattern": "*fc1", "config": "bf16"}}}
+        modules["matchers"]["a"]["enabled"] = True
+        plain = {
+            "fp4": "nvfp4",
+            "fp4_of_a_later_release": True,
+            "fp8_wgrad": False,
+            "fp8_output_proj": True,
+            "fp8_quantizer_factory": RecipeConfig.from_config_dict,
+            "tp_only_amax_red": True,
+            "moe_router_dtype": "fp32",
+            "moe_dispatch_fwd_dtype": "mxfp8",
+            "moe_combine_bwd_dtype": "bf16",
+            "activation_func_fp8_input_store": True,
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": torch.uint8,
+            "exp_avg_sq_dtype": torch.float16,
+            "main_grads_dtype": torch.bfloat16,
+            "main_params_dtype": torch.float16,
+        }
+        monkeypatch.delenv("NVTE_FUSED_ATTN_USE_FAv2_BWD", raising=False)
+        for name in ("baseline", "run", "again"):
+            model = gpt()
+            if name != "baseline":
+                monkeypatch.setenv("NVTE_FUSED_ATTN_USE_FAv2_BWD", "1")
+                vars(model.config).update(plain, quant_recipe=RecipeConfig.from_config_dict(modules))
+            with (monitor := Monitor(model, tmp_path / name, table_rows=0)).step(0):
+                loss_of(model, 0).backward()
+            monitor.close()
+        of_two = compare(tmp_path / "baseline", tmp_path / "run").differences()
+        differing = {row["setting"]: row["run"] for row in of_two.filter(pl.col("telling")).iter_rows(named=True)}
+        factory = f"{RecipeConfig.__module__}.RecipeConfig.from_config_dict"
+        for option, value in (plain | {"fp8_quantizer_factory": factory}).items():
+            assert differing.pop(f"backend_options.{option}") == str(value), option
+        assert "*fc1" in differing.pop("backend_options.quant_recipe")
+        assert differing == {"environment.NVTE_FUSED_ATTN_USE_FAv2_BWD": "1"}
+        same = compare(tmp_path / "run", tmp_path / "again").differences()
+        assert same.filter(pl.col("telling")).is_empty()
 
     @pytest.mark.parametrize(
         "options", [{"recompute_method": "uniform", "recompute_granularity": "full", "recompute_num_layers": 1}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from ....errors import ConfigError
@@ -15,8 +16,22 @@ PLAN = "plan.json"
 
 def snippets_of(found: Recommendation) -> list[Snippet]:
     """The files of every host that has something to change."""
-    made = (megatron.per_module(found), *options.run_wide(found), te_debug.features(found))
+    made: list[Snippet | None] = []
+    if _may_have(found, "Megatron"):
+        made += [megatron.per_module(found), *options.run_wide(found)]
+    if _may_have(found, "Transformer Engine"):
+        made.append(te_debug.features(found))
     return [snippet for snippet in made if snippet]
+
+
+def _may_have(found: Recommendation, framework: str) -> bool:
+    """Whether files for a framework can be of use: a run that is not quantized has to have it, as far as is known."""
+    fingerprint = found.run.fingerprint
+    sampled = fingerprint.get("sampled")
+    if found.in_use or not isinstance(sampled, Mapping) or "backends" not in sampled:
+        return True
+    megatron_config = framework == "Megatron" and bool(fingerprint.get("backend_options"))
+    return megatron_config or any(str(name).startswith(framework) for name in sampled["backends"])
 
 
 def write(found: Recommendation, folder: str | os.PathLike[str]) -> list[Snippet]:

@@ -22,10 +22,11 @@ const nothing = (cause) =>
 
 function Changes({found, snippets, run}) {
   const {before, after} = found.fp8_coverage;
+  const asIf = found.quantization === 'quantized' ? '' : ', if all that was measured were quantized';
   return (
     <>
       <Findings found={found} run={run} />
-      {before != null && after != null && <p>FP8 coverage, share of the GEMMs' FLOPs: {percent(before)} → {percent(after)}.</p>}
+      {before != null && after != null && <p>FP8 coverage, share of the GEMMs' FLOPs{asIf}: {percent(before)} → {percent(after)}.</p>}
       {found.ends && <p>{atTheEnds(found.ends)}</p>}
       {found.notes.map((note) => <p key={note} class="soft"><Sentence text={note} /></p>)}
       {found.plan.length ? <h3>Ready to use</h3> : <p>There is nothing to change.</p>}
@@ -50,7 +51,7 @@ function Findings({found, run}) {
   const columns = [
     {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} />},
     {label: 'why', of: (row) => row.why, text: true},
-    {label: 'in use', of: (row) => row.options[0].recipe, text: true},
+    {label: found.quantization === 'quantized' ? 'in use' : 'measured under', of: (row) => row.options[0].recipe, text: true},
     {label: 'change', of: (row) => (stays(row) ? 'none: it keeps the limits' : row.chosen.recipe), text: true},
     errors('relative error', 'relative_error'),
     errors('underflow (%)', 'underflow_pct'),
