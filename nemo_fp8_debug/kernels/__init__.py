@@ -10,7 +10,7 @@ import torch
 
 from ..errors import warn
 from ..numerics import tensor_scaling
-from ..numerics.block_scaling import BlockRule, quantization_sums_in_blocks
+from ..numerics.block_scaling import WHOLE_ROW, BlockRule, quantization_sums_in_blocks
 from ..numerics.formats import FloatFormat
 from ..numerics.histogram import BINS, DTYPES, Histogram, infinity_bin
 from ..numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
@@ -121,6 +121,8 @@ def quantization_sums(
         fmt: format of the codes.
         counted: the histogram of `x`, where there is one; the kernels of block sums take it, and `x` would be counted first.
     """
+    if isinstance(scale, BlockRule) and scale.block(role)[1] == WHOLE_ROW:  # the kernels' blocks are of a fixed width
+        return quantization_sums_in_blocks(x, scale, role, fmt)
     if isinstance(scale, BlockRule):
         if x.dtype in DTYPES and (kernel := _kernel_on(x.device, "blocks")):
             return kernel.block_sums(x, scale, role, fmt, counted or histogram_of(x))  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..capture.backends import torchao
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm
 from ..options.config import Config
@@ -30,6 +31,7 @@ _PACKAGES = (
     "megatron-bridge",
     "transformer-engine",
     "deepspeed",
+    "torchao",
     "transformers",
     "numpy",
     "numba",
@@ -87,7 +89,7 @@ def fingerprint(
     return {
         "versions": _versions(),
         "devices": _devices(),
-        "recipe": dict(recipe) | {"fp8_engine": _engine(host, recipe)},
+        "recipe": dict(recipe) | {"fp8_engine": _engine(host, recipe, gemms)},
         "backend_options": host,
         "risky_features_on": {k: v for k, v in _options(roots, _RISKY).items() if v and v != "none"},
         "model": {
@@ -151,14 +153,14 @@ def _options(roots: Sequence[nn.Module], names: Sequence[str]) -> dict[str, Any]
     return {k: v if isinstance(v, (int, float, str, bool, type(None))) else str(v) for k, v in options.items()}
 
 
-def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
+def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[Gemm]) -> str:
     """Who quantizes; Megatron configured for FP8 without Transformer Engine silently trains in high precision."""
     if recipe["gemms_quantized_by_emulation"] and not recipe["gemms_switched_in_engine"]:
         return "emulation"
     if host.get("fp8"):
         present = "transformer_engine" in sys.modules
         return "Transformer Engine" if present else "none: fp8 is configured but has no effect without Transformer Engine"
-    return "none"
+    return torchao.BACKEND.name if any(g.backend is torchao.BACKEND for g in gemms) else "none"
 
 
 def _distributed() -> bool:
