@@ -135,6 +135,8 @@ class MXFP8Scaling(BlockRule):
 
     #: blocks of W are 32x32
     square_weights: bool = False
+    #: find exponents as torchao does without its kernels, by `mxfp8_scales_by_logarithm`
+    by_logarithm: bool = False
 
     formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid")
 
@@ -144,10 +146,24 @@ class MXFP8Scaling(BlockRule):
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """scale_inv is the power of two at or above amax / limit; the quotient a float32 product with 1 / limit."""
+        if self.by_logarithm:
+            return mxfp8_scales_by_logarithm(amax, fmt)
         reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
         stored = e8m0_at_least(amax * reciprocal)
         scale_inv = e8m0_value(stored)
         return BlockScales(stored, (1 / scale_inv).float(), scale_inv)
+
+
+def mxfp8_scales_by_logarithm(amax: torch.Tensor, fmt: FloatFormat) -> BlockScales:
+    """As `_to_mx_rceil` of torchao's `prototype/mx_formats/mx_tensor.py` in eager mode, release 0.18.
+
+    The float32 logarithm rounds: an amax just above a power of two may get that one and saturate. A block whose code is
+    0 is not scaled before the cast, and lost.
+    """
+    exponent = torch.ceil(torch.log2(amax / fmt.max)).clamp(-127, 127)
+    stored = (exponent + 127).to(torch.uint8)
+    scale = torch.where(stored == 0, 1.0, torch.exp2(127 - stored.float()))
+    return BlockScales(stored, scale, e8m0_value(stored))
 
 
 @dataclass(frozen=True)

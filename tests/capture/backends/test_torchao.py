@@ -337,20 +337,3 @@ def test_a_release_that_casts_otherwise_is_unknown(monkeypatch: pytest.MonkeyPat
     differs.cache_clear()
     monkeypatch.undo()
     assert cast_of(module, "input").source == "engine"
-
-
-class Doubling(Float8Linear):
-    """A user's own."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(2 * input)
-
-
-def others() -> dict[str, nn.Module]:
-    from torchao.quantization.qat.linear import FakeQuantizedLinear
-
-    return {
-        "torchao.quantization.qat.linear.FakeQuantizedLinear": FakeQuantizedLinear(16, 8),
-        "test_torchao.Doubling": Doubling(16, 8, config=configured("tensorwise")),
-        f"{MXFP8}.MXFP8Linear": mxfp8(KernelPreference.EMULATED)[0].__class__(16, 8),
-    }

@@ -142,7 +142,7 @@ def _mxfp8_cast(module: Any, role: str) -> ScaleInUse:
         raise UnknownCast(f"its MXFP8Linear has an attribute {strange[0]!r}, which is not known here")
     _choice(module.kernel_preference, "KernelPreference", ("EMULATED",), "kernel_preference")
     _choice(module.scale_calculation_mode, "ScaleCalculationMode", ("RCEIL",), "scale_calculation_mode")
-    rule = MXFP8Scaling()
+    rule = MXFP8Scaling(by_logarithm=True)
     use = ScaleInUse(rule, FORMATS["e4m3"], Recipe(rule, "e4m3").name, "engine")
     return replace(use, products={"wgrad": None}) if module.wgrad_with_hp and role != "weight" else use
 
