@@ -11,7 +11,7 @@ from torch import nn
 from ...dtensor import is_dtensor
 from ..base import Args, Backend, Kwargs, ScaleInUse, as_multiplied, raw_weight
 from . import casts
-from .weights import class_of, is_torchao, not_cast_yet, weight_in_high_precision
+from .weights import is_torchao, layer_class, not_cast_yet, weight_in_high_precision
 
 
 def _owns(module: nn.Module) -> bool:
@@ -25,7 +25,7 @@ def _owns(module: nn.Module) -> bool:
 
 def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor:
     x: torch.Tensor = not_cast_yet(args[0] if args else kwargs["input"])
-    if class_of(module) != casts.FLOAT8_LINEAR:
+    if layer_class(module) != casts.FLOAT8_LINEAR:
         return as_multiplied(x)
     if torch.is_autocast_enabled():  # `Float8Linear` asks for that of GPUs, whatever its device
         x = x.to(torch.get_autocast_dtype("cuda"))
@@ -34,7 +34,7 @@ def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Te
 
 def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     weight = weight_in_high_precision(module)
-    if weight is None or (class_of(module) == casts.FLOAT8_LINEAR and casts.casts_in_forward(module)):
+    if weight is None or (layer_class(module) == casts.FLOAT8_LINEAR and casts.casts_in_forward(module)):
         return weight
     return weight if is_dtensor(weight) else as_multiplied(weight)
 

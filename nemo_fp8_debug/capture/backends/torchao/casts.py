@@ -31,7 +31,7 @@ from ....numerics.tensor_scaling import CurrentScaling
 from ...dtensor import is_dtensor
 from ..base import ScaleInUse, UnknownCast, not_quantized, raw_weight
 from .trial import differs
-from .weights import class_of, gathered_in_fp8, is_torchao
+from .weights import class_of, gathered_in_fp8, is_torchao, layer_class
 
 FLOAT8_LINEAR = "torchao.float8.float8_linear.Float8Linear"
 MXFP8_LINEAR = "torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear"
@@ -66,7 +66,7 @@ def cast_of(module: nn.Module, role: str) -> ScaleInUse:
     Raises:
         UnknownCast: its class, a field of its configuration, or a value, is not known here; names it.
     """
-    kind, weight = class_of(module), raw_weight(module)
+    kind, weight = layer_class(module), raw_weight(module)
     if kind not in (FLOAT8_LINEAR, MXFP8_LINEAR):
         what = f"weight is a {class_of(weight)}" if is_torchao(weight) else f"module is a {kind}"
         raise UnknownCast(f"its {what}, which is not known here")

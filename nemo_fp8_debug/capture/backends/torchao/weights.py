@@ -20,6 +20,12 @@ def class_of(x: Any) -> str:
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
+def layer_class(module: nn.Module) -> str:
+    """The same of a module; FSDP2 puts its own class before it."""
+    kind = next(base for base in type(module).__mro__ if not base.__module__.startswith("torch.distributed.fsdp"))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def is_torchao(x: Any) -> bool:
     """Whether a tensor, or this rank's part of it, is one of torchao's: its values are not in its own memory."""
     return type(getattr(x, "_local_tensor", x)).__module__.partition(".")[0] == "torchao"
