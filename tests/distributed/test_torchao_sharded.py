@@ -1,4 +1,4 @@
-"""torchao's layers under FSDP2, with an all-gather in FP8 too, and tensor parallelism: what is told of W, and what is not."""
+"""torchao's layers under FSDP2, with an all-gather in FP8 too, and under tensor parallelism."""
 
 from __future__ import annotations
 

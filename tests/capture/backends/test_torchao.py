@@ -14,7 +14,6 @@ from torch import nn
 
 pytest.importorskip("torchao", reason="it is not among the packages that are locked")
 from torchao.float8.config import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingGranularity, ScalingType
-from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_utils import amax_to_scale
 from torchao_engine import Cast, casts_of_a_layer, configured, float8, multiplied, operands
 
@@ -332,7 +331,7 @@ def test_a_release_that_casts_otherwise_is_unknown(monkeypatch: pytest.MonkeyPat
     module = layer_of("tensorwise", operands(5, 16, 32, torch.bfloat16))[0]
     monkeypatch.setattr("torchao.float8.float8_utils.EPS", 1.0)
     differs.cache_clear()
-    with pytest.raises(UnknownCast, match="this release of torchao casts otherwise .*scales of CurrentScaling"):
+    with pytest.raises(UnknownCast, match=r"this release of torchao casts otherwise .*scales of CurrentScaling"):
         cast_of(module, "input")
     differs.cache_clear()
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Linear layers of torchao: `Float8Linear`, and others, whose casts are unknown unless `casts` reads them."""
+"""Linear layers of torchao: `Float8Linear`, and others, whose casts are unknown unless `casts` reads them. Internal."""
 
 from __future__ import annotations
 
