@@ -24,6 +24,8 @@ from .memory import bits_of
 _DONE = {"histogram": "counted", "blocks": "measured in blocks", "float32": "measured in float32"}
 #: columns below which a copy without gaps costs less than counting row by row
 SHORT = 64
+#: values in rows that are measured at once, in float64: few launches on a device, and no more than some 200 MiB of its memory
+_CHUNK_OF_ROWS = 1 << 22
 
 
 def histogram_of(x: torch.Tensor) -> Histogram:
@@ -122,7 +124,7 @@ def quantization_sums(
         counted: the histogram of `x`, where there is one; the kernels of block sums take it, and `x` would be counted first.
     """
     if isinstance(scale, BlockRule) and scale.block(role)[1] == WHOLE_ROW:  # the kernels' blocks are of a fixed width
-        return quantization_sums_in_blocks(x, scale, role, fmt)
+        return quantization_sums_in_blocks(x, scale, role, fmt, _CHUNK_OF_ROWS)
     if isinstance(scale, BlockRule):
         if x.dtype in DTYPES and (kernel := _kernel_on(x.device, "blocks")):
             return kernel.block_sums(x, scale, role, fmt, counted or histogram_of(x))  # type: ignore[no-any-return]
