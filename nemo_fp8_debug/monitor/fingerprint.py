@@ -157,10 +157,13 @@ def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[
     """Who quantizes; Megatron configured for FP8 without Transformer Engine silently trains in high precision."""
     if recipe["gemms_quantized_by_emulation"] and not recipe["gemms_switched_in_engine"]:
         return "emulation"
+    present = "transformer_engine" in sys.modules
+    if any(g.backend is torchao.BACKEND for g in gemms):
+        name = torchao.BACKEND.name
+        return f"Transformer Engine and {name}" if host.get("fp8") and present else name
     if host.get("fp8"):
-        present = "transformer_engine" in sys.modules
         return "Transformer Engine" if present else "none: fp8 is configured but has no effect without Transformer Engine"
-    return torchao.BACKEND.name if any(g.backend is torchao.BACKEND for g in gemms) else "none"
+    return "none"
 
 
 def _distributed() -> bool:
