@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tensors import KINDS
+from tensors import KINDS, random_patterns
 
 from nemo_fp8_debug import ConfigError
 from nemo_fp8_debug.kernels import quantization_sums
@@ -92,3 +92,25 @@ def test_a_row_that_holds_infinity_is_lost_and_the_others_are_not() -> None:
     rule = parse_recipe("rowwise")
     sums = quantization_sums(x, rule.scaling, "input", rule.format_of("input"))
     assert int(sums.underflows) == 7 and float(sums.sum_q2) == 8
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 2500), (40, 1024), (2000, 1030), (1, 5000), (5, 4096)], ids=str)
+def test_compiled_loops_are_the_plain_ones(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
+    """Rows longer than a panel, of any bits, NaN and infinity among them, and by several threads."""
+    normal = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rare = torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 1e-4, torch.inf, normal)
+    patterns = random_patterns(shape[0] * shape[1], dtype).view(shape)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for x in (normal, rare, patterns, normal[:, : shape[1] // 2], normal.t()):
+            for name in ("rowwise", "rowwise-e5m2(power_of_two=False)"):
+                recipe = parse_recipe(name)
+                how = x, recipe.scaling, "input", recipe.format_of("input")
+                fast, plain = quantization_sums(*how), quantization_sums_in_blocks(*how)
+                for sums, want in vars(plain).items():
+                    assert float(getattr(fast, sums)) == pytest.approx(float(want), rel=1e-12, abs=0), (name, sums)
+    finally:
+        torch.set_num_threads(before)
