@@ -70,7 +70,7 @@ def unknown_gemms(roots: Sequence[nn.Module]) -> dict[str, str]:
     return {
         name: f"{type(module).__module__}.{type(module).__qualname__}"
         for name, module in found.items()
-        if type(module).__module__.partition(".")[0] == "transformer_engine"
+        if type(module).__module__.partition(".")[0] in ("transformer_engine", "torchao")
         and any(p is not None and p.dim() == 2 for p in module._parameters.values())
         and not any(h.owns(module) for h in BACKENDS)
     }

@@ -11,12 +11,19 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..numerics.block_scaling import matrix
+from ..numerics.block_scaling import BlockRule, matrix
 from ..numerics.gemm_error import PRODUCTS, Rows, Side, product_sums, scale_of, spread, take_rows
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import ScaleInUse
 from .dtensor import local
 from .operands import Operand
+
+
+def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
+    """Of a whole operand, on its device, or the rule of its blocks."""
+    if isinstance(cast.scale, CurrentScaling):
+        return scale_of(m, cast.scale, cast.format)
+    return cast.scale.to(m.device) if isinstance(cast.scale, torch.Tensor) else cast.scale
 
 
 class Products:
@@ -60,17 +67,16 @@ class Products:
                 self._take(role, m, use or operand.in_use)
 
     def _take(self, role: str, m: torch.Tensor, use: ScaleInUse) -> None:
-        scale = use.scale
-        if isinstance(scale, CurrentScaling):
-            scale = scale_of(m, scale, use.format)
-        elif isinstance(scale, torch.Tensor):
-            scale = scale.to(m.device)
+        scales: dict[int, torch.Tensor | BlockRule] = {}  # most operands are cast alike in both of their products
         for product, sides in PRODUCTS.items():
+            cast = use.in_product(product)
             for side in sides:
-                if side[0] == role and product not in self._sums:
+                if side[0] == role and product not in self._sums and cast is not None:
                     of = m.t() if side[1] else m
                     at = spread(len(of), self._rows, m.device)
-                    self._kept[side] = take_rows(of, at, scale, role, use.format)
+                    if id(cast) not in scales:
+                        scales[id(cast)] = _scale(m, cast)
+                    self._kept[side] = take_rows(of, at, scales[id(cast)], role, cast.format)
             self._multiply(product, *sides)
 
     def _multiply(self, product: str, first: Side, second: Side) -> None:

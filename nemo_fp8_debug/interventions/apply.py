@@ -37,7 +37,7 @@ def apply_plan(model: nn.Module | Sequence[nn.Module], plan: AnyPlan | None = No
         >>> changes.detach()
     """
     wanted = plan_in_force(plan) or NO_CHANGES
-    gemms = [g for g in find_gemms([model] if isinstance(model, nn.Module) else model) if g.backend.has_own_fp8]
+    gemms = [g for g in find_gemms([model] if isinstance(model, nn.Module) else model) if g.backend.takes_plans]
     check_named(wanted, gemms, "that Transformer Engine runs")
     changes = EngineChanges(gemms, wanted)
     changes.attach()

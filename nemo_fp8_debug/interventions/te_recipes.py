@@ -31,7 +31,9 @@ def te_recipe(recipe: Recipe) -> Any:
         ConfigError: this version has none, or the device cannot run it; says which and why.
     """
     known = sys.modules["transformer_engine.common.recipe"]
-    kind = _CLASSES[recipe.name.partition("-")[0].partition("(")[0]]
+    kind = _CLASSES.get(recipe.name.partition("-")[0].partition("(")[0])
+    if kind is None or getattr(recipe.scaling, "by_logarithm", False):
+        raise ConfigError(f"Transformer Engine has no recipe that casts as {recipe.name!r} says")
     if not hasattr(known, kind):
         raise ConfigError(f"this version of Transformer Engine has no {kind}, which {recipe.name!r} asks for")
     if recipe.fp8_format == E5M2.name:

@@ -59,7 +59,7 @@ class EngineChanges:
         """
         by_module: dict[nn.Module, list[Gemm]] = defaultdict(list)
         for gemm in gemms:
-            if gemm.backend.has_own_fp8:
+            if gemm.backend.takes_plans:
                 by_module[gemm.module].append(gemm)
         chosen = {module: change for module, own in by_module.items() if (change := _whole(own, plan))}
         for module, change in chosen.items():

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import warn
 from ..numerics import tensor_scaling
-from ..numerics.block_scaling import BlockRule, quantization_sums_in_blocks
+from ..numerics.block_scaling import CHUNK, WHOLE_ROW, BlockRule, quantization_sums_in_blocks
 from ..numerics.formats import FloatFormat
 from ..numerics.histogram import BINS, DTYPES, Histogram, infinity_bin
 from ..numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
@@ -24,6 +24,8 @@ from .memory import bits_of
 _DONE = {"histogram": "counted", "blocks": "measured in blocks", "float32": "measured in float32"}
 #: columns below which a copy without gaps costs less than counting row by row
 SHORT = 64
+#: values in rows that are measured at once, in float64: few launches on a device, and at most some 200 MiB of its memory
+_CHUNK_OF_ROWS = 1 << 22
 
 
 def histogram_of(x: torch.Tensor) -> Histogram:
@@ -122,11 +124,12 @@ def quantization_sums(
         counted: the histogram of `x`, where there is one; the kernels of block sums take it, and `x` would be counted first.
     """
     if isinstance(scale, BlockRule):
-        if x.dtype in DTYPES and (kernel := _kernel_on(x.device, "blocks")):
+        in_rows = scale.block(role)[1] == WHOLE_ROW  # for which there is no kernel on devices
+        if x.dtype in DTYPES and not in_rows and (kernel := _kernel_on(x.device, "blocks")):
             return kernel.block_sums(x, scale, role, fmt, counted or histogram_of(x))  # type: ignore[no-any-return]
         if x.device.type == "cpu" and x.dtype in DTYPES and x.numel():
             return blocks.quantization_sums_in_blocks(x, scale, role, fmt, counted or histogram_of(x))
-        return quantization_sums_in_blocks(x, scale, role, fmt)
+        return quantization_sums_in_blocks(x, scale, role, fmt, _CHUNK_OF_ROWS if in_rows else CHUNK)
     if isinstance(scale, Unscaled):
         scale = torch.ones((), device=x.device)
     if isinstance(scale, CurrentScaling):

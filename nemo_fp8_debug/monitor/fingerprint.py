@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..capture.backends import torchao
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm
 from ..options.config import Config
@@ -31,8 +32,8 @@ _PACKAGES = (
     "megatron-bridge",
     "transformer-engine",
     "deepspeed",
-    "transformers",
     "torchao",
+    "transformers",
     "bitsandbytes",
     "numpy",
     "numba",
@@ -111,7 +112,7 @@ def fingerprint(
         "versions": _versions(),
         "devices": _devices(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
-        "recipe": dict(recipe) | {"fp8_engine": _engine(host, recipe)},
+        "recipe": dict(recipe) | {"fp8_engine": _engine(host, recipe, gemms)},
         "backend_options": host,
         "risky_features_on": {k: v for k, v in _options(roots, _RISKY).items() if v and v != "none"},
         "model": {
@@ -191,12 +192,15 @@ def _plain(value: Any) -> Any:
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
-def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
+def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[Gemm]) -> str:
     """Who quantizes; Megatron configured for FP8 without Transformer Engine silently trains in high precision."""
     if recipe["gemms_quantized_by_emulation"] and not recipe["gemms_switched_in_engine"]:
         return "emulation"
+    present = "transformer_engine" in sys.modules
+    if any(g.backend is torchao.BACKEND for g in gemms):
+        name = torchao.BACKEND.name
+        return f"Transformer Engine and {name}" if host.get("fp8") and present else name
     if host.get("fp8"):
-        present = "transformer_engine" in sys.modules
         return "Transformer Engine" if present else "none: fp8 is configured but has no effect without Transformer Engine"
     return "none"
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -27,6 +28,8 @@ from .scale_from_amax import FLT_MAX, scale_of_amax
 
 #: rows and columns of a block
 Block = tuple[int, int]
+#: columns of a block that is as wide as its matrix
+WHOLE_ROW = sys.maxsize
 #: values handled at once
 CHUNK = 1 << 20
 
@@ -53,7 +56,12 @@ class BlockRule(ABC):
 
     @abstractmethod
     def block(self, role: str) -> Block:
-        """Rows and columns of a block of operand `role`."""
+        """Rows and columns of a block of operand `role`; `WHOLE_ROW` columns: as many as there are."""
+
+    def block_in(self, x: torch.Tensor, role: str) -> Block:
+        """The same in a matrix, in which no block is wider than a row."""
+        high, wide = self.block(role)
+        return high, min(wide, x.shape[1])
 
     @abstractmethod
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
@@ -68,7 +76,8 @@ class BlockRule(ABC):
 
     def quantize(self, x: torch.Tensor, role: str, fmt: FloatFormat) -> BlockQuantized:
         """Codes and scales of `x`: [..., features], not empty, any floating dtype."""
-        rows, block = matrix(x), self.block(role)
+        rows = matrix(x)
+        block = self.block_in(rows, role)
         amax = block_amax(rows, block)
         scales = self.scales(amax, amax.amax(), fmt, x.dtype)
         codes = saturating_cast(_tiles(rows.float(), block) * _of_each_tile(scales.scale), fmt)
@@ -126,6 +135,8 @@ class MXFP8Scaling(BlockRule):
 
     #: blocks of W are 32x32
     square_weights: bool = False
+    #: find exponents as torchao does without its kernels, by `mxfp8_scales_by_logarithm`
+    by_logarithm: bool = False
 
     formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid")
 
@@ -135,10 +146,24 @@ class MXFP8Scaling(BlockRule):
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """scale_inv is the power of two at or above amax / limit; the quotient a float32 product with 1 / limit."""
+        if self.by_logarithm:
+            return mxfp8_scales_by_logarithm(amax, fmt)
         reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
         stored = e8m0_at_least(amax * reciprocal)
         scale_inv = e8m0_value(stored)
         return BlockScales(stored, (1 / scale_inv).float(), scale_inv)
+
+
+def mxfp8_scales_by_logarithm(amax: torch.Tensor, fmt: FloatFormat) -> BlockScales:
+    """As `_to_mx_rceil` of torchao's `prototype/mx_formats/mx_tensor.py` in eager mode, release 0.18.
+
+    The float32 logarithm rounds: an amax just above a power of two may get that one and saturate. A block whose code is
+    0 is not scaled before the cast, and lost.
+    """
+    exponent = torch.ceil(torch.log2(amax / fmt.max)).clamp(-127, 127)
+    stored = (exponent + 127).to(torch.uint8)
+    scale = torch.where(stored == 0, 1.0, torch.exp2(127 - stored.float()))
+    return BlockScales(stored, scale, e8m0_value(stored))
 
 
 @dataclass(frozen=True)
@@ -246,8 +271,8 @@ def quantization_sums_in_blocks(
         fmt: format of the codes.
         chunk: values handled at once.
     """
-    block = rule.block(role)
     rows = matrix(x) if x.numel() else x.new_zeros(1, 1)
+    block = rule.block_in(rows, role)
     height = max(1, chunk // rows.shape[1] // block[0]) * block[0]
     chunks = rows.split(height)
     whole = torch.zeros((), dtype=torch.float32, device=x.device)

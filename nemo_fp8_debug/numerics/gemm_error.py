@@ -85,7 +85,7 @@ def scale_of(m: torch.Tensor, rule: CurrentScaling, fmt: FloatFormat) -> torch.T
 def _in_blocks(
     m: torch.Tensor, kept: torch.Tensor, at: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat
 ) -> torch.Tensor:
-    block = high, wide = rule.block(role)
+    block = high, wide = rule.block_in(m, role)
     # A block of one row is all there; of others the rows beside it decide too.
     amax = block_amax(kept, block) if high == 1 else block_amax(m, block).index_select(0, at // high)
     whole = amax_of(m) if rule.two_level else amax.new_zeros(())

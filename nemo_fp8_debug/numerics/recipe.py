@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import ConfigError
 from .block_scaling import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
 from .formats import E4M3, E5M2, FORMATS, FloatFormat
+from .row_scaling import RowwiseScaling
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
 
 Scaling = CurrentScaling | DelayedScaling | Unscaled | BlockRule
@@ -19,6 +20,7 @@ Scaling = CurrentScaling | DelayedScaling | Unscaled | BlockRule
 _SCALINGS: dict[str, type[Scaling]] = {
     "delayed": DelayedScaling,
     "current": CurrentScaling,
+    "rowwise": RowwiseScaling,
     "blockwise": BlockScaling,
     "mxfp8": MXFP8Scaling,
     "nvfp4": NVFP4Scaling,
@@ -82,7 +84,7 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
 
     Args:
         value: a name such as `"delayed"`, `"current-e4m3"`, `"delayed-hybrid(margin=1,amax_history_len=16)"`, `"mxfp8"`,
-            `"blockwise(power_of_two=False)"`, `"nvfp4"` or `"bf16"`, or a mapping
+            `"blockwise(power_of_two=False)"`, `"rowwise"`, `"nvfp4"` or `"bf16"`, or a mapping
             `{"name": "delayed", "fp8_format": "hybrid", "margin": 0, "amax_history_len": 1, "amax_compute_algo": "max"}`.
 
     Raises:

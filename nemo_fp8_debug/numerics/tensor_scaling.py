@@ -30,6 +30,8 @@ class CurrentScaling:
     epsilon: float = 0.0
     #: round the scale down to a power of two
     power_of_two: bool = False
+    #: find that power as torchao does, by a float32 logarithm, which may give the one above
+    by_logarithm: bool = False
 
     formats: ClassVar[tuple[str, ...]] = _PER_TENSOR_FORMATS
 
@@ -40,7 +42,7 @@ class CurrentScaling:
             amax: float32, any shape.
             limit: largest finite value of the format (or of each tensor's format, float32 of amax's shape).
         """
-        return scale_of_amax(amax, limit, self.epsilon, self.power_of_two)
+        return scale_of_amax(amax, limit, self.epsilon, self.power_of_two, by_logarithm=self.by_logarithm)
 
 
 def scales_of(

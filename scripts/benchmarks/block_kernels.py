@@ -27,6 +27,7 @@ CASES = (
     ("blockwise", "weight"),
     ("blockwise(power_of_two=False)", "grad_output"),
     ("mxfp8", "input"),
+    ("rowwise", "input"),
     ("nvfp4", "input"),
     ("nvfp4", "weight"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import megatron, torch_linear, transformer_engine
+from . import megatron, torch_linear, torchao, transformer_engine
 from .base import Backend
 
 #: asked in this order; the first that owns a module serves it
@@ -11,6 +11,7 @@ BACKENDS: tuple[Backend, ...] = (
     transformer_engine.LAYERNORM_MLP,
     transformer_engine.GROUPED,
     megatron.BACKEND,
+    torchao.BACKEND,
     torch_linear.BACKEND,
 )
 

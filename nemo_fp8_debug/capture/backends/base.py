@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,12 @@ class ScaleInUse:
     #: "not quantized": the engine left this operand in high precision, and current scaling is what it might use;
     #: "unknown": the engine may quantize it, and how could not be read; measured as if it were not quantized
     source: str
+    #: by product, as in `numerics.gemm_error`: how it is cast for GEMMs that cast it otherwise; None: in high precision
+    products: Mapping[str, ScaleInUse | None] = field(default_factory=dict, compare=False)
+
+    def in_product(self, product: str) -> ScaleInUse | None:
+        """How it is cast for one GEMM; None: it is not."""
+        return self.products.get(product, self)
 
     def scale_of(self, x: torch.Tensor) -> torch.Tensor | BlockRule:
         """The scale of a tensor, float32 scalar; a block rule has none. No host synchronization."""
@@ -93,6 +99,8 @@ class Backend:
     cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], ScaleInUse]] | None = None
     #: whether its modules quantize for themselves when told to
     has_own_fp8: bool = False
+    #: whether a plan can put another recipe in force for a call of its modules
+    takes_plans: bool = False
     #: the FP8 recipe that the module is configured for; None: none
     recipe: Callable[[nn.Module], Recipe | None] = lambda module: None
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...numerics.block_scaling import Block, BlockRule, matrix
+from ...numerics.block_scaling import WHOLE_ROW, Block, BlockRule, matrix
 from ...numerics.formats import FloatFormat
 from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
 from ...numerics.metrics import QuantizationSums
@@ -25,6 +25,7 @@ from .block_scales import Tables, bounds, tables_of, tables_of_one_level
 from .casts import digits
 from .jit import JOB, Work
 from .panels import MANY, RESULTS, TOLD, Layout, PanelJob, add_up
+from .row_loops import sums_of_rows
 from .simd import PANEL
 from .threads import Zeros, share_out
 
@@ -42,7 +43,14 @@ class _Operand(NamedTuple):
     block: Block
 
     @property
+    def in_rows(self) -> bool:
+        """Whether each row is a block."""
+        return self.block[1] == WHOLE_ROW
+
+    @property
     def panels(self) -> int:
+        if self.in_rows:
+            return self.layout[0]
         return math.ceil(self.layout[0] / self.block[0]) * math.ceil(self.layout[1] / PANEL)
 
     @property
@@ -84,7 +92,7 @@ def quantization_sums_in_blocks(
         tables = tables_of(rule, fmt, x.dtype, *bounds(counts, operand.infinity))
     else:
         tables = tables_of_one_level(rule, fmt, x.dtype)
-    found = (tables.binary and _of_few(operand, tables, fmt, counts)) or _of_all(operand, tables)
+    found = (tables.binary and not operand.in_rows and _of_few(operand, tables, fmt, counts)) or _of_all(operand, tables)
     integers = np.frombuffer(found, np.int64)[JOB:]
     floats = integers.view(np.float64)
     # Torch's own ways to cut a tensor up, or to make one of a number, take several times as long.
@@ -94,6 +102,8 @@ def quantization_sums_in_blocks(
 
 def _of_all(operand: _Operand, tables: Tables) -> Any:
     """Of each value by itself."""
+    if operand.in_rows:
+        return _shared_out(sums_of_rows(operand.half), operand, tables, operand.shares)
     return _shared_out(sums_of_blocks(operand.block[1], operand.half), operand, tables, operand.shares)
 
 

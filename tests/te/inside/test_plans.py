@@ -219,6 +219,11 @@ class TestRefused:
         with pytest.raises(ConfigError, match="W of proj is stored in FP8, which a plan cannot change"):
             changed(model, Change("proj", "bf16"))
 
+    @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8(by_logarithm=True)", "current-e4m3(by_logarithm=True)"])
+    def test_recipes_of_torchao(self, recipe: str) -> None:
+        with pytest.raises(ConfigError, match="Transformer Engine has no recipe that casts as"):
+            changed(blocks(), Change("first.qkv", recipe))
+
     def test_formats_that_transformer_engine_does_not_train_in(self) -> None:
         with pytest.raises(ConfigError, match="does not train in E5M2 alone, as 'current-e5m2' asks"):
             changed(Model(), Change("qkv", "current-e5m2"))

@@ -39,6 +39,7 @@ LINEAR = Backend(
     unseen=linear.unseen,
     cast=linear.cast,
     has_own_fp8=True,
+    takes_plans=True,
     recipe=configured_recipe,
 )
 LAYERNORM_MLP = Backend(
@@ -51,6 +52,7 @@ LAYERNORM_MLP = Backend(
     unseen=layernorm_mlp.unseen,
     cast=layernorm_mlp.cast,
     has_own_fp8=True,
+    takes_plans=True,
     recipe=configured_recipe,
 )
 GROUPED = Backend(
@@ -64,5 +66,6 @@ GROUPED = Backend(
     unseen=grouped.unseen,
     cast=grouped.cast,
     has_own_fp8=True,
+    takes_plans=True,
     recipe=configured_recipe,
 )

@@ -1,0 +1,60 @@
+"""Linear layers of torchao: `Float8Linear`, and others, whose casts are unknown unless `casts` reads them. Internal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...dtensor import is_dtensor
+from ..base import Args, Backend, Kwargs, ScaleInUse, as_multiplied, raw_weight
+from . import casts
+from .weights import is_torchao, layer_class, not_cast_yet, weight_in_high_precision
+
+
+def _owns(module: nn.Module) -> bool:
+    """Its subclasses of Linear, and a Linear whose weight is one of its tensors, which multiplies in its own way."""
+    if "torchao" not in sys.modules or not isinstance(module, nn.Linear):
+        return False
+    return any(base.__module__.partition(".")[0] == "torchao" for base in type(module).__mro__) or is_torchao(
+        raw_weight(module)
+    )
+
+
+def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor:
+    x: torch.Tensor = not_cast_yet(args[0] if args else kwargs["input"])
+    if layer_class(module) != casts.FLOAT8_LINEAR:
+        return as_multiplied(x)
+    if torch.is_autocast_enabled():  # `Float8Linear` asks for that of GPUs, whatever its device
+        x = x.to(torch.get_autocast_dtype("cuda"))
+    return x if casts.casts_in_forward(module) else as_multiplied(x)
+
+
+def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
+    weight = weight_in_high_precision(module)
+    if weight is None or (layer_class(module) == casts.FLOAT8_LINEAR and casts.casts_in_forward(module)):
+        return weight
+    return weight if is_dtensor(weight) else as_multiplied(weight)
+
+
+def _grad(grad: torch.Tensor, *_: Any) -> torch.Tensor:
+    return not_cast_yet(grad)
+
+
+def _cast(module: nn.Module, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Any:
+    use: ScaleInUse = casts.cast_of(module, role)  # the configuration of this call: its backward has the same
+    return lambda: use
+
+
+BACKEND = Backend(
+    name="torchao",
+    owns=_owns,
+    input=_input,
+    weight=_weight,
+    output=lambda out: out[0] if isinstance(out, tuple) else out,
+    grad=_grad,
+    cast=_cast,
+    has_own_fp8=True,
+)

@@ -1,0 +1,173 @@
+"""How a layer of torchao casts an operand: read from the module's own configuration.
+
+| product | operands | fields of `Float8LinearConfig` |
+|---|---|---|
+| fprop | X, W | `cast_config_input`, `cast_config_weight` |
+| dgrad | dY, W | `cast_config_grad_output`, `cast_config_weight_for_grad_input` |
+| wgrad | dY, X | `cast_config_grad_output_for_grad_weight`, `cast_config_input_for_grad_weight` |
+
+A row of the record has the cast of X and W in fprop, and of dY in dgrad. Every field of a configuration has to be known
+here: one that is not may change what is cast, so that the cast is unknown then. So has the arithmetic, which is tried out
+once (`trial`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....numerics.block_scaling import BlockRule, MXFP8Scaling
+from ....numerics.formats import FORMATS, FloatFormat
+from ....numerics.recipe import Recipe
+from ....numerics.row_scaling import RowwiseScaling
+from ....numerics.scale_from_amax import TORCHAO_EPSILON
+from ....numerics.tensor_scaling import CurrentScaling
+from ...dtensor import is_dtensor
+from ..base import ScaleInUse, UnknownCast, not_quantized, raw_weight
+from .trial import differs
+from .weights import class_of, gathered_in_fp8, is_torchao, layer_class
+
+FLOAT8_LINEAR = "torchao.float8.float8_linear.Float8Linear"
+MXFP8_LINEAR = "torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear"
+
+#: by role: product -> field of the configuration; the first is what a row of the record has
+CASTS: Mapping[str, Mapping[str, str]] = {
+    "input": {"fprop": "cast_config_input", "wgrad": "cast_config_input_for_grad_weight"},
+    "weight": {"fprop": "cast_config_weight", "dgrad": "cast_config_weight_for_grad_input"},
+    "grad_output": {"dgrad": "cast_config_grad_output", "wgrad": "cast_config_grad_output_for_grad_weight"},
+}
+#: by class of a configuration: its fields that are read below, or change nothing in a cast
+KNOWN: Mapping[str, frozenset[str]] = {
+    "Float8LinearConfig": frozenset(
+        (
+            *(field for of_role in CASTS.values() for field in of_role.values()),
+            *("round_scales_to_power_of_2", "enable_fsdp_float8_all_gather"),
+            *("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight"),
+            *("pad_inner_dim", "emulate", "force_recompute_fp8_weight_in_bwd"),
+        )
+    ),
+    "CastConfig": frozenset(("scaling_type", "scaling_granularity", "target_dtype")),
+    "Float8GemmConfig": frozenset(("use_fast_accum",)),
+}
+_FORMATS = {torch.float8_e4m3fn: FORMATS["e4m3"], torch.float8_e5m2: FORMATS["e5m2"]}
+#: attributes of a `MXFP8Linear` beside those of a Linear
+MXFP8_OPTIONS = frozenset(("kernel_preference", "scale_calculation_mode", "wgrad_with_hp"))
+
+
+def cast_of(module: nn.Module, role: str) -> ScaleInUse:
+    """How `role` is cast by the call of `module` that has just returned.
+
+    Raises:
+        UnknownCast: its class, a field of its configuration, or a value, is not known here; names it.
+    """
+    kind, weight = layer_class(module), raw_weight(module)
+    if kind not in (FLOAT8_LINEAR, MXFP8_LINEAR):
+        what = f"weight is a {class_of(weight)}" if is_torchao(weight) else f"module is a {kind}"
+        raise UnknownCast(f"its {what}, which is not known here")
+    if is_dtensor(weight):
+        raise UnknownCast("its weight is split by tensor parallelism, and torchao takes amaxes over the ranks")
+    return _mxfp8_cast(module, role) if kind == MXFP8_LINEAR else _float8_cast(module, role)
+
+
+def casts_in_forward(module: Any) -> bool:
+    """Whether X and W of a `Float8Linear` are cast; True where that is not known."""
+    kind = getattr(getattr(module.config, "cast_config_input", None), "scaling_type", None)
+    return getattr(kind, "name", None) != "DISABLED"
+
+
+def _float8_cast(module: Any, role: str) -> ScaleInUse:
+    config = module.config
+    _check_fields(config, "Float8LinearConfig", "config")
+    for field in ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight"):
+        _check_fields(getattr(config, field), "Float8GemmConfig", field)
+    products = {product: _cast_by(config, field, role) for product, field in CASTS[role].items()}
+    own, *_ = products.values()
+    gathered = gathered_in_fp8(module)
+    if role == "weight" and gathered is not None:
+        return _gathered_cast(gathered, config)
+    if own is None:
+        return replace(not_quantized(role), products=products)
+    return replace(own, products={product: cast for product, cast in products.items() if cast != own})
+
+
+def _cast_by(config: Any, field: str, role: str) -> ScaleInUse | None:
+    """What one field says; None: high precision."""
+    cast = getattr(config, field)
+    _check_fields(cast, "CastConfig", field)
+    kind = _choice(cast.scaling_type, "ScalingType", ("DYNAMIC", "DISABLED"), f"{field}.scaling_type")
+    granularity = _choice(
+        cast.scaling_granularity, "ScalingGranularity", ("TENSORWISE", "AXISWISE"), f"{field}.scaling_granularity"
+    )
+    if kind == "DISABLED":
+        return None
+    if cast.target_dtype not in _FORMATS:
+        raise UnknownCast(f"{field}.target_dtype={cast.target_dtype} of its Float8LinearConfig is not known here")
+    rounds = config.round_scales_to_power_of_2
+    if not isinstance(rounds, bool):
+        raise UnknownCast(f"round_scales_to_power_of_2={rounds!r} of its Float8LinearConfig is not known here")
+    rule = RowwiseScaling(rounds) if granularity == "AXISWISE" else CurrentScaling(TORCHAO_EPSILON, rounds, rounds)
+    return _tried(rule, _FORMATS[cast.target_dtype], config)
+
+
+def _gathered_cast(weight: Any, config: Any) -> ScaleInUse:
+    """Of a weight that was cast on its way through an all-gather: under one scale, which it carries, in both products."""
+    fmt = _FORMATS.get(weight._data.dtype)
+    if fmt is None or weight._scale.numel() != 1:
+        raise UnknownCast(f"it was gathered as {weight._data.dtype} with {weight._scale.numel()} scales")
+    use = _named(CurrentScaling(TORCHAO_EPSILON), fmt, config)
+    return replace(use, scale=weight._scale.detach().reshape(()).clone())
+
+
+def _tried(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat, config: Any) -> ScaleInUse:
+    if why := differs(rule, fmt):
+        raise UnknownCast(f"this release of torchao casts otherwise than is known here ({why})")
+    return _named(rule, fmt, config)
+
+
+def _named(rule: CurrentScaling | BlockRule, fmt: FloatFormat, config: Any) -> ScaleInUse:
+    """A cast, named as hybrid where the configuration as a whole is."""
+    targets = [getattr(config, next(iter(of_role.values()))).target_dtype for of_role in CASTS.values()]
+    hybrid = targets == [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]
+    return ScaleInUse(rule, fmt, Recipe(rule, "hybrid" if hybrid else fmt.name).name, "engine")
+
+
+def _mxfp8_cast(module: Any, role: str) -> ScaleInUse:
+    if strange := sorted(vars(module).keys() - MXFP8_OPTIONS - _attributes_of_linear()):
+        raise UnknownCast(f"its MXFP8Linear has an attribute {strange[0]!r}, which is not known here")
+    _choice(module.kernel_preference, "KernelPreference", ("EMULATED",), "kernel_preference")
+    _choice(module.scale_calculation_mode, "ScaleCalculationMode", ("RCEIL",), "scale_calculation_mode")
+    rule = MXFP8Scaling(by_logarithm=True)
+    use = ScaleInUse(rule, FORMATS["e4m3"], Recipe(rule, "e4m3").name, "engine")
+    return replace(use, products={"wgrad": None}) if module.wgrad_with_hp and role != "weight" else use
+
+
+@functools.cache
+def _attributes_of_linear() -> frozenset[str]:
+    return frozenset(vars(nn.Linear(1, 1, device="meta")))
+
+
+def _check_fields(config: Any, name: str, field: str) -> None:
+    """Every field of a configuration is known, and its class is torchao's own."""
+    if class_of(config) != f"torchao.float8.config.{name}":
+        raise UnknownCast(f"its {field} is a {class_of(config)}, which is not known here")
+    if strange := sorted((vars(config).keys() | type(config).__dataclass_fields__.keys()) - KNOWN[name]):
+        raise UnknownCast(f"its {name} has a field {strange[0]!r}, which is not known here")
+
+
+def _choice(value: Any, enum: str, known: tuple[str, ...], field: str) -> str:
+    """The name of an enum's value, of those that are known."""
+    name = getattr(value, "name", None)
+    if type(value).__name__ != enum or name not in known:
+        raise UnknownCast(f"{field}={value} is not known here")
+    return str(name)
+
+
+def release() -> str:
+    """As `torchao 0.18.0`."""
+    return f"torchao {getattr(sys.modules.get('torchao'), '__version__', '')}".strip()

@@ -1,0 +1,61 @@
+"""Whether the release of torchao that is installed casts as its release 0.18 does: tried out on a few values."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from ....numerics.formats import FloatFormat, saturating_cast
+from ....numerics.row_scaling import RowwiseScaling
+from ....numerics.tensor_scaling import CurrentScaling, amax_of
+
+#: rows of large, small and usual values, of one that rounds to a power of two, and of zeros
+_ROWS = ((3.0e4, -7.0, 1e-3), (1e-13, -3e-14, 0.0), (1.75, 0.3, -0.11), (-1.7500001, 448.0, 0.07), (0.0, -0.0, 0.0))
+
+
+@functools.cache
+def differs(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> str:
+    """What is different in a cast by torchao; empty: nothing. Tried once for each rule."""
+    with torch.no_grad():
+        x = torch.tensor(_ROWS, device="cpu")
+        by_tensor = list(x) if isinstance(rule, CurrentScaling) else [x]
+        for x in (*by_tensor, *(x.bfloat16() for x in by_tensor)):
+            try:
+                theirs = _cast_by_torchao(x, rule, fmt)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}".splitlines()[0]
+            scale, codes = _cast_here(x, rule, fmt)
+            if not torch.equal(theirs._scale, scale):
+                return f"scales of {rule} differ"
+            if not torch.equal(theirs._data.view(torch.uint8), codes.view(torch.uint8)):
+                return f"codes of {fmt.name} differ"
+    return ""
+
+
+def _cast_by_torchao(x: torch.Tensor, rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> Any:
+    config, scaling, tensor = (
+        sys.modules[f"torchao.float8.{name}"] for name in ("config", "float8_scaling_utils", "float8_training_tensor")
+    )
+    rowwise = isinstance(rule, RowwiseScaling)
+    granularity = config.ScalingGranularity.AXISWISE if rowwise else config.ScalingGranularity.TENSORWISE
+    return scaling.hp_tensor_to_float8_dynamic(
+        x,
+        fmt.dtype,
+        tensor.LinearMMConfig(),
+        scaling_granularity=granularity,
+        axiswise_dim=scaling.get_maybe_axiswise_dim(-1, granularity),
+        round_scales_to_power_of_2=rule.power_of_two,
+    )
+
+
+def _cast_here(
+    x: torch.Tensor, rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(rule, RowwiseScaling):
+        found = rule.quantize(x, "input", fmt)
+        return found.scales.stored, found.codes
+    scale = rule.scale(amax_of(x), fmt.max)
+    return scale, saturating_cast(x.float() * scale, fmt)

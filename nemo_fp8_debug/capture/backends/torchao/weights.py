@@ -1,0 +1,91 @@
+"""Weights of torchao's layers as they are before the cast, FSDP2 with an all-gather in FP8 included."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...dtensor import is_dtensor
+from ..base import raw_weight
+
+_GATHERED = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
+_TO_GATHER = "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor"
+
+
+def class_of(x: Any) -> str:
+    """Where the class of an object is, as `package.module.Class`."""
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def layer_class(module: nn.Module) -> str:
+    """The same of a module; FSDP2 puts its own class before it."""
+    kind = next(base for base in type(module).__mro__ if not base.__module__.startswith("torch.distributed.fsdp"))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_torchao(x: Any) -> bool:
+    """Whether a tensor, or this rank's part of it, is one of torchao's: its values are not in its own memory."""
+    return type(getattr(x, "_local_tensor", x)).__module__.partition(".")[0] == "torchao"
+
+
+def not_cast_yet(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself.
+
+    Raises:
+        TypeError: it is cast already, as under torchao's tensor parallelism.
+    """
+    if is_torchao(x):
+        kind = class_of(getattr(x, "_local_tensor", x))
+        raise TypeError(
+            f"it arrives as a {kind}, whose values before the cast are gone: there is nothing to compare it with"
+        )
+    return x
+
+
+def gathered_in_fp8(module: nn.Module) -> Any:
+    """The weight that FSDP2 has gathered as codes and a scale; None where it gathered high precision, or nothing."""
+    weight = raw_weight(module)
+    return weight if class_of(weight) == _GATHERED else None
+
+
+def weight_in_high_precision(module: nn.Module) -> torch.Tensor | None:
+    """W before its cast; a DTensor of this rank's part where FSDP2 gathers codes.
+
+    Raises:
+        TypeError: the values are not to be had.
+    """
+    weight = raw_weight(module)
+    if gathered_in_fp8(module) is not None:
+        weight = _kept_by_fsdp(module)
+    return _plain(weight) if is_torchao(weight) else weight
+
+
+def _plain(weight: Any) -> torch.Tensor:
+    """A weight that will be cast as it is gathered, without the class that does so."""
+    part = getattr(weight, "_local_tensor", weight)
+    if class_of(part) != _TO_GATHER:
+        raise TypeError(f"it is stored as a {class_of(part)}, which is not read here")
+    values: torch.Tensor = part._tensor.detach()
+    if not is_dtensor(weight):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(
+        values, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )  # without a collective
+
+
+def _kept_by_fsdp(module: nn.Module) -> Any:
+    """The parameter of which FSDP2 has gathered the weight of `module`; only its own state has it."""
+    states: Any = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    for held in list(states.values()):
+        state = held() if callable(held) else held
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+            for param in getattr(group, "fsdp_params", ()):
+                if param._module_info.module is module and param._module_info.param_name == "weight":
+                    return param.sharded_param
+    raise TypeError("it was gathered in FP8, and the part that this rank has in high precision was not found")
