@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
+from processes import run_script
 from tool_logs import line, table, text_log
 
 from nemo_fp8_debug.record.imports import import_logs
-from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.reader import read_fingerprint, read_table
 
 
 class TestWhatAStatisticIs:
@@ -89,6 +91,25 @@ class TestWhatAStatisticIs:
         lines = [line(f"decoder.layers.{i}.mlp.linear_fc1_weight_cur_amax", "1.0000") for i in (0, 7)]
         layers = table(text_log(tmp_path / "logs", *lines), tmp_path / "run")["layer"]
         assert set(layers) == {"decoder.layers.0.mlp.linear_fc1", "decoder.layers.7.mlp.linear_fc1"}
+
+    @pytest.mark.parametrize("which", ["both logs", "statistics alone"])
+    def test_layers_of_a_model_other_than_megatrons(self, tmp_path: Path, which: str) -> None:
+        """As nvdlfw_inspect itself names them: by `layer_number`, or else by their index."""
+        run_script(Path(__file__).with_name("nvdlfw_names.py"), tmp_path / "logs")
+        source = tmp_path / "logs" / ("nvdlfw_inspect_statistics_logs" if which == "statistics alone" else "")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = import_logs(source, tmp_path / "run")
+        layers = set(read_table(tmp_path / "run", "metrics")["layer"])
+        assert "by_index.2.fc" in layers and "whole.0.fc" in layers and "whole.2.fc" in layers
+        notes = [note.partition(" keep ")[0] for note in found.notes]
+        assert read_fingerprint(tmp_path / "run")["imported"]["notes"] == found.notes
+        assert sorted(str(w.message).partition(" keep ")[0] for w in caught) == sorted(f"nemo_fp8_debug: {n}" for n in notes)
+        if which == "both logs":
+            assert "layers.1.self_attention.qkv" in layers and not notes
+        else:
+            assert "layers.2.self_attention.qkv" in layers
+            assert notes == ["The layers of by_index", "The layers of layers"]
 
     @pytest.mark.parametrize(
         "name", ["fc_output_max", "fc_wgrad_cur_amax", "fc_activation_std", "fc_weight_mxfp8_mse_columnwise"]

@@ -61,6 +61,7 @@ def _write(imported: Imported, source: str | os.PathLike[str], output: str | os.
                 "from": os.path.abspath(source),
                 "files": [str(path) for path in imported.files],
                 "left_out": imported.left_out,
+                "notes": imported.notes,
             }
         }
     )

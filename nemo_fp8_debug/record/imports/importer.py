@@ -32,6 +32,8 @@ class Imported:
     mapped: Counter[str] = field(default_factory=Counter)
     #: values, or what the text says, by what they are and why they are not in the record
     left_out: Counter[str] = field(default_factory=Counter)
+    #: what to bear in mind of the rows, in sentences
+    notes: list[str] = field(default_factory=list)
 
     def add(self, step: int, key: Key, metric: str, value: float, rounded_to: int | None = None) -> None:
         """Put a metric into its row, if the log tells it.

@@ -24,6 +24,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from ...errors import warn
 from .importer import Imported, Key, LineErrors, first_lines, global_name, numbered_lines
+from .layer_numbers import LayerNumbers
 
 TOOL = "nvdlfw_inspect"
 EXPECTED = "nvdlfw_inspect_statistics_logs/*.log or TensorBoard event files"
@@ -32,6 +33,8 @@ _LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(?P<ms>\d{3}) - [A-Z]+ - (?P<name>\S+)\s+"
     r"iteration=(?P<step>\d{1,18})\s+value=(?P<value>-?\d{1,300}\.\d{4}|-?inf|nan)"
 )
+#: of nvdlfw_inspect's own log: a module of the model
+_ASSIGNED = re.compile(r"\S+ \S+ - [A-Z]+ - Assigned layer name: (?P<name>\S+)")
 _DECIMALS = 4
 _NAME = re.compile(r"(?P<layer>.+)_(?P<tensor>activation|weight|gradient|output|wgrad|dgrad)_(?P<stat>.+)")
 _STAT = re.compile(
@@ -88,7 +91,22 @@ def claims(path: Path) -> bool:
     """Whether a file is read here."""
     if _is_events(path):
         return any(parse_name(scalar.name)[0] for scalar in read_events(path, quiet=True))
-    return path.suffix in (".log", ".txt") and any(_LINE.fullmatch(line.strip()) for line in first_lines(path, 200))
+    lines = [line.strip() for line in first_lines(path, 200)] if path.suffix in (".log", ".txt") else ()
+    return any(_LINE.fullmatch(line) or _ASSIGNED.fullmatch(line) for line in lines)
+
+
+def _names_modules(path: Path) -> bool:
+    """Whether it is nvdlfw_inspect's own log, which has no statistics and tells how modules are called."""
+    return not _is_events(path) and any(_ASSIGNED.fullmatch(line.strip()) for line in first_lines(path, 200))
+
+
+def _assigned(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from (_our_name(line["name"]) for text in file if (line := _ASSIGNED.fullmatch(text.strip())))
+
+
+def _our_name(layer: str) -> str:
+    return global_name(layer.removeprefix("model."))
 
 
 def _is_events(path: Path) -> bool:
@@ -97,7 +115,9 @@ def _is_events(path: Path) -> bool:
 
 def read(files: Iterable[Path]) -> Imported:
     """Everything that the logs of a run tell; a step logged twice counts as it was logged last."""
-    found = Imported(TOOL, sorted(files, key=_precedence))
+    files = list(files)
+    own = [path for path in files if _names_modules(path)]
+    found = Imported(TOOL, sorted((path for path in files if path not in own), key=_precedence))
     tensors: dict[tuple[str, str], _Steps] = defaultdict(lambda: defaultdict(dict))
     conflicts: dict[tuple[int, int], int] = defaultdict(int)
     for path in found.files:
@@ -122,7 +142,11 @@ def read(files: Iterable[Path]) -> Imported:
         what = f"values in the log of rank {other} that differ from rank {rank}'s for the same layer: import each alone"
         found.left_out[what] = n
         warn(f"{n} {what}")
-    _fill(found, tensors)
+    numbers = LayerNumbers((layer for layer, _ in tensors), (name for path in own for name in _assigned(path)))
+    for note in numbers.notes():
+        found.notes.append(note)
+        warn(note.removesuffix("."))
+    _fill(found, tensors, numbers)
     return found
 
 
@@ -187,17 +211,15 @@ def parse_name(name: str) -> tuple[Statistic | None, str]:
         return None, f"{stat['name']}_columnwise: of the transposed copy, which is quantized apart"
     if stat["name"] not in _KNOWN:
         return None, f"{found['stat']}: no metric is defined so"
-    layer = global_name(found["layer"].removeprefix("model."))
-    return Statistic(layer, role, stat["recipe"], stat["name"]), ""
+    return Statistic(_our_name(found["layer"]), role, stat["recipe"], stat["name"]), ""
 
 
-def _fill(found: Imported, tensors: Mapping[tuple[str, str], _Steps]) -> None:
+def _fill(found: Imported, tensors: Mapping[tuple[str, str], _Steps], numbers: LayerNumbers) -> None:
     """Turn statistics into rows."""
-    shift = _counts_layers_from_1(layer for layer, _ in tensors)
     logged = [(key, value) for steps in tensors.values() for values in steps.values() for key, value in values.items()]
     doubt = _doubt_about_underflow(logged)
     for (layer, role), steps in tensors.items():
-        layer = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) - shift}{m[3]}", layer)
+        layer = numbers.indexed(layer)
         in_use, what_if = _in_use({key for values in steps.values() for key in values})
         if what_if and in_use is None:
             found.left_out["recipe in use: not known of several that are logged, all are in the table what_if"] += 1
@@ -272,12 +294,3 @@ def _doubt_about_underflow(logged: Iterable[tuple[tuple[str | None, str], _Value
             "log mse or fp8_delayed_scaling_underflows% beside it"
         )
     return None
-
-
-_LAYER = re.compile(r"(\bdecoder\.layers\.)(\d{1,9})(\.(?:self_attention|cross_attention|mlp)\b)")
-
-
-def _counts_layers_from_1(layers: Iterable[str]) -> bool:
-    """Whether layers are Megatron's `layer_number`, which nvdlfw_inspect puts into names and which has no 0."""
-    numbers = [int(found[2]) for layer in layers if (found := _LAYER.search(layer))]
-    return bool(numbers) and min(numbers) > 0
