@@ -11,7 +11,7 @@ from ...core.keys import MIXED
 from ...core.layer_names import aggregate_key, is_aggregate
 from ..runs.grid import Grid
 from ..runs.run import Run
-from ..runs.settings import remarks
+from ..runs.settings import coverage_notes, remarks
 from .comparison import Comparison
 from .drift import SHOWN, drifts
 from .layer_matching import named_alike
@@ -74,6 +74,7 @@ def compare(
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = split_experts(ranked)
     notes = [*_mistaken(first, second), *notes, *_coverage(first, second), *remarks(first.metrics, second.metrics)]
+    notes += [f"Of the run's model: {text}" for text in coverage_notes(second.fingerprint)]
     return Comparison(first, second, other, tensors, experts, split_experts(out_of_band)[0], tuple(notes))
 
 

@@ -15,6 +15,7 @@ from ..comparison.compare import compare, quantized, split_experts
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW, onsets
 from ..runs.run import Run
+from ..runs.settings import coverage_notes
 from .culprit import Blame, blamed
 from .rules.divergence import diverged_at_the_start, divergence, has_enough_losses
 from .rules.finding import CAUSES, Finding
@@ -72,7 +73,8 @@ class Diagnosis:
     @property
     def notes(self) -> Sequence[str]:
         """What to bear in mind: of the comparison with the baseline, and of operands that the divergence has changed."""
-        return [*(() if self.comparison is None else self.comparison.notes), *self._consequences()]
+        of_others = coverage_notes(self.run.fingerprint) if self.comparison is None else self.comparison.notes
+        return [*of_others, *self._consequences()]
 
     def _consequences(self) -> Sequence[str]:
         since = [f.since for f in self.findings if f.rule == "operand" and f.since is not None]
