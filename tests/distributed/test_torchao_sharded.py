@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from processes import run_script
-
-pytest.importorskip("torchao", reason="it is not among the packages that are locked")
 from torchao.float8.float8_training_tensor import LinearMMConfig, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import tensor_to_scale
 

@@ -11,8 +11,6 @@ import torch
 from helpers import Samples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-pytest.importorskip("torchao", reason="it is not among the packages that are locked")
 from torchao.float8.float8_linear import Float8Linear
 from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
 from torchao.prototype.mx_formats.config import ScaleCalculationMode

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.config import CastConfig, ScalingGranularity, ScalingType
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: operands in order of each product
 PRODUCTS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 
@@ -91,3 +93,35 @@ def operands(tokens: int, columns: int, outputs: int, dtype: torch.dtype) -> dic
         "weight": torch.randn(outputs, columns, generator=of).to(dtype),
         "grad_output": dy.to(dtype),
     }
+
+
+def config_of(name: str) -> Float8LinearConfig:
+    if name in RECIPES:
+        return configured(name)
+    rowwise = ScalingGranularity.AXISWISE
+    return {
+        "tensorwise, powers of two": Float8LinearConfig(emulate=True, round_scales_to_power_of_2=True),
+        "rowwise, any scale, hybrid": Float8LinearConfig(
+            cast_config_input=CastConfig(scaling_granularity=rowwise),
+            cast_config_weight=CastConfig(scaling_granularity=rowwise),
+            cast_config_grad_output=CastConfig(scaling_granularity=rowwise),
+            emulate=True,
+        ),
+        "forward in high precision": Float8LinearConfig(
+            cast_config_input=CastConfig(ScalingType.DISABLED),
+            cast_config_weight=CastConfig(ScalingType.DISABLED),
+            cast_config_input_for_grad_weight=CastConfig(),
+            cast_config_weight_for_grad_input=CastConfig(),
+            emulate=True,
+        ),
+    }[name]
+
+
+def layer_of(name: str, given: dict[str, torch.Tensor], bias: bool = True) -> nn.Module:
+    outputs, columns = given["weight"].shape
+    layer = nn.Linear(columns, outputs, bias=bias, dtype=given["weight"].dtype)
+    with torch.no_grad():
+        layer.weight.copy_(given["weight"])
+    model = float8(nn.Sequential(layer), config_of(name))
+    assert type(model[0]).__name__ == "Float8Linear"
+    return model

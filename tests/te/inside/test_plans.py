@@ -222,7 +222,7 @@ class TestRefused:
     @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8(by_logarithm=True)", "current-e4m3(by_logarithm=True)"])
     def test_recipes_of_torchao(self, recipe: str) -> None:
         with pytest.raises(ConfigError, match="Transformer Engine has no recipe that casts as"):
-            changed(Model(), Change("first.qkv", recipe))
+            changed(Model(), Change("qkv", recipe))
 
     def test_formats_that_transformer_engine_does_not_train_in(self) -> None:
         with pytest.raises(ConfigError, match="does not train in E5M2 alone, as 'current-e5m2' asks"):
