@@ -1,0 +1,121 @@
+"""What modules that no backend owns multiply."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from .experts import experts_of_a_token, meets_all
+from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, Entry
+from .parameters import needs_gradient, shape_of
+
+#: modules whose matrices are looked up and not multiplied, and the output projection that MultiheadAttention multiplies
+_ELSEWHERE = (nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear)
+#: parameters that are never multiplied as matrices
+_NO_MATRIX = re.compile(r"(?:^|_)bias(?:es)?$|norm")
+
+SCORES = "attention scores: their size grows with the sequence length, which modules do not tell"
+FUNCTIONS = "products of functions in forward code: modules do not show them"
+_MULTIHEAD = "nn.MultiheadAttention multiplies inside one function, where no hook sees its operands"
+_CONVOLUTION = "convolutions are not measured"
+_WHOLE = "experts are parameters of three dimensions, and no layer of their own"
+_WHOLE_UNKNOWN = "a parameter of three dimensions in a class that is not known"
+_GROUPED = "experts are columns of one matrix, multiplied in a grouped product"
+_MATRIX = "a matrix in a class that is not known: it may be multiplied"
+_ROUTER = "a router multiplies in a function"
+_CONV1D = "transformers' Conv1D is no torch.nn.Linear"
+
+
+def entries_of(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
+    """What a module that no backend owns multiplies itself, without its children.
+
+    Args:
+        around: the modules that it is in, innermost first.
+    """
+    trained = needs_gradient(module)
+    if isinstance(module, nn.MultiheadAttention):
+        yield from _of_multihead(name, module)
+    elif isinstance(module, _ConvNd):
+        shape = shape_of(module._parameters["weight"]) or ()
+        # Of a transposed one, how many products a position of the output has depends on where it is.
+        size = None if isinstance(module, _ConvTransposeNd) else math.prod(shape) or None
+        yield Entry(name, "convolution", _precision(module), _CONVOLUTION, 1, shape, size, POSITION, trained, name)
+    elif isinstance(module, _ELSEWHERE) or _is_of_megatron(module, "VocabParallelEmbedding"):
+        return
+    elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        shape = shape_of(module._parameters["weight"]) or ()
+        yield Entry(name, "linear", HIGH_PRECISION, _CONV1D, 1, shape, math.prod(shape) or None, trained=trained, first=name)
+    elif _is_of_megatron(module, "GroupedMLP"):
+        yield from _of_grouped_mlp(name, module, around)
+    else:
+        yield from _of_parameters(name, module, around)
+
+
+def _is_of_megatron(module: nn.Module, name: str) -> bool:
+    return type(module).__name__ == name and type(module).__module__.startswith("megatron.core.")
+
+
+def _precision(module: nn.Module) -> str:
+    """Torch's own modules multiply in the type of their tensors; others may quantize."""
+    return HIGH_PRECISION if type(module).__module__.startswith("torch.nn.modules.") else UNKNOWN
+
+
+def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[Entry]:
+    """Its projections of queries, keys and values, and that of the output, which is a Linear that is never called."""
+    matrices = {n: p for n, p in module._parameters.items() if p is not None and n.endswith("proj_weight")} | {
+        "out_proj": module.out_proj.weight
+    }
+    for matrix, parameter in matrices.items():
+        whole = f"{name}.{matrix.removesuffix('_weight')}"
+        shape = shape_of(parameter) or ()
+        size = math.prod(shape) or None
+        trained = parameter.requires_grad
+        yield Entry(whole, "attention", _precision(module), _MULTIHEAD, 1, shape, size, trained=trained, first=whole)
+
+
+def _of_grouped_mlp(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
+    """All experts of a rank side by side in two matrices."""
+    here = getattr(module, "num_local_experts", 0)
+    met = experts_of_a_token(around)
+    for key, parameter in module._parameters.items():
+        shape, whole = shape_of(parameter) or (), f"{name}.{key}"
+        size = math.prod(shape) * met / here if met and here and shape else None
+        trained = needs_gradient(module)
+        yield Entry(whole, "experts", HIGH_PRECISION, _GROUPED, 1, shape, size, trained=trained, first=whole)
+
+
+def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
+    for key, parameter in module._parameters.items():
+        shape = shape_of(parameter)
+        whole = f"{name}.{key}"
+        if shape is None or len(shape) < 2 or min(shape) < 2 or _NO_MATRIX.search(key.lower()):
+            continue
+        if len(shape) == 3:
+            yield _of_whole_experts(whole, module, shape, around)
+        elif re.search(r"Top[kK]Router$", type(module).__name__) and len(shape) == 2:
+            yield Entry(whole, "other", HIGH_PRECISION, _ROUTER, 1, shape, math.prod(shape), first=whole)
+        else:
+            yield Entry(whole, "other", UNKNOWN, _MATRIX, 1, shape, first=whole)
+
+
+def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], around: Sequence[nn.Module]) -> Entry:
+    every = meets_all(module)
+    if every is None:
+        return Entry(name, "experts" if "expert" in name.lower() else "other", UNKNOWN, _WHOLE_UNKNOWN, 1, shape, first=name)
+    met = shape[0] if every else experts_of_a_token(around)
+    size = None if met is None else float(shape[1] * shape[2] * met)
+    return Entry(name, "experts", HIGH_PRECISION, _WHOLE, 1, shape, size, trained=needs_gradient(module), first=name)
+
+
+def computes_scores(module: nn.Module) -> bool:
+    """Whether a module is the innermost one that calls itself attention."""
+    return _is_attention(module) and not any(_is_attention(m) for m in module.modules() if m is not module)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower()

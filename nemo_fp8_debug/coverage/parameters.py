@@ -1,0 +1,43 @@
+"""Shapes of parameters as they are multiplied, wherever an engine keeps the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+def shape_of(parameter: Any) -> tuple[int, ...] | None:
+    """None: not known before the first call. DeepSpeed keeps parameters empty and their shapes beside them."""
+    if parameter is None or is_lazy(parameter):
+        return None
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | None:
+    """Outputs and inputs of a linear module, or of one part of it; None: not known."""
+    own = module._parameters
+    found = shape_of(own.get(_weight_name(part))) if part or not isinstance(module, nn.Linear) else None
+    if found is not None and len(found) == 2 and min(found) > 0:
+        return found
+    if part:
+        return None
+    sizes = [
+        (getattr(module, f"output_size{local}", None), getattr(module, f"input_size{local}", None))
+        for local in ("_per_partition", "")
+    ]
+    sizes.append((getattr(module, "out_features", None), getattr(module, "in_features", None)))
+    if type(module).__name__ in ("ColumnParallelLinear", "RowParallelLinear"):  # one of the two sizes is split
+        sizes = [(sizes[0][0] or sizes[1][0], sizes[0][1] or sizes[1][1])]
+    return next(((o, i) for o, i in sizes if isinstance(o, int) and isinstance(i, int) and o and i), None)
+
+
+def _weight_name(part: str) -> str:
+    return f"weight{part}" if part.isdigit() else f"{part}_weight" if part else "weight"
+
+
+def needs_gradient(module: nn.Module) -> bool:
+    """Whether a matrix of the module itself does; a module that is given its weight is taken for one that does."""
+    matrices = [p for name, p in module._parameters.items() if p is not None and not name.endswith("bias")]
+    return not matrices or any(p.requires_grad for p in matrices)

@@ -1,0 +1,138 @@
+"""Makes the ledger of a model: a scan of its modules before the first step, which runs and changes nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from ..capture.backends.transformer_engine import inspection
+from ..capture.gemms import Gemm, find_gemms, global_name
+from ..capture.overrides import emulated
+from ..core.keys import ROLES
+from .experts import experts_of_a_token
+from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
+from .modules import FUNCTIONS, SCORES, computes_scores, entries_of
+from .parameters import linear_shape, needs_gradient
+
+_HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
+_EXPERT_LISTS = ("experts", "local_experts")
+#: the modules around each module, innermost first, by its id
+Around = Mapping[int, Sequence[nn.Module]]
+
+
+def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, roles: Collection[str] = ROLES) -> Ledger:
+    """What a model multiplies, and what of it is observed.
+
+    Args:
+        roots: the model, or its chunks.
+        gemms: those that are looked at; None: all that hooks can see.
+        roles: operands that are looked at.
+    """
+    found = find_gemms(roots)
+    observed = {g.name for g in (found if gemms is None else gemms) if not g.compiled}
+    around = {key: outer for root in roots for key, outer in _around(root).items()}
+    parts = Counter(id(g.module) for g in found)
+    entries = [_of_gemm(g, around[id(g.module)], parts[id(g.module)], g.name in observed, roles) for g in found]
+    for root in roots:
+        for path, module in root.named_modules():
+            name = global_name(root, path)
+            if id(module) not in parts:
+                entries += entries_of(name, module, around[id(module)])
+            if computes_scores(module):
+                entries.append(Entry(f"{name} (scores)", "attention", UNKNOWN, SCORES, first=name))
+    return Ledger((*_grouped(entries), Entry("*", "other", UNKNOWN, FUNCTIONS, first="*")))
+
+
+def _around(root: nn.Module) -> Around:
+    modules = dict(root.named_modules())
+    found: dict[int, Sequence[nn.Module]] = {}
+    for path, module in modules.items():
+        outer = modules.get(path.rpartition(".")[0]) if path else None
+        found[id(module)] = () if outer is None else (outer, *found[id(outer)])
+    return found
+
+
+def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool, roles: Collection[str]) -> Entry:
+    shape = linear_shape(gemm.module, gemm.part)
+    size = None if shape is None else float(math.prod(shape))
+    kind = "head" if gemm.kind in _HEADS else "linear"
+    if (siblings := _experts(gemm, around, parts)) is not None:
+        met = experts_of_a_token(around)
+        size = None if met is None or size is None or not siblings else size * met / siblings
+        kind = "experts"
+    adapter = _is_idle_adapter(gemm, around)
+    reason = "the adapter is merged or not active" if adapter else _reason(gemm, observed, roles)
+    return Entry(
+        name=gemm.name,
+        kind=kind,
+        status=_status(gemm, observed),
+        reason=reason,
+        shape=shape or (),
+        multiply_adds=0.0 if adapter else size,
+        trained=needs_gradient(gemm.module),
+        first=gemm.name,
+    )
+
+
+def _experts(gemm: Gemm, around: Sequence[nn.Module], parts: int) -> int | None:
+    """How many experts of a kind this rank has; None: it is none; 0: they are padded to a capacity."""
+    if gemm.part.isdigit():
+        return parts
+    found = re.search(r"(?:^|\.)(\w+)\.\d+\.", gemm.name + ".")
+    lists = [m for m in around if isinstance(m, nn.ModuleList)]
+    if "deepspeed_experts." in gemm.name:
+        return 0
+    if found is None or not re.search(rf"(?:^|\.)(?:{'|'.join(_EXPERT_LISTS)})\.\d+(?:\.|$)", gemm.name):
+        return None
+    return len(lists[0]._modules) if lists else 0
+
+
+def _status(gemm: Gemm, observed: bool) -> str:
+    override = emulated(gemm.module)
+    if override is not None and any(map(override.quantizes, ROLES)):
+        return QUANTIZED_OBSERVED if observed else QUANTIZED_UNOBSERVED
+    if observed:
+        return OBSERVED
+    plain = type(gemm.module).__module__.startswith(("torch.nn.modules.", "megatron.core.tensor_parallel."))
+    return HIGH_PRECISION if plain else UNKNOWN
+
+
+def _reason(gemm: Gemm, observed: bool, roles: Collection[str]) -> str:
+    if gemm.compiled:
+        return "runs inside torch.compile, where a hook would change the graph"
+    if not observed:
+        return "left out by the option layers"
+    unseen = [r for r in ROLES if r not in roles or (r in gemm.unseen and not inspection.sees(gemm, r))]
+    if unseen:
+        return f"not observed of it: {', '.join(unseen)}"
+    if isinstance(gemm.module, nn.Linear) and type(gemm.module).forward is not nn.Linear.forward:
+        return "the class has a forward of its own, which may change W before it is multiplied"
+    return ""
+
+
+def _is_idle_adapter(gemm: Gemm, around: Sequence[nn.Module]) -> bool:
+    """Whether it is an adapter of PEFT that is not multiplied at present."""
+    found = re.search(r"\.lora_[AB]\.([^.]+)$", gemm.name)
+    owner = next((m for m in around if hasattr(m, "lora_A")), None)
+    if not found or owner is None:
+        return False
+    active = getattr(owner, "active_adapters", None)
+    off = bool(getattr(owner, "merged", False)) or bool(getattr(owner, "disable_adapters", False))
+    return off or (isinstance(active, (list, tuple, set)) and found[1] not in active)
+
+
+def _grouped(entries: Sequence[Entry]) -> list[Entry]:
+    """Entries that differ in the numbers of their names alone, as one."""
+    groups: dict[Entry, list[Entry]] = {}
+    for entry in entries:
+        pattern = re.sub(r"(^|\.)\d+(?=\.|$| )", r"\1*", entry.name)
+        groups.setdefault(replace(entry, name=pattern, first=""), []).append(entry)
+    return [
+        replace(group, name=of[0].name if len(of) == 1 else group.name, count=sum(e.count for e in of), first=of[0].first)
+        for group, of in groups.items()
+    ]
