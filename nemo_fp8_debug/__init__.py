@@ -7,6 +7,7 @@ Everything that users import is a name of this module: `from nemo_fp8_debug impo
   (Megatron-Bridge), `FP8DebugForwardStep` (Megatron-LM), `Monitor` (any loop), their options in `Config`, and `inspection`
   of what Transformer Engine hides.
 - Read its record: `read_record`, `dumped_files`, `read_dump`.
+- Say how much of a model is observed: `observe_coverage` counts what a step multiplies.
 - Explain it: `compare`, `diagnose`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint.
 - Change it: `Plan` and `Change`, `apply_plan`, `FP8PlanCallback`, `Emulation`, `FP8EmulationCallback`.
 - What goes wrong: `ConfigError`, `RecordError`, `FP8DebugWarning`.
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .analysis.recommendation.options import Budget
     from .analysis.replay.replay import replay
     from .capture.backends.transformer_engine import inspection
+    from .coverage.observer import observe_coverage
     from .interventions.apply import apply_plan
     from .interventions.emulate import Emulation
     from .monitor.monitor import Monitor
@@ -61,6 +63,7 @@ _FROM = {
     "diagnose": "analysis.diagnosis.diagnose",
     "dumped_files": "record.dump",
     "inspection": "capture.backends.transformer_engine",
+    "observe_coverage": "coverage.observer",
     "read_dump": "record.dump",
     "read_record": "record.reader",
     "recommend": "analysis.recommendation.of_records",
@@ -90,6 +93,7 @@ __all__ = [
     "diagnose",
     "dumped_files",
     "inspection",
+    "observe_coverage",
     "read_dump",
     "read_record",
     "recommend",

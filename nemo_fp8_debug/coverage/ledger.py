@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,11 +87,25 @@ class Ledger:
         seen = math.fsum((e.forward or 0) + (e.backward or 0) for e in self._sized(TOKEN) if e.observed)
         return (total - seen) / total if total else None
 
+    def _by_status(self) -> dict[str, float | None]:
+        """Of what is known in size; None: nothing of a status is."""
+        sized = {e.status for e in self._sized(TOKEN)}
+        return {s: self.forward(s) if s in sized else None for s in STATUSES if any(e.status == s for e in self.entries)}
+
+    def _unsized(self) -> dict[str, int]:
+        """How many layers are not observed and left out of the share, by kind: it may be far too low."""
+        found: Counter[str] = Counter()
+        for e in self.entries:
+            if e.shape and e.kind != "other" and not e.observed and (e.multiply_adds is None or e.unit != TOKEN):
+                found[e.kind] += e.count
+        return dict(found)
+
     def compact(self) -> dict[str, Any]:
         """For the fingerprint: totals by status, and by reason what is not observed."""
         return {
-            "multiply_adds_per_token": {s: self.forward(s) for s in STATUSES if any(e.status == s for e in self.entries)},
+            "multiply_adds_per_token": self._by_status(),
             "share_not_observed": self.share_not_observed(),
+            "layers_of_unknown_size": self._unsized(),
             "not_observed": _by_reason(e for e in self.entries if not e.observed),
             "partly_observed": _by_reason(e for e in self.entries if e.observed and e.reason),
         }

@@ -19,16 +19,16 @@ _ELSEWHERE = (nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear)
 #: parameters that are never multiplied as matrices
 _NO_MATRIX = re.compile(r"(?:^|_)bias(?:es)?$|norm")
 
-SCORES = "attention scores: their size grows with the sequence length, which modules do not tell"
-FUNCTIONS = "products of functions in forward code: modules do not show them"
-_MULTIHEAD = "nn.MultiheadAttention multiplies inside one function, where no hook sees its operands"
-_CONVOLUTION = "convolutions are not measured"
-_WHOLE = "experts are parameters of three dimensions, and no layer of their own"
-_WHOLE_UNKNOWN = "a parameter of three dimensions in a class that is not known"
-_GROUPED = "experts are columns of one matrix, multiplied in a grouped product"
-_MATRIX = "a matrix in a class that is not known: it may be multiplied"
-_ROUTER = "a router multiplies in a function"
-_CONV1D = "transformers' Conv1D is no torch.nn.Linear"
+SCORES = "attention scores, which grow with the sequence length"
+FUNCTIONS = "products of functions in forward code, which modules do not show"
+_MULTIHEAD = "projections inside nn.MultiheadAttention, which runs as one function"
+_CONVOLUTION = "convolutions"
+_WHOLE = "experts in parameters of three dimensions"
+_WHOLE_UNKNOWN = "parameters of three dimensions in a class that is not known"
+_GROUPED = "experts side by side in one matrix"
+_MATRIX = "matrices in a class that is not known, which may be multiplied"
+_ROUTER = "routers, which multiply in a function"
+_CONV1D = "linear layers of transformers' class Conv1D"
 
 
 def entries_of(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:

@@ -13,6 +13,7 @@ from ..capture.gemms import Gemm, find_gemms, matching, select, unknown_gemms
 from ..capture.scales import Scales
 from ..core.arguments import shown
 from ..core.error_guard import ErrorGuard
+from ..coverage.scan import ledger_of
 from ..errors import ConfigError
 from ..options.config import Config
 from .fingerprint import fingerprint
@@ -60,7 +61,18 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
     inspection.check(known)
     scales = Scales(known, config.measured_recipe, config.recipe)
     setup = fingerprint(roots, gemms, config, scales.description)
+    setup["coverage"] = _coverage(roots, gemms, config, errors)
     return ModelScan(roots, known, [g for g in found if g.compiled], gemms, scales, setup)
+
+
+def _coverage(roots: Sequence[nn.Module], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:
+    try:
+        return ledger_of(roots, gemms, config.roles).compact()
+    except Exception as error:  # a module that answers in an odd way must not cost the record
+        if errors.raises:
+            raise
+        errors.warn(f"how much of the model is observed could not be read: {type(error).__name__}: {error}")
+        return {}
 
 
 def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm], errors: ErrorGuard) -> None:

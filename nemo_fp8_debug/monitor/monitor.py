@@ -87,7 +87,9 @@ class Monitor:
         told = self._ranks.start({"attempt": max((r.attempt for r in records), default=0), "output": address})
         self._idle = self._ranks.world == 1 and not self._recording.recorders
         storage = Storage(told["output"]) if told["output"] is not None else None
-        self._summary = Summary(self.config, self._recording.recorders, len(self.gemms))
+        self._summary = Summary(
+            self.config, self._recording.recorders, len(self.gemms), self._model.fingerprint.get("coverage")
+        )
         storage = next((r.storage for r in records if r.storage == storage), storage)
         parts = assemble(
             self.config, self._model, self._ranks, self._recording, self._summary, storage, told["attempt"], self._errors

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from typing import Any
 
+from ..core.coverage_text import unobserved
 from ..core.sample import Recorder
 from ..options.config import Config
 from ..record.console_table import show
@@ -17,13 +19,16 @@ from ..record.writer import RunRecord
 class Summary:
     """Prints where the tables of sampled steps are printed, and is turned off with them: by `table_rows=0`."""
 
-    def __init__(self, config: Config, recorders: Sequence[Recorder], gemms: int) -> None:
+    def __init__(
+        self, config: Config, recorders: Sequence[Recorder], gemms: int, coverage: Mapping[str, Any] | None = None
+    ) -> None:
         """
         Args:
             recorders: of this rank; without a run record among them, nothing is printed.
             gemms: how many are sampled.
+            coverage: the fingerprint's section.
         """
-        self._config, self._gemms = config, gemms
+        self._config, self._gemms, self._coverage = config, gemms, coverage
         self._record = next((r for r in recorders if isinstance(r, RunRecord)), None) if config.table_rows else None
         events = (r.folder for r in recorders if isinstance(r, TensorBoardRecorder) and r.folder)
         self._events = next(events, None)
@@ -35,6 +40,8 @@ class Summary:
         if record := self._record:
             attempt = f" (attempt {record.attempt}: those before it are kept)" if record.attempt else ""
             self._show(f"recording {self._gemms} GEMMs, {self._config.turns()}, to {record.storage}{attempt}")
+            if text := unobserved(self._coverage):
+                self._show(text)
 
     def say(self, text: str) -> None:
         """Print a line in between."""

@@ -12,7 +12,7 @@ from ...core.layer_names import aggregate_key, is_aggregate
 from ...core.scale_sources import ENGINE
 from ..runs.grid import Grid
 from ..runs.run import Run
-from ..runs.settings import remarks
+from ..runs.settings import coverage_notes, remarks
 from .comparison import Comparison
 from .drift import SHOWN, drifts
 from .layer_matching import named_alike
@@ -75,6 +75,7 @@ def compare(
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = split_experts(ranked)
     notes = [*_mistaken(first, second), *notes, *_coverage(first, second), *remarks(first, second)]
+    notes += [f"Of the run's model: {text}" for text in coverage_notes(second.fingerprint)]
     return Comparison(first, second, other, tensors, experts, split_experts(out_of_band)[0], tuple(notes))
 
 

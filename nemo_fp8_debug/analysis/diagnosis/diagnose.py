@@ -16,6 +16,7 @@ from ..comparison.compare import compare, quantized, split_experts
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW, onsets
 from ..runs.run import Run
+from ..runs.settings import coverage_notes
 from .culprit import Blame, blamed
 from .rules.divergence import diverged_at_the_start, divergence, has_enough_losses
 from .rules.finding import CAUSES, Finding
@@ -73,7 +74,7 @@ class Diagnosis:
     @property
     def notes(self) -> Sequence[str]:
         """What to bear in mind: of the comparison with the baseline, and of operands that the divergence has changed."""
-        of_run = filter(None, [notice(self.run.quantization)])
+        of_run = [*filter(None, [notice(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
         return [*(of_run if self.comparison is None else self.comparison.notes), *self._consequences()]
 
     def _consequences(self) -> Sequence[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from ...core.coverage_text import unobserved
 from ...core.scale_sources import notice
 from .run import Run
 
@@ -42,6 +43,12 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _encodable(text: str) -> str:
     """With escapes for what UTF-8 does not have, as half of a pair of surrogates, which a JSON file may hold."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def coverage_notes(fingerprint: Mapping[str, Any]) -> list[str]:
+    """That more than 5% of what a run multiplies is not observed, or may not be, in a sentence."""
+    text = unobserved(fingerprint.get("coverage"), above=0.05)
+    return [f"{text[0].upper()}{text[1:]}."] if text else []
 
 
 def remarks(baseline: Run, run: Run) -> list[str]:

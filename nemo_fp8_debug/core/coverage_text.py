@@ -1,0 +1,58 @@
+"""What of a model is not observed, in a sentence, from the section `coverage` of a fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+#: reasons that are told
+_SHOWN = 3
+#: stands for products of functions, which every model may have
+_FUNCTIONS = "*"
+
+
+def unobserved(coverage: object, above: float = -1.0) -> str:
+    """Which share of the multiply-adds is not observed and why, and what has a size that is not known.
+
+    Args:
+        coverage: as `Ledger.compact` makes it; anything else, as of an older record, tells nothing.
+        above: the share from which on it is told; it is always told if layers of unknown size are not observed.
+
+    Returns:
+        "" if there is nothing to tell.
+    """
+    if not isinstance(coverage, Mapping):
+        return ""
+    share = coverage.get("share_not_observed")
+    if isinstance(share, (int, float)) and share <= above and not coverage.get("layers_of_unknown_size"):
+        return ""
+    reasons = coverage.get("not_observed")
+    told = list(_reasons(reasons)) if isinstance(reasons, Mapping) else []
+    what = "the multiply-adds per token that modules show"
+    if not isinstance(share, (int, float)):
+        return f"how much of the model is observed is not known{_because(told)}"
+    if share == 0:
+        return f"all of {what} are observed" + (f"; not observed{_because(told)}" if told else "")
+    return f"{_percent(share)} of {what} are not observed{_because(told)}"
+
+
+def _reasons(reasons: Mapping[str, Any]) -> Iterator[str]:
+    """The largest first; those of unknown size after them."""
+
+    def size(item: tuple[str, Any]) -> float:
+        value = item[1].get("multiply_adds_per_token") if isinstance(item[1], Mapping) else None
+        return float(value) if isinstance(value, (int, float)) else -1.0
+
+    for reason, of in sorted(reasons.items(), key=size, reverse=True):
+        if isinstance(of, Mapping) and of.get("first") != _FUNCTIONS:
+            unknown = ", size not known" if size((reason, of)) < 0 else ""
+            yield f"{reason} ({of.get('count')}, first {of.get('first')}{unknown})"
+
+
+def _because(told: list[str]) -> str:
+    more = [f"and {len(told) - _SHOWN} more in the fingerprint"] if len(told) > _SHOWN else []
+    return ": " + "; ".join([*told[:_SHOWN], *more]) if told else ""
+
+
+def _percent(share: float) -> str:
+    return "less than 0.1%" if share < 0.001 else f"{100 * share:.1f}%"
