@@ -21,7 +21,7 @@ else:
 
 @checks_arguments(options_of=Config)
 class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
-    """Looks at every GEMM's operands every `interval` steps; takes the fields of `Config` as arguments.
+    """Looks at the operands of linear layers every `interval` steps; takes the fields of `Config` as arguments.
 
     The record goes to `fp8_debug` beside the TensorBoard events, or the checkpoints if there are none.
 

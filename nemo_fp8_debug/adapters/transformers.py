@@ -25,7 +25,7 @@ from .session import Run
 
 @checks_arguments(options_of=Config)
 class FP8DebugTrainerCallback(TrainerCallback):
-    """Looks at every GEMM's operands every `interval` steps; takes the fields of `Config` as arguments.
+    """Looks at the operands of linear layers every `interval` steps; takes the fields of `Config` as arguments.
 
     The record goes to `fp8_debug` in `args.output_dir`, and a resumed run goes on in it.
 

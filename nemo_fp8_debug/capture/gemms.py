@@ -41,7 +41,7 @@ class Gemm:
 
 
 def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
-    """Every GEMM of a model, in module order.
+    """Every GEMM of a model whose module a backend knows, in module order.
 
     Args:
         roots: the model, or its chunks where a virtual pipeline splits it.

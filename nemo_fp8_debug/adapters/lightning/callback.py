@@ -36,7 +36,7 @@ _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 @checks_arguments()
 class FP8DebugCallback(pl.Callback):
-    """Looks at every GEMM's operands every `interval` steps of a Lightning or NeMo run, without disturbing it.
+    """Looks at the operands of linear layers every `interval` steps of a Lightning or NeMo run, without disturbing it.
 
     It writes the run record, scalars `fp8/METRIC/ROLE` into the run's TensorBoard events, and a table.
 
