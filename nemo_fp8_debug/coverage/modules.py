@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .experts import experts_of_a_token, meets_all
 from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, Entry
-from .parameters import needs_gradient, shape_of
+from .parameters import is_plain, needs_gradient, shape_of
 
 #: modules whose matrices are looked up and not multiplied, and the output projection that MultiheadAttention multiplies
 _ELSEWHERE = (nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear)
@@ -44,12 +45,23 @@ def entries_of(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Ite
         shape = shape_of(module._parameters["weight"]) or ()
         # Of a transposed one, how many products a position of the output has depends on where it is.
         size = None if isinstance(module, _ConvTransposeNd) else math.prod(shape) or None
-        yield Entry(name, "convolution", _precision(module), _CONVOLUTION, 1, shape, size, POSITION, trained, name)
+        status = _precision(module, module._parameters["weight"])
+        yield Entry(name, "convolution", status, _CONVOLUTION, 1, shape, size, POSITION, trained, name)
     elif isinstance(module, _ELSEWHERE) or _is_of_megatron(module, "VocabParallelEmbedding"):
         return
     elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
         shape = shape_of(module._parameters["weight"]) or ()
-        yield Entry(name, "linear", HIGH_PRECISION, _CONV1D, 1, shape, math.prod(shape) or None, trained=trained, first=name)
+        yield Entry(
+            name,
+            "linear",
+            _of_plain(module._parameters["weight"]),
+            _CONV1D,
+            1,
+            shape,
+            math.prod(shape) or None,
+            trained=trained,
+            first=name,
+        )
     elif _is_of_megatron(module, "GroupedMLP"):
         yield from _of_grouped_mlp(name, module, around)
     else:
@@ -60,9 +72,13 @@ def _is_of_megatron(module: nn.Module, name: str) -> bool:
     return type(module).__name__ == name and type(module).__module__.startswith("megatron.core.")
 
 
-def _precision(module: nn.Module) -> str:
+def _precision(module: nn.Module, parameter: torch.Tensor | None) -> str:
     """Torch's own modules multiply in the type of their tensors; others may quantize."""
-    return HIGH_PRECISION if type(module).__module__.startswith("torch.nn.modules.") else UNKNOWN
+    return _of_plain(parameter) if type(module).__module__.startswith("torch.nn.modules.") else UNKNOWN
+
+
+def _of_plain(parameter: torch.Tensor | None) -> str:
+    return HIGH_PRECISION if is_plain(parameter) else UNKNOWN
 
 
 def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[Entry]:
@@ -75,7 +91,9 @@ def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[Entry]:
         shape = shape_of(parameter) or ()
         size = math.prod(shape) or None
         trained = parameter.requires_grad
-        yield Entry(whole, "attention", _precision(module), _MULTIHEAD, 1, shape, size, trained=trained, first=whole)
+        yield Entry(
+            whole, "attention", _precision(module, parameter), _MULTIHEAD, 1, shape, size, trained=trained, first=whole
+        )
 
 
 def _of_grouped_mlp(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
@@ -86,7 +104,7 @@ def _of_grouped_mlp(name: str, module: nn.Module, around: Sequence[nn.Module]) -
         shape, whole = shape_of(parameter) or (), f"{name}.{key}"
         size = math.prod(shape) * met / here if met and here and shape else None
         trained = needs_gradient(module)
-        yield Entry(whole, "experts", HIGH_PRECISION, _GROUPED, 1, shape, size, trained=trained, first=whole)
+        yield Entry(whole, "experts", _of_plain(parameter), _GROUPED, 1, shape, size, trained=trained, first=whole)
 
 
 def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Iterator[Entry]:
@@ -98,18 +116,18 @@ def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) ->
         if len(shape) == 3:
             yield _of_whole_experts(whole, module, shape, around)
         elif re.search(r"Top[kK]Router$", type(module).__name__) and len(shape) == 2:
-            yield Entry(whole, "other", HIGH_PRECISION, _ROUTER, 1, shape, math.prod(shape), first=whole)
+            yield Entry(whole, "other", _of_plain(parameter), _ROUTER, 1, shape, math.prod(shape), first=whole)
         else:
             yield Entry(whole, "other", UNKNOWN, _MATRIX, 1, shape, first=whole)
 
 
 def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], around: Sequence[nn.Module]) -> Entry:
-    every = meets_all(module)
+    every, status = meets_all(module), _of_plain(module._parameters[name.rpartition(".")[2]])
     if every is None:
         return Entry(name, "experts" if "expert" in name.lower() else "other", UNKNOWN, _WHOLE_UNKNOWN, 1, shape, first=name)
     met = shape[0] if every else experts_of_a_token(around)
     size = None if met is None else float(shape[1] * shape[2] * met)
-    return Entry(name, "experts", HIGH_PRECISION, _WHOLE, 1, shape, size, trained=needs_gradient(module), first=name)
+    return Entry(name, "experts", status, _WHOLE, 1, shape, size, trained=needs_gradient(module), first=name)
 
 
 def computes_scores(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from ..core.keys import ROLES
 from .experts import experts_of_a_token
 from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
 from .modules import FUNCTIONS, SCORES, computes_scores, entries_of
-from .parameters import linear_shape, needs_gradient
+from .parameters import is_plain, linear_shape, needs_gradient
 
 _HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
 _EXPERT_LISTS = ("experts", "local_experts")
@@ -98,7 +98,9 @@ def _status(gemm: Gemm, observed: bool) -> str:
         return QUANTIZED_OBSERVED if observed else QUANTIZED_UNOBSERVED
     if observed:
         return OBSERVED
-    plain = type(gemm.module).__module__.startswith(("torch.nn.modules.", "megatron.core.tensor_parallel."))
+    plain = is_plain(gemm.module._parameters.get("weight")) and type(gemm.module).__module__.startswith(
+        ("torch.nn.modules.", "megatron.core.tensor_parallel.")
+    )
     return HIGH_PRECISION if plain else UNKNOWN
 
 

@@ -1,0 +1,63 @@
+"""Small models of transformers, and a step of each that is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from nemo_fp8_debug.coverage.ledger import Entry, Ledger
+from nemo_fp8_debug.coverage.observer import ObservedCoverage, observe_coverage
+
+BATCH, TOKENS = 2, 16
+ROWS = BATCH * TOKENS
+H, F, LAYERS, HEADS, KV, V, E, K = 32, 48, 2, 4, 2, 64, 4, 2
+D = H // HEADS
+SMALL: dict[str, Any] = {
+    "hidden_size": H,
+    "intermediate_size": F,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "vocab_size": V,
+    "head_dim": D,
+}
+
+
+def close(value: float) -> Any:
+    return pytest.approx(value, rel=1e-3)
+
+
+def llama(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **options))
+
+
+def gpt_oss() -> nn.Module:
+    torch.manual_seed(0)
+    options = {"num_local_experts": E, "num_experts_per_tok": K, "layer_types": ["full_attention"] * LAYERS}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SMALL, **options)).train()
+
+
+def loss_of_tokens(model: nn.Module) -> torch.Tensor:
+    tokens = torch.randint(V, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+    loss: torch.Tensor = model(tokens, labels=tokens).loss
+    return loss
+
+
+def counted_step(model: nn.Module, loss: Any = loss_of_tokens) -> ObservedCoverage:
+    with observe_coverage(model) as counted:
+        loss(model).backward()
+    assert not counted.not_counted
+    return counted
+
+
+def of_kind(ledger: Ledger, kind: str) -> list[Entry]:
+    return [e for e in ledger.entries if e.kind == kind]
+
+
+def by_status(ledger: Ledger) -> dict[str, float | None]:
+    return ledger.compact()["multiply_adds_per_token"]
