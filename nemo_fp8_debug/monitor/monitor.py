@@ -86,10 +86,8 @@ class Monitor:
         ShardGroup.publish(self._ranks, {g.name: g.kind for g in self._model.known})
         told = self._ranks.start({"attempt": max((r.attempt for r in records), default=0), "output": address})
         self._idle = self._ranks.world == 1 and not self._recording.recorders
-        storage = Storage(told["output"]) if told["output"] is not None else None
-        self._summary = Summary(
-            self.config, self._recording.recorders, len(self.gemms), self._model.fingerprint.get("coverage")
-        )
+        storage = None if told["output"] is None else Storage(told["output"])
+        self._summary = Summary(self.config, self._recording.recorders, len(self.gemms), self.fingerprint.get("coverage"))
         storage = next((r.storage for r in records if r.storage == storage), storage)
         parts = assemble(
             self.config, self._model, self._ranks, self._recording, self._summary, storage, told["attempt"], self._errors
@@ -98,9 +96,8 @@ class Monitor:
         self._pipeline, self._delivery, self._watched = parts.pipeline, parts.delivery, parts.watched
         self._sampled: SampledStep | None = None
         self._begun: int | None = None
-        self._step = -1
         self._order = StepOrder(self._errors.warn if self._ranks.writes else lambda *anything: None)
-        self._closed = False
+        self._step, self._closed = -1, False
         self._summary.open()
         if records and open_monitors.replace(folder := str(records[0].storage), self):
             self._errors.warn(f"another monitor of this process records to {folder} too, as another attempt; close that one")

@@ -17,6 +17,7 @@ from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW, onsets
 from ..runs.run import Run
 from ..runs.settings import coverage_notes
+from .consequences import consequences
 from .culprit import Blame, blamed
 from .rules.divergence import diverged_at_the_start, divergence, has_enough_losses
 from .rules.finding import CAUSES, Finding
@@ -74,20 +75,9 @@ class Diagnosis:
     @property
     def notes(self) -> Sequence[str]:
         """What to bear in mind: of the comparison with the baseline, and of operands that the divergence has changed."""
-        if self.comparison is not None:
-            return [*self.comparison.notes, *self._consequences()]
         of_run = [*filter(None, [notice(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
-        return [*of_run, *self._consequences()]
-
-    def _consequences(self) -> Sequence[str]:
-        since = [f.since for f in self.findings if f.rule == "operand" and f.since is not None]
-        if self.cause != "software" or self.divergence_step is None or not since or min(since) <= self.divergence_step:
-            return ()
-        unit, later = self.run.unit, min(since) - self.divergence_step
-        return (
-            f"The first operand is out of band at {unit} {min(since)}, {later} {unit}s after the loss: what operands show "
-            "follows from the divergence.",
-        )
+        later = consequences(self.findings, self.divergence_step, self.run.unit) if self.cause == "software" else []
+        return [*(of_run if self.comparison is None else self.comparison.notes), *later]
 
     @property
     def lead(self) -> int | None:

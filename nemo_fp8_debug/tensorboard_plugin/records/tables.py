@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,15 +11,15 @@ import polars as pl
 import pyarrow as pa
 
 from ...analysis.comparison.groups import depth_of, kind_of
-from ...core.scale_sources import notice, quantization
 from ...errors import hearing
 from ...record import migration, parquet
-from ...record.reader import read_fingerprint, read_table
+from ...record.reader import read_table
 from ...record.schema import SCHEMAS, Part
 from ...record.storage import Storage
 from ..web.errors import BadParameter, NotReadable, NotThere
 from ..web.json_values import numbers, plain
 from ..web.query import shortened
+from .notes import notes
 from .part_index import Array, Layout, Texts
 from .part_matrices import Gone, Index, Parts
 
@@ -78,33 +77,6 @@ def _metric(parts: Parts, run: Storage, part: Part, layout: Layout, name: str) -
 
 def _texts(parts: Parts, run: Storage, part: Part, name: str) -> Texts | None:
     return parts.unless_damaged(run, part, name, lambda: parts.texts(run, part, name))
-
-
-def notes(parts: Parts, run: Storage, index: Index) -> list[str]:
-    """What is wrong with a record or out of the ordinary, in sentences."""
-    with hearing() as heard:
-        fingerprint = read_fingerprint(run)
-    told = [f"{message}." for message in (*heard, *index.heard)]
-    if damaged := parts.harmed(run) | index.damaged:
-        (name, why), *others = damaged.items()
-        more = f" So are {len(others)} other parts." if others else ""
-        told.append(f"The metrics of {name} are left out: {why}{more}")
-    if not len(index.steps) and not index.damaged:
-        told.append("Nothing was sampled yet: the record has no metrics.")
-    attempts = {part.attempt for part in index.owner.values()}
-    if len(attempts) > 1:
-        told.append(f"The run was started {len(attempts)} times; of steps that were trained twice the latest are shown.")
-    if said := _not_quantized(parts, run, index, fingerprint):
-        told.append(said)
-    return told
-
-
-def _not_quantized(parts: Parts, run: Storage, index: Index, fingerprint: Mapping[str, Any]) -> str | None:
-    """The notice of a run that does not quantize, by the newest part that can be read."""
-    for part in index.newest_first:
-        if sources := _texts(parts, run, part, "scale_source"):
-            return notice(quantization({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint))
-    return None
 
 
 def frames(parts: Parts, run: Storage, metric: str, first: int, last: int) -> bytes:
