@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..capture.grad_scale import scale_of, was_skipped
-from ..capture.hooks import Hook
+from ..capture.tracing import Hook
 from ..core.arguments import checks_arguments
 from ..errors import ConfigError
 from ..options.config import Config
@@ -65,7 +65,7 @@ class FP8DebugTrainerCallback(TrainerCallback):
                 "change the graph; train without that, or compile parts of the model yourself"
             )
         if self._run.start(model, args.output_dir, (state.global_step + 1, state.max_steps)):
-            self._hook = model.register_forward_hook(Hook(self._see_loss), with_kwargs=True)
+            self._hook = model.register_forward_hook(Hook(self._see_loss, model), with_kwargs=True)
 
     def _see_loss(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Keep the loss of a batch: callbacks only get averages of it, which the Trainer waits for the device to log."""

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .gemms import is_compiled
-from .hooks import Hook
 from .patching import Watcher, patched
+from .tracing import Hook, compiled_by_now
 
 #: relative; a multiplier that is made of several factors is rounded by each
 _ROUNDING = 1e-6
@@ -35,14 +34,15 @@ class GradScale:
             guarded: a context that keeps an exception within out of the training loop.
         """
         self._guarded = guarded
-        self._roots = [root for root in roots if not is_compiled(root)]
+        compiled = compiled_by_now(roots)
+        self._roots = [root for root in roots if id(root) not in compiled]
         self._undo: list[Callable[[], None]] = []
         self._of_roots: list[torch.Tensor] = []
         self._of_shown: list[torch.Tensor] = []
 
     def attach(self) -> None:
         """Look for losses."""
-        self._undo = [root.register_forward_hook(Hook(self._see_output)).remove for root in self._roots]
+        self._undo = [root.register_forward_hook(Hook(self._see_output, root)).remove for root in self._roots]
         schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if schedules is not None:
             self._undo.append(patched(schedules, "forward_step", _forward_step, self._see_result))

@@ -29,6 +29,7 @@ from .backends.transformer_engine import inspection
 from .gemms import Gemm
 from .output_samples import Products
 from .overrides import emulated
+from .tracing import Hook
 
 #: told of (GEMM name, role, error, whether the operand is lost)
 Fault = Callable[[str, str, Exception, bool], None]
@@ -46,20 +47,6 @@ class OperandSink(Protocol):
             order: place of the call in the step's order of execution.
             use: how it is cast in this call, if the backend can tell.
         """
-
-
-class Hook:
-    """A hook that stays with its module: a copy or pickle of the module gets one that does nothing."""
-
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> Any:
-        """What torch calls."""
-        return self._call(*arguments) if self._call else None
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        return Hook, ()
 
 
 class _Guard:
@@ -134,7 +121,9 @@ class Capture:
             gemms[sink.gemm.module][sink.gemm.name] = sink.gemm
         for module, by_name in gemms.items():
             own = list(by_name.values())
-            before, after = (Hook(partial(self._run, hook, own)) for hook in (self._before_forward, self._after_forward))
+            before, after = (
+                Hook(partial(self._run, hook, own), module) for hook in (self._before_forward, self._after_forward)
+            )
             self._handles += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after, prepend=True, with_kwargs=True),

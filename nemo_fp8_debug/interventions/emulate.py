@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.gemms import Gemm, find_gemms, select
-from ..capture.hooks import Hook
 from ..capture.overrides import EMULATED
+from ..capture.tracing import Hook
 from ..core.keys import ROLES
 from ..errors import ConfigError
 from ..kernels import amax, quantize_dequantize

@@ -173,7 +173,7 @@ class Pipeline:
             self._errors.warn(
                 f"{len(silent)} of {len(layers)} layers gave no sample, first {min(silent)}: "
                 "unused in this step, in a CUDA graph (whose replays run no hooks), "
-                "or compiled before the monitor was attached (torch.compile drops later hooks)"
+                "or run by torch.compile since a step without hooks (it drops later hooks)"
             )
         if partial := [stat for stat in stats if stat.missing]:
             (layer, role), lost, all_of_them = partial[0].key, partial[0].missing, partial[0].missing + partial[0].ranks

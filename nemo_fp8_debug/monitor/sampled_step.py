@@ -19,6 +19,7 @@ from ..capture.grad_scale import GradScale
 from ..capture.hooks import Capture, OperandSink
 from ..capture.operands import Operand
 from ..capture.output_samples import Products
+from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
 from ..core.layer_names import compile_patterns
@@ -66,6 +67,8 @@ class SampledStep:
         self._capture: Capture | None = None
         self._multiplier: GradScale | None = None
         self._lost: dict[str, list[Key]] = {}
+        self._known = watched.model.known
+        self._compiled = watched.model.compiled
 
     @property
     def _plan(self) -> Config:
@@ -78,7 +81,8 @@ class SampledStep:
 
     def open(self, heard: bool) -> None:
         """Find what to look at, and install the hooks if the first rank has said so."""
-        known, plan, dump, rank = self._watched.model.known, self._plan, self._watched.dump, self._watched.rank
+        self._leave_out_compiled()
+        known, plan, dump, rank = self._known, self._plan, self._watched.dump, self._watched.rank
         dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
         sampled = {g.name for g in matching(known, plan.layers)}
         of_outputs = sampled if plan.output_rows else set()
@@ -111,11 +115,25 @@ class SampledStep:
         if heard:
             self._attach(sinks)
 
+    def _leave_out_compiled(self) -> None:
+        """Layers that torch.compile has been called on since the monitor was attached."""
+        known, ids = self._watched.model.known, compiled_by_now(self._watched.model.roots)
+        late = [gemm for gemm in known if id(gemm.module) in ids]
+        self._known = [gemm for gemm in known if id(gemm.module) not in ids]
+        self._compiled = [*self._watched.model.compiled, *late]
+        if late:
+            self._watched.errors.warn(
+                f"torch.compile was called after the monitor was attached: {len(late)} layers (first {late[0].name}) "
+                "run inside it, where a hook would change the graph, and are left out; to have them measured, run with "
+                "nemo_fp8_debug without compiling them, or compile other parts of the model only",
+                kind="compiled",
+            )
+
     def _compiled_elsewhere(self) -> set[Key]:
         """What is compiled here and is seen on another rank lacks this one's part."""
         return {
             (gemm.name, role)
-            for gemm in matching(self._watched.model.compiled, self._plan.layers)
+            for gemm in matching(self._compiled, self._plan.layers)
             for role in self._plan.roles
             if role != "weight"
             and gemm.name in self._watched.shard_group.kinds
@@ -153,6 +171,10 @@ class SampledStep:
             if watching is not None:
                 watching.detach()
         self._capture = self._multiplier = None
+        with self._watched.errors.guard("while looking for compiled layers"):
+            self._leave_out_compiled()
+        if self._watched.world == 1:  # else another rank may see them
+            self._expected -= {(gemm.name, role) for gemm in self._compiled for role in self._plan.roles}
         lost, self._lost = self._lost, {}
         for why, keys in lost.items():
             named = ", ".join(f"{SHOWN_AS[role]} of {layer}" for layer, role in keys[:_NAMED])
