@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -59,3 +60,24 @@ def test_metrics_of_what_is_not_quantized_are_over_finite_values(dtype: torch.dt
     assert infinite["inf"] == 1 and infinite["scale"] == finite["scale"]
     assert infinite["underflow_pct"] == finite["underflow_pct"] and infinite["overflow_pct"] == 0
     assert infinite["relative_error"] == pytest.approx(finite["relative_error"], rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("role", ["input", "grad_output"])
+def test_an_infinity_leaves_errors_those_of_the_finite_values(dtype: torch.dtype, role: str) -> None:
+    """Against float64: the scale is that of the largest finite magnitude, which the row reports, on either path."""
+    x = (torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) * 1e-3).to(dtype)
+    x[0, 0], x[1, 1], x[2, 2] = torch.inf, -torch.inf, torch.nan
+    seen = Operand(Gemm("fc", nn.Linear(1, 1), torch_linear.BACKEND), role, not_quantized(role))
+    seen.add(x, 0)
+    row = {name: column[0] for name, column in measure(collect([seen])).metrics.items()}
+    finite = x[x.isfinite()].double().numpy()
+    largest, mantissa, lowest = (448.0, 3, -6) if role == "input" else (57344.0, 2, -14)
+    assert row["scale"] == np.float32(largest) / np.float32(np.abs(finite).max())
+    y = (finite.astype(np.float32) * np.float32(row["scale"])).astype(np.float64)
+    step = 2.0 ** (np.maximum(np.floor(np.log2(np.abs(np.where(y == 0, 1, y)))), lowest) - mantissa)
+    codes = np.clip(np.round(y / step) * step, -largest, largest)
+    error = codes / np.float64(row["scale"]) - finite
+    assert row["relative_error"] == pytest.approx(np.sqrt((error**2).sum() / (finite**2).sum()), rel=1e-5)
+    assert row["underflow_pct"] == pytest.approx(100 * np.mean((codes == 0) & (finite != 0)), rel=1e-9)
+    assert (row["inf"], row["nan"], row["n"]) == (2, 1, x.numel() - 3)
