@@ -90,7 +90,11 @@ class Ledger:
     def _by_status(self) -> dict[str, float | None]:
         """Of what is known in size; None: nothing of a status is."""
         sized = {e.status for e in self._sized(TOKEN)}
-        return {s: self.forward(s) if s in sized else None for s in STATUSES if any(e.status == s for e in self.entries)}
+        return {
+            s: _shortest(self.forward(s)) if s in sized else None
+            for s in STATUSES
+            if any(e.status == s for e in self.entries)
+        }
 
     def _unsized(self) -> dict[str, int]:
         """How many layers are not observed and left out of the share, by kind: it may be far too low."""
@@ -104,7 +108,7 @@ class Ledger:
         """For the fingerprint: totals by status, and by reason what is not observed."""
         return {
             "multiply_adds_per_token": self._by_status(),
-            "share_not_observed": self.share_not_observed(),
+            "share_not_observed": _shortest(self.share_not_observed()),
             "layers_of_unknown_size": self._unsized(),
             "not_observed": _by_reason(e for e in self.entries if not e.observed),
             "partly_observed": _by_reason(e for e in self.entries if e.observed and e.reason),
@@ -118,8 +122,13 @@ def _by_reason(entries: Iterable[Entry]) -> Mapping[str, Mapping[str, Any]]:
     return {reason: _told(of) for reason, of in found.items()}
 
 
+def _shortest(value: float | None) -> float | None:
+    """Whole numbers as such, so that a record and the tab show them alike."""
+    return int(value) if value is not None and value == int(value) else value
+
+
 def _told(entries: Sequence[Entry]) -> dict[str, Any]:
     """`multiply_adds_per_token` is None if that of any entry is not known: it is unknown then, and never 0."""
     sizes = [e.forward if e.unit == TOKEN else None for e in entries]
     known = None if None in sizes else math.fsum(s or 0 for s in sizes)
-    return {"count": sum(e.count for e in entries), "first": entries[0].first, "multiply_adds_per_token": known}
+    return {"count": sum(e.count for e in entries), "first": entries[0].first, "multiply_adds_per_token": _shortest(known)}

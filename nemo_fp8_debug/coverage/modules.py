@@ -131,8 +131,18 @@ def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], arou
 
 
 def computes_scores(module: nn.Module) -> bool:
-    """Whether a module is the innermost one that calls itself attention."""
-    return _is_attention(module) and not any(_is_attention(m) for m in module.modules() if m is not module)
+    """Whether a module is the innermost one that calls itself attention.
+
+    Transformer Engine's `DotProductAttention` counts as that: the modules in it are ways to compute the same.
+    """
+    inner = [m for m in module.modules() if m is not module and not _is_choice(m)]
+    return _is_attention(module) and not _is_choice(module) and not any(map(_is_attention, inner))
+
+
+def _is_choice(module: nn.Module) -> bool:
+    """Whether it is one of several ways to compute attention, inside Transformer Engine's."""
+    names = ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
+    return type(module).__module__.startswith("transformer_engine.") and type(module).__name__ in names
 
 
 def _is_attention(module: nn.Module) -> bool:

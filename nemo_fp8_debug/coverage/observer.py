@@ -61,8 +61,8 @@ def observe_coverage(model: nn.Module | Sequence[nn.Module]) -> Iterator[Observe
     Args:
         model: a module, or the list of its chunks.
 
-    Yields:
-        What is counted.
+    Returns:
+        A context, whose value is what is counted.
 
     Raises:
         ConfigError: it is no model.

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from ..capture.backends import torch_linear
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_gemms, global_name
 from ..capture.overrides import emulated
@@ -112,7 +113,7 @@ def _reason(gemm: Gemm, observed: bool, roles: Collection[str]) -> str:
     unseen = [r for r in ROLES if r not in roles or (r in gemm.unseen and not inspection.sees(gemm, r))]
     if unseen:
         return f"not observed of it: {', '.join(unseen)}"
-    if isinstance(gemm.module, nn.Linear) and type(gemm.module).forward is not nn.Linear.forward:
+    if gemm.backend is torch_linear.BACKEND and type(gemm.module).forward is not nn.Linear.forward:
         return "the class has a forward of its own, which may change W before it is multiplied"
     return ""
 
