@@ -29,7 +29,7 @@ ORDINARY = {
     "recipe": "delayed-hybrid",
     "format": "e4m3",
     "dtype": "bfloat16",
-    "scale_source": "emulated",
+    "scale_source": "engine",
     "calls": 1,
     "ranks": 1,
     "ranks_missing": 0,

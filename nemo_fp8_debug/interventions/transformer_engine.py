@@ -101,7 +101,7 @@ class _Switch:
 
     def __init__(self, module: nn.Module, change: Change) -> None:
         self._module = module
-        recipe = parse_recipe(change.recipe)
+        recipe = change.parsed
         off = change.multiply_in_bf16 or isinstance(recipe.scaling, Unscaled)
         self._recipe = None if off else te_recipe(recipe)
         self._entered: Any = None
@@ -140,7 +140,7 @@ def _whole(gemms: Sequence[Gemm], plan: Plan) -> Change | None:
 
 
 def _is_bf16(change: Change) -> bool:
-    return isinstance(parse_recipe(change.recipe).scaling, Unscaled)
+    return isinstance(change.parsed.scaling, Unscaled)
 
 
 def _say_what_is_widened(modules: dict[nn.Module, list[Gemm]], plan: Plan) -> None:

@@ -101,7 +101,7 @@ class Monitor:
         self._summary.open()
         if records and open_monitors.replace(folder := str(records[0].storage), self):
             self._errors.warn(f"another monitor of this process records to {folder} too, as another attempt; close that one")
-        self._closed_by_hand = open_monitors.close_at_exit(self)
+        self._closed_by_hand = open_monitors.close_at_exit(self, self._ranks.world > 1)
 
     @property
     def gemms(self) -> Sequence[Gemm]:

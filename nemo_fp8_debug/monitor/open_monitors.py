@@ -31,9 +31,14 @@ def replace(folder: str, monitor: Closable) -> bool:
     return earlier is not None and not earlier.closed
 
 
-def close_at_exit(monitor: Closable) -> Callable[[], object]:
-    """Let a process that ends without closing its monitor lose nothing; returns what calls that off."""
-    close = partial(_close, weakref.ref(monitor))
+def close_at_exit(monitor: Closable, keep: bool) -> Callable[[], object]:
+    """Let a process that ends without closing its monitor lose nothing; returns what calls that off.
+
+    Args:
+        keep: whether it is held until then: threads of one that was dropped could still wait for other ranks at the end of
+            the interpreter, and would end the process with an error.
+    """
+    close = monitor.close if keep else partial(_close, weakref.ref(monitor))
     atexit.register(close)
     return partial(atexit.unregister, close)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -60,7 +61,12 @@ class Change:
             raise ConfigError(f"roles of a change are {self.roles!r}; choose from {', '.join(ROLES)}")
         object.__setattr__(self, "roles", tuple(self.roles))
         compile_patterns([self.layer])
-        parse_recipe(self.recipe)
+        _ = self.parsed
+
+    @functools.cached_property
+    def parsed(self) -> Recipe:
+        """The recipe, read once. Internal: recipes are not public."""
+        return parse_recipe(self.recipe)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class Plan:
             otherwise: its recipe if the plan does not change it.
         """
         change = self.change_of(layer, role)
-        return parse_recipe(change.recipe) if change else otherwise
+        return change.parsed if change else otherwise
 
     def text(self) -> str:
         """The plan as its file has it: JSON."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -96,6 +97,15 @@ class Option:
     errors: Errors | None
     #: whether it keeps the budget, as far as is known
     meets: bool
+
+    @functools.cached_property
+    def parsed(self) -> Recipe:
+        """The recipe, read once.
+
+        Raises:
+            ConfigError: the record names one that is not known here.
+        """
+        return parse_recipe(self.recipe)
 
 
 def cast_of(recipe: Recipe, role: str) -> Cast:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
-from ....numerics.recipe import Recipe, parse_recipe
+from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import CurrentScaling
 from ..options import BF16, cast_of
 from ..recommend import Finding, Recommendation
@@ -64,7 +64,7 @@ def _coarser(finding: Finding, recipe: Recipe, name: str) -> str:
     chosen = finding.chosen
     if chosen.kind == "bf16":
         return f"{finding.name}: BF16 is for all three GEMMs of the module, not only for the two that read this operand."
-    if cast_of(parse_recipe(chosen.recipe), finding.role) == cast_of(recipe, finding.role):
+    if cast_of(chosen.parsed, finding.role) == cast_of(recipe, finding.role):
         return f"{finding.name}: {name} is for all operands of the module."
     return f"{finding.name}: a module cannot have {chosen.recipe}; it has {name} instead, for all of its operands."
 

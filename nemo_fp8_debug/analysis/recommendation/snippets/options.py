@@ -70,7 +70,7 @@ def _in_use(found: Recommendation) -> Recipe | None:
 
 def _menu(findings: list[Finding], ends: Ends | None) -> list[Recipe]:
     """Recipes of all the findings' options that Megatron has options for; formats that differ by role in either way."""
-    recipes = [parse_recipe(option.recipe) for finding in findings for option in finding.options if option.kind != STAY]
+    recipes = [option.parsed for finding in findings for option in finding.options if option.kind != STAY]
     both = [Recipe(r.scaling, fmt) for r in recipes for fmt in ("hybrid", "e4m3") if fmt in r.scaling.formats]
     refused = DelayedScaling if ends else ()
     return [recipe for recipe in dict.fromkeys(both) if _can_be_said(recipe) and not isinstance(recipe.scaling, refused)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ....core.layer_names import aggregate_of
-from ....numerics.recipe import Recipe, parse_recipe
+from ....numerics.recipe import Recipe
 from ..options import STAY, cast_of
 from ..recommend import Finding
 
@@ -38,7 +38,7 @@ def first_for_all(findings: Sequence[Finding], recipes: Iterable[Recipe]) -> Rec
 def _meets(finding: Finding, recipe: Recipe) -> bool:
     wanted = cast_of(recipe, finding.role)
     others = (option for option in finding.options if option.meets and option.kind != STAY)
-    return any(cast_of(parse_recipe(option.recipe), finding.role) == wanted for option in others)
+    return any(cast_of(option.parsed, finding.role) == wanted for option in others)
 
 
 def module_of(layer: str) -> str:

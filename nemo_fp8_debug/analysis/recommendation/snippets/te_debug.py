@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from ....core.keys import ROLES, Key
-from ....numerics.recipe import parse_recipe
 from ....numerics.tensor_scaling import CurrentScaling
 from ..flops import OPERANDS, READERS
 from ..options import Option
@@ -80,7 +79,7 @@ def _first(finding: Finding) -> Option:
 def _can_be_said(option: Option, in_use: str) -> bool:
     if option.kind == "bf16":
         return True
-    scaling = parse_recipe(option.recipe).scaling
+    scaling = option.parsed.scaling
     if option.kind == "current":  # this feature works under delayed scaling only
         return in_use.startswith("delayed")
     return option.kind == "format" and scaling == CurrentScaling()
@@ -112,4 +111,4 @@ def _features(options: Sequence[tuple[Finding, Option]], formats: Mapping[Key, s
 
 
 def _format(option: Option, role: str) -> str:
-    return parse_recipe(option.recipe).format_of(role).name
+    return option.parsed.format_of(role).name
