@@ -7,9 +7,9 @@ from typing import Any
 
 import polars as pl
 
+from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.recommendation.options import Budget, Errors, Option
 from nemo_fp8_debug.analysis.recommendation.recommend import Ends, Finding, Recommendation
-from nemo_fp8_debug.analysis.runs.loss import LossCurve
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.schema import SCHEMAS

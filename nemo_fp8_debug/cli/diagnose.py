@@ -10,7 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.diagnosis.diagnose import Diagnosis, diagnose
+from ..analysis.diagnosis.diagnose import diagnose
+from ..analysis.diagnosis.diagnosis import Diagnosis
 from .console import console
 
 

@@ -30,6 +30,7 @@ from samples import FINGERPRINT, sample
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.comparison import Comparison
 from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
+from nemo_fp8_debug.analysis.loss.divergence import above
 from nemo_fp8_debug.errors import RecordError
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.writer import RunRecord
@@ -122,7 +123,7 @@ class TestVerdict:
     def test_tells_a_slower_fall_from_a_rise(self, tmp_path: Path, baseline: Path) -> None:
         slower = {i: loss * 1.3 for i, loss in falling().items()}
         verdict = summarize(compare(baseline, write(tmp_path / "bad", broken, slower)))
-        assert "stays above the baseline's from step 0" in verdict
+        assert "The loss diverges from step 0 on: a gap of +30%" in verdict
         assert "does not rise above its own minimum" in verdict
 
     def test_a_twin_that_holds_puts_the_blame_on_the_difference(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
@@ -199,7 +200,7 @@ class TestOrder:
         found = compare(baseline, bad)
         assert found.out_of_band.select("layer", "role").rows()[0] == CULPRIT
         assert set(found.out_of_band.select("layer", "role").rows()) == {CULPRIT}
-        first, since = found.out_of_band["onset"][0], found.run.loss.above(found.baseline.loss)
+        first, since = found.out_of_band["onset"][0], above(found.run.loss, found.baseline.loss)
         assert since is not None and first < since
         sentence = f"is X of {CULPRIT[0]}, from step {first}, {since - first} steps before the loss:"
         assert f"The first tensor out of the baseline's band {sentence}" in summarize(found)

@@ -10,7 +10,8 @@ from rule_findings import Values, said
 
 from nemo_fp8_debug.analysis.diagnosis.rules.divergence import diverged_at_the_start, divergence
 from nemo_fp8_debug.analysis.diagnosis.rules.spikes import chance, compared, spikes
-from nemo_fp8_debug.analysis.runs.loss import LossCurve
+from nemo_fp8_debug.analysis.loss.curve import LossCurve
+from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
 
 
 def curve(losses: Values, every: int = 1) -> LossCurve:
@@ -72,10 +73,18 @@ class TestSpikes:
         assert chance(mine, theirs, *losses) == pytest.approx(expected, rel=1e-6)
 
 
-class TestDeparture:
+def outcome(since: int | None, n: int = 300) -> LossOutcome:
+    """Of a run that rises by half from a step on, with a baseline that does not."""
+    run, baseline = noisy(n), noisy(n)
+    if since is None:
+        return LossOutcome.of(run, baseline)
+    return LossOutcome.of(curve(np.where(run.steps >= since, 1.5, 1.0) * run.losses), baseline)
+
+
+class TestDivergence:
     def test_from_the_start_and_in_mid_run_ask_for_other_things(self) -> None:
-        start, later = (divergence(noisy(), since, None)[0] for since in (5, 150))
-        assert "from the start" in start.evidence and "in mid-run, at step 150" in later.evidence
+        start, later = (divergence(outcome(since), "step", None)[0] for since in (5, 150))
+        assert (start.since, later.since) == (5, 150) and "from step 150 on: a gap of +50%" in later.evidence
         assert start.advice != later.advice
         assert (
             diverged_at_the_start(noisy(), 25)
@@ -83,13 +92,13 @@ class TestDeparture:
             and not diverged_at_the_start(noisy(), None)
         )
 
-    def test_a_twin_that_leaves_too_is_software(self) -> None:
-        assert [(f.rule, f.cause) for f in divergence(noisy(), 100, 120)] == [
+    def test_a_reference_run_that_diverges_too_is_software(self) -> None:
+        assert [(f.rule, f.cause) for f in divergence(outcome(100), "step", 120)] == [
             ("divergence", "unknown"),
             ("reference", "software"),
         ]
-        assert [f.cause for f in divergence(noisy(), None, 120)] == ["none"]
+        assert [f.cause for f in divergence(outcome(None), "step", 120)] == ["none"]
 
     @pytest.mark.parametrize("n", [0, 1, 4])
-    def test_too_few_losses_do_not_stay(self, n: int) -> None:
-        assert [f.cause for f in divergence(noisy(n), None, None)] == ["unknown"]
+    def test_too_few_losses_tell_nothing(self, n: int) -> None:
+        assert [f.cause for f in divergence(outcome(None, n), "step", None)] == ["unknown"]

@@ -10,6 +10,8 @@ import polars as pl
 from ...core.keys import MIXED
 from ...core.layer_names import aggregate_key, is_aggregate
 from ...core.scale_sources import ENGINE
+from ..loss.divergence import above
+from ..loss.outcome import MAX_GAP
 from ..runs.grid import Grid
 from ..runs.run import Run
 from ..runs.settings import coverage_notes, remarks
@@ -32,6 +34,7 @@ def compare(
     reference: str | os.PathLike[str] | Run | None = None,
     by: str = "step",
     renames: Sequence[str] = (),
+    max_gap: float = MAX_GAP,
 ) -> Comparison:
     """Compare the records of two runs.
 
@@ -44,6 +47,7 @@ def compare(
         renames: how to make the baseline's names of the run's layers, a list of `REGEX=REPLACEMENT` as of `re.sub`, applied
             in turn. Without them, and if no name is in common, layers are matched by the rest of their names, or by order,
             size and kind.
+        max_gap: percent that the mean loss over the last part may lie above the baseline's before it counts as harm.
 
     Returns:
         What sets the runs apart: `.divergence_step`, the step from which the loss stays above the baseline's, or None;
@@ -70,13 +74,13 @@ def compare(
     ranked = drifts(first, second)
     judged = quantized(second.metrics)
     out_of_band = onsets_of(first.grid, second.grid if judged is second.metrics else Grid.of_table(judged))
-    out_of_band = _with_lead(out_of_band, second.loss.above(first.loss))
+    out_of_band = _with_lead(out_of_band, above(second.loss, first.loss))
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = split_experts(ranked)
     notes = [*_mistaken(first, second), *notes, *_coverage(first, second), *remarks(first, second)]
     notes += [f"Of the run's model: {text}" for text in coverage_notes(second.fingerprint)]
-    return Comparison(first, second, other, tensors, experts, split_experts(out_of_band)[0], tuple(notes))
+    return Comparison(first, second, other, tensors, experts, split_experts(out_of_band)[0], tuple(notes), max_gap)
 
 
 def _with_lead(out_of_band: pl.DataFrame, divergence_step: int | None) -> pl.DataFrame:
@@ -87,10 +91,10 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
     """What looks as if the runs were not those that were meant."""
     if baseline.path == run.path:
         return ["Both runs are the same record."]
-    above = baseline.loss.above(run.loss)
-    if above is None or run.loss.above(baseline.loss) is not None:
+    since = above(baseline.loss, run.loss)
+    if since is None or above(run.loss, baseline.loss) is not None:
         return []
-    return [f"The baseline's loss stays above the run's from {baseline.unit} {above}: were the two swapped?"]
+    return [f"The baseline's loss stays above the run's from {baseline.unit} {since}: were the two swapped?"]
 
 
 def _coverage(baseline: Run, run: Run) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import polars as pl
 
+from ..loss.outcome import MAX_GAP, LossOutcome
 from ..runs.run import Run
 from ..runs.settings import differences
 from .drift import TAIL
@@ -34,11 +36,18 @@ class Comparison:
     out_of_band: pl.DataFrame
     #: what to bear in mind, in sentences: how names were matched, what was left out, what cannot be told
     notes: Sequence[str] = ()
+    #: percent that the loss may lie above the baseline's before it counts as harm
+    max_gap: float = MAX_GAP
 
     @property
     def divergence_step(self) -> int | None:
         """Since when the run's loss stays above the baseline's; None: it does not, or is not known."""
-        return self.run.loss.above(self.baseline.loss)
+        return self.loss.since
+
+    @cached_property
+    def loss(self) -> LossOutcome:
+        """What the run's loss came to."""
+        return LossOutcome.of(self.run.loss, self.baseline.loss, self.max_gap)
 
     def groups(self) -> pl.DataFrame:
         """Where the tensors out of band are; see `groups`."""

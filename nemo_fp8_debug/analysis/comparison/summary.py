@@ -8,6 +8,7 @@ from typing import Any
 
 from ...core.layer_names import aggregate_key
 from ..formatting import number
+from ..loss.divergence import above
 from .comparison import Comparison
 from .groups import concentrated
 
@@ -32,11 +33,12 @@ def _of_the_loss(found: Comparison) -> list[str]:
     loss, unit = found.run.loss, found.run.unit
     if found.baseline.loss.final is None or loss.final is None:
         return ["Not both records have losses, so only tensors are compared."]
-    if found.divergence_step is None:
-        return ["The run's loss follows the baseline's."]
-    fell = loss.diverged_at
-    how = f"and rises for good from {unit} {fell}" if fell is not None else "but does not rise above its own minimum"
-    return [f"The run's loss stays above the baseline's from {unit} {found.divergence_step}, {how}."]
+    told, rises = [found.loss.told(unit)], loss.diverged_at
+    if rises is not None:
+        told.append(f"It rises for good from {unit} {rises} on.")
+    elif found.loss.since is not None:
+        told.append("It does not rise above its own minimum.")
+    return told
 
 
 def _of_the_first_out(found: Comparison) -> list[str]:
@@ -78,7 +80,7 @@ def _of_other_recipes(found: Comparison, worst: Mapping[str, Any]) -> list[str]:
 
 def _of_the_reference(found: Comparison) -> str:
     assert found.reference is not None
-    since = found.reference.loss.above(found.baseline.loss)
+    since = above(found.reference.loss, found.baseline.loss)
     if found.reference.loss.final is None:
         return "The reference run's record has no losses, so it tells nothing."
     if found.divergence_step is None:
@@ -113,13 +115,15 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "verdict": summarize(found),
         "notes": list(found.notes),
         "unit": found.run.unit,
+        "gap": None if found.loss.gap is None else found.loss.gap.to_json(),
+        "harm": found.loss.harm,
         "runs": {
             name: {
                 "path": run.path,
                 "final_loss": run.loss.final,
                 "lowest_loss": run.loss.lowest,
                 "diverged_at": run.loss.diverged_at,
-                "above_baseline_since": None if run is found.baseline else run.loss.above(found.baseline.loss),
+                "above_baseline_since": None if run is found.baseline else above(run.loss, found.baseline.loss),
             }
             for name, run in runs.items()
         },

@@ -12,43 +12,90 @@ from .rules.finding import Finding
 class Blame:
     """The answer."""
 
-    #: the operand that it began in; None: none, or it cannot be told
-    culprit: Finding | None
+    #: what it rests on; None: on what is missing
+    finding: Finding | None
     #: one of CAUSES
     cause: str
     #: of it, one of CONFIDENCE
     confidence: str
 
+    @property
+    def culprit(self) -> Finding | None:
+        """The operand that it began in; None: none, or it cannot be told."""
+        return self.finding if self.finding is not None and self.finding.operand else None
 
-def blamed(
-    findings: Sequence[Finding], divergence_step: int | None, latest: int | None, judged: bool, paired: bool
-) -> Blame:
-    """The culprit, the cause, and how sure that is.
 
-    Args:
-        findings: of all rules, those of operands by onset.
-        latest: step at which an operand that caused the divergence may have left the band; None: the loss does not diverge.
-        judged: whether there are enough samples to have seen one leave the band.
-        paired: whether there is a baseline.
-    """
-    if any(f.cause == "multiplier" and f.confidence == "high" for f in findings):
-        return Blame(None, "multiplier", "high")
-    before = [f for f in findings if f.rule == "operand" and (latest is None or _precedes(f, divergence_step, latest))]
-    if any(f.rule == "reference" for f in findings):
+@dataclass(frozen=True)
+class Evidence:
+    """What the answer is made of."""
+
+    #: of all rules, those of operands by onset
+    findings: Sequence[Finding]
+    #: step from which the run is harmed; None: it is not, or that cannot be told
+    harmed_since: int | None
+    #: step at which what caused the harm may have been seen first, one sample after it; None: there is no harm
+    latest: int | None
+    #: whether there are enough samples to have seen one leave the band
+    judged: bool
+    #: whether there is a baseline
+    paired: bool
+
+    def of(self, rule: str) -> Finding | None:
+        """What a rule found first."""
+        return next((f for f in self.findings if f.rule == rule), None)
+
+    def before(self) -> list[Finding]:
+        """Operands that can have caused the harm; all, if there is none."""
+        return [f for f in self.findings if f.rule == "operand" and (self.latest is None or self._precedes(f))]
+
+    def _precedes(self, found: Finding) -> bool:
+        """Whether it can have caused the harm: what that itself may cause must be there before it."""
+        assert found.since is not None and self.harmed_since is not None and self.latest is not None
+        return found.since < self.harmed_since if found.may_follow_the_loss else found.since <= self.latest
+
+
+def blamed(evidence: Evidence) -> Blame:
+    """The culprit, the cause, and how sure that is."""
+    multiplied = next((f for f in evidence.findings if f.cause == "multiplier" and f.confidence == "high"), None)
+    if multiplied is not None:
+        return Blame(multiplied, "multiplier", "high")
+    before = evidence.before()
+    if (rate := _learning_rate(evidence, before)) is not None:
+        return Blame(rate, rate.cause, rate.confidence)
+    if evidence.of("reference") is not None:
         # A scale that went wrong before is evidence to the contrary.
         return Blame(None, "software", "medium" if any(f.confidence == "high" for f in before) else "high")
     # Without a baseline a hint is no more than what metrics of runs that go well do, too.
-    first = next((f for f in before if paired or f.confidence != "low"), None)
-    if first is not None:
+    first = next((f for f in before if evidence.paired or f.confidence != "low"), None)
+    lost = evidence.of("nonfinite")
+    if first is not None and not (lost is not None and _is_earlier(lost, first)):
         return Blame(first, first.cause, first.confidence)
-    if not judged or (before and not paired):
+    if lost is not None:
+        return Blame(lost, lost.cause, lost.confidence)
+    stopped = evidence.of("optimizer steps")
+    if stopped is not None and stopped.confidence == "high":
+        return Blame(stopped, stopped.cause, "high")
+    return _nothing_found(evidence, bool(before))
+
+
+def _learning_rate(evidence: Evidence, before: Sequence[Finding]) -> Finding | None:
+    """The learning rate, if it departed before the harm and no scale went wrong earlier."""
+    rate = evidence.of("learning rate")
+    if rate is None or rate.confidence == "low" or rate.since is None or evidence.latest is None:
+        return None
+    earlier = [f for f in before if f.confidence == "high" and f.since is not None and f.since < rate.since]
+    return rate if rate.since <= evidence.latest and not earlier else None
+
+
+def _is_earlier(lost: Finding, first: Finding) -> bool:
+    """Whether the first NaN came before, or is that of, the first operand out of band."""
+    assert lost.since is not None and first.since is not None
+    return lost.since < first.since or (lost.since == first.since and first.cause == "nonfinite")
+
+
+def _nothing_found(evidence: Evidence, hints: bool) -> Blame:
+    if not evidence.judged or (hints and not evidence.paired):
         return Blame(None, "unknown", "low")
-    if divergence_step is None:
-        return Blame(None, "none", "high" if paired else "low")
-    return Blame(None, "software", "medium") if paired else Blame(None, "unknown", "low")
-
-
-def _precedes(found: Finding, divergence_step: int | None, latest: int) -> bool:
-    """Whether it can have caused the divergence: what the divergence itself may cause must be there before it."""
-    assert found.since is not None and divergence_step is not None
-    return found.since < divergence_step if found.may_follow_the_loss else found.since <= latest
+    if evidence.harmed_since is None:
+        return Blame(None, "none", "high" if evidence.paired else "low")
+    return Blame(None, "software", "medium") if evidence.paired else Blame(None, "unknown", "low")

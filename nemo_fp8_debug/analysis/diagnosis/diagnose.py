@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
 
-from ...core.scale_sources import QUANTIZED, notice
+from ...core.scale_sources import QUANTIZED
 from ...errors import RecordError
 from ..comparison.compare import compare, quantized, split_experts
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW, onsets
+from ..loss.outcome import MAX_GAP, LossOutcome
 from ..runs.run import Run
-from ..runs.settings import coverage_notes
-from .consequences import consequences
-from .culprit import Blame, blamed
-from .rules.divergence import diverged_at_the_start, divergence, has_enough_losses
-from .rules.finding import CAUSES, Finding
+from .culprit import Evidence, blamed
+from .diagnosis import Diagnosis
+from .rules.divergence import diverged_at_the_start, divergence
+from .rules.finding import Finding
 from .rules.grad_scale import multiplier
+from .rules.learning_rate import learning_rate
+from .rules.nonfinite import nonfinite
 from .rules.operand import Course, why
+from .rules.optimizer_steps import optimizer_steps, stopped_at
 from .rules.outputs import reach
 from .rules.settings import settings
 from .rules.spikes import compared
@@ -33,118 +34,12 @@ _LOOKED_INTO = 8
 _BEGINNING, _FEW = 0.25, 6
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """What was found, and what it adds up to."""
-
-    run: Run
-    baseline: Run | None
-    #: with a baseline only
-    comparison: Comparison | None
-    #: all that rules found, those of operands by onset
-    findings: Sequence[Finding]
-    blame: Blame
-    #: step from which the loss stays above the baseline's, or else above its own minimum; None: it does not
-    divergence_step: int | None
-
-    @property
-    def culprit(self) -> Finding | None:
-        """The operand that it began in; None: none, or it cannot be told."""
-        return self.blame.culprit
-
-    @property
-    def cause(self) -> str:
-        """One of CAUSES."""
-        return self.blame.cause
-
-    @property
-    def confidence(self) -> str:
-        """Of the cause, one of CONFIDENCE."""
-        return self.blame.confidence
-
-    @property
-    def harm(self) -> str:
-        """`harmful`: the loss has diverged; `harmless so far`: something is out of order and the loss does not diverge;
-        `none`; `unknown` without losses."""
-        if not has_enough_losses(self.run.loss):
-            return "unknown"
-        if self.divergence_step is not None:
-            return "harmful"
-        return "none" if self.cause in ("none", "unknown") else "harmless so far"
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What to bear in mind: of the comparison with the baseline, and of operands that the divergence has changed."""
-        of_run = [*filter(None, [notice(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
-        later = consequences(self.findings, self.divergence_step, self.run.unit) if self.cause == "software" else []
-        return [*(of_run if self.comparison is None else self.comparison.notes), *later]
-
-    @property
-    def lead(self) -> int | None:
-        """Steps from the culprit's onset to the loss's; None where either is missing."""
-        if self.culprit is None or self.culprit.since is None or self.divergence_step is None:
-            return None
-        return self.divergence_step - self.culprit.since
-
-    @property
-    def advice(self) -> Sequence[str]:
-        """What to do, a sentence each; nothing about FP8 if that is not the cause."""
-        fits = [f for f in self.findings if f.cause == "software"] if self.cause == "software" else self.findings
-        return list(dict.fromkeys(finding.advice for finding in fits if finding.advice))
-
-    def verdict(self) -> str:
-        """In a sentence or four."""
-        told = {
-            "harmful": f"The loss diverges at {self.run.unit} {self.divergence_step}.",
-            "harmless so far": "The loss does not diverge: what follows has done no harm so far.",
-            "none": "The loss does not diverge.",
-            "unknown": "There are too few losses to tell whether the run is harmed.",
-        }
-        sentences = [told[self.harm], self._cause_told()]
-        if self.harm in ("none", "harmless so far"):
-            sentences.append(
-                "If downstream scores are run all the same, look at what inference reads: `nemo-fp8-debug audit` shows the "
-                "scales and weights of a checkpoint."
-            )
-        return " ".join(sentences)
-
-    def _cause_told(self) -> str:
-        unit, sure = self.run.unit, f"{self.confidence} confidence"
-        if self.culprit is not None:
-            lead = "" if self.lead is None else f", {abs(self.lead)} {unit}s {'before' if self.lead >= 0 else 'after'} it"
-            where = f"{self.culprit.operand} at {unit} {self.culprit.since}{lead}"
-            return f"It begins with {where}: {CAUSES[self.cause]} ({sure}; {self.culprit.evidence})."
-        if self.cause == "none":
-            return f"The record shows nothing wrong ({sure})."
-        if self.cause == "unknown":
-            return (
-                "The record cannot tell why."
-                if self.harm == "harmful"
-                else "The record cannot tell whether anything is wrong."
-            )
-        told = CAUSES[self.cause]
-        return f"{told[0].upper()}{told[1:]} ({sure})."
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "verdict": self.verdict(),
-            "notes": list(self.notes),
-            "cause": self.cause,
-            "confidence": self.confidence,
-            "harm": self.harm,
-            "divergence_step": self.divergence_step,
-            "lead": self.lead,
-            "culprit": None if self.culprit is None else asdict(self.culprit),
-            "findings": [asdict(finding) for finding in self.findings],
-        }
-
-
 def diagnose(
     run: str | os.PathLike[str] | Run,
     baseline: str | os.PathLike[str] | Run | None = None,
     reference: str | os.PathLike[str] | Run | None = None,
     by: str = "step",
+    max_gap: float = MAX_GAP,
 ) -> Diagnosis:
     """Say what is wrong with a run.
 
@@ -153,6 +48,7 @@ def diagnose(
         baseline: likewise, of a run that went well; None: the run is compared with its own beginning.
         reference: likewise, of a run that differs from `run` in precision alone; None: there is none.
         by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
+        max_gap: percent that the mean loss over the last part may lie above the baseline's before it counts as harm.
 
     Returns:
         What was found: `harm`, `cause`, `confidence`, `culprit`, each rule's `findings`, and `verdict()` in sentences.
@@ -167,46 +63,35 @@ def diagnose(
         ('harmful', 'software', 61)
     """
     other = reference if reference is None or isinstance(reference, Run) else Run.read(reference, by)
+    mine = _read(run, by)
     if baseline is None:
-        return _alone(_read(run, by), other)
-    return _paired(compare(_read(baseline, by), _read(run, by), other, by))
+        return _alone(mine, other, max_gap)
+    return _paired(compare(_read(baseline, by), mine, other, by, max_gap=max_gap))
 
 
 def _read(path: str | os.PathLike[str] | Run, by: str) -> Run:
-    """A run without the samples of steps that the optimizer skipped, as long as it stepped later: gradients that overflow
-    while a loss scale is sought have changed nothing."""
-    run = path if isinstance(path, Run) else Run.read(path, by)
-    steps = run.steps.with_columns(skipped=pl.col("skipped").fill_null(0) != 0)
-    last = pl.col("step").filter(~pl.col("skipped")).max()
-    made_up_for = steps.filter(pl.col("skipped") & (pl.col("step") < last))["step"]
-    return replace(run, metrics=run.metrics.filter(~pl.col("step").is_in(made_up_for.implode())))
+    return (path if isinstance(path, Run) else Run.read(path, by)).without_skipped()
 
 
 def _paired(comparison: Comparison) -> Diagnosis:
-    run, baseline, reference = comparison.run, comparison.baseline, comparison.reference
-    above = has_enough_losses(baseline.loss)
-    divergence_step = comparison.divergence_step if above else run.loss.diverged_at
+    baseline, reference, loss = comparison.baseline, comparison.reference, comparison.loss
     reference_since = None
     if reference is not None:
-        reference_since = reference.loss.above(baseline.loss) if above else reference.loss.diverged_at
-    return _added_up(run, baseline, comparison, comparison.out_of_band, divergence_step, reference_since)
+        reference_since = LossOutcome(reference.loss, loss.baseline, loss.max_gap).harmful_since
+    return _added_up(comparison.run, baseline, comparison, comparison.out_of_band, loss, reference_since)
 
 
-def _alone(run: Run, reference: Run | None) -> Diagnosis:
+def _alone(run: Run, reference: Run | None, max_gap: float) -> Diagnosis:
     if run.metrics.is_empty():
         raise RecordError(f"{run.path} has no sampled step, so there is nothing to go by")
-    since = [run.loss.diverged_at, None if reference is None else run.loss.above(reference.loss)]
-    divergence_step = min((step for step in since if step is not None), default=None)
+    loss = LossOutcome.of(run.loss, None if reference is None else reference.loss, max_gap)
+    if loss.harmful_since is None:
+        own = LossOutcome(run.loss, None, max_gap)
+        loss = own if own.harmful_since is not None else loss
     usual = beginning(run.metrics)
-    out_of_band = _nonfinite(run.metrics) if usual.is_empty() else onsets(usual, quantized(run.metrics))
-    return _added_up(
-        run,
-        None,
-        None,
-        split_experts(out_of_band)[0],
-        divergence_step,
-        None if reference is None else reference.loss.diverged_at,
-    )
+    out_of_band = onsets(usual, quantized(run.metrics) if len(usual) else run.metrics.clear())
+    since = None if reference is None else LossOutcome(reference.loss, None, max_gap).harmful_since
+    return _added_up(run, None, None, split_experts(out_of_band)[0], loss, since)
 
 
 def beginning(metrics: pl.DataFrame) -> pl.DataFrame:
@@ -220,18 +105,12 @@ def beginning(metrics: pl.DataFrame) -> pl.DataFrame:
     return metrics.filter(pl.col("step") <= steps[n - 1]).with_columns(step=spread)
 
 
-def _nonfinite(metrics: pl.DataFrame) -> pl.DataFrame:
-    """The part of `onsets` that needs no other run."""
-    first = metrics.filter(pl.col("nan") + pl.col("inf") > 0).group_by("layer", "role", maintain_order=True)
-    return first.agg(onset=pl.col("step").min(), excess=pl.lit(1.0)).sort("onset", maintain_order=True)
-
-
 def _added_up(
     run: Run,
     baseline: Run | None,
     comparison: Comparison | None,
     out_of_band: pl.DataFrame,
-    divergence_step: int | None,
+    loss: LossOutcome,
     reference: int | None,
 ) -> Diagnosis:
     """
@@ -239,19 +118,23 @@ def _added_up(
         out_of_band: operands out of the band, as in `onsets`.
         reference: step from which the reference run's loss diverges.
     """
-    operands = _operands(run, baseline, out_of_band)
-    start = diverged_at_the_start(run.loss, divergence_step)
+    stopped = stopped_at(run)
+    harmed_since = min((step for step in (loss.harmful_since, stopped) if step is not None), default=None)
+    operands, start = _operands(run, baseline, out_of_band), diverged_at_the_start(run.loss, harmed_since)
     findings = [
-        *divergence(run.loss, divergence_step, reference),
+        *divergence(loss, run.unit, reference),
+        *learning_rate(run, baseline),
+        *optimizer_steps(run, baseline),
+        *nonfinite(run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
         *filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)]),
         *multiplier(run, baseline),
         *operands,
     ]
-    latest = None if divergence_step is None else divergence_step + _interval(run.metrics)
+    latest = None if harmed_since is None else harmed_since + _interval(run.metrics)
     findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
-    blame = blamed(findings, divergence_step, latest, _judged(run, baseline, latest), baseline is not None)
-    return Diagnosis(run, baseline, comparison, findings, blame, divergence_step)
+    evidence = Evidence(findings, harmed_since, latest, _judged(run, baseline, latest), baseline is not None)
+    return Diagnosis(run, baseline, comparison, findings, blamed(evidence), loss, stopped)
 
 
 def _operands(run: Run, baseline: Run | None, out_of_band: pl.DataFrame) -> list[Finding]:
@@ -263,7 +146,9 @@ def _operands(run: Run, baseline: Run | None, out_of_band: pl.DataFrame) -> list
     found = []
     for layer, role, since in firsts.select("layer", "role", "onset").rows():
         reference = Course.of(baseline.metrics, layer, role) if baseline else None
-        found.append(why(Course.of(run.metrics, layer, role), since, reference))
+        cause = why(Course.of(run.metrics, layer, role), since, reference)
+        # The beginning of a run, where it warms up, is a poor baseline.
+        found.append(replace(cause, confidence="low") if baseline is None and cause.confidence == "medium" else cause)
     lost = run.loss.steps[~np.isfinite(run.loss.losses)]
     found = [_behind_the_loss(f, int(lost[0])) if len(lost) else f for f in found]
     # What a recipe would make of operands has done no harm.

@@ -15,7 +15,7 @@ from ...core.scale_sources import QUANTIZED, notice
 from ...errors import RecordError
 from ...plan.plan import Change, Plan
 from ..comparison.compare import quantized
-from ..diagnosis.diagnose import Diagnosis
+from ..diagnosis.diagnosis import Diagnosis
 from ..formatting import number
 from ..runs.run import Run
 from .flops import coverage, flops_of

@@ -14,8 +14,8 @@ import polars as pl
 from ...core.scale_sources import quantization
 from ...errors import ConfigError, RecordError
 from ...record.reader import find_run, read_fingerprint, read_table
+from ..loss.curve import LossCurve
 from .grid import Grid
-from .loss import LossCurve
 
 #: what runs can be matched by, and how one of it is called
 UNITS = {"step": "step", "samples": "sample"}
@@ -77,6 +77,18 @@ class Run:
     def steps(self) -> pl.DataFrame:
         """`steps` table; read when first asked for."""
         return _along(self.axis, read_table(self.path, "steps"))
+
+    @cached_property
+    def made_up_for(self) -> pl.Series:
+        """Steps that the optimizer skipped while it took a later one: gradients that overflow while a loss scale is sought
+        have changed nothing."""
+        steps = self.steps.with_columns(skipped=pl.col("skipped").fill_null(0) != 0)
+        last = pl.col("step").filter(~pl.col("skipped")).max()
+        return steps.filter(pl.col("skipped") & (pl.col("step") < last))["step"]
+
+    def without_skipped(self) -> Run:
+        """The same without the samples of such steps."""
+        return replace(self, metrics=self.metrics.filter(~pl.col("step").is_in(self.made_up_for.implode())))
 
     @cached_property
     def outputs(self) -> pl.DataFrame:

@@ -16,7 +16,8 @@ import joblib
 import polars as pl
 
 from ...analysis.comparison.summary import to_json
-from ...analysis.diagnosis.diagnose import Diagnosis, diagnose
+from ...analysis.diagnosis.diagnose import diagnose
+from ...analysis.diagnosis.diagnosis import Diagnosis
 from ...analysis.recommendation.options import Budget
 from ...analysis.recommendation.recommend import Recommendation, flagged_by, over_budget, recommend
 from ...analysis.recommendation.snippets import PLAN, snippets_of

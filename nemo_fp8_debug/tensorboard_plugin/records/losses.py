@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from ...analysis.runs.loss import LossCurve
+from ...analysis.loss.curve import LossCurve
 from ...errors import hearing
 from ...record.reader import read_table
 from ...record.storage import Storage

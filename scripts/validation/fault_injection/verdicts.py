@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_fp8_debug.analysis.diagnosis.diagnose import Diagnosis, diagnose
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.recommendation.recommend import recommend
 from nemo_fp8_debug.plan.plan import Plan
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...runs.loss import LossCurve
+from ...loss.curve import LossCurve
+from ...loss.outcome import LossOutcome
 from .finding import Finding
 
 #: part of a run that is its start
@@ -25,34 +26,22 @@ def diverged_at_the_start(run: LossCurve, since: int | None) -> bool:
     return bool((run.steps < since).sum() <= reach)
 
 
-def has_enough_losses(loss: LossCurve) -> bool:
-    """Whether there are enough losses to tell whether they diverge."""
-    return len(loss.losses) > 2 * loss.half
-
-
-def divergence(run: LossCurve, since: int | None, reference_since: int | None) -> list[Finding]:
+def divergence(loss: LossOutcome, unit: str, reference_since: int | None) -> list[Finding]:
     """What the loss tells of the cause.
 
     Args:
-        since: step from which it stays above the baseline's; None: it does not.
-        reference_since: likewise of a reference run in higher precision; None: it does not, or there is none.
+        unit: what steps are counted in.
+        reference_since: step from which the loss of a reference run in higher precision diverges; None: it does not, or
+            there is none.
     """
-    if not has_enough_losses(run):
-        return [
-            Finding(
-                "divergence", "unknown", "high", f"{len(run.losses)} losses are too few to tell whether the run is harmed"
-            )
-        ]
+    told, since = loss.told(unit).rstrip("."), loss.harmful_since
     if since is None:
-        return [Finding("divergence", "none", "high", "the loss does not diverge")]
-    if diverged_at_the_start(run, since):
-        told, advice = f"the loss is off from the start (step {since})", _START_ADVICE
-    else:
-        told, advice = f"the loss diverges in mid-run, at step {since}", _LATER_ADVICE
+        return [Finding("divergence", "none" if loss.harm == "none" else "unknown", "high", told)]
+    advice = _START_ADVICE if diverged_at_the_start(loss.run, since) else _LATER_ADVICE
     found = [Finding("divergence", "unknown", "medium", told, advice, since=since)]
     if reference_since is not None:
         told = (
-            f"the reference run, which differs from this one in precision alone, diverges too, from step {reference_since}"
+            f"the reference run, which differs from this one in precision alone, diverges too, from {unit} {reference_since}"
         )
         advice = "Look at learning rate, data, kernels and communication."
         found.append(Finding("reference", "software", "high", told, advice, since=reference_since))

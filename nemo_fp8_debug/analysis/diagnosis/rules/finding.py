@@ -16,10 +16,14 @@ CAUSES = {
     "dead": "all values are zero",
     "nonfinite": "values are NaN or infinite",
     "multiplier": "gradients are multiplied by something that they should not be",
+    "learning_rate": "the learning rate is the cause",
+    "skipped": "the optimizer skips steps",
     "software": "the cause is not how FP8 represents the operands; look at learning rate, data, kernels and communication",
     "none": "nothing is wrong",
     "unknown": "cannot tell",
 }
+#: causes that have nothing to do with how FP8 represents operands
+NOT_FP8 = ("learning_rate", "software")
 CONFIDENCE = ("high", "medium", "low")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...runs.loss import LossCurve
+from ...loss.curve import LossCurve
 from .finding import Finding
 
 #: standard deviations of the loss, and part of it, by which a step stands above the running median to be a spike

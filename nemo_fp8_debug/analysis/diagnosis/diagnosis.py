@@ -1,0 +1,142 @@
+"""What was found of a run, and what it adds up to, in words and as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...core.scale_sources import notice
+from ..comparison.comparison import Comparison
+from ..loss.outcome import LossOutcome
+from ..runs.run import Run
+from ..runs.settings import coverage_notes
+from .consequences import consequences
+from .culprit import Blame
+from .events import events
+from .rules.finding import CAUSES, NOT_FP8, Finding
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found, and what it adds up to."""
+
+    run: Run
+    baseline: Run | None
+    #: with a baseline only
+    comparison: Comparison | None
+    #: all that rules found, those of operands by onset
+    findings: Sequence[Finding]
+    blame: Blame
+    #: against the baseline's, or else the reference run's, or else its own minimum
+    loss: LossOutcome
+    #: step from which the optimizer takes none any longer; None: it does, or is not known to skip
+    stopped_at: int | None = None
+
+    @property
+    def culprit(self) -> Finding | None:
+        """The operand that it began in; None: none, or it cannot be told."""
+        return self.blame.culprit
+
+    @property
+    def cause(self) -> str:
+        """One of CAUSES."""
+        return self.blame.cause
+
+    @property
+    def confidence(self) -> str:
+        """Of the cause, one of CONFIDENCE."""
+        return self.blame.confidence
+
+    @property
+    def divergence_step(self) -> int | None:
+        """Step from which the run is harmed: its loss stays above, or no step is taken; None: none that is known."""
+        known = [step for step in (self.loss.harmful_since, self.stopped_at) if step is not None]
+        return min(known, default=None)
+
+    @property
+    def harm(self) -> str:
+        """`harmful`: the loss has diverged, or no step is taken; `gap`: the loss is above the baseline's by less than counts
+        as harm; `harmless so far`: something is out of order and the loss follows the baseline's; `none`; `unknown`."""
+        if self.divergence_step is not None:
+            return "harmful"
+        if self.loss.harm != "none":
+            return self.loss.harm
+        return "none" if self.cause in ("none", "unknown") else "harmless so far"
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What to bear in mind: of the comparison with the baseline, and of operands that the divergence has changed."""
+        of_run = [*filter(None, [notice(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
+        later = consequences(self.findings, self.divergence_step, self.run.unit) if self.cause in NOT_FP8 else []
+        return [*(of_run if self.comparison is None else self.comparison.notes), *later]
+
+    @property
+    def events(self) -> Sequence[tuple[int, str]]:
+        """Step, and what happened there, in order."""
+        return events(self.findings)
+
+    @property
+    def lead(self) -> int | None:
+        """Steps from the culprit's onset to the loss's; None where either is missing."""
+        if self.culprit is None or self.culprit.since is None or self.divergence_step is None:
+            return None
+        return self.divergence_step - self.culprit.since
+
+    @property
+    def advice(self) -> Sequence[str]:
+        """What to do, a sentence each; nothing about FP8 if that is not the cause."""
+        fits = [f for f in self.findings if f.cause in NOT_FP8] if self.cause in NOT_FP8 else self.findings
+        return list(dict.fromkeys(finding.advice for finding in fits if finding.advice))
+
+    def verdict(self) -> str:
+        """In a sentence or four."""
+        sentences = [self._harm_told(), self._cause_told()]
+        if self.harm in ("none", "gap", "harmless so far"):
+            sentences.append(
+                "If downstream scores are run all the same, look at what inference reads: `nemo-fp8-debug audit` shows the "
+                "scales and weights of a checkpoint."
+            )
+        return " ".join(sentences)
+
+    def _harm_told(self) -> str:
+        told = self.loss.told(self.run.unit)
+        if self.stopped_at is None:
+            return told
+        stopped = f"The optimizer takes no step from {self.run.unit} {self.stopped_at} on."
+        return stopped if self.loss.harmful_since is None else f"{told} {stopped}"
+
+    def _cause_told(self) -> str:
+        unit, sure = self.run.unit, f"{self.confidence} confidence"
+        found, means = self.blame.finding, CAUSES[self.cause]
+        if self.culprit is not None:
+            lead = "" if self.lead is None else f", {abs(self.lead)} {unit}s {'before' if self.lead >= 0 else 'after'} it"
+            where = f"{self.culprit.operand} at {unit} {self.culprit.since}{lead}"
+            return f"It begins with {where}: {means} ({sure}; {self.culprit.evidence})."
+        if found is not None and found.cause == self.cause:
+            return f"{means[0].upper()}{means[1:]} ({sure}): {found.evidence}."
+        if self.cause == "none":
+            return f"The record shows nothing wrong ({sure})."
+        if self.cause == "unknown":
+            return (
+                "The record cannot tell why."
+                if self.harm == "harmful"
+                else "The record cannot tell whether anything is wrong."
+            )
+        return f"{means[0].upper()}{means[1:]} ({sure})."
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "verdict": self.verdict(),
+            "notes": list(self.notes),
+            "cause": self.cause,
+            "confidence": self.confidence,
+            "harm": self.harm,
+            "gap": None if self.loss.gap is None else self.loss.gap.to_json(),
+            "divergence_step": self.divergence_step,
+            "lead": self.lead,
+            "culprit": None if self.culprit is None else asdict(self.culprit),
+            "events": [{"step": step, "what": what} for step, what in self.events],
+            "findings": [asdict(finding) for finding in self.findings],
+        }

@@ -1,0 +1,70 @@
+"""Is the learning rate what the baseline's is, or did it rise after its warm-up?"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from ...formatting import number
+from ...runs.run import Run
+from .finding import Finding
+
+#: factor between two learning rates that counts, and that is large
+DIFFERS, LARGE = 1.05, 1.5
+#: learning rates in a row that make a difference
+_IN_A_ROW = 2
+#: values without a rise that end a warm-up
+_LEVEL = 3
+_ADVICE = "Look at the schedule, at what was resumed, and at who sets the learning rate."
+
+
+def learning_rate(run: Run, baseline: Run | None) -> list[Finding]:
+    """That it departs from the baseline's, or alone that it rises above all that it was after the warm-up."""
+    mine = _known(run)
+    if baseline is None:
+        return _alone(mine, run.unit)
+    both = mine.join(_known(baseline), on="step", suffix="_baseline").sort("step")
+    ratios = (both["lr"] / both["lr_baseline"]).to_numpy()
+    at = _first(np.abs(np.log2(ratios)) > np.log2(DIFFERS))
+    if at is None:
+        return []
+    farthest = at + int(np.argmax(np.abs(np.log2(ratios[at:]))))
+    since, last = int(both["step"][at]), int(both["step"][farthest])
+    times = float(ratios[farthest])
+    what = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
+    before = f"after {run.unit} {both['step'][at - 1]}" if at else "from the start"
+    facts = (
+        f"the learning rate departs from the baseline's {before}, and is {what} it at {last}: "
+        f"{number(both['lr'][farthest])} instead of {number(both['lr_baseline'][farthest])}"
+    )
+    confidence = "high" if times > LARGE else "low"
+    return [Finding("learning rate", "learning_rate", confidence, facts, _ADVICE, since=since)]
+
+
+def _alone(mine: pl.DataFrame, unit: str) -> list[Finding]:
+    rates, steps = mine["lr"].to_numpy(), mine["step"].to_numpy()
+    for i in range(_LEVEL, len(rates)):
+        before = rates[:i]
+        level = not (np.diff(rates[i - _LEVEL : i]) > 0).any()
+        highest = float(before.max())
+        if level and rates[i:].min() >= highest and rates[i:].max() > LARGE * highest:
+            at = i + int(np.argmax(rates[i:] > DIFFERS * highest))
+            most = number(float(rates[i:].max()))
+            facts = f"the learning rate rises from {number(highest)} at {unit} {steps[at - 1]} to {most} after its warm-up"
+            return [Finding("learning rate", "learning_rate", "medium", facts, _ADVICE, since=int(steps[at]))]
+    return []
+
+
+def _known(run: Run) -> pl.DataFrame:
+    """step, lr: where it is a positive number."""
+    rows = run.steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().unique("step", keep="last")
+    return rows.filter(pl.col("lr").is_finite() & (pl.col("lr") > 0)).sort("step")
+
+
+def _first(differs: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int | None:
+    """Where the first few in a row begin, or, if there are not so many, all."""
+    needed = min(_IN_A_ROW, len(differs))
+    if not needed:
+        return None
+    rows = np.lib.stride_tricks.sliding_window_view(differs, needed).all(-1)
+    return int(np.argmax(rows)) if rows.any() else None

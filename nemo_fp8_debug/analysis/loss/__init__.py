@@ -1,0 +1,1 @@
+"""What a run's loss did, and how far it lies above another's. Internal."""

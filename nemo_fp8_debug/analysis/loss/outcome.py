@@ -1,0 +1,114 @@
+"""What a run's loss came to: above a baseline's or not, since when, by how much, and what could not have been seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..formatting import number
+from .curve import LossCurve
+from .divergence import above
+from .gap import Gap, gap
+
+#: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
+MAX_GAP = 2.0
+
+
+@dataclass(frozen=True)
+class LossOutcome:
+    """A run's loss, judged against a baseline's, or alone against its own minimum."""
+
+    run: LossCurve
+    baseline: LossCurve | None = None
+    #: percent
+    max_gap: float = MAX_GAP
+
+    @classmethod
+    def of(cls, run: LossCurve, baseline: LossCurve | None, max_gap: float = MAX_GAP) -> LossOutcome:
+        """Against a baseline, if it has enough losses to be one."""
+        return cls(run, baseline if baseline is not None and baseline.has_enough else None, max_gap)
+
+    @cached_property
+    def gap(self) -> Gap | None:
+        """To the baseline, over the last part; None without one, or with too few losses in common."""
+        return None if self.baseline is None else gap(self.run, self.baseline)
+
+    @cached_property
+    def since(self) -> int | None:
+        """First step from which the loss stays above the baseline's, or alone above its own minimum; None: it does not."""
+        known = [step for step in (self._risen, self.run.lost_at) if step is not None]
+        return min(known, default=None)
+
+    @cached_property
+    def _risen(self) -> int | None:
+        return self.run.diverged_at if self.baseline is None else above(self.run, self.baseline)
+
+    @property
+    def harm(self) -> str:
+        """`harmful`; `gap`: above the baseline's by no more than `max_gap`; `none`; or `unknown`: there are too few losses,
+        or a gap of more than `max_gap` cannot be excluded."""
+        if self.run.lost_at is not None:
+            return "harmful"
+        if not self.run.has_enough:
+            return "unknown"
+        if self.baseline is None:
+            return "unknown" if self.since is None else "harmful"
+        if self.since is not None:
+            return "gap" if self.gap is not None and self.gap.percent <= self.max_gap else "harmful"
+        if self.gap is None or self.gap.interval()[1] > self.max_gap:
+            return "unknown"
+        return "gap" if self.gap.interval()[0] > 0 else "none"
+
+    @property
+    def harmful_since(self) -> int | None:
+        """`since` of a run that is harmed; None: it is not, or that is not known."""
+        return self.since if self.harm == "harmful" else None
+
+    def told(self, unit: str = "step") -> str:
+        """In a sentence or two.
+
+        Args:
+            unit: what steps are counted in.
+        """
+        if self.run.lost_at is not None:
+            return f"The loss is NaN or infinite from {unit} {self.run.lost_at} on."
+        if not self.run.has_enough:
+            return f"{len(self.run.losses)} losses are too few to tell whether the run is harmed."
+        if self.baseline is None:
+            return self._alone(unit)
+        if self.gap is None:
+            since = f"The loss stays above the baseline's from {unit} {self.since} on. " if self.since is not None else ""
+            return f"{since}The runs have too few losses in common to measure a gap."
+        return self._against_the_baseline(self.gap, unit)
+
+    def _alone(self, unit: str) -> str:
+        if self.since is not None:
+            return f"The loss diverges: it stays above its own minimum from {unit} {self.since} on."
+        visible = number(self.run.visible_rise)
+        return (
+            f"The loss does not rise above its own minimum (by {visible}% or more, which could have been seen); without a "
+            "baseline a gap to what it could be cannot be seen."
+        )
+
+    def _against_the_baseline(self, found: Gap, unit: str) -> str:
+        measured = described(found, unit)
+        if self.harm == "harmful":
+            return f"The loss diverges from {unit} {self.since} on: {measured}."
+        if self.harm == "gap":
+            limit = f"less than the {self.max_gap:g}% that count as harm"
+            since = "is" if self.since is None else f"stays from {unit} {self.since} on"
+            return f"The loss {since} above the baseline's: {measured}, {limit}."
+        visible = f"the smallest gap that could have been seen is {number(found.visible)}%"
+        if self.harm == "none":
+            return f"The loss follows the baseline's: {measured}; {visible}."
+        return f"Whether the loss is {self.max_gap:g}% above the baseline's cannot be told: {measured}; {visible}."
+
+
+def described(found: Gap, unit: str) -> str:
+    """A gap, in a clause."""
+    low, high = found.interval()
+    order = "the same batches" if found.paired else "other batches"
+    where = f"the last {found.n} losses, {unit}s {found.first} to {found.last}"
+    if found.infinite:
+        return f"over {where} no number is left"
+    return f"a gap of {found.percent:+.3g}% (95% interval {low:+.3g} to {high:+.3g}%; {where}; {order})"
