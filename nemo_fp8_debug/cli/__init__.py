@@ -12,7 +12,7 @@ from typer.main import get_command
 from .._version import __version__
 from .console import explained
 
-COMMANDS = ("compare", "diagnose", "recommend", "rescue", "control", "replay", "audit", "import")
+COMMANDS = ("compare", "diagnose", "gate", "recommend", "rescue", "control", "replay", "audit", "import")
 
 
 def _command_named(name: str) -> Any:
@@ -26,6 +26,10 @@ def _command_named(name: str) -> Any:
             from . import diagnose
 
             return diagnose.command
+        case "gate":
+            from . import gate
+
+            return gate.command
         case "recommend":
             from . import recommend
 
@@ -64,7 +68,7 @@ class _Commands(TyperGroup):
             return None
         warnings.filterwarnings("ignore", "The pynvml package", FutureWarning)  # torch's; some commands import it late
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name)(explained(_command_named(cmd_name)))
+        alone.command(cmd_name)(explained(_command_named(cmd_name), 2 if cmd_name == "gate" else 1))
         return get_command(alone)
 
 

@@ -31,8 +31,12 @@ def console() -> Console:
     return result
 
 
-def explained(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with errors and warnings of ours as one line each on standard error; an error exits with 1."""
+def explained(command: Callable[..., None], status: int) -> Callable[..., None]:
+    """The command with errors and warnings of ours as one line each on standard error.
+
+    Args:
+        status: of the exit after an error.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -43,7 +47,7 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
                 command(*args, **kwargs)
             except (ConfigError, RecordError) as error:
                 _complain("[bold red]error:[/]", str(error))
-                raise typer.Exit(1) from None
+                raise typer.Exit(status) from None
 
     return run
 

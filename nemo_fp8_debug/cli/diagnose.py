@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diagnosis.diagnosis import Diagnosis
+from ..analysis.loss.outcome import MAX_GAP
 from .console import console
 
 
@@ -23,10 +24,13 @@ def command(
     ] = None,
     reference: Annotated[Path | None, typer.Option(help="a run that differs from RUN only in precision")] = None,
     by: Annotated[str, typer.Option(help="match the runs by step, or by samples consumed")] = "step",
+    max_gap: Annotated[
+        float, typer.Option(help="percent that the mean loss may lie above the baseline's before it counts as harm")
+    ] = MAX_GAP,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""
-    found = diagnose(run, baseline, reference, by)
+    found = diagnose(run, baseline, reference, by, max_gap)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:
@@ -39,6 +43,10 @@ def _print(found: Diagnosis) -> None:
         out.print(sentence, soft_wrap=True, highlight=False, markup=False)
     for advice in found.advice:
         out.print(f"- {advice}", markup=False, highlight=False)
+    if len(found.events) > 1:
+        out.print("Order of events:")
+        for step, what in found.events:
+            out.print(f"  {found.run.unit} {step}: {what}", markup=False, highlight=False)
     out.print()
     table = Table(title="What the rules found, which the verdict rests on", title_justify="left")
     for heading in ("rule", "since", "about", "cause", "confidence", "evidence"):

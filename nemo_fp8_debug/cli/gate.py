@@ -1,0 +1,79 @@
+"""`nemo-fp8-debug gate RUN --baseline BASELINE --max-gap 0.5%`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..analysis.formatting import number
+from ..analysis.loss.gate import CANNOT_TELL, FAIL, PASS, PUBLISHED, THIS_PAIR, Gate, gate
+from ..analysis.runs.run import Run
+from ..errors import ConfigError, RecordError
+from .console import console
+
+#: exit codes; 2 is for wrong usage
+STATUS = {PASS: 0, FAIL: 1, CANNOT_TELL: 3}
+
+
+def command(
+    run: Annotated[list[Path], typer.Argument(help="folder of the run, or one above it; several seeds of a recipe")],
+    baseline: Annotated[
+        list[Path], typer.Option("--baseline", "--good", help="a run that went well; may be repeated, one for each RUN")
+    ],
+    max_gap: Annotated[str, typer.Option(help="percent that the mean loss may lie above the baseline's: 0.5%")],
+    last: Annotated[str, typer.Option(help="part of the steps, from the end, whose mean counts")] = "20%",
+    after: Annotated[int | None, typer.Option(help="instead: the steps after this one")] = None,
+    by: Annotated[str, typer.Option(help="match the runs by step, or by samples consumed")] = "step",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Accept a run or not: exits with 0 if its gap is below the limit, 1 if above, 3 if that cannot be told."""
+    limit, part = _percent(max_gap, "--max-gap"), _percent(last, "--last") / 100
+    runs, baselines = ([Run.read(path, by, ["step", "consumed_samples"]) for path in paths] for paths in (run, baseline))
+    found = gate([each.loss for each in runs], [each.loss for each in baselines], limit, part, after)
+    if found is None:
+        raise RecordError(f"{run[0]} and its baseline share fewer than 10 losses in what is compared")
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        for line in told(found, runs[0].unit):
+            console().print(line, soft_wrap=True, highlight=False, markup=False)
+    raise typer.Exit(STATUS[found.outcome])
+
+
+def _percent(text: str, option: str) -> float:
+    try:
+        return float(text.strip().removesuffix("%"))
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} is no percentage; write it like 0.5%") from None
+
+
+def told(found: Gate, unit: str) -> list[str]:
+    """The answer in a line, and what to bear in mind."""
+    low, high = found.bounds
+    first = found.gaps[0]
+    where = f"{unit}s {first.first} to {first.last}, {first.n} losses"
+    lines = [
+        f"{found.outcome.upper()}: the gap of {found.of} is {found.gap:+.3g}%, 95% sure above {low:+.3g}% and below "
+        f"{high:+.3g}%; limit {found.max_gap:g}% ({where})."
+    ]
+    if found.outcome == CANNOT_TELL:
+        lines.append(_what_would_tell(found, unit))
+    if found.of == THIS_PAIR:
+        batches = "the same batches" if first.paired else "other batches"
+        lines.append(
+            f"One pair of runs ({batches}) cannot tell what the recipe does from what the seed does: give several RUNs and "
+            "--baselines for that."
+        )
+    lines += [f"Published: {gap}, {what}." for gap, what in PUBLISHED]
+    return lines
+
+
+def _what_would_tell(found: Gate, unit: str) -> str:
+    if found.of != THIS_PAIR:
+        return "More seeds of the run and of the baseline would tell."
+    if found.more_steps is None:
+        return "The gap is as large as the limit: no number of steps would tell."
+    return f"About {number(float(found.more_steps))} more {unit}s would tell, if the gap is what it seems."
