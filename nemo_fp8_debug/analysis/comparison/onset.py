@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ class Evidence:
     of_error: bool = False
     #: whether equal ratios mean the same, and not equal differences; what is below 1% is rounding
     log2: bool = False
+    #: values of a tensor that must be affected at least, where `least` is in percent of them
+    least_values: int = 0
 
     def scaled(self, x: Floats) -> Floats:
         """To a scale on which equal steps mean the same."""
@@ -45,15 +47,17 @@ _ROUNDING = 0.01
 EVIDENCE = (
     Evidence("nonfinite", 0.5),
     Evidence("scale_ratio_log2", 1.0),
-    Evidence("overflow_pct", 0.01, of_error=True),
+    Evidence("overflow_pct", 0.05, of_error=True, least_values=24),
     Evidence("underflow_pct", 1.0, of_error=True),
     Evidence("relative_error", 0.585, of_error=True, log2=True),  # half as much again
-    Evidence("outlier_log2", 2.0, of_error=True),
+    Evidence("outlier_log2", 4.0, of_error=True),
 )
 #: spreads of the baseline that count
 SPREADS = 6.0
-#: samples in a row that count
-IN_A_ROW = 3
+#: samples of a baseline whose scales are still made up
+FIRST = 2
+#: samples in a row that count; and how many times the least rise fewer samples must show, to be told as a transient
+IN_A_ROW, TRANSIENT = 3, 6.0
 #: log2 of the rise of the MSE that makes it more: half as much again
 _MORE_LOST = 0.585
 #: samples of the baseline that a running median is taken over, on either side
@@ -75,8 +79,9 @@ def onsets(baseline: pl.DataFrame, run: pl.DataFrame) -> pl.DataFrame:
 
     Returns:
         A row for each metric of a tensor that is out: layer, role, tensor (as people write the role), metric, onset (step),
-        excess (how many times the least rise that counts, a median over the samples that made the onset), value and expected
-        (of the metric at the onset; a running median of the baseline). Earliest first, then strongest.
+        samples (in a row that are out; a transient has fewer than 3), excess (how many times the least rise that counts, a
+        median over the samples that made the onset), value and expected (of the metric at the onset; a running median of the
+        baseline). Earliest first, then strongest.
     """
     return onsets_of(Grid.of_table(baseline), Grid.of_table(run))
 
@@ -94,6 +99,7 @@ _SCHEMA: Mapping[str, type[pl.DataType]] = {
     "tensor": pl.String,
     "metric": pl.String,
     "onset": pl.Int64,
+    "samples": pl.Int64,
     "excess": pl.Float64,
     "value": pl.Float64,
     "expected": pl.Float64,
@@ -146,11 +152,27 @@ class _Pair:
         at: Floats = largest[:, np.clip(np.searchsorted(steps, self.steps), 0, len(steps) - 1)]
         return at
 
+    @cached_property
+    def sizes(self) -> Floats:
+        """[T]: values of each tensor, the most of any sample; infinite where that is not known."""
+        with np.errstate(invalid="ignore"):
+            most: Floats = np.fmax.reduce(self._run.of("n"), axis=1, initial=0.0)
+        return np.where(most > 0, most, np.inf)
+
     def spread(self, evidence: Evidence) -> Floats:
         """[T]: what the baseline's metric moves by around its median, as a standard deviation."""
+        spread: Floats = np.nan_to_num(1.4826 * lower_median(self._moves(evidence)))
+        return spread
+
+    def farthest(self, evidence: Evidence) -> Floats:
+        """[T]: the most that the baseline's metric moves by around its median, but for its first samples."""
+        moves = self._moves(evidence)[:, FIRST:]
+        most: Floats = np.nan_to_num(np.fmax.reduce(moves, axis=1, initial=0.0))
+        return most
+
+    def _moves(self, evidence: Evidence) -> Floats:
         values, medians = self._of_baseline(evidence.metric)
-        apart = np.abs(evidence.scaled(values) - evidence.scaled(medians))
-        return np.nan_to_num(1.4826 * lower_median(apart))
+        return np.abs(evidence.scaled(values) - evidence.scaled(medians))
 
 
 def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metric: str) -> pl.DataFrame:
@@ -167,7 +189,8 @@ def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metri
 
 def _least_rise(evidence: Evidence, pair: _Pair) -> Floats:
     """[T]: that counts."""
-    return np.maximum(evidence.least, SPREADS * pair.spread(evidence))
+    least = np.maximum(evidence.least, np.fmax(SPREADS * pair.spread(evidence), pair.farthest(evidence)))
+    return np.maximum(least, 100 * evidence.least_values / pair.sizes) if evidence.least_values else least
 
 
 def _usual(evidence: Evidence, expected: Floats, pair: _Pair) -> Floats:
@@ -182,12 +205,16 @@ def _out(evidence: Evidence, pair: _Pair) -> Iterator[tuple[str | int | float, .
     excess /= _least_rise(evidence, pair)[:, None]
     out = (excess > 1) & (pair.loses_more | (not evidence.of_error))
     needed = 1 if evidence.metric == "nonfinite" else IN_A_ROW
-    for i in np.flatnonzero(out.sum(axis=1) >= needed):
+    for i in np.flatnonzero(out.any(axis=1)):
         start = _first_of_several(out[i], needed)
+        if start is None and (excess[i][out[i]] > TRANSIENT).any():
+            start = int(np.argmax(out[i] & (excess[i] > TRANSIENT)))
         if start is not None:
             layer, role = pair.tensors.row(int(i))
-            strength = float(np.median(excess[i, start : start + needed]))
-            row = (layer, role, SHOWN_AS[role], evidence.metric, int(pair.steps[start]), strength)
+            back = np.flatnonzero(~out[i, start:])
+            samples = int(back[0]) if len(back) else out.shape[1] - start
+            strength = float(np.median(excess[i, start : start + min(needed, samples)]))
+            row = (layer, role, SHOWN_AS[role], evidence.metric, int(pair.steps[start]), samples, strength)
             yield (*row, float(found[i, start]), float(expected[i, start]))
 
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from .rules.finding import Finding
 
+#: how many times as far out as any other operand one must be, to be blamed if it is first seen with the loss
+STANDS_OUT = 4.0
+
 
 @dataclass(frozen=True)
 class Blame:
@@ -51,7 +54,17 @@ class Evidence:
     def _precedes(self, found: Finding) -> bool:
         """Whether it can have caused the harm: what that itself may cause must be there before it."""
         assert found.since is not None and self.harmed_since is not None and self.latest is not None
-        return found.since < self.harmed_since if found.may_follow_the_loss else found.since <= self.latest
+        if not found.may_follow_the_loss or found.since < self.harmed_since:
+            return found.since <= self.latest
+        return found.since <= self.latest and self._stands_out(found)
+
+    def _stands_out(self, found: Finding) -> bool:
+        """Whether no other operand is nearly as far out by then: a loss that diverges changes many."""
+        assert self.latest is not None and found.excess is not None
+        others = [
+            f.excess for f in self.findings if f.rule == "operand" and f is not found and (f.since or 0) <= self.latest
+        ]
+        return all(excess is None or STANDS_OUT * excess < found.excess for excess in others)
 
 
 def blamed(evidence: Evidence) -> Blame:
@@ -59,6 +72,8 @@ def blamed(evidence: Evidence) -> Blame:
     multiplied = next((f for f in evidence.findings if f.cause == "multiplier" and f.confidence == "high"), None)
     if multiplied is not None:
         return Blame(multiplied, "multiplier", "high")
+    if (changed := evidence.of("recipe")) is not None:
+        return Blame(changed, changed.cause, changed.confidence)
     before = evidence.before()
     if (rate := _learning_rate(evidence, before)) is not None:
         return Blame(rate, rate.cause, rate.confidence)
@@ -72,6 +87,9 @@ def blamed(evidence: Evidence) -> Blame:
         return Blame(first, first.cause, first.confidence)
     if lost is not None:
         return Blame(lost, lost.cause, lost.confidence)
+    norm = evidence.of("gradient norm")
+    if norm is not None and norm.cause == "multiplier":
+        return Blame(norm, norm.cause, norm.confidence)
     stopped = evidence.of("optimizer steps")
     if stopped is not None and stopped.confidence == "high":
         return Blame(stopped, stopped.cause, "high")
@@ -81,10 +99,13 @@ def blamed(evidence: Evidence) -> Blame:
 def _learning_rate(evidence: Evidence, before: Sequence[Finding]) -> Finding | None:
     """The learning rate, if it departed before the harm and no scale went wrong earlier."""
     rate = evidence.of("learning rate")
-    if rate is None or rate.confidence == "low" or rate.since is None or evidence.latest is None:
+    if rate is None or rate.confidence == "low" or rate.since is None:
         return None
-    earlier = [f for f in before if f.confidence == "high" and f.since is not None and f.since < rate.since]
-    return rate if rate.since <= evidence.latest and not earlier else None
+    told = [f for f in before if f.confidence != "low" and f.since is not None]
+    if any(f.since < rate.since for f in told if f.since is not None and not f.may_follow_the_loss):
+        return None
+    # Without harm that is known, it explains operands that went out after it.
+    return rate if (told if evidence.latest is None else rate.since <= evidence.latest) else None
 
 
 def _is_earlier(lost: Finding, first: Finding) -> bool:

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import polars as pl
 
-from ...core.scale_sources import QUANTIZED
 from ...errors import RecordError
-from ..comparison.compare import compare, quantized, split_experts
+from ..comparison.compare import compare
 from ..comparison.comparison import Comparison
-from ..comparison.onset import IN_A_ROW, onsets
+from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import MAX_GAP, LossOutcome
+from ..loss.step_change import rises_at
 from ..runs.run import Run
 from .culprit import Evidence, blamed
 from .diagnosis import Diagnosis
+from .operands import against_baseline, alone, beginning
 from .rules.divergence import diverged_at_the_start, divergence
 from .rules.finding import Finding
 from .rules.grad_scale import multiplier
 from .rules.learning_rate import learning_rate
 from .rules.nonfinite import nonfinite
-from .rules.operand import Course, why
 from .rules.optimizer_steps import optimizer_steps, stopped_at
 from .rules.outputs import reach
+from .rules.recipe import recipes
 from .rules.settings import settings
 from .rules.spikes import compared
-
-#: operands that are looked into, the first to leave
-_LOOKED_INTO = 8
-#: part of a run's samples that the rest is compared with where there is no baseline, and how many those must be
-_BEGINNING, _FEW = 0.25, 6
 
 
 def diagnose(
@@ -74,11 +70,12 @@ def _read(path: str | os.PathLike[str] | Run, by: str) -> Run:
 
 
 def _paired(comparison: Comparison) -> Diagnosis:
-    baseline, reference, loss = comparison.baseline, comparison.reference, comparison.loss
+    run, baseline, reference, loss = comparison.run, comparison.baseline, comparison.reference, comparison.loss
     reference_since = None
     if reference is not None:
         reference_since = LossOutcome(reference.loss, loss.baseline, loss.max_gap).harmful_since
-    return _added_up(comparison.run, baseline, comparison, comparison.out_of_band, loss, reference_since)
+    operands = against_baseline(run, baseline, comparison.out_of_band)
+    return _added_up(run, baseline, comparison, operands, loss, reference_since)
 
 
 def _alone(run: Run, reference: Run | None, max_gap: float) -> Diagnosis:
@@ -88,78 +85,56 @@ def _alone(run: Run, reference: Run | None, max_gap: float) -> Diagnosis:
     if loss.harmful_since is None:
         own = LossOutcome(run.loss, None, max_gap)
         loss = own if own.harmful_since is not None else loss
-    usual = beginning(run.metrics)
-    out_of_band = onsets(usual, quantized(run.metrics) if len(usual) else run.metrics.clear())
     since = None if reference is None else LossOutcome(reference.loss, None, max_gap).harmful_since
-    return _added_up(run, None, None, split_experts(out_of_band)[0], loss, since)
-
-
-def beginning(metrics: pl.DataFrame) -> pl.DataFrame:
-    """The first samples, spread over the whole run; none where they are too few to know what is usual."""
-    steps = metrics["step"].unique().sort()
-    n = round(len(steps) * _BEGINNING)
-    if n < _FEW:
-        return metrics.clear()
-    stretch = (steps[-1] - steps[0]) / (steps[n - 1] - steps[0])
-    spread = (pl.lit(steps[0]) + (pl.col("step") - steps[0]) * stretch).round().cast(pl.Int64)
-    return metrics.filter(pl.col("step") <= steps[n - 1]).with_columns(step=spread)
+    return _added_up(run, None, None, alone(run), loss, since)
 
 
 def _added_up(
     run: Run,
     baseline: Run | None,
     comparison: Comparison | None,
-    out_of_band: pl.DataFrame,
+    operands: Sequence[Finding],
     loss: LossOutcome,
     reference: int | None,
 ) -> Diagnosis:
     """
     Args:
-        out_of_band: operands out of the band, as in `onsets`.
+        operands: what is said of them.
         reference: step from which the reference run's loss diverges.
     """
+    around = [*recipes(run, baseline), *learning_rate(run, baseline), *nonfinite(run, baseline)]
+    loss = _with_rise(loss, [*operands, *around])
     stopped = stopped_at(run)
     harmed_since = min((step for step in (loss.harmful_since, stopped) if step is not None), default=None)
-    operands, start = _operands(run, baseline, out_of_band), diverged_at_the_start(run.loss, harmed_since)
+    start = diverged_at_the_start(run.loss, harmed_since)
     findings = [
         *divergence(loss, run.unit, reference),
-        *learning_rate(run, baseline),
+        *around,
         *optimizer_steps(run, baseline),
-        *nonfinite(run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
         *filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)]),
         *multiplier(run, baseline),
         *operands,
     ]
-    latest = None if harmed_since is None else harmed_since + _interval(run.metrics)
     findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
+    latest = None if harmed_since is None else harmed_since + _interval(run.metrics) + _slack(run)
     evidence = Evidence(findings, harmed_since, latest, _judged(run, baseline, latest), baseline is not None)
     return Diagnosis(run, baseline, comparison, findings, blamed(evidence), loss, stopped)
 
 
-def _operands(run: Run, baseline: Run | None, out_of_band: pl.DataFrame) -> list[Finding]:
-    """Why each of the first operands to leave did."""
-    firsts = out_of_band.unique(["layer", "role"], keep="first", maintain_order=True)
-    order = run.metrics.select("layer", "role", onset="step", order="nonfinite_order")
-    firsts = firsts.join(order, on=["layer", "role", "onset"], how="left", maintain_order="left")
-    firsts = firsts.sort("onset", -pl.col("excess"), "order", nulls_last=True, maintain_order=True).head(_LOOKED_INTO)
-    found = []
-    for layer, role, since in firsts.select("layer", "role", "onset").rows():
-        reference = Course.of(baseline.metrics, layer, role) if baseline else None
-        cause = why(Course.of(run.metrics, layer, role), since, reference)
-        # The beginning of a run, where it warms up, is a poor baseline.
-        found.append(replace(cause, confidence="low") if baseline is None and cause.confidence == "medium" else cause)
-    lost = run.loss.steps[~np.isfinite(run.loss.losses)]
-    found = [_behind_the_loss(f, int(lost[0])) if len(lost) else f for f in found]
-    # What a recipe would make of operands has done no harm.
-    return found if run.quantization == QUANTIZED else [f for f in found if f.cause in ("nonfinite", "dead")]
+def _with_rise(loss: LossOutcome, findings: Sequence[Finding]) -> LossOutcome:
+    """With a rise at a step at which something else went wrong, if what both runs have cannot tell whether there is harm."""
+    if loss.harm != "unknown" or (loss.gap is not None and loss.gap.paired):
+        return loss
+    steps = sorted({f.since for f in findings if f.since is not None and f.confidence != "low"})
+    rises = [(step, rises_at(loss.run, loss.baseline, step)) for step in steps]
+    harmful = [(step, rise) for step, rise in rises if rise is not None and rise > loss.max_gap]
+    return replace(loss, rise=harmful[0]) if harmful else loss
 
 
-def _behind_the_loss(found: Finding, lost: int) -> Finding:
-    """NaN from a step on at which the loss was NaN already is everywhere."""
-    if found.cause != "nonfinite" or found.since is None or found.since <= lost:
-        return found
-    return replace(found, confidence="low", may_follow_the_loss=True)
+def _slack(run: Run) -> int:
+    """Steps by which the noise of the loss may have its divergence found too early."""
+    return max(2, len(run.loss.steps) // 30)
 
 
 def _interval(metrics: pl.DataFrame) -> int:

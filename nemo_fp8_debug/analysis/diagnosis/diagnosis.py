@@ -107,11 +107,10 @@ class Diagnosis:
         return stopped if self.loss.harmful_since is None else f"{told} {stopped}"
 
     def _cause_told(self) -> str:
-        unit, sure = self.run.unit, f"{self.confidence} confidence"
+        sure = f"{self.confidence} confidence"
         found, means = self.blame.finding, CAUSES[self.cause]
         if self.culprit is not None:
-            lead = "" if self.lead is None else f", {abs(self.lead)} {unit}s {'before' if self.lead >= 0 else 'after'} it"
-            where = f"{self.culprit.operand} at {unit} {self.culprit.since}{lead}"
+            where = f"{self.culprit.operand} {self._since_told(self.culprit)}"
             return f"It begins with {where}: {means} ({sure}; {self.culprit.evidence})."
         if found is not None and found.cause == self.cause:
             return f"{means[0].upper()}{means[1:]} ({sure}): {found.evidence}."
@@ -124,6 +123,13 @@ class Diagnosis:
                 else "The record cannot tell whether anything is wrong."
             )
         return f"{means[0].upper()}{means[1:]} ({sure})."
+
+    def _since_told(self, culprit: Finding) -> str:
+        unit = self.run.unit
+        if culprit.since == self.run.metrics["step"].min():
+            return "from the start or before"
+        lead = "" if self.lead is None else f", {abs(self.lead)} {unit}s {'before' if self.lead >= 0 else 'after'} it"
+        return f"at {unit} {culprit.since}{lead}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -22,6 +22,8 @@ class LossOutcome:
     baseline: LossCurve | None = None
     #: percent
     max_gap: float = MAX_GAP
+    #: step at which something else went wrong and the loss rose, and by how many percent; None: none is known
+    rise: tuple[int, float] | None = None
 
     @classmethod
     def of(cls, run: LossCurve, baseline: LossCurve | None, max_gap: float = MAX_GAP) -> LossOutcome:
@@ -36,7 +38,7 @@ class LossOutcome:
     @cached_property
     def since(self) -> int | None:
         """First step from which the loss stays above the baseline's, or alone above its own minimum; None: it does not."""
-        known = [step for step in (self._risen, self.run.lost_at) if step is not None]
+        known = [step for step in (self._risen, self.run.lost_at, self.rise and self.rise[0]) if step is not None]
         return min(known, default=None)
 
     @cached_property
@@ -47,7 +49,7 @@ class LossOutcome:
     def harm(self) -> str:
         """`harmful`; `gap`: above the baseline's by no more than `max_gap`; `none`; or `unknown`: there are too few losses,
         or a gap of more than `max_gap` cannot be excluded."""
-        if self.run.lost_at is not None:
+        if self.run.lost_at is not None or self.rise is not None:
             return "harmful"
         if not self.run.has_enough:
             return "unknown"
@@ -74,6 +76,8 @@ class LossOutcome:
             return f"The loss is NaN or infinite from {unit} {self.run.lost_at} on."
         if not self.run.has_enough:
             return f"{len(self.run.losses)} losses are too few to tell whether the run is harmed."
+        if self.rise is not None:
+            return f"The loss rises by {number(self.rise[1])}% at {unit} {self.rise[0]}."
         if self.baseline is None:
             return self._alone(unit)
         if self.gap is None:

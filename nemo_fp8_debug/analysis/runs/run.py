@@ -80,11 +80,11 @@ class Run:
 
     @cached_property
     def made_up_for(self) -> pl.Series:
-        """Steps that the optimizer skipped while it took a later one: gradients that overflow while a loss scale is sought
-        have changed nothing."""
+        """Steps that the optimizer skipped while it took a later one, where there is a loss scale: gradients that overflow
+        while one is sought have changed nothing."""
         steps = self.steps.with_columns(skipped=pl.col("skipped").fill_null(0) != 0)
         last = pl.col("step").filter(~pl.col("skipped")).max()
-        return steps.filter(pl.col("skipped") & (pl.col("step") < last))["step"]
+        return steps.filter(pl.col("skipped") & (pl.col("step") < last) & pl.col("loss_scale").is_not_null())["step"]
 
     def without_skipped(self) -> Run:
         """The same without the samples of such steps."""

@@ -16,6 +16,7 @@ CAUSES = {
     "dead": "all values are zero",
     "nonfinite": "values are NaN or infinite",
     "multiplier": "gradients are multiplied by something that they should not be",
+    "changed_recipe": "the recipe that it is cast under is another one",
     "learning_rate": "the learning rate is the cause",
     "skipped": "the optimizer skips steps",
     "software": "the cause is not how FP8 represents the operands; look at learning rate, data, kernels and communication",
@@ -46,6 +47,8 @@ class Finding:
     since: int | None = None
     #: whether a loss that left before can have brought it about, as it changes values but not what scales do with them
     may_follow_the_loss: bool = False
+    #: of an operand out of band: how many times the least that counts
+    excess: float | None = None
 
     @property
     def operand(self) -> str | None:

@@ -42,12 +42,19 @@ def nonfinite(run: Run, baseline: Run | None) -> list[Finding]:
     told = f"the first NaN or infinity is in {first.what} at {run.unit} {first.step}"
     if others:
         told += "; then in " + ", in ".join(f"{each.what} at {each.step}" for each in others)
-    if first.layer is None and any(each.layer for each in others):
+    operand = next((each for each in others if each.layer), None)
+    sure = "high" if run.loss.lost_at is not None or first.layer is not None or _lasts(run) else "low"
+    if first.layer is None and operand is not None:
         told += "; no operand was sampled in between"
-    lasting = run.loss.lost_at is not None or first.layer is not None or _lasts(run)
-    return [
-        Finding("nonfinite", "nonfinite", "high" if lasting else "low", told, _ADVICE, first.layer, first.role, first.step)
-    ]
+        if _weights_are_finite(run, operand.step):
+            told += ", but weights hold none: it comes up anew in each step"
+            return [Finding("nonfinite", "nonfinite", "medium", told, _ADVICE, operand.layer, operand.role, first.step)]
+    return [Finding("nonfinite", "nonfinite", sure, told, _ADVICE, first.layer, first.role, first.step)]
+
+
+def _weights_are_finite(run: Run, step: int) -> bool:
+    weights = run.metrics.filter((pl.col("step") == step) & (pl.col("role") == "weight"))
+    return len(weights) > 0 and not (weights["nan"] + weights["inf"]).sum()
 
 
 def _operand(run: Run, baseline: Run | None) -> list[First]:

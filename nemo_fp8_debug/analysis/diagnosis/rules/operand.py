@@ -91,9 +91,12 @@ def why(run: Course, since: int, baseline: Course | None = None) -> Finding:
         return _found(run, since, "corrupted_scale", "high", "the scale in use is zero, negative or infinite")
     if (run.amax[behind] == 0).all() and _usual(reference.amax[before], 1.0) > 0:
         return replace(_found(run, since, "dead", "high", "all values are zero"), may_follow_the_loss=True)
-    error = _farthest(run.off[behind] - _usual(reference.off[before]))
-    if abs(error) > OFF:
-        return _of_the_scale(run, since, at, error)
+    usual = _usual(reference.off[before])
+    error = _farthest(run.off[behind] - usual)
+    higher = _highest(run.outlier[behind]) - _usual(reference.outlier[before], np.nan)
+    # A scale lags behind an outlier that has just come up.
+    if abs(error) > OFF and not higher > max(HIGHER, abs(error)):
+        return _of_the_scale(run, since, at, error, usual)
     return replace(_of_the_values(run, since, at, baseline, np.isfinite(error)), may_follow_the_loss=True)
 
 
@@ -109,12 +112,18 @@ def _farthest(bits: Floats) -> float:
     return float(known[np.abs(known).argmax()]) if len(known) else np.nan
 
 
-def _of_the_scale(run: Course, since: int, at: int, error: float) -> Finding:
-    """The scale is not the one that the values ask for."""
+def _of_the_scale(run: Course, since: int, at: int, error: float, usual: float) -> Finding:
+    """The scale is not the one that the values ask for.
+
+    Args:
+        error: bits by which it is off, above what is usual.
+    """
     around = slice(max(at - _BEHIND, 0), at + _BEHIND)
     scale, wanted = _moves(run.scale[around]), _moves((run.scale - run.off)[around])
     moved, asked = float(scale.sum()), float(wanted.sum())
-    fact = f"the scale is {abs(error):.1f} bits {'too large' if error > 0 else 'too small'}"
+    off = error + usual
+    fact = f"the scale is {abs(off):.1f} bits {'too large' if off > 0 else 'too small'}"
+    fact += f", where {usual:+.1f} are usual" if abs(usual) >= 0.1 else ""
     clips_or_not = "clipping" if error > 0 else "underflow"
     if not len(scale):
         return _found(run, since, clips_or_not, "low", f"{fact}; what it was before is not known")

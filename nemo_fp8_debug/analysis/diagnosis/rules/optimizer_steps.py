@@ -8,6 +8,7 @@ import polars as pl
 from ...formatting import number
 from ...loss.onset import stays
 from ...loss.smoothing import running_median
+from ...runs.grid import Floats
 from ...runs.run import Run
 from .finding import Finding
 
@@ -15,10 +16,13 @@ from .finding import Finding
 STOPPED, _SHARE = 5, 0.1
 #: factor between gradient norms that counts
 _LARGER = 4.0
+#: bits that the gradient norm jumps by, at least, and scatters by behind it, at most, if it is multiplied by a factor
+_JUMP, _SCATTER = 3.0, 0.75
 #: values of the gradient norm on either side that a running median is taken over
 _HALF = 2
 _ADVICE = {
     "skipped": "Look at what makes the gradient norm NaN or infinite (`triggers=['nonfinite']`), and at the loss scale.",
+    "factor": "Look at what multiplies the loss or divides gradients: loss scale, accumulation, data-parallel averaging.",
     "norm": "Look at what came before it: learning rate, data, the first tensor out of band.",
 }
 
@@ -79,4 +83,19 @@ def _norm(run: Run, baseline: Run | None) -> list[Finding]:
         return []
     since, times = int(both["step"][at]), 2 ** float(np.median(smooth[at:]))
     facts = f"the gradient norm is {number(times)} times the baseline's from {run.unit} {since} on (median)"
+    if _at_once(apart, at):
+        return [
+            Finding(
+                "gradient norm", "multiplier", "medium", f"{facts}, at once and steadily", _ADVICE["factor"], since=since
+            )
+        ]
     return [Finding("gradient norm", "unknown", "low", facts, _ADVICE["norm"], since=since)]
+
+
+def _at_once(apart: Floats, at: int) -> bool:
+    """Whether the gradient norm jumps from one value to the next, to a level that it keeps."""
+    behind, before = apart[at:], apart[max(at - 4, 0) : at]
+    if not len(before):
+        return False
+    scatter = 1.4826 * float(np.median(np.abs(behind - np.median(behind))))
+    return bool(behind[0] - np.median(before) > _JUMP and scatter < _SCATTER)
