@@ -13,9 +13,14 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import hypothesis
 import pytest
 import torch
 from processes import GUARD
+
+# No test is about the speed of the machine that it runs on.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 _here = Path(__file__).parent
 #: files that take longest come first, so that no worker is left with one in the end

@@ -1,8 +1,21 @@
-"""How a number is written."""
+"""How a number is written, and values for JSON."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 
 def number(value: float | None, unit: str = "", prefix: str = "") -> str:
     """Three digits of a metric; `-` where it is absent."""
     return "-" if value is None else f"{prefix}{value:.3g}{unit}"
+
+
+def jsonable(value: Any) -> Any:
+    """JSON has neither NaN nor infinity: null."""
+    if isinstance(value, Mapping):
+        return {k: jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -138,9 +138,9 @@ class LiveControl:
         """Let triggers see a sample; called in the background."""
         self._triggers.see_sample(sample)
 
-    def end_step(self, step: int, loss: Any) -> None:
-        """After a step, on all ranks: let triggers see its loss."""
-        self._triggers.see_loss(step, loss)
+    def end_step(self, step: int, loss: Any, grad_norm: Any) -> None:
+        """After a step, on all ranks: let triggers see its loss and its gradient norm."""
+        self._triggers.see_step(step, loss, grad_norm)
 
     def report(self, step: int | None, dumped: Mapping[str, Any], ended: bool = False) -> None:
         """Tell those who watch the record how the control file fared and how far dumps are; called in the background.

@@ -160,7 +160,7 @@ class Monitor:
         if self._idle:
             return
         if self._begun not in (None, number):  # broken off here, and perhaps not on other ranks, which have told
-            self._tell_triggers(None)
+            self._tell_triggers({})
         self._begun = _INVALID if number is None else number
         if number is None:
             return
@@ -245,7 +245,7 @@ class Monitor:
         if step is None:
             if began:  # other ranks may have begun it with a valid number
                 self._begun = None
-                self._tell_triggers(scalars.get("loss"))
+                self._tell_triggers(scalars)
             return
         if sampled:
             scalars = sampled.measured_multiplier() | scalars
@@ -253,7 +253,7 @@ class Monitor:
             opened = sampled.captures or (self._ranks.world > 1 and not self._recording.stuck)
             sampled.detach()
         self._sampled = self._begun = None
-        self._tell_triggers(scalars.get("loss"))
+        self._tell_triggers(scalars)
         if writes_steps:
             self._delivery.note(step, scalars)
         if sampled:
@@ -269,10 +269,10 @@ class Monitor:
         if self._errors.raises:
             self.flush()
 
-    def _tell_triggers(self, loss: Any) -> None:
+    def _tell_triggers(self, scalars: Mapping[str, Any]) -> None:
         with self._errors.guard("while watching the loss"):
             try:
-                self._live_control.end_step(self._step, loss)
+                self._live_control.end_step(self._step, scalars.get("loss"), scalars.get("grad_norm"))
             except TimeoutError as error:
                 self._pipeline.end(self._step, error)
 

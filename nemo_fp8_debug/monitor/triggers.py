@@ -46,8 +46,9 @@ class Triggers:
                 self._found.append((i, f"{found} at step {sample.step}"))
             self._holds[i] = found is not None
 
-    def see_loss(self, step: int, loss: Any) -> None:
-        """Take the loss of a step in, and let all ranks know it and what samples told; called on all ranks at every step."""
+    def see_step(self, step: int, loss: Any, grad_norm: Any = None) -> None:
+        """Take the loss and the gradient norm of a step in, and let all ranks know them and what samples told; called on all
+        ranks at every step."""
         if not self._rules:
             return
         words = dict(self._found.popleft() for _ in range(len(self._found)))
@@ -58,7 +59,8 @@ class Triggers:
         known = finite & (value != 0) if loss is not None else torch.zeros_like(finite)
         flags = [torch.tensor(float(i in words), device=value.device) for i in range(len(self._rules))]
         bad = ~finite if loss is not None else torch.zeros_like(finite)
-        self._pending.append((step, self._ranks.total([torch.where(finite, value, 0.0), known, bad, *flags])))
+        bad_norm = torch.zeros_like(finite) if grad_norm is None else ~_scalar(grad_norm).to(value.device).isfinite()
+        self._pending.append((step, self._ranks.total([torch.where(finite, value, 0.0), known, bad, bad_norm, *flags])))
 
     def fired(self) -> str | None:
         """Why the step that begins is to be sampled, in words, the same decision on all ranks; None: it is not.
@@ -68,16 +70,21 @@ class Triggers:
         reasons = []
         while self._pending and (self._pending[0][1].device.type == "cpu" or len(self._pending) > 1):
             step, sums = self._pending.popleft()
-            total, known, bad, *flags = sums.tolist()
+            total, known, bad, bad_norm, *flags = sums.tolist()
             reasons += [self._words.pop(i, "a metric on another rank") for i, flag in enumerate(flags) if flag]
-            reasons += self._of_loss(step, total / known if known else None, bad > 0)
+            lost = [what for what, ranks in (("loss", bad), ("gradient norm", bad_norm)) if ranks > 0]
+            reasons += self._of_step(step, total / known if known else None, " and the ".join(lost))
         return "; ".join(reasons) or None
 
-    def _of_loss(self, step: int, loss: float | None, nonfinite: bool) -> list[str]:
+    def _of_step(self, step: int, loss: float | None, lost: str) -> list[str]:
+        """
+        Args:
+            lost: what of the step is NaN or infinite; empty: nothing.
+        """
         reasons = []
         for i, rule in enumerate(self._rules):
-            if isinstance(rule, NonFinite) and nonfinite:
-                reasons.append(f"the loss of step {step} is not finite")
+            if isinstance(rule, NonFinite) and lost:
+                reasons.append(f"the {lost} of step {step} {'are' if ' and ' in lost else 'is'} not finite")
             elif isinstance(rule, LossSpike):
                 spikes = loss is not None and self._is_spike(loss)
                 if spikes and not self._holds[i]:
@@ -96,7 +103,7 @@ class Triggers:
 
 
 def _scalar(loss: Any) -> torch.Tensor:
-    """A loss as a float64 scalar tensor of its own; 0 where there is none."""
+    """A loss or a gradient norm as a float64 scalar tensor of its own; 0 where there is none."""
     if torch.is_tensor(loss) and loss.numel() == 1:
         return loss.detach().reshape(()).double().clone()
     return torch.tensor(float(loss) if isinstance(loss, (int, float)) else 0.0, dtype=torch.float64)

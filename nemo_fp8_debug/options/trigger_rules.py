@@ -44,7 +44,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """NaN or infinity in an operand; the loss is looked at by `Triggers`."""
+    """NaN or infinity in an operand; the loss and the gradient norm are looked at by `Triggers`."""
 
     def passed_by(self, sample: Sample) -> str | None:
         """The first operand that held one, in the order of execution, in words."""

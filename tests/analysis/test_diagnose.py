@@ -88,13 +88,15 @@ class TestAPair:
 
 class TestNan:
     @pytest.mark.parametrize("at", [ONSET, ONSET - 3])
-    def test_names_an_operand_only_if_the_loss_was_a_number_until_then(self, tmp_path: Path, at: int) -> None:
+    def test_names_the_operand_also_if_it_is_sampled_after_the_loss_was_lost_as_long_as_weights_hold_none(
+        self, tmp_path: Path, at: int
+    ) -> None:
         losses = {i: loss if i < at else float("nan") for i, loss in falling().items()}
         since = -(-at // EVERY) * EVERY
         bad = write(tmp_path / "bad", lambda step: {"nan": 7, "nonfinite_order": 3} if step >= since else {}, losses)
         found = diagnose(bad)
         assert found.cause == "nonfinite" and found.harm == "harmful" and found.divergence_step == at
-        assert (found.culprit is not None) == (at == ONSET)
+        assert found.culprit and (found.culprit.layer, found.confidence) == (CULPRIT, "high" if at == ONSET else "medium")
         json.dumps(found.to_json(), allow_nan=False)
 
     def test_the_first_in_order_of_execution_is_named(self, tmp_path: Path, baseline: Path) -> None:
@@ -111,9 +113,11 @@ class TestNan:
         assert culprit and culprit.layer == LAYERS[-1]
 
     def test_an_overflow_that_the_optimizer_skipped_is_none(self, tmp_path: Path, baseline: Path) -> None:
-        skipped = {s: float(s == ONSET) for s in range(N)}
-        found = diagnose(write(tmp_path / "bad", lambda s: {"inf": 7} if s == ONSET else {}, skipped=skipped), baseline)
-        assert found.cause == "none"
+        skipped, scale = {s: float(s == ONSET) for s in range(N)}, dict.fromkeys(range(N), 1024.0)
+        sought = write(tmp_path / "bad", lambda s: {"inf": 7} if s == ONSET else {}, skipped=skipped, loss_scale=scale)
+        assert diagnose(sought, baseline).cause == "none"
+        without = write(tmp_path / "without", lambda s: {"inf": 7} if s == ONSET else {}, skipped=skipped)
+        assert diagnose(without, baseline).cause == "nonfinite"  # no loss scale is sought
         ever = {s: float(s >= ONSET) for s in range(N)}
         found = diagnose(write(tmp_path / "ever", lambda s: {"inf": 7} if s >= ONSET else {}, skipped=ever), baseline)
         assert found.cause == "nonfinite"

@@ -34,7 +34,7 @@ DTYPES = [torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.uint8
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3,), (2, 5)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.booleans()), min_size=1, max_size=8))
 def test_one_copy_holds_tensors_of_any_kind(kinds: list[tuple[torch.dtype, tuple[int, ...], bool]]) -> None:
     made = [(100 * torch.randn(shape)).to(dtype) for dtype, shape, _ in kinds]

@@ -36,7 +36,7 @@ def same(found: object, want: object) -> bool:
     return all(a.dtype == b.dtype and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.one_of(ANY, NORMAL), st.sampled_from([torch.bfloat16, torch.float16])), max_size=4),
     st.sampled_from([*SCALES, CurrentScaling(), CurrentScaling(power_of_two=True)]),

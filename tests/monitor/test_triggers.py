@@ -32,7 +32,7 @@ def reasons(losses: list[Any], *rules: str) -> dict[int, str]:
     for step, loss in enumerate(losses):
         if why := triggers.fired():
             found[step] = why
-        triggers.see_loss(step, loss)
+        triggers.see_step(step, loss)
     return found
 
 
@@ -68,6 +68,15 @@ class TestLoss:
         assert reasons(losses, "nonfinite") == {6: "the loss of step 5 is not finite"}
         assert not reasons(losses, "loss_spike")
 
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, torch.tensor(math.nan)])
+    def test_a_gradient_norm_that_is_not_finite(self, bad: Any) -> None:
+        triggers = Triggers([parse_rule("nonfinite")], Ranks())
+        for step in range(10):
+            triggers.see_step(step, 2.0, bad if step == 5 else 1.0)
+            assert (triggers.fired() == "the gradient norm of step 5 is not finite") == (step == 5)
+        triggers.see_step(10, math.nan, bad)
+        assert triggers.fired() == "the loss and the gradient norm of step 10 are not finite"
+
     @pytest.mark.parametrize("odd", [None, 0.0, torch.zeros(3), "2.5", torch.tensor(0.0)])
     def test_a_step_without_a_loss_is_passed_over(self, odd: Any) -> None:
         losses: list[Any] = self.falling()
@@ -77,7 +86,7 @@ class TestLoss:
 
     def test_without_rules_nothing_is_kept(self) -> None:
         triggers = Triggers([], Ranks())
-        triggers.see_loss(0, torch.tensor(1.0))
+        triggers.see_step(0, torch.tensor(1.0))
         assert not triggers._pending
 
 
@@ -106,7 +115,7 @@ class TestRules:
         found = []
         for step, mse in enumerate([1.0, 3.0, 4.0, 1.0, 5.0]):
             triggers.see_sample(sample(step, [{"layer": "a", "mse": mse}]))
-            triggers.see_loss(step, 1.0)
+            triggers.see_step(step, 1.0)
             found.append(triggers.fired())
         assert [bool(f) for f in found] == [False, True, False, False, True]
         assert found[4] == "mse of X of a is 5 (> 2) at step 4"

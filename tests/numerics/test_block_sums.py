@@ -64,7 +64,7 @@ def test_sums(name: str, width: int, tall: int, role: str, fmt: str, dtype: torc
 
 @pytest.mark.parametrize("path", PATHS)
 @RECIPES
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(bits=hnp.arrays(np.uint32, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.integers(0, 2**32 - 1)))
 def test_sums_of_any_bits(
     name: str, width: int, tall: int, role: str, fmt: str, path: str, bits: npt.NDArray[np.uint32]

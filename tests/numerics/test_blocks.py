@@ -143,7 +143,7 @@ VALUES = hnp.arrays(
 
 
 @RECIPES
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(values=VALUES, k=st.integers(-20, 20))
 def test_a_power_of_two_passes_through(
     name: str, width: int, tall: int, role: str, fmt: str, values: npt.NDArray[np.float32], k: int
@@ -159,7 +159,7 @@ def test_a_power_of_two_passes_through(
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "blockwise", "mxfp8-hybrid", "blockwise-hybrid"])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(values=VALUES)
 def test_values_under_powers_of_two_are_kept_the_second_time(name: str, values: npt.NDArray[np.float32]) -> None:
     recipe = parse_recipe(name)

@@ -156,7 +156,7 @@ def test_a_process_forked_after_the_threads_were_used_still_counts(two_threads: 
     assert finished == 0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(PATTERNS, PATTERNS, st.sampled_from(SIXTEEN_BIT))
 def test_histograms_of_parts_add_up(a: npt.NDArray[np.uint16], b: npt.NDArray[np.uint16], dtype: torch.dtype) -> None:
     x, y = (torch.from_numpy(bits.view(np.int16)).view(dtype) for bits in (a, b))
@@ -174,7 +174,7 @@ def test_histograms_of_different_dtypes_refuse_to_add() -> None:
         Histogram(torch.bfloat16) + Histogram(torch.float16)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 700), max_size=5), st.integers(0, 2**32 - 1))
 def test_bins_of_a_histogram_add_up_whatever_is_beside_it(lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -129,7 +129,7 @@ def test_of_histograms(kind: str, dtype: torch.dtype, scale: str, fmt: FloatForm
 
 
 @FORMATS
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     bits=hnp.arrays(np.uint16, st.integers(0, 30), elements=st.integers(0, 0xFFFF)),
     dtype=st.sampled_from(SIXTEEN_BIT),
@@ -159,7 +159,7 @@ def test_of_float32(kind: str, scale: str, fmt: FloatFormat, chunks: None) -> No
 
 
 @FORMATS
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(bits=hnp.arrays(np.uint32, st.integers(0, 30), elements=st.integers(0, 0xFFFFFFFF)), scale=ANY_SCALE)
 def test_of_any_float32_bits(fmt: FloatFormat, bits: npt.NDArray[np.uint32], scale: np.float32) -> None:
     x = torch.from_numpy(bits.view(np.float32))

@@ -65,7 +65,7 @@ class DelayedOperand:
 
 
 class TestCurrentScaling:
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     @given(amax=AMAX, limit=LIMITS, epsilon=st.sampled_from([0.0, 1e-12, 2.5]), power_of_two=st.booleans())
     def test_equals_the_transcription(self, amax: float, limit: float, epsilon: float, power_of_two: bool) -> None:
         rule = CurrentScaling(epsilon, power_of_two)
@@ -94,7 +94,7 @@ def delayed_runs(draw: st.DrawFn) -> tuple[DelayedScaling, list[float], list[lis
 
 
 class TestDelayedScaling:
-    @settings(deadline=None, max_examples=150)
+    @settings(max_examples=150)
     @given(delayed_runs())
     def test_equals_the_transcription_at_every_step(
         self, run: tuple[DelayedScaling, list[float], list[list[float]]]

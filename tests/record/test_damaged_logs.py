@@ -89,7 +89,7 @@ class TestDamagedLogs:
         (warning,) = warned(logs, tmp_path / "run")
         assert f"{path}, line {path.read_text().count(chr(10)) + 1}: the line is cut off" in warning
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(data=st.data())
     def test_any_damage_costs_no_more_than_what_it_hits(
         self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -199,7 +199,7 @@ class TestHostile:
         with pytest.raises(ValueError, match="not a dump of a tensor"):
             read_dump(Storage(tmp_path), name)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(st.data())
     def test_no_changed_byte_goes_unseen(self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
         folder = tmp_path_factory.mktemp("dump")

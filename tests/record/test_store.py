@@ -224,7 +224,7 @@ class TestMerged:
         by_step = read_table(tmp_path, "metrics").select("step", "attempt").rows()
         assert by_step == [(step, min(2, step // 10)) for step in range(40)]
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.data())
     def test_no_single_bit_of_a_part_can_change_unseen(self, data: st.DataObject) -> None:
         rows = parquet.pa.table({"a": list(range(3000)), "b": [f"layer {i % 7}" for i in range(3000)]})

@@ -62,7 +62,7 @@ USUAL = {"run": "odd", "layer": FC1, "role": "input", "step": "10", "metric": "m
 }
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(
     route=st.sampled_from(ROUTES),
     given_=st.lists(st.tuples(st.sampled_from(NAMES), HOSTILE), max_size=5),

@@ -50,7 +50,7 @@ EVIDENCE = (
     Evidence("overflow_pct", 0.05, of_error=True, least_values=24),
     Evidence("underflow_pct", 1.0, of_error=True),
     Evidence("relative_error", 0.585, of_error=True, log2=True),  # half as much again
-    Evidence("outlier_log2", 4.0, of_error=True),
+    Evidence("outlier_log2", 3.0, of_error=True),
 )
 #: spreads of the baseline that count
 SPREADS = 6.0
@@ -120,8 +120,9 @@ class _Pair:
         self.steps = self._run.steps
         expected, found = self.of("mse")
         with np.errstate(divide="ignore", invalid="ignore"):
-            #: [T, S]: whether more is lost than in the baseline; less is in a gradient that vanishes behind the culprit
-            self.loses_more = np.log2(found) - np.log2(expected) > _MORE_LOST
+            #: [T, S]: whether more is lost than in the baseline, or that is not known; less is in a gradient that vanishes
+            #: behind the culprit
+            self.loses_more = (np.log2(found) - np.log2(expected) > _MORE_LOST) | np.isnan(found) | np.isnan(expected)
 
     def of(self, metric: str) -> tuple[Floats, Floats]:
         """The median of the baseline at the run's steps, and the run's values; [T, S] each."""
@@ -172,7 +173,8 @@ class _Pair:
 
     def _moves(self, evidence: Evidence) -> Floats:
         values, medians = self._of_baseline(evidence.metric)
-        return np.abs(evidence.scaled(values) - evidence.scaled(medians))
+        moves: Floats = np.abs(evidence.scaled(values) - evidence.scaled(medians))
+        return moves
 
 
 def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metric: str) -> pl.DataFrame:
@@ -207,7 +209,7 @@ def _out(evidence: Evidence, pair: _Pair) -> Iterator[tuple[str | int | float, .
     needed = 1 if evidence.metric == "nonfinite" else IN_A_ROW
     for i in np.flatnonzero(out.any(axis=1)):
         start = _first_of_several(out[i], needed)
-        if start is None and (excess[i][out[i]] > TRANSIENT).any():
+        if start is None and out.shape[1] >= IN_A_ROW and (excess[i][out[i]] > TRANSIENT).any():
             start = int(np.argmax(out[i] & (excess[i] > TRANSIENT)))
         if start is not None:
             layer, role = pair.tensors.row(int(i))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from ...core.layer_names import aggregate_key
-from ..formatting import number
+from ..formatting import jsonable, number
 from ..loss.divergence import above
 from .comparison import Comparison
 from .groups import concentrated
@@ -134,14 +133,5 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "differences": found.differences().to_dicts(),
         "what_if": found.what_if().to_dicts(),
     }
-    result: dict[str, Any] = _jsonable(plain)
+    result: dict[str, Any] = jsonable(plain)
     return result
-
-
-def _jsonable(value: Any) -> Any:
-    """JSON has neither NaN nor infinity: null."""
-    if isinstance(value, Mapping):
-        return {k: _jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -56,7 +56,7 @@ def diagnose(
     Example:
         >>> found = diagnose("runs/bad", "runs/baseline", "runs/reference")
         >>> found.harm, found.cause, found.divergence_step
-        ('harmful', 'software', 61)
+        ('harmful', 'learning_rate', 61)
     """
     other = reference if reference is None or isinstance(reference, Run) else Run.read(reference, by)
     mine = _read(run, by)
@@ -117,8 +117,9 @@ def _added_up(
         *operands,
     ]
     findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
-    latest = None if harmed_since is None else harmed_since + _interval(run.metrics) + _slack(run)
-    evidence = Evidence(findings, harmed_since, latest, _judged(run, baseline, latest), baseline is not None)
+    sampled = None if harmed_since is None else harmed_since + _interval(run.metrics)
+    latest = None if sampled is None else sampled + _slack(run)
+    evidence = Evidence(findings, harmed_since, latest, _judged(run, baseline, sampled), baseline is not None)
     return Diagnosis(run, baseline, comparison, findings, blamed(evidence), loss, stopped)
 
 

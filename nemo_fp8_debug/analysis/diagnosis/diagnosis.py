@@ -8,6 +8,7 @@ from typing import Any
 
 from ...core.scale_sources import notice
 from ..comparison.comparison import Comparison
+from ..formatting import jsonable
 from ..loss.outcome import LossOutcome
 from ..runs.run import Run
 from ..runs.settings import coverage_notes
@@ -133,16 +134,19 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            "verdict": self.verdict(),
-            "notes": list(self.notes),
-            "cause": self.cause,
-            "confidence": self.confidence,
-            "harm": self.harm,
-            "gap": None if self.loss.gap is None else self.loss.gap.to_json(),
-            "divergence_step": self.divergence_step,
-            "lead": self.lead,
-            "culprit": None if self.culprit is None else asdict(self.culprit),
-            "events": [{"step": step, "what": what} for step, what in self.events],
-            "findings": [asdict(finding) for finding in self.findings],
-        }
+        plain: dict[str, Any] = jsonable(
+            {
+                "verdict": self.verdict(),
+                "notes": list(self.notes),
+                "cause": self.cause,
+                "confidence": self.confidence,
+                "harm": self.harm,
+                "gap": None if self.loss.gap is None else self.loss.gap.to_json(),
+                "divergence_step": self.divergence_step,
+                "lead": self.lead,
+                "culprit": None if self.culprit is None else asdict(self.culprit),
+                "events": [{"step": step, "what": what} for step, what in self.events],
+                "findings": [asdict(finding) for finding in self.findings],
+            }
+        )
+        return plain

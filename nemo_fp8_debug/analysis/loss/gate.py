@@ -11,6 +11,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from ...errors import ConfigError
+from ..formatting import jsonable
 from .alignment import align
 from .curve import LossCurve
 from .gap import PART, Gap, gap_of
@@ -75,17 +76,20 @@ class Gate:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         low, high = self.bounds
-        return {
-            "outcome": self.outcome,
-            "max_gap": self.max_gap,
-            "gap": self.gap,
-            "low": low,
-            "high": high,
-            "of": self.of,
-            "more_steps": self.more_steps,
-            "gaps": [each.to_json() for each in self.gaps],
-            "published": [{"gap": gap, "of": what} for gap, what in PUBLISHED],
-        }
+        plain: dict[str, Any] = jsonable(
+            {
+                "outcome": self.outcome,
+                "max_gap": self.max_gap,
+                "gap": self.gap,
+                "low": low,
+                "high": high,
+                "of": self.of,
+                "more_steps": self.more_steps,
+                "gaps": [each.to_json() for each in self.gaps],
+                "published": [{"gap": gap, "of": what} for gap, what in PUBLISHED],
+            }
+        )
+        return plain
 
 
 THIS_PAIR, THE_RECIPE = "this pair", "the recipe"

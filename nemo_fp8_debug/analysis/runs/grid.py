@@ -52,10 +52,12 @@ class Grid:
         return replace(self, steps=self.steps[samples], _row=self._row[:, samples])
 
     def of(self, metric: str) -> Floats:
-        """[T, S], NaN where there is none; `nonfinite`: 1 where any value is NaN or infinite, else 0."""
+        """[T, S], NaN where there is none or it was not read; `nonfinite`: 1 where any value is NaN or infinite, else 0."""
         if metric == "nonfinite":
             run = self.of("nan") + self.of("inf")
             return np.where(np.isnan(run), np.nan, run > 0)
+        if metric not in self._metrics.columns:
+            return np.full(self._row.shape, np.nan)
         values: Floats = np.append(self._metrics[metric].cast(pl.Float64).to_numpy(), np.nan)[self._row]
         return values
 

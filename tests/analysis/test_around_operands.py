@@ -1,0 +1,164 @@
+"""What happens around the operands: learning rate, gradient norm, skipped steps, recipes, and the first NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from diagnosed_runs import CULPRIT, ONSET, N, corrupted, falling, write
+
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
+from nemo_fp8_debug.analysis.runs.run import Run
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    return write(tmp_path / "baseline", lr=rates(), grad_norm=norms())
+
+
+def rates(jump: float = 1.0, at: int = ONSET, warm_up: int = 20) -> dict[int, float]:
+    """Warm-up, then a slow decay; times a factor from a step on."""
+    return {i: 1e-3 * min(1, (i + 1) / warm_up) * (1 - i / (3 * N)) * (jump if i >= at else 1) for i in range(N)}
+
+
+def norms(factor: float = 1.0, at: int = N) -> dict[int, float]:
+    noise = np.random.default_rng(3).lognormal(0, 0.1, N)
+    return {i: float(noise[i]) * (factor if i >= at else 1) for i in range(N)}
+
+
+def evidence(found: Diagnosis, rule: str) -> list[str]:
+    return [f.evidence for f in found.findings if f.rule == rule]
+
+
+class TestLearningRate:
+    def test_that_departs_before_the_loss_is_the_cause_with_figures(self, tmp_path: Path, baseline: Path) -> None:
+        bad = write(tmp_path / "bad", losses=falling(left=120), lr=rates(1000), grad_norm=norms())
+        found = diagnose(bad, baseline)
+        assert (found.cause, found.confidence, found.culprit) == ("learning_rate", "high", None)
+        assert f"after step {ONSET - 1}, and is 1e+03 times it" in found.verdict()
+        assert [what for _, what in found.events][:2] == ["the learning rate departs", "the loss diverges"]
+
+    def test_explains_operands_that_went_out_after_it(self, tmp_path: Path, baseline: Path) -> None:
+        bad = write(tmp_path / "bad", corrupted, falling(left=120), lr=rates(30, ONSET - 8))
+        assert diagnose(bad, baseline).cause == "learning_rate"
+
+    def test_behind_a_scale_that_went_wrong_is_not(self, tmp_path: Path, baseline: Path) -> None:
+        bad = write(tmp_path / "bad", corrupted, falling(left=120), lr=rates(30, ONSET + 8))
+        found = diagnose(bad, baseline)
+        assert found.culprit and found.culprit.layer == CULPRIT
+
+    def test_alone_a_rise_after_the_warm_up_is_seen(self, tmp_path: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", losses=falling(left=120), lr=rates(30)))
+        assert (found.cause, found.confidence) == ("learning_rate", "medium")
+
+    @pytest.mark.parametrize("warm_up", [1, 20, 150])
+    def test_alone_a_warm_up_is_none(self, tmp_path: Path, warm_up: int) -> None:
+        assert not evidence(diagnose(write(tmp_path / "run", lr=rates(warm_up=warm_up))), "learning rate")
+
+    def test_that_is_the_same_is_none(self, tmp_path: Path, baseline: Path) -> None:
+        assert not evidence(diagnose(write(tmp_path / "run", lr=rates()), baseline), "learning rate")
+
+    def test_without_harm_a_lower_one_is_a_hint(self, tmp_path: Path, baseline: Path) -> None:
+        found = diagnose(write(tmp_path / "run", lr=rates(0.5), grad_norm=norms()), baseline)
+        assert found.cause == "none" and "1/2 of it" in evidence(found, "learning rate")[0]
+
+
+class TestGradientNorm:
+    def test_that_jumps_by_a_factor_is_multiplied(self, tmp_path: Path, baseline: Path) -> None:
+        found = diagnose(write(tmp_path / "run", grad_norm=norms(1024, ONSET)), baseline)
+        assert (found.cause, found.confidence) == ("multiplier", "medium") and "1.02e+03 times" in found.verdict()
+
+    def test_that_grows_is_an_event(self, tmp_path: Path, baseline: Path) -> None:
+        grows = {i: norm * 2 ** max(0, (i - ONSET) / 10) for i, norm in norms().items()}
+        found = diagnose(write(tmp_path / "run", losses=falling(left=180), grad_norm=grows), baseline)
+        assert found.cause == "software" and "the gradient norm grows" in [what for _, what in found.events]
+
+    def test_like_the_baselines_is_none(self, tmp_path: Path, baseline: Path) -> None:
+        assert not evidence(diagnose(write(tmp_path / "run", grad_norm=norms()), baseline), "gradient norm")
+
+
+class TestSkippedSteps:
+    @pytest.mark.parametrize("alone", [True, False])
+    @pytest.mark.parametrize("first", [0, 1, ONSET])
+    def test_all_skipped_with_a_norm_of_nan_is_harm(self, tmp_path: Path, baseline: Path, first: int, alone: bool) -> None:
+        lost = {i: NAN if i >= first else norm for i, norm in norms().items()}
+        skipped = {i: float(i >= first) for i in range(N)}
+        found = diagnose(write(tmp_path / "bad", grad_norm=lost, skipped=skipped), None if alone else baseline)
+        assert (found.harm, found.cause, found.divergence_step) == ("harmful", "nonfinite", first)
+        assert f"The optimizer takes no step from step {first} on" in found.verdict() and "gradient norm" in found.verdict()
+
+    def test_without_a_norm_skipping_is_the_cause(self, tmp_path: Path, baseline: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", skipped={i: float(i >= ONSET) for i in range(N)}), baseline)
+        assert (found.harm, found.cause) == ("harmful", "skipped")
+
+    def test_few_are_none(self, tmp_path: Path, baseline: Path) -> None:
+        found = diagnose(write(tmp_path / "run", skipped={i: float(i % 100 == 7) for i in range(N)}), baseline)
+        assert not evidence(found, "optimizer steps")
+
+
+class TestFirstNan:
+    @pytest.mark.parametrize("alone", [True, False])
+    @pytest.mark.parametrize("first", [0, 1, ONSET])
+    @pytest.mark.parametrize("what", ["loss", "grad_norm"])
+    def test_in_a_scalar_is_named(self, tmp_path: Path, baseline: Path, what: str, first: int, alone: bool) -> None:
+        losses = {i: NAN if what == "loss" and i >= first else loss for i, loss in falling().items()}
+        lost = {i: NAN if what == "grad_norm" and i >= first else norm for i, norm in norms().items()}
+        found = diagnose(write(tmp_path / "bad", losses=losses, grad_norm=lost), None if alone else baseline)
+        assert (
+            found.cause == "nonfinite" and f"in the {what.replace('grad_', 'gradient ')} at step {first}" in found.verdict()
+        )
+        assert found.harm == ("harmful" if what == "loss" else found.harm)
+
+    @pytest.mark.parametrize("alone", [True, False])
+    @pytest.mark.parametrize("first", [0, ONSET])
+    def test_in_an_operand_is_named(self, tmp_path: Path, baseline: Path, first: int, alone: bool) -> None:
+        bad = write(tmp_path / "bad", lambda step: {"nan": 2, "nonfinite_order": 4} if step >= first else {})
+        found = diagnose(bad, None if alone else baseline)
+        assert (
+            found.cause == "nonfinite" and found.culprit and (found.culprit.layer, found.culprit.since) == (CULPRIT, first)
+        )
+
+    def test_once_is_told_and_no_harm(self, tmp_path: Path, baseline: Path) -> None:
+        once = {i: NAN if i == 73 else norm for i, norm in norms().items()}
+        found = diagnose(write(tmp_path / "run", grad_norm=once), baseline)
+        assert (found.cause, found.confidence, found.harm) == ("nonfinite", "low", "harmless so far")
+
+    def test_that_the_baseline_has_too_is_none(self, tmp_path: Path) -> None:
+        lost = dict.fromkeys(range(N), float("inf"))
+        runs = [write(tmp_path / name, grad_norm=lost) for name in ("baseline", "run")]
+        assert not evidence(diagnose(runs[1], runs[0]), "nonfinite")
+
+
+class TestRecipe:
+    def test_that_changes_is_the_cause_and_not_the_scale_that_it_moves(self, tmp_path: Path, baseline: Path) -> None:
+        def changed(step: int) -> dict[str, object]:
+            return (
+                corrupted(step) | {"recipe": "delayed-hybrid(margin=17)"} if step >= ONSET else {"recipe": "delayed-hybrid"}
+            )
+
+        found = diagnose(write(tmp_path / "bad", changed), baseline)
+        assert (found.cause, found.confidence) == ("changed_recipe", "high")
+        assert found.culprit and (found.culprit.layer, found.culprit.since) == (CULPRIT, ONSET)
+
+    def test_of_all_operands_is_a_setting(self, baseline: Path) -> None:
+        usual = Run.read(baseline)
+        other = replace(usual, metrics=usual.metrics.with_columns(recipe=pl.lit("mxfp8")))
+        one = replace(
+            usual, metrics=other.metrics.filter(layer=CULPRIT).vstack(usual.metrics.filter(pl.col("layer") != CULPRIT))
+        )
+        assert not evidence(diagnose(other, usual), "recipe")
+        assert "so it is of 2 other operands" in evidence(diagnose(one, usual), "recipe")[0]
+
+
+class TestTransient:
+    def test_of_a_single_sample_is_named(self, tmp_path: Path, baseline: Path) -> None:
+        once = write(tmp_path / "bad", lambda step: corrupted(ONSET) if step == ONSET else {})
+        found = diagnose(once, baseline)
+        assert found.culprit and (found.culprit.layer, found.culprit.since) == (CULPRIT, ONSET)
+        assert found.comparison and found.comparison.out_of_band["samples"].max() == 1

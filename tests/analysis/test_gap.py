@@ -1,0 +1,143 @@
+"""How far a loss lies above another: the interval holds the truth as often as it says, whatever the noise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pytest
+import scipy.signal
+
+from nemo_fp8_debug.analysis.loss.alignment import align
+from nemo_fp8_debug.analysis.loss.curve import LossCurve
+from nemo_fp8_debug.analysis.loss.gap import gap
+from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
+from nemo_fp8_debug.analysis.loss.smoothing import standard_error
+from nemo_fp8_debug.analysis.loss.step_change import rises_at
+
+Floats = npt.NDArray[np.float64]
+
+
+def curve(losses: npt.ArrayLike, every: int = 1) -> LossCurve:
+    values = np.asarray(losses, np.float64)
+    return LossCurve.of(pl.DataFrame({"step": np.arange(len(values)) * every, "loss": values}))
+
+
+def noise(n: int, carried: float, rng: np.random.Generator) -> Floats:
+    """Of unit variance, each value carrying on a part of the one before."""
+    values = scipy.signal.lfilter([1], [1, -carried], rng.normal(size=n + 200))[200:]
+    result: Floats = values * np.sqrt(1 - carried**2)
+    return result
+
+
+def pair(n: int, factor: float, paired: bool, seed: int, carried: float = 0.3) -> tuple[LossCurve, LossCurve]:
+    """A run and its baseline on a loss that falls; noise of 2%, nearly all of it in common if paired."""
+    rng = np.random.default_rng(seed)
+    falls = 2 + 2 * np.exp(-5 * np.arange(n) / n)
+    common = 0.02 * noise(n, carried, rng)
+    own = [0.003 * noise(n, carried, rng) if paired else 0.02 * noise(n, carried, rng) for _ in range(2)]
+    shared = common if paired else np.zeros(n)
+    return curve(falls * factor * (1 + shared + own[0])), curve(falls * (1 + shared + own[1]))
+
+
+class TestInterval:
+    @pytest.mark.parametrize("paired", [True, False])
+    @pytest.mark.parametrize("carried", [0.0, 0.5])
+    def test_holds_the_gap_in_95_of_100(self, paired: bool, carried: float) -> None:
+        found = [gap(*pair(1000, 1.005, paired, seed, carried)) for seed in range(300)]
+        held = sum(each is not None and each.interval()[0] <= 0.5 <= each.interval()[1] for each in found)
+        assert 0.91 * 300 <= held <= 0.985 * 300
+
+    def test_tells_runs_of_the_same_batches_from_others(self) -> None:
+        for seed in range(20):
+            assert [align(*pair(300, 1.0, paired, seed)).paired for paired in (True, False)] == [True, False]
+
+    def test_of_the_same_batches_is_far_narrower(self) -> None:
+        errors = [gap(*pair(500, 1.0, paired, 1)).error for paired in (True, False)]  # type: ignore[union-attr]
+        assert errors[1] > 3 * errors[0]
+
+    def test_a_gap_of_the_visible_size_is_seen_in_about_80_of_100(self) -> None:
+        visible = float(np.median([gap(*pair(1000, 1.0, True, seed)).visible for seed in range(50)]))  # type: ignore[union-attr]
+        found = [gap(*pair(1000, 1 + visible / 100, True, seed)) for seed in range(100, 300)]
+        assert 0.65 < np.mean([each.interval()[0] > 0 for each in found if each]) < 0.92
+
+    @pytest.mark.parametrize("carried", [0.0, 0.5, 0.8])
+    def test_the_standard_error_is_that_of_means(self, carried: float) -> None:
+        rng = np.random.default_rng(0)
+        series = [noise(500, carried, rng) for _ in range(300)]
+        truth = float(np.std([each.mean() for each in series]))
+        assert np.median([standard_error(each)[0] for each in series]) == pytest.approx(truth, rel=0.15)
+
+
+class TestGap:
+    def test_of_other_steps_is_that_of_means_over_stretches(self) -> None:
+        losses = 2 + np.random.default_rng(0).normal(0, 0.01, 1000)
+        found = gap(curve(losses[5::10] * 1.03, 10), curve(losses))
+        assert found and found.percent == pytest.approx(3, abs=0.3)
+
+    def test_too_few_losses_or_none_positive_tell_nothing(self) -> None:
+        assert gap(curve([2.0] * 9), curve([2.0] * 9)) is None
+        assert gap(curve([-1.0] * 50), curve([-1.0] * 50)) is None
+        assert gap(curve([]), curve([2.0] * 50)) is None
+
+    def test_a_loss_that_ends_in_nan_has_an_infinite_gap(self) -> None:
+        found = gap(curve([2.0] * 60 + [np.nan] * 40), curve([2.0] * 100))
+        assert found and found.infinite and found.interval() == (math.inf, math.inf)
+
+    def test_a_lone_nan_is_left_out_and_counted(self) -> None:
+        losses = np.full(100, 2.0)
+        losses[95] = np.nan
+        found = gap(curve(losses), curve(np.full(100, 2.0)))
+        assert found and (found.percent, found.left_out, found.n) == (0.0, 1, 19)
+
+    def test_equal_runs_have_a_gap_of_nothing(self) -> None:
+        found = gap(curve([2.0] * 100), curve([2.0] * 100))
+        assert found and (found.percent, found.interval(), found.visible) == (0.0, (0.0, 0.0), 0.0)
+
+
+class TestOutcome:
+    @pytest.mark.parametrize(("percent", "harm"), [(0.25, "gap"), (1.5, "gap"), (5.0, "harmful")])
+    def test_a_small_gap_is_seen_and_the_limit_says_whether_it_is_harm(self, percent: float, harm: str) -> None:
+        found = LossOutcome(*pair(5000, 1 + percent / 100, True, 3))
+        assert found.harm == harm and f"{percent:+.2g}"[:4] in found.told()
+
+    def test_other_batches_do_not_make_a_loss_that_follows_one_that_is_harmed(self) -> None:
+        told = [LossOutcome(*pair(2000, 1.0, False, seed)).harm for seed in range(30)]
+        assert "harmful" not in told and told.count("none") + told.count("gap") >= 27
+
+    def test_what_cannot_be_seen_is_said(self) -> None:
+        found = LossOutcome(*pair(60, 1.0, False, 1))
+        assert found.harm == "unknown" and "the smallest gap that could have been seen is" in found.told()
+
+    @pytest.mark.parametrize("first", [0, 1, 50])
+    def test_nan_is_harm_from_its_first_step_on(self, first: int) -> None:
+        losses = np.where(np.arange(100) < first, 2.0, np.nan)
+        for baseline in (None, curve([2.0] * 100)):
+            found = LossOutcome(curve(losses), baseline)
+            assert (found.harm, found.since) == ("harmful", first)
+
+    def test_alone_a_rise_of_4_percent_over_half_the_run_is_harm(self) -> None:
+        losses = np.interp(np.arange(3600), [0, 1600, 3600], [3.0, 2.0, 2.08])
+        found = LossOutcome(curve(losses + np.random.default_rng(0).normal(0, 0.02, 3600)))
+        assert found.harm == "harmful" and found.since is not None and 1600 < found.since < 3300
+
+    def test_alone_a_loss_that_falls_is_not_called_harmless(self) -> None:
+        found = LossOutcome(curve(np.linspace(4, 2, 500)))
+        assert found.harm == "unknown" and "without a baseline a gap" in found.told()
+
+
+class TestRise:
+    def test_at_a_known_step_is_seen_where_the_loss_goes_on_falling(self) -> None:
+        falls = np.linspace(3, 2, 400) + np.random.default_rng(0).normal(0, 0.05, 400)
+        risen = falls + np.where(np.arange(400) >= 200, 0.5, 0.0)
+        assert rises_at(curve(risen), None, 200) == pytest.approx(15, abs=5)
+        assert rises_at(curve(falls), None, 200) is None
+
+    def test_that_a_baseline_lies_lower_all_along_is_none(self) -> None:
+        run, baseline = pair(600, 1.1, False, 0)
+        assert all(rises_at(run, baseline, step) is None for step in range(100, 500, 50))
+
+    def test_without_losses_on_either_side_it_is_not_known(self) -> None:
+        assert rises_at(curve([2.0] * 100), None, 3) is None

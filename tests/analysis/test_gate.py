@@ -1,0 +1,98 @@
+"""The gate: pass, fail or cannot tell, by exit code, line and JSON, of records and of series."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from diagnosed_runs import falling, write
+from test_gap import curve, pair
+from typer.testing import CliRunner, Result
+
+from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, FAIL, PASS, gate
+from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.errors import ConfigError
+
+
+class TestDecision:
+    @pytest.mark.parametrize(("percent", "outcome"), [(0.0, PASS), (1.0, FAIL)])
+    @pytest.mark.parametrize("paired", [True, False])
+    def test_decides_half_a_point_from_the_limit(self, percent: float, outcome: str, paired: bool) -> None:
+        n = 5000 if paired else 60000
+        found = [gate([run], [good], 0.5) for run, good in (pair(n, 1 + percent / 100, paired, seed) for seed in range(20))]
+        assert [each.outcome for each in found if each].count(outcome) >= 18
+
+    @pytest.mark.parametrize("wrong", [PASS, FAIL])
+    def test_is_wrong_at_the_limit_in_5_of_100(self, wrong: str) -> None:
+        found = [gate([run], [good], 0.5) for run, good in (pair(1000, 1.005, True, seed) for seed in range(300))]
+        assert sum(each.outcome == wrong for each in found if each) <= 0.09 * 300
+
+    def test_says_how_many_more_steps_would_tell(self) -> None:
+        found = gate(*([each] for each in pair(300, 1.0, False, 5)), 1.0)
+        assert found and found.outcome == CANNOT_TELL and found.more_steps is not None
+        run, good = pair(300 + 4 * found.more_steps, 1.0, False, 5)
+        longer = gate([run], [good], 1.0)
+        assert longer and longer.error < found.error / 1.5
+
+    def test_a_loss_of_nan_fails(self) -> None:
+        found = gate([curve([2.0] * 50 + [np.nan] * 50)], [curve([2.0] * 100)], 0.5)
+        assert found and found.outcome == FAIL
+
+
+class TestSeeds:
+    def test_several_tell_of_the_recipe(self) -> None:
+        """Seeds differ by 1%: a pair is sure of its gap, and the recipe's is not known to a point."""
+        by_seed = np.random.default_rng(0).normal(0, 0.01, 4)
+        pairs = [pair(2000, 1 + off, True, seed) for seed, off in enumerate(by_seed)]
+        alone = gate([pairs[0][0]], [pairs[0][1]], 5.0)
+        found = gate([run for run, _ in pairs], [good for _, good in pairs], 5.0)
+        assert alone and found and (alone.of, found.of) == ("this pair", "the recipe")
+        assert found.freedom == 3 and found.error == pytest.approx(100 * by_seed.std(ddof=1) / 2, rel=0.1)
+
+    def test_one_run_with_several_baselines_bears_its_own_seed(self) -> None:
+        baselines = [pair(2000, 1 + off, True, 7)[0] for off in (-0.01, 0.0, 0.01)]
+        found = gate([pair(2000, 1.0, True, 7)[1]], baselines, 5.0)
+        assert found and found.error == pytest.approx(1.0 * np.sqrt(1 + 1 / 3), rel=0.1)
+
+    @pytest.mark.parametrize(("runs", "baselines"), [(2, 3), (0, 1), (1, 0), (3, 1)])
+    def test_numbers_that_do_not_fit_are_refused(self, runs: int, baselines: int) -> None:
+        losses = curve([2.0] * 100)
+        with pytest.raises(ConfigError, match=f"{runs} runs and {baselines} baselines"):
+            gate([losses] * runs, [losses] * baselines, 0.5)
+
+
+def called(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["gate", *map(str, arguments)])
+
+
+class TestCommand:
+    @pytest.mark.parametrize(("beyond", "status", "word"), [(9, 0, "PASS"), (-9, 1, "FAIL"), (0.1, 3, "CANNOT TELL")])
+    def test_exit_code_and_line(self, tmp_path: Path, beyond: float, status: int, word: str) -> None:
+        noise = np.random.default_rng(0).normal(1.48, 0.02, 1000)
+        slow = {i: loss * noise[i] for i, loss in falling().items()}
+        baseline, run = write(tmp_path / "baseline"), write(tmp_path / "run", losses=slow)
+        gap = json.loads(called(run, "--baseline", baseline, "--max-gap", "1", "--json").stdout)["gap"]
+        limit = f"{gap + beyond}%"
+        found = called(run, "--baseline", baseline, "--max-gap", limit)
+        assert (found.exit_code, found.stdout.split(":")[0]) == (status, word), found.output
+        assert (
+            "cannot tell what the recipe does from what the seed does" in found.stdout and "arXiv:2412.19437" in found.stdout
+        )
+        plain = json.loads(called(run, "--baseline", baseline, "--max-gap", limit, "--json").stdout)
+        assert plain["outcome"] == word.lower() and plain["low"] <= plain["gap"] <= plain["high"]
+
+    def test_json_of_a_run_that_ended_in_nan_is_json(self, tmp_path: Path) -> None:
+        lost = {i: loss if i < 100 else float("nan") for i, loss in falling().items()}
+        found = called(write(tmp_path / "run", losses=lost), "--baseline", write(tmp_path / "b"), "--max-gap", "1", "--json")
+        assert found.exit_code == 1 and json.loads(found.stdout, parse_constant=pytest.fail)["gap"] is None
+
+    @pytest.mark.parametrize("options", [["--max-gap", "much"], ["--max-gap", "1", "--last", "0%"], ["--max-gap", "nan"]])
+    def test_wrong_usage_exits_with_2_in_a_line(self, tmp_path: Path, options: list[str]) -> None:
+        run = write(tmp_path / "run")
+        found = called(run, "--baseline", run, *options)
+        assert found.exit_code == 2 and found.stderr.count("\n") == 1
+
+    def test_a_missing_record_is_no_failed_gate(self, tmp_path: Path) -> None:
+        assert called(tmp_path, "--baseline", tmp_path, "--max-gap", "1").exit_code == 2
