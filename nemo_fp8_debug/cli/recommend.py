@@ -75,7 +75,7 @@ def _key(text: str) -> Key:
 
 
 def _print(out: Console, found: Recommendation, snippets: list[Snippet], folder: Path | None) -> None:
-    if not found.findings:
+    if not found.findings and not found.notes:
         out.print("No operand is to blame: there is nothing to change, and nothing was written.")
         return
     out.print(_table(found))

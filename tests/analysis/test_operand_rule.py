@@ -37,7 +37,7 @@ class TestOperand:
         "corrupted_scale": {"scale": np.where(AFTER, 12.0, 6.0)},
         "clipping": {"scale": 6 + np.clip(np.arange(N) - AT + 1, 0, 8)},
         "underflow": {"scale": 6 - np.clip(np.arange(N) - AT + 1, 0, 8)},
-        "outlier": {"outlier_log2": np.where(AFTER, 12.0, 3.0)},
+        "outlier": {"outlier_log2": np.where(AFTER, 12.0, 3.0), "underflow_pct": np.where(AFTER, 9.0, 0.1)},
         "dead": {"amax": np.where(AFTER, 0.0, 4.0)},
         "nonfinite": {"nan": np.where(AFTER, 5, 0)},
     }

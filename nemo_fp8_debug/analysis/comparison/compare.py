@@ -17,6 +17,7 @@ from ..runs.run import Run
 from ..runs.settings import coverage_notes, remarks
 from .comparison import Comparison
 from .drift import SHOWN, drifts
+from .groups import depth_of
 from .layer_matching import named_alike
 from .onset import IN_A_ROW, onsets_of
 
@@ -78,7 +79,7 @@ def compare(
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = split_experts(ranked)
-    notes = [*_mistaken(first, second), *notes, *_coverage(first, second), *remarks(first, second)]
+    notes = [*_mistaken(first, second), *_depths(first, second), *notes, *_coverage(first, second), *remarks(first, second)]
     notes += [f"Of the run's model: {text}" for text in coverage_notes(second.fingerprint)]
     return Comparison(first, second, other, tensors, experts, split_experts(out_of_band)[0], tuple(notes), max_gap)
 
@@ -95,6 +96,17 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
     if since is None or above(run.loss, baseline.loss) is not None:
         return []
     return [f"The baseline's loss stays above the run's from {baseline.unit} {since}: were the two swapped?"]
+
+
+def _depths(baseline: Run, run: Run) -> list[str]:
+    """That the models are of another depth, which no name tells."""
+    layers = [{depth_of(name) for name in each.metrics["layer"].unique()} - {None} for each in (baseline, run)]
+    if not all(layers) or len(layers[0]) == len(layers[1]):
+        return []
+    return [
+        f"The baseline has {len(layers[0])} layers and the run {len(layers[1])}: layers of one name lie at other depths, so "
+        "what sets them apart may be that."
+    ]
 
 
 def _coverage(baseline: Run, run: Run) -> list[str]:

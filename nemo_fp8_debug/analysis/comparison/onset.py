@@ -209,8 +209,8 @@ def _out(evidence: Evidence, pair: _Pair) -> Iterator[tuple[str | int | float, .
     needed = 1 if evidence.metric == "nonfinite" else IN_A_ROW
     for i in np.flatnonzero(out.any(axis=1)):
         start = _first_of_several(out[i], needed)
-        if start is None and out.shape[1] >= IN_A_ROW and (excess[i][out[i]] > TRANSIENT).any():
-            start = int(np.argmax(out[i] & (excess[i] > TRANSIENT)))
+        if start is None and out.shape[1] >= IN_A_ROW:
+            start = _transient(excess[i])
         if start is not None:
             layer, role = pair.tensors.row(int(i))
             back = np.flatnonzero(~out[i, start:])
@@ -218,6 +218,13 @@ def _out(evidence: Evidence, pair: _Pair) -> Iterator[tuple[str | int | float, .
             strength = float(np.median(excess[i, start : start + min(needed, samples)]))
             row = (layer, role, SHOWN_AS[role], evidence.metric, int(pair.steps[start]), samples, strength)
             yield (*row, float(found[i, start]), float(expected[i, start]))
+
+
+def _transient(excess: Floats) -> int | None:
+    """The first sample that is far out, behind those whose scales are still made up."""
+    far = excess > TRANSIENT
+    far[:FIRST] = False
+    return int(np.argmax(far)) if far.any() else None
 
 
 def running_median(values: Floats) -> Floats:

@@ -81,7 +81,8 @@ def blamed(evidence: Evidence) -> Blame:
         # A scale that went wrong before is evidence to the contrary.
         return Blame(None, "software", "medium" if any(f.confidence == "high" for f in before) else "high")
     # Without a baseline a hint is no more than what metrics of runs that go well do, too.
-    first = next((f for f in before if evidence.paired or f.confidence != "low"), None)
+    hints = evidence.paired and evidence.harmed_since is not None
+    first = next((f for f in before if f.confidence != "low"), None) or (next(iter(before), None) if hints else None)
     lost = evidence.of("nonfinite")
     if first is not None and not (lost is not None and _is_earlier(lost, first)):
         return Blame(first, first.cause, first.confidence)

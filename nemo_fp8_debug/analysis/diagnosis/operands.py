@@ -32,6 +32,10 @@ def against_baseline(run: Run, baseline: Run, out_of_band: pl.DataFrame) -> list
     for layer, role, since, excess in _first(out_of_band, run):
         cause = why(Course.of(run.metrics, layer, role), since, Course.of(baseline.metrics, layer, role))
         found.append(replace(cause, excess=excess))
+    # What the run alone has, or the run alone in FP8, has nothing to be compared with.
+    only = run.metrics.join(baseline.metrics.select(_KEY).unique(), on=_KEY, how="anti")
+    far = split_experts(beyond(quantized(only)))[0] if len(only) else only.clear()
+    found += [replace(f, confidence="medium") for f in (_alone(run, far) if len(far) else [])]
     return _that_count(run, found)
 
 

@@ -9,9 +9,13 @@ from ..formatting import number
 from .curve import LossCurve
 from .divergence import above
 from .gap import Gap, gap
+from .step_change import rises_at
 
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
 MAX_GAP = 2.0
+#: how many times that a run of other batches may lie above all along, and rise by at a step that was searched for, before
+#: another seed does not explain it
+OTHER_SEEDS, SEARCHED = 10.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,22 @@ class LossOutcome:
         if self.baseline is None:
             return "unknown" if self.since is None else "harmful"
         if self.since is not None:
-            return "gap" if self.gap is not None and self.gap.percent <= self.max_gap else "harmful"
+            return self._harm_of(self.gap)
         if self.gap is None or self.gap.interval()[1] > self.max_gap:
             return "unknown"
         return "gap" if self.gap.interval()[0] > 0 else "none"
+
+    def _harm_of(self, found: Gap | None) -> str:
+        """Of a loss that stays above the baseline's."""
+        if found is None or found.infinite:
+            return "harmful"
+        if found.percent <= self.max_gap:
+            return "gap"
+        if found.paired or found.percent > OTHER_SEEDS * self.max_gap:
+            return "harmful"
+        assert self.since is not None
+        rise = rises_at(self.run, self.baseline, self.since)
+        return "harmful" if rise is not None and rise > SEARCHED * self.max_gap else "unknown"
 
     @property
     def harmful_since(self) -> int | None:

@@ -16,6 +16,7 @@ from ...errors import RecordError
 from ...plan.plan import Change, Plan
 from ..comparison.compare import quantized
 from ..diagnosis.diagnosis import Diagnosis
+from ..diagnosis.rules.finding import NOT_FP8
 from ..formatting import number
 from ..runs.run import Run
 from .flops import coverage, flops_of
@@ -124,6 +125,8 @@ def recommend(
     about = _about(run, flagged)
     judged = Judged(run, flagged)
     now = judged.in_use()
+    unknown = [key for key, (recipe, *_) in about.items() if recipe is None]
+    about = {key: what for key, what in about.items() if key not in unknown}
     too_bad = [key for key in about if not budget.met_by(now.get(key))]
     judged.replay({key: list(replayable(*about[key][:2], key[1])) for key in too_bad})
     flops, in_fp8 = flops_of(run.metrics), _in_fp8(run)
@@ -144,15 +147,35 @@ def recommend(
     plan = _plan(findings)
     after = left(plan)
     return Recommendation(
-        run, budget, tuple(findings), plan, before, after, _ends(run, plan, left), tuple(_notes(run, findings))
+        run,
+        budget,
+        tuple(findings),
+        plan,
+        before,
+        after,
+        _ends(run, plan, left),
+        (*_of_unknown_recipes(unknown, now), *_notes(run, findings)),
     )
+
+
+def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, Errors]) -> list[str]:
+    """That nothing can be tried for operands whose recipe the record does not tell, in a sentence."""
+    if not keys:
+        return []
+    (layer, role), errors = keys[0], now.get(keys[0])
+    known = errors is not None and errors.underflow_pct is not None
+    lost = f" (underflow {number(errors.underflow_pct, '%')})" if errors is not None and known else ""
+    return [
+        f"The record does not tell under which recipe {len(keys)} operands were cast, so nothing can be tried for them: "
+        f"{SHOWN_AS[role]} of {layer}{lost} is the first."
+    ]
 
 
 def flagged_by(found: Diagnosis) -> dict[Key, str]:
     """The operands that left the baseline's band before the loss diverged, earliest first, and by which metric; all of them
     where it stays, and none where they are not to blame."""
     flagged: dict[Key, str] = {}
-    if found.cause in ("software", "multiplier") or found.comparison is None:
+    if found.cause in (*NOT_FP8, "multiplier", "skipped") or found.comparison is None:
         return flagged
     begun = (found.culprit.since or 0) if found.culprit else 0
     for row in found.comparison.out_of_band.iter_rows(named=True):
@@ -183,7 +206,7 @@ def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
 
 
 def _in_fp8(run: Run) -> set[Key]:
-    rows = quantized(run.metrics).filter(pl.col("recipe") != BF16.name)
+    rows = quantized(run.metrics).filter(pl.col("recipe").ne_missing(BF16.name))
     return set(rows.select("layer", "role").unique().rows())
 
 

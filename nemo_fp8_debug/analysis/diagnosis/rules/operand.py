@@ -20,6 +20,8 @@ JUMP = 3.0
 HIGHER = 2.0
 #: points of a percent of values that overflow, or underflow, above what is usual, which count; and that underflow at once
 _OVERFLOW, _UNDERFLOW, MOST = 0.01, 1.0, 10.0
+#: points of a percent of values that an outlier costs, at least, if it is more than a hint
+_LOSES = 0.5
 #: samples behind the onset that tell what happened
 _BEHIND = 4
 
@@ -128,7 +130,8 @@ def _of_the_scale(run: Course, since: int, at: int, error: float, usual: float) 
     if not len(scale):
         return _found(run, since, clips_or_not, "low", f"{fact}; what it was before is not known")
     facts = f"{fact}; around {since} it moved by {moved:+.1f} bits, and what the values ask for by {asked:+.1f}"
-    if _jumped(scale, wanted, error):
+    until = slice(around.start, at + 1)
+    if _jumped(scale, wanted, error) or _jumped(_moves(run.scale[until]), _moves((run.scale - run.off)[until]), error):
         return _found(run, since, "corrupted_scale", "high", facts)
     still = not _moves(run.scale[at : around.stop]).any() and len(run.scale[at : around.stop]) > 1
     if still and abs(moved) < abs(asked) / 2 and asked * np.sign(error) < -OFF / 2:
@@ -143,6 +146,8 @@ def _moves(bits: Floats) -> Floats:
 
 def _jumped(scale: Floats, wanted: Floats, error: float) -> bool:
     """Whether the scale moved at once, to where the error is, and not as the values ask for."""
+    if not len(scale):
+        return False
     jump = int(np.argmax(np.abs(scale)))
     most, rest = scale[jump], scale.sum() - scale[jump]
     asked = wanted[jump] if len(wanted) == len(scale) else np.inf
@@ -167,7 +172,8 @@ def _of_the_values(run: Course, since: int, at: int, baseline: Course | None, sc
     surely = baseline is not None or _at_once(run, at)
     losses = f"underflow {_shown(under)}, overflow {_shown(over)}"
     if (higher := _highest(run.outlier[behind])) - usual > HIGHER:
-        confidence = "high" if baseline is not None else "medium" if surely else "low"
+        loses = max(np.nan_to_num(more_under), np.nan_to_num(more_over)) > _LOSES
+        confidence = "low" if not loses else "high" if baseline is not None else "medium" if surely else "low"
         facts = f"its largest value stands {higher:.1f} bits above the median instead of {usual:.1f}; {losses}"
         return _found(run, since, "outlier", confidence, facts)
     facts = f"{'its scale is right' if scaled else 'its scale is not known'}; {losses}"
