@@ -51,7 +51,9 @@ _RISKY = (
     "overlap_p2p_comm",
     "overlap_grad_reduce",
     "overlap_param_gather",
+    "overlap_param_gather_with_optimizer_step",
     "recompute_granularity",
+    "recompute_modules",
     "gradient_accumulation_fusion",
     "enable_cuda_graph",
     "external_cuda_graph",
@@ -200,9 +202,10 @@ def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[
     if any(g.backend is torchao.BACKEND for g in gemms):
         name = torchao.BACKEND.name
         return f"Transformer Engine and {name}" if host.get("fp8") and present else name
-    if host.get("fp8"):
-        return "Transformer Engine" if present else "none: fp8 is configured but has no effect without Transformer Engine"
-    return "none"
+    formats = [name for name in ("fp8", "fp4") if host.get(name)]
+    if formats and not present:
+        return f"none: {formats[0]} is configured but has no effect without Transformer Engine"
+    return "Transformer Engine" if formats else "none"
 
 
 def _distributed() -> bool:

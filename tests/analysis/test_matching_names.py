@@ -88,7 +88,7 @@ class TestModels:
     def test_layers_of_one_run_alone_are_told(self, tmp_path: Path) -> None:
         baseline, bad = write(tmp_path / "baseline"), write(tmp_path / "bad", depths=3)
         assert compare(baseline, bad).notes == (
-            "The baseline has 2 layers and the run 3: layers of one name lie at other depths, so what sets them apart may be "
-            "that.",
+            "The baseline has 2 layers and the run 3: layers of one name lie at other depths, so what sets them apart may "
+            "be that.",
             "4 layers are in the run alone, as decoder.layers.2.self_attention.linear_qkv.",
         )

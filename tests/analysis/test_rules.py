@@ -105,6 +105,9 @@ class TestMultiplier:
         assert len(multiplier(reported(tmp_path / "moved", [1.0] * 10 + [0.125] * 10), baseline)) == 1
 
 
+GATHERED = "overlap_param_gather_with_optimizer_step"
+
+
 class TestSettings:
     MXFP8: ClassVar[dict[str, Any]] = {"backend_options": {"fp8": "hybrid", "fp8_recipe": "Fp8Recipe.mxfp8"}}
     PARAMETERS: ClassVar[dict[str, Any]] = {
@@ -116,7 +119,13 @@ class TestSettings:
         "recipe": {"fp8_engine": "Transformer Engine"},
     }
 
-    @pytest.mark.parametrize(("bad", "issue"), [(MXFP8, "#638"), (PARAMETERS, "#2272"), (TE, "#1047")])
+    OTHERS: ClassVar[list[tuple[dict[str, Any], str]]] = [
+        ({"backend_options": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "risky_features_on": {GATHERED: True}}, "#1771"),
+        ({"backend_options": {"fp4": "e2m1", "context_parallel_size": 2}}, "#2051"),
+        ({"backend_options": {"fp8": "e4m3"}, "risky_features_on": {"recompute_modules": ["core_attn"]}}, "#7538"),
+    ]
+
+    @pytest.mark.parametrize(("bad", "issue"), [(MXFP8, "#638"), (PARAMETERS, "#2272"), (TE, "#1047"), *OTHERS])
     def test_known_faults(self, bad: dict[str, Any], issue: str) -> None:
         (found,) = settings(bad, None, False)
         assert said(found) == ("software", "medium") and issue in found.evidence
@@ -133,6 +142,9 @@ class TestSettings:
             {"versions": {"transformer-engine": "1.7"}, "recipe": {"fp8_engine": "none"}},
             {"versions": {"transformer-engine": "2.7.0"}},
             {"risky_features_on": {"cpu_offloading": False}},
+            {"backend_options": {"fp4": "e2m1", "context_parallel_size": 1}},
+            {"backend_options": {"fp4": "e2m1", "context_parallel_size": "2 or so"}},
+            {"risky_features_on": {"recompute_modules": ["core_attn"]}},
             PARAMETERS | {"risky_features_on": {"fp8_param": 1, "overlap_param_gather": 1, "overlap_grad_reduce": 1}},
         ],
     )

@@ -55,7 +55,39 @@ def _mxfp8_parameters_without_overlap(fingerprint: Fingerprint) -> bool:
     return bool(_mxfp8(fingerprint) and gathered and not overlapped)
 
 
+def _mxfp8_gathered_in_the_optimizer(fingerprint: Fingerprint) -> bool:
+    return bool(_mxfp8(fingerprint) and _option(fingerprint, "overlap_param_gather_with_optimizer_step"))
+
+
+def _fp4_over_context_parallel_ranks(fingerprint: Fingerprint) -> bool:
+    ranks = _option(fingerprint, "context_parallel_size")
+    return bool(_option(fingerprint, "fp4")) and isinstance(ranks, int) and ranks > 1
+
+
+def _fp8_recomputed_outside(fingerprint: Fingerprint) -> bool:
+    modules = str(_option(fingerprint, "recompute_modules") or "")
+    return bool(_option(fingerprint, "fp8")) and any(name in modules for name in ("core_attn", "gdn"))
+
+
 KNOWN = (
+    Known(
+        "MXFP8 with parameters gathered during the optimizer's step gives a gradient norm of NaN",
+        "Megatron-Bridge #1771, worked around in #2014",
+        "Switch overlap_param_gather_with_optimizer_step off.",
+        _mxfp8_gathered_in_the_optimizer,
+    ),
+    Known(
+        "NVFP4 over context-parallel ranks gives a gradient norm of NaN under Megatron-Bridge",
+        "Megatron-Bridge #2051, fixed by #2052",
+        "Take a Megatron-Bridge that has the fix, or one context-parallel rank.",
+        _fp4_over_context_parallel_ranks,
+    ),
+    Known(
+        "Attention that is recomputed outside of the FP8 context runs in BF16 the second time",
+        "Megatron-LM #7538",
+        "Take core_attn and gdn out of recompute_modules, or a Megatron-LM that has the fix.",
+        _fp8_recomputed_outside,
+    ),
     Known(
         "MXFP8 with gradients in E5M2 (`hybrid`) diverges and lowers downstream scores",
         "Megatron-Bridge #638",
