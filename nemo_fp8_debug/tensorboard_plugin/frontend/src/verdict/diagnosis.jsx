@@ -6,19 +6,20 @@ import {Table} from '../components/table.jsx';
 import {titleOf} from '../units.js';
 
 /** Causes that are not in how operands are represented: what helps against FP8 does not help against these. */
-const NOT_FP8 = ['software', 'multiplier'];
+const NOT_FP8 = ['software', 'multiplier', 'learning_rate', 'skipped'];
 export const isFp8 = (cause) => !NOT_FP8.includes(cause);
 
 export function Diagnosed({found, unit, run}) {
-  const told = found.findings.filter((finding) => isFp8(found.cause) || finding.cause === found.cause);
-  const others = found.findings.filter((finding) => !told.includes(finding));
+  const fits = found.findings.filter((finding) => isFp8(found.cause) || finding.cause === found.cause);
+  const others = found.findings.filter((finding) => !fits.includes(finding));
   return (
     <section aria-label="Diagnosis">
       <p class="verdict"><Sentence text={found.verdict} /></p>
       <Facts found={found} unit={unit} />
-      {isFp8(found.cause) ? <ToDo findings={told} culprit={found.culprit} /> : <LookElsewhere findings={told} />}
+      {isFp8(found.cause) ? <ToDo findings={fits} culprit={found.culprit} /> : <LookElsewhere findings={fits} />}
       {found.notes.map((note) => <p key={note} class="soft"><Sentence text={note} /></p>)}
-      {told.length > 0 && <Findings name={`findings of ${run}`} caption="What the rules found" findings={told} unit={unit} />}
+      <Events events={found.events} unit={unit} />
+      {fits.length > 0 && <Findings name={`findings of ${run}`} caption="What the rules found" findings={fits} unit={unit} />}
       {others.length > 0 && (
         <details>
           <summary>What else the rules found, {others.length} in all: evidence, and no advice, since FP8 is not the cause</summary>
@@ -35,6 +36,7 @@ function Facts({found, unit}) {
     ['Cause', found.cause.replaceAll('_', ' ')],
     ['Confidence', found.confidence],
     ['Harm', found.harm],
+    found.gap && ['Gap', told(found.gap)],
     ['Loss diverges', found.divergence_step == null ? 'no' : <Link to={{view: 'timeline', step: found.divergence_step}}>{unit} {found.divergence_step}</Link>],
     culprit && ['Begins in', <TensorLink {...culprit} step={culprit.since} />],
     culprit?.since != null && ['Since', <Link to={toTensor(culprit, {view: 'map', step: culprit.since})}>{unit} {culprit.since}, on the map</Link>],
@@ -43,6 +45,27 @@ function Facts({found, unit}) {
     <dl class="facts">
       {facts.filter(Boolean).map(([term, fact]) => <div key={term}><dt>{term}</dt><dd>{fact}</dd></div>)}
     </dl>
+  );
+}
+
+/** A gap with its interval; what JSON has no number for is infinite. */
+function told({percent, low, high, visible}) {
+  if (percent == null) return 'infinite';
+  const signed = (value) => `${value < 0 ? '' : '+'}${value.toPrecision(3)}`;
+  return `${signed(percent)}% (95%: ${signed(low)} to ${signed(high)}%; visible from ${visible.toPrecision(3)}%)`;
+}
+
+function Events({events, unit}) {
+  if (events.length < 2) return null;
+  return (
+    <>
+      <h3>In order</h3>
+      <ol class="events">
+        {events.map(({step, what}) => (
+          <li key={`${step} ${what}`}><Link to={{view: 'timeline', step}}>{unit} {step}</Link>: <Sentence text={what} /></li>
+        ))}
+      </ol>
+    </>
   );
 }
 
