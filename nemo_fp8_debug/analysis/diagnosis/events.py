@@ -32,7 +32,7 @@ def events(findings: Sequence[Finding]) -> list[tuple[int, str]]:
 
 def _events(findings: Sequence[Finding]) -> Iterator[tuple[int, str]]:
     for found in findings:
-        if found.since is None:
+        if found.since is None or found.cause == "none":
             continue
         if found.rule == "operand":
             yield found.since, f"{found.operand}: {found.cause.replace('_', ' ')}"

@@ -29,7 +29,8 @@ def learning_rate(run: Run, baseline: Run | None) -> list[Finding]:
     if at is None:
         return []
     farthest = at + int(np.argmax(np.abs(np.log2(ratios[at:]))))
-    since, last = int(both["step"][at]), int(both["step"][farthest])
+    # Reported at some steps only, it may have departed at any behind the last that was the same.
+    since, last = int(both["step"][at - 1]) + 1 if at else int(both["step"][0]), int(both["step"][farthest])
     times = float(ratios[farthest])
     what = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
     before = f"after {run.unit} {both['step'][at - 1]}" if at else "from the start"
@@ -51,7 +52,7 @@ def _alone(mine: pl.DataFrame, unit: str) -> list[Finding]:
             at = i + int(np.argmax(rates[i:] > DIFFERS * highest))
             most = number(float(rates[i:].max()))
             facts = f"the learning rate rises from {number(highest)} at {unit} {steps[at - 1]} to {most} after its warm-up"
-            return [Finding("learning rate", "learning_rate", "medium", facts, _ADVICE, since=int(steps[at]))]
+            return [Finding("learning rate", "learning_rate", "medium", facts, _ADVICE, since=int(steps[at - 1]) + 1)]
     return []
 
 
