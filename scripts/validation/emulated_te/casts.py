@@ -42,6 +42,13 @@ class Cast:
     """Within the second forward pass of a checkpoint."""
     in_backward: bool
     """Within a backward pass: gradients, recompute, and an X cast again because the module saved it in BF16."""
+    usage: str = ""
+    """Of a cast in blocks, whose copies are casts of their own: rowwise or columnwise; `scale` is then as it is kept, one a
+    block, and `codes` a matrix."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale, of the matrix as the codes are kept."""
+    amax: torch.Tensor | None = None
+    """float32 [1] or [rows]: the second level of NVFP4."""
 
 
 CASTS: list[Cast] = []
@@ -53,7 +60,9 @@ def slot_of(quantizer: Any) -> tuple[Any, str, int]:
     """The module, role and GEMM of a quantizer, by identity."""
     for module in list(MODULES):
         for index, key, owned in _quantizers(module):
-            if owned is quantizer:
+            if owned is quantizer or any(
+                getattr(owned, f"{usage}_quantizer", None) is quantizer for usage in ("rowwise", "columnwise")
+            ):
                 gemm, offset = divmod(index, SLOTS[key])
                 return module, next(role for role, slot in ROLES.items() if slot == (key, offset)), gemm
     return None, "", 0

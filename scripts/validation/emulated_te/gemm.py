@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
+from . import blocks
 from .quantize import decode, store, torch_dtype
 from .stubs import kernel
 
 
 def _matrix(tensor: Any, transposed: bool) -> torch.Tensor:
     """The operand with the dimension that is summed over last; FP8 tensors from the copy that a Hopper GEMM reads."""
+    if isinstance(tensor, blocks.STORAGES):
+        return blocks.matrix_of(tensor, "columnwise" if transposed else "rowwise")
     if not isinstance(tensor, Float8TensorStorage):
         matrix: torch.Tensor = tensor.detach().float().flatten(0, -2)
         return matrix.t() if transposed else matrix
@@ -57,7 +60,8 @@ def generic_gemm(
     if bias is not None and not grad:
         result = result + bias.detach().float()
     bias_grad = b.sum(1).to(dtype) if bias is not None and grad else None
-    shape = torch.Size((*((b.shape[0],) if transB else B.shape[:-1]), a.shape[0]))
+    leading = (b.shape[0],) if transB else (B.size() if isinstance(B, blocks.STORAGES) else B.shape)[:-1]
+    shape = torch.Size((*leading, a.shape[0]))
     if accumulate:
         return D.copy_(D.float() + result.reshape(D.shape)), bias_grad, None, extra_output
     return store(result, dtype, quantizer, shape=shape, out=D), bias_grad, None, extra_output

@@ -10,11 +10,12 @@ from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_p
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
+from . import blocks
 from .casts import CASTS, Cast, slot_of
 from .stubs import kernel
 
 MAX = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
-NAMES = {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2"}
+NAMES = {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2", DType.kFloat4E2M1: "e2m1"}
 NAN_CODE = 0x7F
 FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -53,6 +54,8 @@ def current_scale(amax: torch.Tensor, quantizer: Float8CurrentScalingQuantizer) 
 
 def create_tensor(quantizer: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
     """An FP8 tensor whose buffers are there but not filled."""
+    if isinstance(quantizer, blocks.QUANTIZERS):
+        return blocks.create(quantizer, shape, dtype)
     common = {
         "data": torch.empty(shape, dtype=torch.uint8) if quantizer.rowwise_usage else None,
         "fp8_scale_inv": torch.empty(1),
@@ -71,6 +74,8 @@ def _transposed(shape: torch.Size) -> tuple[int, ...]:
 
 def _match_usages(out: Any, quantizer: Any, shape: torch.Size) -> None:
     """convert_and_update_tensor: the buffers follow the quantizer's usages."""
+    if isinstance(quantizer, blocks.QUANTIZERS):
+        return blocks.match_usages(out, quantizer, shape)
     if not quantizer.rowwise_usage:
         out._data = None
     elif out._data is None:
@@ -88,13 +93,17 @@ def cast_into(out: Any, source: torch.Tensor, quantizer: Any, *, fused: bool = F
     if source.numel() == 0:
         return out
     source = source.detach()
+    if isinstance(quantizer, blocks.QUANTIZERS):
+        for copy in blocks.fill(out, source, quantizer):
+            _note(quantizer, copy.scales, copy.codes, source, fused, copy.usage, copy.block, copy.amax)
+        return out
     amax = amax_of(source)
     if isinstance(quantizer, Float8Quantizer):
         scale = quantizer.scale.detach().clone().reshape(1)
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
     elif isinstance(quantizer, Float8CurrentScalingQuantizer):
         if quantizer.with_amax_reduction:
-            raise NotImplementedError("amaxes shared among ranks are not emulated")
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
         scale = current_scale(amax, quantizer)
     else:
         raise NotImplementedError(f"{type(quantizer).__name__} is not emulated")
@@ -105,6 +114,20 @@ def cast_into(out: Any, source: torch.Tensor, quantizer: Any, *, fused: bool = F
     if out._transpose is not None:
         out._transpose.copy_(codes.reshape(-1, codes.shape[-1]).t().reshape(out._transpose.shape))
         out._transpose_invalid = False
+    _note(quantizer, scale.reshape(()), codes, source, fused)
+    return out
+
+
+def _note(
+    quantizer: Any,
+    scale: torch.Tensor,
+    codes: torch.Tensor,
+    source: torch.Tensor,
+    fused: bool,
+    usage: str = "",
+    block: tuple[int, int] | None = None,
+    amax: torch.Tensor | None = None,
+) -> None:
     module, role, gemm = slot_of(quantizer)
     CASTS.append(
         Cast(
@@ -112,16 +135,18 @@ def cast_into(out: Any, source: torch.Tensor, quantizer: Any, *, fused: bool = F
             role=role,
             gemm=gemm,
             quantizer=quantizer,
-            scale=scale.reshape(()),
+            scale=scale.clone(),
             format=NAMES[quantizer.dtype],
             codes=codes.clone(),
             source=source.clone(),
             fused=fused,
             recompute=in_fp8_activation_recompute_phase(),
             in_backward=torch._C._current_graph_task_id() != -1,
+            usage=usage,
+            block=block,
+            amax=amax if amax is None else amax.clone(),
         )
     )
-    return out
 
 
 def store(
@@ -155,6 +180,10 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
 
 @kernel
 def dequantize(input: Any, otype: Any) -> torch.Tensor:
+    if isinstance(input, blocks.STORAGES):
+        if input._rowwise_data is None:
+            raise NotImplementedError("a column-wise copy by itself is not dequantized here")
+        return blocks.matrix_of(input, "rowwise").reshape(input.size()).to(torch_dtype(otype))
     if input._data is not None:
         return decode(input._data, input._scale_inv, input._fp8_dtype).to(torch_dtype(otype))
     whole = decode(input._transpose, input._scale_inv, input._fp8_dtype).to(torch_dtype(otype))

@@ -126,7 +126,7 @@ def unused_packages(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-FACTORIES = "tensor empty zeros ones full arange rand randn randint as_tensor empty_like zeros_like ones_like full_like"
+FACTORIES = "tensor empty zeros ones full eye arange rand randn randint as_tensor empty_like zeros_like ones_like full_like"
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,5 +206,9 @@ def import_te() -> ModuleType:
     distributed: Any = importlib.import_module("transformer_engine.pytorch.distributed")
     distributed._lazy_init = lambda: None
     distributed._lazy_call = lambda callback: callback()
+    # Kernels of all recipes are emulated, though on a Hopper not all of them run.
+    quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
+    for kind in ("FP8", "MXFP8", "NVFP4", "FP8_BLOCK_SCALING"):
+        setattr(quantization, f"_{kind}_SUPPORT", (True, ""))
     torch.cuda.default_generators = (torch.default_generator,)
     return te
