@@ -9,7 +9,7 @@ import torch
 
 from ..capture.backends.transformer_engine.casts import state_manager
 from ..errors import ConfigError
-from ..numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ..numerics.block_scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
 from ..numerics.formats import E5M2
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling
@@ -56,6 +56,12 @@ def _options(recipe: Recipe, known: Any) -> dict[str, Any]:
     if isinstance(rule, DelayedScaling):
         names = ("margin", "amax_history_len", "amax_compute_algo")
         options |= {name: getattr(rule, name) for name in names}
+    if isinstance(rule, BlockScaling) and rule.dimensions:
+        options |= {f"{operand}_block_scaling_dim": rule.dimensions for operand in ("x", "w", "grad")}
+    if isinstance(rule, MXFP8Scaling) and rule.square_weights:
+        options["enable_2d_quantization"] = True
+    if isinstance(rule, NVFP4Scaling) and not rule.square_weights:
+        options["disable_2d_quantization"] = True
     return options
 
 

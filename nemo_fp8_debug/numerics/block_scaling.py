@@ -21,6 +21,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from ..errors import ConfigError
 from .formats import E2M1, E4M3, FloatFormat, e8m0_at_least, e8m0_value, saturating_cast
 from .histogram import magnitudes_of
 from .metrics import QuantizationSums, beyond, sums_of_values
@@ -101,7 +102,7 @@ class BlockQuantized:
 
 @dataclass(frozen=True)
 class BlockScaling(BlockRule):
-    """Transformer Engine's `Float8BlockScaling`: 1x128 for X and dY, 128x128 for W; its defaults.
+    """Transformer Engine's `Float8BlockScaling`: 1x128 for X and dY, 128x128 for W by default.
 
     Source: `transpose/quantize_transpose_{vector,square}_blockwise.cu` and `recipe/recipe_common.cuh`, release 2.3 on.
     """
@@ -110,12 +111,19 @@ class BlockScaling(BlockRule):
     power_of_two: bool = True
     #: amax below this counts as this
     epsilon: float = 0.0
+    #: 1: blocks are 1x128 whatever the operand; 2: 128x128; 0: as by default
+    dimensions: int = 0
 
     formats: ClassVar[tuple[str, ...]] = ("e4m3", "hybrid")
 
+    def __post_init__(self) -> None:
+        if self.dimensions not in (0, 1, 2):
+            raise ConfigError(f"dimensions of blockwise are {self.dimensions}; use 1 (1x128), 2 (128x128) or 0 (as usual)")
+
     def block(self, role: str) -> Block:
         """1x128; 128x128 for W."""
-        return (128, 128) if role == "weight" else (1, 128)
+        square = self.dimensions == 2 or (self.dimensions == 0 and role == "weight")
+        return (128, 128) if square else (1, 128)
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """Format limit / amax, in float32. Metrics take the exact inverse, as they do of per-tensor scales."""

@@ -16,7 +16,9 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
 from nemo_fp8_debug.capture.gemms import find_gemms
+from nemo_fp8_debug.interventions.te_recipes import te_recipe
 from nemo_fp8_debug.interventions.transformer_engine import EngineChanges
+from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.plan.plan import Change, Plan
 from nemo_fp8_debug.record.reader import read_table
 
@@ -248,3 +250,28 @@ def test_megatron(options: dict[str, Any]) -> None:
         follows = [float(c.scale) == pytest.approx(limit / float(c.source.float().abs().max()), rel=1e-5) for c in casts]
         assert all(follows) or not name.endswith("linear_proj"), (name, role)
     assert losses == pytest.approx(train(gpt(fp8=None)), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("mxfp8(square_weights=True)", {"enable_2d_quantization": True}),
+        ("mxfp8", {"enable_2d_quantization": False}),
+        ("nvfp4(square_weights=False)", {"disable_2d_quantization": True}),
+        (
+            "blockwise(dimensions=1)",
+            dict.fromkeys(("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"), 1),
+        ),
+        ("blockwise", {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}),
+    ],
+)
+def test_options_of_block_recipes_reach_transformer_engine(name: str, fields: dict[str, Any]) -> None:
+    made = te_recipe(parse_recipe(name))
+    assert {field: getattr(made, field) for field in fields} == fields
+
+
+def test_block_dimensions_that_transformer_engine_does_not_multiply_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2D by 2D"):
+        te_recipe(parse_recipe("blockwise(dimensions=2)"))
+    with pytest.raises(ConfigError, match="dimensions of blockwise are 3"):
+        parse_recipe("blockwise(dimensions=3)")
