@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,15 +24,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .amax_reductions import AfterBackward, Forwards, Reduced, with_shared_amax
 from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later, unknown_cast
 from .backends.transformer_engine import inspection
 from .gemms import Gemm
+from .operand_guard import Fault, OperandGuard
 from .output_samples import Products
 from .overrides import emulated
 from .tracing import Hook
-
-#: told of (GEMM name, role, error, whether the operand is lost)
-Fault = Callable[[str, str, Exception, bool], None]
 
 
 class OperandSink(Protocol):
@@ -49,24 +48,6 @@ class OperandSink(Protocol):
         """
 
 
-class _Guard:
-    """A fault within costs an operand, or what it was cast with. No generator: hooks enter hundreds of these."""
-
-    __slots__ = ("_lost", "_name", "_on_fault", "_role")
-
-    def __init__(self, on_fault: Fault, name: str, role: str, lost: bool) -> None:
-        self._on_fault, self._name, self._role, self._lost = on_fault, name, role, lost
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._on_fault(self._name, self._role, error, self._lost)
-        return True
-
-
 @dataclass
 class _Pass:
     """A forward pass of a module that counts, itself or in its recompute."""
@@ -75,6 +56,8 @@ class _Pass:
     order: int
     #: how X and W are cast in it, by GEMM and role, if the backend can tell; None: it has not returned yet
     casts: dict[tuple[str, str], ScaleInUse] | None = None
+    #: what is known of the call before it runs
+    arguments: Kwargs = field(default_factory=dict)
 
 
 class Capture:
@@ -113,6 +96,8 @@ class Capture:
         self._under_way: dict[nn.Module, _Pass | None] = {}  # of modules whose forward runs; None: not counted
         self._first_passes: dict[nn.Module, _Pass] = {}  # likewise, of those that a recompute will count
         self._weights: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # of the same, by GEMM
+        self._weight_casts: dict[str, ScaleInUse] = {}  # by GEMM: that of its first call
+        self._reduced = Forwards()
 
     def attach(self) -> None:
         """Install the hooks."""
@@ -128,6 +113,8 @@ class Capture:
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after, prepend=True, with_kwargs=True),
             ]
+            if self._read_casts and own[0].backend.shares_amax(module):
+                self._handles += self._reduced.attach(module)
         if self._inside:
             with self._guarded(*next(iter(self._inside))):
                 inspection.watch([(sink.gemm, role) for (_, role), sink in self._inside.items()], self._take_inside)
@@ -145,12 +132,14 @@ class Capture:
             inspection.unwatch()
         self._sinks, self._inside, self._products = {}, {}, {}
 
-    def _guarded(self, name: str, role: str, lost: bool = True) -> _Guard:
-        return _Guard(self._on_fault, name, role, lost)
+    def _guarded(self, name: str, role: str, lost: bool = True) -> OperandGuard:
+        return OperandGuard(self._on_fault, name, role, lost)
 
     def _before_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         counted = self._counted(module)
         self._under_way[module] = counted
+        if noted := counted or self._first_passes.get(module):
+            noted.arguments = gemms[0].backend.arguments(module, args, kwargs)
         if counted is None:
             return
         self._weights[module] = self._found_weights(gemms, module, args, kwargs)
@@ -208,16 +197,22 @@ class Capture:
         self._with_grad.add(module)
         return _Pass(next(self._order))
 
-    def _note_casts(self, gemms: Sequence[Gemm], kwargs: Kwargs, out: Any, to: _Pass) -> None:
-        """How a call that has just returned casts X and W: its engine's scales may move before a recompute."""
-        if to.casts is None:
-            to.casts = {}
-            for gemm in gemms:
-                for role in ("input", "weight"):
-                    if read := self._cast_reader(gemm, kwargs, role, out):
-                        to.casts[gemm.name, role] = read()
+    def _note_casts(self, gemms: Sequence[Gemm], out: Any, to: _Pass) -> None:
+        """How a call that has just returned casts X and W: its engine's scales may move before a recompute.
 
-    def _cast_reader(self, gemm: Gemm, kwargs: Kwargs, role: str, out: Any) -> Callable[[], ScaleInUse] | None:
+        W is reported once a step, as its first call casts it; whether later ones cast it anew is not asked.
+        """
+        if to.casts is not None:
+            return
+        to.casts = {(gemm.name, "weight"): use for gemm in gemms if (use := self._weight_casts.get(gemm.name))}
+        for gemm in gemms:
+            for role in ("input", "weight"):
+                if (gemm.name, role) not in to.casts and (read := self._cast_reader(gemm, to.arguments, role, out)):
+                    to.casts[gemm.name, role] = use = read(self._reduced.of(gemm.module))
+                    if role == "weight":
+                        self._weight_casts[gemm.name] = use
+
+    def _cast_reader(self, gemm: Gemm, kwargs: Kwargs, role: str, out: Any) -> Callable[[Reduced], ScaleInUse] | None:
         """What tells how a role is cast in a call, or that it is unknown; None: the backend never quantizes."""
         cast = gemm.backend.cast
         if cast is None or not self._reads_casts(gemm) or (gemm.name, role) not in self._sinks:
@@ -225,11 +220,11 @@ class Capture:
         with self._guarded(gemm.name, role, lost=False):
             read = cast(gemm.module, kwargs, gemm.part, role, gemm.backend.output(out))
             return partial(self._known_cast, gemm.name, role, read)
-        return partial(unknown_cast, role)
+        return lambda reduced: unknown_cast(role)
 
-    def _known_cast(self, name: str, role: str, read: Callable[[], ScaleInUse]) -> ScaleInUse:
+    def _known_cast(self, name: str, role: str, read: Callable[[], ScaleInUse], reduced: Reduced = ()) -> ScaleInUse:
         with self._guarded(name, role, lost=False):
-            return read()
+            return with_shared_amax(read(), reduced)
         return unknown_cast(role)
 
     def _take_inside(self, gemm: Gemm, role: str, x: torch.Tensor, cast: Callable[[], ScaleInUse]) -> None:
@@ -247,7 +242,7 @@ class Capture:
         counted, first = self._under_way.pop(module, None), self._first_passes.pop(module, None)
         weights = self._weights.pop(module, {})
         if noted := counted or first:
-            self._note_casts(gemms, kwargs, out, noted)
+            self._note_casts(gemms, out, noted)
         if counted is None:
             return
         if self._takes_inputs_later(gemms, module):
@@ -262,19 +257,36 @@ class Capture:
                     self._hook_gradient(gemm, module, args, kwargs, out, counted)
 
     def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any, counted: _Pass) -> None:
-        key = gemm.name, "grad_output"
+        y = gemm.backend.output(out)
+        if not y.requires_grad:
+            return
         # Of the arguments a hook that lives until backward keeps only those that are no activations.
         small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
-        read = self._cast_reader(gemm, kwargs, "grad_output", out)
+        read = self._cast_reader(gemm, counted.arguments, "grad_output", out)
+        node = gemm.backend.node(y) if read and gemm.backend.shares_amax(module) else None
+        later = AfterBackward(node) if node is not None else None
 
         def take(grad: torch.Tensor) -> None:
-            with self._guarded(*key):
-                sink = self._sinks.get(key)
-                if sink and (dy := gemm.backend.grad(grad, module, small, kwargs, gemm.part)) is not None:
-                    use = read() if read else None
-                    sink.add(dy, next(self._order), use)
-                    self._multiply(gemm, "grad_output", dy, counted, use)
+            with self._guarded(gemm.name, "grad_output"):
+                if (gemm.name, "grad_output") not in self._sinks:
+                    return
+                if (dy := gemm.backend.grad(grad, module, small, kwargs, gemm.part)) is not None:
+                    add = partial(self._take_gradient, gemm, dy, counted, read)
+                    later.wait(add) if later else add(())
 
-        y = gemm.backend.output(out)
-        if y.requires_grad:
-            y.register_hook(take)
+        y.register_hook(take)
+
+    def _take_gradient(
+        self,
+        gemm: Gemm,
+        dy: torch.Tensor,
+        counted: _Pass,
+        read: Callable[[Reduced], ScaleInUse] | None,
+        reduced: Reduced,
+    ) -> None:
+        """dY, when it is known how it is cast: at once, or after the backward in which ranks share its amax."""
+        with self._guarded(gemm.name, "grad_output"):
+            if sink := self._sinks.get((gemm.name, "grad_output")):
+                use = read(reduced) if read else None
+                sink.add(dy, next(self._order), use)
+                self._multiply(gemm, "grad_output", dy, counted, use)

@@ -35,6 +35,8 @@ class ScaleInUse:
     source: str
     #: by product, as in `numerics.gemm_error`: how it is cast for GEMMs that cast it otherwise; None: in high precision
     products: Mapping[str, ScaleInUse | None] = field(default_factory=dict, compare=False)
+    #: the ranks of whose amaxes the largest is what the cast goes by; None: the tensor's own
+    amax_group: Any = field(default=None, compare=False)
 
     def in_product(self, product: str) -> ScaleInUse | None:
         """How it is cast for one GEMM; None: it is not."""
@@ -97,6 +99,12 @@ class Backend:
     #: from a forward call that has just returned: what tells how its engine casts a role of a part, asked at once of X and
     #: W, in the backward of dY; raises UnknownCast. No function where the backend never quantizes
     cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], ScaleInUse]] | None = None
+    #: what is to be known of a call before it runs, as keywords of `cast`
+    arguments: Callable[[nn.Module, Args, Kwargs], Kwargs] = lambda module, args, kwargs: kwargs
+    #: whether ranks may share amaxes of a module's calls
+    shares_amax: Callable[[nn.Module], bool] = lambda module: False
+    #: from what forward returned: the autograd node of the call; only of modules that may share amaxes
+    node: Callable[[torch.Tensor], Any] = lambda out: None
     #: whether its modules quantize for themselves when told to
     has_own_fp8: bool = False
     #: whether a plan can put another recipe in force for a call of its modules

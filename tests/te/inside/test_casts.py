@@ -19,8 +19,10 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
 from nemo_fp8_debug import FP8DebugWarning
+from nemo_fp8_debug.capture.amax_reductions import with_shared_amax
 from nemo_fp8_debug.capture.backends.base import UnknownCast
 from nemo_fp8_debug.capture.backends.transformer_engine import environment
 from nemo_fp8_debug.capture.backends.transformer_engine.quantizers import cast_by
@@ -200,10 +202,14 @@ E4M3 = DType.kFloat8E4M3
             "input",
             "blockwise-e4m3(power_of_two=False)",
         ),
-        (Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1), "weight", "block_scaling_dim=1"),
+        (
+            Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+            "weight",
+            "blockwise-e4m3(dimensions=1)",
+        ),
         (MXFP8Quantizer(E4M3, with_2d_quantization=True), "input", "with_2d_quantization=True"),
         (
-            current(with_amax_reduction=True, amax_reduction_group=SimpleNamespace(size=lambda: 2)),
+            NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group=SimpleNamespace(size=lambda: 2)),
             "input",
             "with_amax_reduction=True",
         ),
@@ -218,6 +224,16 @@ def test_quantizers_are_read_or_refused(quantizer: Any, role: str, recipe: str) 
     else:
         use = cast_by(quantizer, None, role)
         assert (use.recipe, use.source) == (recipe, "engine")
+
+
+def test_an_amax_that_ranks_share_is_unknown_unless_their_reduction_was_seen() -> None:
+    group, other = SimpleNamespace(size=lambda: 2), SimpleNamespace(size=lambda: 3)
+    use = cast_by(current(with_amax_reduction=True, amax_reduction_group=group), None, "input")
+    seen = with_shared_amax(use, [(other, torch.tensor([1.0])), (group, torch.tensor([7.0])), (group, torch.tensor([2.0]))])
+    assert (seen.source, float(seen.scale), seen.amax_group) == ("engine", 64.0, None)
+    for reduced in ([], [(other, torch.tensor([1.0]))]):
+        with pytest.raises(UnknownCast, match="ranks share its amax"):
+            with_shared_amax(use, reduced)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

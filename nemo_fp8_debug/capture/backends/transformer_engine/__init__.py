@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from ..base import Backend
 from ..megatron import configured_recipe
 from . import grouped, layernorm_mlp, linear
+from .casts import first_microbatch, node_of, shares_amax
 
 
 def _is(*names: str) -> Callable[[nn.Module], bool]:
@@ -38,6 +40,9 @@ LINEAR = Backend(
     output=_output,
     unseen=linear.unseen,
     cast=linear.cast,
+    arguments=first_microbatch,
+    shares_amax=shares_amax,
+    node=node_of,
     has_own_fp8=True,
     takes_plans=True,
     recipe=configured_recipe,
@@ -51,6 +56,9 @@ LAYERNORM_MLP = Backend(
     parts=lambda module: ("fc1", "fc2"),
     unseen=layernorm_mlp.unseen,
     cast=layernorm_mlp.cast,
+    arguments=first_microbatch,
+    shares_amax=shares_amax,
+    node=node_of,
     has_own_fp8=True,
     takes_plans=True,
     recipe=configured_recipe,
@@ -65,6 +73,7 @@ GROUPED = Backend(
     grad=grouped.operand_dy,
     unseen=grouped.unseen,
     cast=grouped.cast,
+    arguments=partial(first_microbatch, place=2),
     has_own_fp8=True,
     takes_plans=True,
     recipe=configured_recipe,

@@ -26,7 +26,7 @@ import torch
 
 from ....numerics.block_scaling import BlockRule
 from ...overrides import SWITCHED
-from ..base import Kwargs, ScaleInUse, UnknownCast, not_quantized
+from ..base import Args, Kwargs, ScaleInUse, UnknownCast, not_quantized, raw_weight
 from .environment import check_environment
 from .quantizers import cast_by, delayed_cast
 
@@ -54,7 +54,7 @@ def cast_of(module: Any, role: str, held: Held, out: torch.Tensor) -> Callable[[
         UnknownCast: at once or when asked.
     """
     check_environment(module, role)
-    call = _call_of(out)
+    call = call_of(out)
     if role != "grad_output":
         return lambda: _forward_cast(module, role, held, call)
     # Nothing here may hold the node: it would be freed late, with all that is saved for the backward.
@@ -97,15 +97,26 @@ def _state_before_quantizers(module: Any, role: str) -> Any:
     return state
 
 
-def _call_of(out: torch.Tensor) -> Any:
+def call_of(out: torch.Tensor) -> Any:
     """What a call keeps for its backward; None: it has none, or none that is found."""
+    node = node_of(out)
+    return node if node is None else getattr(node, "backward_objects", node)
+
+
+def node_of(out: torch.Tensor) -> Any:
+    """The autograd node of the call that has returned `out`; None: it has none, or none that is found."""
     waiting, seen = deque([out.grad_fn] if out.grad_fn is not None else []), 0
     while waiting and seen < _FARTHEST:
         node, seen = waiting.popleft(), seen + 1
         if getattr(type(node), "_forward_cls", type(None)).__module__.startswith("transformer_engine.pytorch.module"):
-            return getattr(node, "backward_objects", node)
+            return node
         waiting += [earlier for earlier, _ in node.next_functions if earlier is not None]
     return None
+
+
+def shares_amax(module: Any) -> bool:
+    """Whether ranks may share amaxes of a module's calls: they do under sequence parallelism."""
+    return bool(getattr(module, "sequence_parallel", False)) and getattr(module, "tp_size", 1) > 1
 
 
 def active_recipe(module: Any) -> Any:
@@ -121,19 +132,34 @@ def state_manager() -> Any:
     return next((getattr(sys.modules[m], "FP8GlobalStateManager", None) for m in _HOLDERS if m in sys.modules), None)
 
 
-def cached_weight_cast(module: Any, kwargs: Kwargs, cache: str, use: ScaleInUse, out: torch.Tensor) -> ScaleInUse:
-    """The cast of a weight that a call may not have cast anew: all but the first micro-batch use the one that is cached."""
-    first = getattr(_call_of(out), "is_first_microbatch", kwargs.get("is_first_microbatch"))
-    # Megatron's wrappers keep in the module whether the next call is the first one; without a cache they pass None on.
-    caches = first is not None or hasattr(module, "is_first_microbatch")
-    cached = module._fp8_workspaces.get(cache) if caches else None
-    scale_inv = None if getattr(module, "disable_parameter_transpose_cache", False) else getattr(cached, "_scale_inv", None)
-    if use.source != "engine" or isinstance(use.scale, BlockRule) or scale_inv is None or scale_inv.numel() != 1:
+def first_microbatch(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
+    """Whether a call that is about to run casts its weight and caches it (True), takes what is cached (False), or caches
+    nothing (None).
+
+    Args:
+        place: of the argument that says so.
+    """
+    if hasattr(module, "is_first_microbatch"):  # Megatron's wrappers
+        caches = not getattr(module, "disable_parameter_transpose_cache", False)
+        return {"is_first_microbatch": module.is_first_microbatch if caches else None}
+    return {"is_first_microbatch": args[place] if len(args) > place else kwargs.get("is_first_microbatch")}
+
+
+def cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callable[[], ScaleInUse]) -> ScaleInUse:
+    """The cast of a weight, which is not cast anew if it was cached before the call.
+
+    Raises:
+        UnknownCast: it was cached by a call before this step, and may have changed since.
+    """
+    use = read()
+    if use.source != "engine" or kwargs.get("is_first_microbatch") is not False:
         return use
-    inverse = scale_inv.detach().reshape(())
-    if isinstance(use.scale, torch.Tensor):  # cast anew, unless the inverse is another; the device is not waited for
-        return replace(use, scale=torch.where(use.scale.reciprocal() == inverse, use.scale, inverse.reciprocal()))
-    return replace(use, scale=inverse.reciprocal()) if first is False else use
+    if getattr(raw_weight(module, name), "requires_grad", True):
+        raise UnknownCast("it was cast before this step and cached, and may have changed since")
+    scale_inv = getattr(module._fp8_workspaces.get(name), "_scale_inv", None)
+    if isinstance(use.scale, BlockRule) or scale_inv is None or scale_inv.numel() != 1:
+        return use
+    return replace(use, scale=scale_inv.detach().reshape(()).reciprocal())
 
 
 def is_quantized(x: Any) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
-from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantized
+from ..base import Args, Kwargs, ScaleInUse, UnknownCast, as_multiplied, raw_weight
+from .casts import Held, active_recipe, cached_weight_cast, call_of, cast_of, is_quantized
 from .linear import first_argument
 
 
@@ -54,8 +54,21 @@ def unseen(module: Any, part: str) -> Collection[str]:
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
     """What tells how `role` is cast by the call that has returned `out`."""
+    if role == "grad_output":
+        _check_row_wise(call_of(out))
     read = cast_of(module, role, Held(f"{role}_quantizers", int(part), _slot(module, int(part), role)), out)
-    return (lambda: cached_weight_cast(module, kwargs, f"weight{part}", read(), out)) if role == "weight" else read
+    return (lambda: cached_weight_cast(module, kwargs, f"weight{part}", read)) if role == "weight" else read
+
+
+def _check_row_wise(call: Any) -> None:
+    """Of a HybridQuantizer a call makes those copies only that it multiplies.
+
+    Raises:
+        UnknownCast: none that is measured here.
+    """
+    kinds = {type(quantizer).__name__ for quantizer in getattr(call, "grad_output_quantizers", None) or ()}
+    if "HybridQuantizer" in kinds and not getattr(call, "requires_dgrad", True):
+        raise UnknownCast("no row-wise copy of it is made, since no gradient of X is asked for")
 
 
 def _slot(module: Any, expert: int, role: str) -> int:

@@ -8,6 +8,7 @@ gives dX.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,15 +113,19 @@ def _history(te_recipe: Any) -> DelayedScaling:
 
 def _current(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     _refuse(quantizer, "use_existing_amax")
-    _refuse_reduction(quantizer)
     rule = CurrentScaling(float(quantizer.amax_epsilon), bool(quantizer.force_pow_2_scales))
-    return _in_use(rule, rule, _format(quantizer), te_recipe, role)
+    use = _in_use(rule, rule, _format(quantizer), te_recipe, role)
+    return replace(use, amax_group=_amax_group(quantizer))
 
 
 def _blockwise(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    rule = BlockScaling(bool(quantizer.force_pow_2_scales), float(quantizer.amax_epsilon))
-    length, dimensions = quantizer.block_len, quantizer.block_scaling_dim
-    _check(quantizer, rule.block(role) == ((length, length) if dimensions == 2 else (1, length)), "block_scaling_dim")
+    _check(quantizer, quantizer.block_len == 128, "block_len")
+    dimensions = int(quantizer.block_scaling_dim)
+    usual = 2 if role == "weight" else 1
+    rule = BlockScaling(
+        bool(quantizer.force_pow_2_scales), float(quantizer.amax_epsilon), 0 if dimensions == usual else dimensions
+    )
+    _check(quantizer, dimensions in (1, 2), "block_scaling_dim")
     return _in_use(rule, rule, _format(quantizer), te_recipe, role)
 
 
@@ -169,10 +174,18 @@ def _refuse(quantizer: Any, option: str) -> None:
 
 def _refuse_reduction(quantizer: Any) -> None:
     """The amax is that of a group of ranks, and the shard of this rank does not tell it."""
+    _check(quantizer, _amax_group(quantizer) is None, "with_amax_reduction")
+
+
+def _amax_group(quantizer: Any) -> Any:
+    """The ranks whose amaxes are reduced; None: this rank's own is the one."""
+    if not getattr(quantizer, "with_amax_reduction", False):
+        return None
     group = getattr(quantizer, "amax_reduction_group", None)
-    if getattr(quantizer, "with_amax_reduction", False) and group is not None:
-        alone = torch.distributed.is_initialized() and torch.distributed.get_world_size(group) == 1
-        _check(quantizer, alone, "with_amax_reduction")
+    if not torch.distributed.is_initialized():
+        return group
+    group = torch.distributed.group.WORLD if group is None else group
+    return None if torch.distributed.get_world_size(group) == 1 else group
 
 
 def _check(quantizer: Any, known: bool, attribute: str) -> None:
