@@ -50,21 +50,6 @@ class TestBlock:
         metrics = read_table(tmp_path, "metrics").filter(role="input")
         assert set(metrics["calls"]) == {3}
 
-    def test_cached_weights(self, tmp_path: Path, recipe: Any) -> None:
-        model = Block()
-
-        def step(number: int) -> None:
-            for i in range(3):
-                with te.autocast(enabled=True, recipe=recipe):
-                    y = model(tokens(10 * number + i), is_first_microbatch=i == 0)
-                y.float().square().sum().backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(1.5)
-
-        casts = run(tmp_path, model, step)
-        assert checked(tmp_path, model, casts, BLOCK) == 3 * (2 + 3 * 4)
-
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_recompute(self, tmp_path: Path, recipe: Any, reentrant: bool) -> None:
         model = Block()

@@ -1,0 +1,214 @@
+"""Each operand that was reported, beside what a kernel was given of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from emulated_te import CASTS, Cast, casts_of
+from torch import nn
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from nemo_fp8_debug import FP8DebugWarning, Monitor
+from nemo_fp8_debug.numerics.block_scaling import BlockRule
+from nemo_fp8_debug.numerics.formats import FORMATS
+from nemo_fp8_debug.numerics.recipe import parse_recipe
+from nemo_fp8_debug.record.dump import Dumped, dumped_files, read_dump
+from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.storage import Storage
+
+from .factors import NORMS, Row
+from .layers import SPLITS, STEPS, layer_of, recipe_of, step_of
+
+SHOWN = {"input": "X", "weight": "W", "grad_output": "dY"}
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+@dataclass
+class Result:
+    """What came of a row."""
+
+    #: operands of calls by `scale_source`
+    sources: Counter[str] = field(default_factory=Counter)
+    #: why casts were unknown
+    reasons: Counter[str] = field(default_factory=Counter)
+    #: reports that do not say what a kernel was given
+    differing: list[str] = field(default_factory=list)
+
+
+def result_of(name: str, row: Row, folder: Path) -> Result:
+    """Train as a row says, and compare all that is reported with the kernels' casts."""
+    torch.manual_seed(0)
+    CASTS.clear()
+    FP8GlobalStateManager.reset()
+    recipe = recipe_of(name, row)
+    model = layer_of(row, recipe)
+    step, casts = step_of(row, recipe, model), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = Monitor(model, str(folder), interval=1, dump=["*"], dump_min_free_bytes=0, table_rows=0)
+        for number in range(STEPS):
+            CASTS.clear()
+            with monitor.step(number):
+                step(number)
+            casts.append(list(CASTS))
+        monitor.close()
+    result = Result()
+    for warning in caught:
+        text = str(warning.message)
+        if issubclass(warning.category, FP8DebugWarning):
+            if "is unknown: " in text:
+                result.reasons[text.partition("is unknown: ")[2].partition(". ")[0]] += 1
+            elif "stored in FP8" not in text:
+                result.differing.append(f"warned: {text}")
+    _compare(result, row, model, casts, folder)
+    return result
+
+
+def _compare(result: Result, row: Row, model: nn.Module, casts: Sequence[list[Cast]], folder: Path) -> None:
+    place, seen = Storage(folder), Counter[tuple[int, str, str]]()
+    keys = ["step", "layer", "role", "scale_source", "recipe", "format", "mse", "n"]
+    reported = {line[:3]: line[3:] for line in read_table(folder, "metrics").select(keys).rows()}
+    given: dict[tuple[int, str, str], list[Cast]] = {}
+    for _, step, _, name in dumped_files(place):
+        about, tensors = read_dump(place, name)
+        seen[key := (step, about.layer, about.role)] += 1
+        # What a dump says of itself is of its codes, which are never in blocks.
+        source, recipe, fmt = reported[key][:3]
+        result.sources[source] += 1
+        where = f"step {step}, {SHOWN[about.role]} of {about.layer}, call {about.call}"
+        mine = _casts_of(model, casts, about, step)
+        if why := _difference(row, mine, replace(about, scale_source=source, recipe=recipe, format=FORMATS[fmt]), tensors):
+            result.differing.append(f"{where}: {why}")
+        elif source == "engine":
+            given.setdefault(key, []).append(mine[about.call])
+    for key, of_calls in given.items():
+        error, count = reported[key][3:]
+        kernels = sum(_squared_error(cast) for cast in of_calls) / count
+        if abs(error / kernels - 1) > (1e-3 if _is_made_again(row, key[2]) else 1e-5):
+            result.differing.append(f"{key}: mean squared error {error}, that of the kernels' codes is {kernels}")
+    if (expected := _expected(row)) != seen:
+        result.differing.append(f"not reported: {sorted((expected - seen).elements())}; too often: {seen - expected}")
+
+
+def _expected(row: Row) -> Counter[tuple[int, str, str]]:
+    """How many calls of each operand are to be reported."""
+    calls, stored = int(row["micro_batches"]), row["weights_stored"] == "yes"
+    if "Grouped" in row["layer"]:
+        gemms = {f"layer.{i}": ("input", "weight", "grad_output") for i in range(len(SPLITS))}
+    elif row["layer"] == "LayerNormMLP":
+        gemms = {"layer.fc1": ("input", "weight"), "layer.fc2": ("weight", "grad_output")}  # type: ignore[dict-item]
+    else:
+        gemms = {"layer": ("input", "weight", "grad_output")}
+    return Counter(
+        {
+            (step, gemm, role): 1 if role == "weight" else calls
+            for step in range(STEPS)
+            for gemm, roles in gemms.items()
+            for role in roles
+            if not (role == "weight" and stored)
+        }
+    )
+
+
+def _difference(row: Row, mine: list[Cast], about: Dumped, tensors: Any) -> str | None:
+    """What is wrong with a report; None: nothing."""
+    source = about.scale_source
+    if source == "unknown":
+        return None
+    if source == "not quantized":
+        return f"said to be in high precision, but {len(mine)} casts were made" if mine else None
+    if source != "engine":
+        return f"scale_source {source}"
+    if about.call >= len(mine):
+        return f"only {len(mine)} casts were made"
+    return _of_cast(about, mine[about.call], tensors, parse_recipe(about.recipe).scaling, _is_made_again(row, about.role))
+
+
+def _is_made_again(row: Row, role: str) -> bool:
+    """Of an X that a layer normalizes itself: unless rounded to BF16, its last bits may be others than the kernel's."""
+    fused = row["dtype"] != "bfloat16" or row.get("amax_history_len") or row.get("qfactory") == "delayed_scaling"
+    return role == "input" and row["layer"] in NORMS and bool(fused)
+
+
+def _casts_of(model: nn.Module, casts: Any, about: Dumped, step: int) -> list[Cast]:
+    """Row-wise casts of an operand in a step; of a W that was cached before it the last one that was made."""
+    part = about.layer.rpartition(".")[2]
+    gemm = int(part) if part.isdigit() else int(part == "fc2")
+    CASTS[:] = casts[step]
+    mine = [c for c in casts_of(model.layer, SHOWN[about.role], gemm) if c.usage != "columnwise" and not c.recompute]
+    # Not those made again in the backward: by recompute, or of an operand that was saved in high precision.
+    mine = [c for c in mine if c.in_backward == (about.role == "grad_output")]
+    if mine or about.role != "weight":
+        return mine
+    CASTS[:] = [cast for of_step in casts[:step] for cast in of_step]
+    return [c for c in casts_of(model.layer, "W", gemm) if c.usage != "columnwise"][-1:]
+
+
+def _of_cast(about: Dumped, cast: Cast, tensors: Any, rule: Any, again: bool) -> str | None:
+    if about.format.name != cast.format:
+        return f"said to be {about.format.name}, cast to {cast.format}"
+    source, value = cast.source.float(), tensors["value"].float()
+    source = source.reshape(value.shape)
+    last_bit = 1e-5 if cast.fused or cast.source.dtype == torch.float32 else 2.0**-9
+    if not torch.equal(source, value) and not (again and torch.allclose(source, value, rtol=last_bit, atol=1e-6)):
+        return f"another tensor was cast: up to {float((source - value).abs().max())} off"
+    if isinstance(rule, BlockRule):
+        return _of_blocks(about, cast, rule)
+    if cast.block:
+        return "said to have one scale, cast in blocks"
+    scale = float(tensors["scale"])
+    if scale != float(cast.scale) and not (again and abs(scale / float(cast.scale) - 1) < last_bit):
+        return f"said to have scale {scale}, cast with {float(cast.scale)}"
+    codes = tensors["codes"].view(torch.uint8).reshape(-1)
+    return None if again or torch.equal(codes, cast.codes.reshape(-1)) else "its codes are others"
+
+
+def _squared_error(cast: Cast) -> float:
+    """Of what a kernel's codes stand for, summed over a cast."""
+    if cast.block is None:
+        stood_for = _decoded(cast).double() / float(cast.scale)
+    else:
+        stood_for = _decoded(cast).double() * _by_value(_kept(cast), cast.block, cast.codes.shape)
+        if cast.amax is not None:
+            stood_for *= cast.amax.double().reshape(-1, 1) / (6 * cast.quantizer.nvfp4_e4m3_max)
+    return float((stood_for.reshape(cast.source.shape) - cast.source.double()).square().sum())
+
+
+def _of_blocks(about: Dumped, cast: Cast, rule: BlockRule) -> str | None:
+    if cast.block is None:
+        return "said to be cast in blocks, cast with one scale"
+    made = rule.quantize(cast.source, about.role, about.format)
+    codes = made.codes.float().reshape(cast.codes.shape)
+    if not torch.equal(codes, _decoded(cast)):
+        return "its codes are others"
+    stored = made.scales.stored if about.format.name == "e2m1" else made.scales.scale_inv
+    of_mine = _by_value(stored.double(), made.block, cast.codes.shape)
+    if not torch.allclose(of_mine, _by_value(_kept(cast), cast.block, cast.codes.shape), rtol=1e-6, atol=0):
+        return "its scales are others"
+    return None
+
+
+def _decoded(cast: Cast) -> torch.Tensor:
+    if cast.format == "e2m1":
+        magnitude = E2M1[(cast.codes % 8).long()]
+        return torch.where(cast.codes >= 8, -magnitude, magnitude)
+    kind = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[cast.format]
+    return cast.codes.view(kind).float()
+
+
+def _kept(cast: Cast) -> torch.Tensor:
+    """float64: what multiplies a code; of NVFP4 its first level."""
+    if cast.format == "e2m1":
+        return cast.scale.view(torch.float8_e4m3fn).double()
+    return cast.scale.double() if cast.scale.is_floating_point() else torch.exp2(cast.scale.double() - 127)
+
+
+def _by_value(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    wide = scales.repeat_interleave(block[0], 0)[: shape[0]]
+    return wide.repeat_interleave(block[1], 1)[:, : shape[1]]
