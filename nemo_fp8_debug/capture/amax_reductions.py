@@ -8,6 +8,7 @@ amaxes. Nothing is waited for: an amax is looked at once the engine has waited f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +40,16 @@ class AmaxReductions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls `func` as it is."""
         out = func(*args, **(kwargs or {}))
-        if getattr(func, "namespace", "") == "c10d" and func.overloadpacket.__name__ == "allreduce_":
+        if getattr(func, "namespace", "") == "c10d":
+            with suppress(Exception):  # what was not noted is unknown
+                self._note(func, args)
+        return out
+
+    def _note(self, func: Any, args: Any) -> None:
+        if func.overloadpacket.__name__ == "allreduce_":
             values, group = args[:2]
             if len(values) == 1 and values[0].numel() == 1 and values[0].dtype == torch.float32:
                 self.seen.append((torch.distributed.ProcessGroup.unbox(group), values[0]))
-        return out
 
     def begin(self) -> None:
         """Look from now on."""

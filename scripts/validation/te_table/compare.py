@@ -169,15 +169,18 @@ def _of_cast(about: Dumped, cast: Cast, tensors: Any, rule: Any, again: bool) ->
     return None if again or torch.equal(codes, cast.codes.reshape(-1)) else "its codes are others"
 
 
-def _squared_error(cast: Cast) -> float:
-    """Of what a kernel's codes stand for, summed over a cast."""
+def stood_for(cast: Cast) -> torch.Tensor:
+    """What a kernel's codes stand for, float64; of a cast in blocks as a matrix, laid out as the codes are kept."""
     if cast.block is None:
-        stood_for = _decoded(cast).double() / float(cast.scale)
-    else:
-        stood_for = _decoded(cast).double() * _by_value(_kept(cast), cast.block, cast.codes.shape)
-        if cast.amax is not None:
-            stood_for *= cast.amax.double().reshape(-1, 1) / (6 * cast.quantizer.nvfp4_e4m3_max)
-    return float((stood_for.reshape(cast.source.shape) - cast.source.double()).square().sum())
+        return _decoded(cast).double() / float(cast.scale)
+    values = _decoded(cast).double() * _by_value(_kept(cast), cast.block, cast.codes.shape)
+    if cast.amax is not None:
+        values *= cast.amax.double().reshape(-1, 1) / (6 * cast.quantizer.nvfp4_e4m3_max)
+    return values
+
+
+def _squared_error(cast: Cast) -> float:
+    return float((stood_for(cast).reshape(cast.source.shape) - cast.source.double()).square().sum())
 
 
 def _of_blocks(about: Dumped, cast: Cast, rule: BlockRule) -> str | None:
