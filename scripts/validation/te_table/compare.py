@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from emulated_te import CASTS, Cast, casts_of
+from pairs import Row
 from torch import nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -22,7 +23,7 @@ from nemo_fp8_debug.record.dump import Dumped, dumped_files, read_dump
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.storage import Storage
 
-from .factors import NORMS, Row
+from .factors import NORMS
 from .layers import SPLITS, STEPS, layer_of, recipe_of, step_of
 
 SHOWN = {"input": "X", "weight": "W", "grad_output": "dY"}

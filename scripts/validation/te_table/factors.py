@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, product
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-Factors = Mapping[str, Sequence[str]]
-Row = Mapping[str, str]
-#: two factors in their order, each with a value
-Pair = tuple[tuple[str, str], tuple[str, str]]
+from pairs import Factors, Row
+
 ROWS = Path(__file__).with_name("rows")
 
 MEGATRON = (
@@ -105,13 +102,6 @@ def checksum_of_rows() -> str:
     for recipe in RECIPES:
         found.update((ROWS / f"{recipe}.csv").read_bytes())
     return found.hexdigest()[:16]
-
-
-def pairs_of(factors: Factors) -> Iterator[Pair]:
-    """All pairs of values of different factors."""
-    for (one, values), (other, others) in combinations(factors.items(), 2):
-        for value, with_value in product(values, others):
-            yield (one, value), (other, with_value)
 
 
 def is_allowed(recipe: str, row: Row) -> bool:

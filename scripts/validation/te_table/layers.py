@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from emulated_te import te
+from pairs import Row
 from torch import nn
 from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
-from .factors import MEGATRON, Row
+from .factors import MEGATRON
 
 TOKENS, FEATURES, WIDTH = 96, 160, 192
 #: of each of two experts

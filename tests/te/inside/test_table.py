@@ -11,8 +11,9 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from pairs import pairs_of
 from te_table.compare import result_of
-from te_table.factors import RECIPES, checksum_of_rows, factors_of, is_allowed, pairs_of, rows_of
+from te_table.factors import RECIPES, checksum_of_rows, factors_of, is_allowed, rows_of
 
 RESULTS = json.loads((Path(__file__).parents[3] / "scripts/validation/te_table/results.json").read_text())
 #: one row in so many is run here
