@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from ....errors import ConfigError
-from ..engines import MEGATRON, TRANSFORMER_ENGINE, engines_of
+from ..engines import MEGATRON, TORCHAO, TRANSFORMER_ENGINE, engines_of
 from ..recommend import Recommendation
-from . import megatron, options, te_debug, te_quantizers
+from . import megatron, options, te_debug, te_quantizers, torchao
 from .snippet import Snippet
 
 PLAN = "plan.json"
@@ -34,6 +34,9 @@ def _made(found: Recommendation) -> tuple[list[Snippet], list[str]]:
         made.append(te_debug.features(found))
         files, reasons = te_quantizers.quantizers(found, MEGATRON in engines)
         made += files
+    if TORCHAO in engines:
+        files, more = torchao.configuration(found)
+        made, reasons = [*made, *files], [*reasons, *more]
     return [snippet for snippet in made if snippet], reasons
 
 
