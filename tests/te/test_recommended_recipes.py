@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -75,10 +76,15 @@ def quantizers_of(folder: Path) -> Path:
         for role, fmt in (("input", "e4m3"), ("weight", "e4m3"), ("grad_output", "e5m2"))
     ]
     of_run = replace(run(), metrics=pl.DataFrame(rows, SCHEMAS["metrics"]))
+    older = replace(of_run, fingerprint={"versions": {"transformer-engine": "2.4.0", "megatron-core": "0.16.0"}})
+    (file, *_), _ = quantizers(recommendation(older, {(LEAVES, "input"): BF16}), for_megatron=False)
+    assert file.coarser[0].startswith("The run has transformer-engine 2.4.0, and te_quantizers.py needs 2.19 or later")
     ways = {(LEAVES, "grad_output"): BF16, (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16]}
     (factory, modules), _ = quantizers(recommendation(of_run, ways), for_megatron=True)
     for snippet in (factory, modules):
         (folder / snippet.name).write_text(snippet.text)
+    with pytest.raises(ImportError, match=r"needs Transformer Engine 2\.19 or later"):  # this process has none
+        runpy.run_path(str(folder / factory.name))
     return folder / modules.name
 
 
