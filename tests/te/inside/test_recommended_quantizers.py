@@ -156,6 +156,31 @@ def test_a_margin_for_one_direction_of_a_module(runs: dict[str, Run], loaded: An
     assert quarter == pytest.approx(0.25, rel=0.1)
 
 
+def test_experts_of_a_group_are_changed_together(loaded: Any, tmp_path: Path) -> None:
+    def grouped() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.add_module("experts", te.GroupedLinear(2, 32, 48, params_dtype=torch.bfloat16, bias=False))
+        return model
+
+    def trained(model: nn.Module, recipe: Any) -> None:
+        with te.autocast(enabled=True, recipe=recipe):
+            y = model.experts(tokens(0), [8, 8])
+        y.float().square().sum().backward()
+
+    native = grouped()
+    run(tmp_path / "run", native, lambda _: trained(native, Float8CurrentScaling()), steps=1, dump=[])
+    found = recommendation(Run.read(tmp_path / "run"), {("experts.1", "grad_output"): BF16})
+    (snippet,), _ = quantizers(found, for_megatron=False)
+    assert snippet.coarser == ("dY of experts: all experts of the group are cast alike.",)
+    factory = loaded(found.run, {("experts.1", "grad_output"): BF16}).factory
+    model = grouped()
+    assert name_modules(model) == 1
+    CASTS.clear()
+    trained(model, CustomRecipe(qfactory=factory))
+    assert {(cast.role, cast.gemm) for cast in CASTS} == {(role, gemm) for role in ("X", "W") for gemm in (0, 1)}
+
+
 def test_the_record_of_the_changed_run_says_so(runs: dict[str, Run], loaded: Any, tmp_path: Path) -> None:
     factory, model = loaded(runs["current"], {("proj", "grad_output"): BF16}).factory, Block()
     name_modules(model)

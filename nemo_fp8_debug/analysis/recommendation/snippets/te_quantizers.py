@@ -61,12 +61,13 @@ def quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet]
         return [], [f"{NAME} is not written: {reason}. Recipes of modules are, see the other files."]
     known = {name: casts for name, casts in recorded.items() if not isinstance(casts, Unreadable)}
     changed = [te_casts.changed(name, known[name], findings) for name, findings in by_module.items()]
-    coarser = [*_older(found), *(sentence for module in changed for sentence in module.coarser), *_attention(found)]
+    older = _older(found, "transformer-engine", NEEDS, NAME)
+    coarser = [*older, *(sentence for module in changed for sentence in module.coarser), *_attention(found)]
     paragraphs = (*_HOW, *_NOT_IN_RECORD[_no_history(known) :], *coarser)
     text = commented(*paragraphs) + PROLOGUE + _tables(found, known, changed)
     snippets = [Snippet(NAME, "quantizers of single operands, Transformer Engine", text, tuple(coarser))]
     if for_megatron and parts_of(found) == 1:
-        snippets.append(_modules(found, changed, coarser))
+        snippets.append(_modules(found, changed, tuple(_older(found, "megatron-core", MEGATRON_NEEDS, MODULES))))
     return snippets, []
 
 
@@ -82,15 +83,15 @@ def _reasons(found: Recommendation, recorded: Mapping[str, Any], names: Iterable
     yield from (str(casts) for casts in recorded.values() if isinstance(casts, Unreadable))
 
 
-def _older(found: Recommendation) -> Iterator[str]:
-    for package, needs, file in (("transformer-engine", NEEDS, NAME), ("megatron-core", MEGATRON_NEEDS, MODULES)):
-        version = str(found.run.fingerprint.get("versions", {}).get(package, ""))
-        number = re.match(r"(\d+)\.(\d+)", version)
-        if number and tuple(map(int, number.groups())) < needs:
-            yield (
-                f"The run has {package} {version}, and {file} needs {'.'.join(map(str, needs))} or later; until then use "
-                "megatron_modules.yaml, or plan.json, which widen the change to whole modules."
-            )
+def _older(found: Recommendation, package: str, needs: tuple[int, int], file: str) -> Iterator[str]:
+    """That the run's release of a package does not take a file."""
+    version = str(found.run.fingerprint.get("versions", {}).get(package, ""))
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number and tuple(map(int, number.groups())) < needs:
+        yield (
+            f"The run has {package} {version}, and {file} needs {'.'.join(map(str, needs))} or later; until then use "
+            "megatron_modules.yaml, or plan.json, which widen the change to whole modules."
+        )
 
 
 def _attention(found: Recommendation) -> Iterator[str]:
@@ -156,7 +157,7 @@ def _call(cast: Cast | None, role: str) -> str:
     return f"mxfp8({fmt!r}, {rule.square_weights and role == 'weight'})"
 
 
-def _modules(found: Recommendation, changed: Iterable[Module], coarser: Iterable[str]) -> Snippet:
+def _modules(found: Recommendation, changed: Iterable[Module], coarser: tuple[str, ...]) -> Snippet:
     configs, matchers = {}, {}
     for i, module in enumerate(changed):
         recipe = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": f"te_quantizers.module_{i}"}
@@ -164,4 +165,4 @@ def _modules(found: Recommendation, changed: Iterable[Module], coarser: Iterable
         pattern = local_name(module.name, found)
         matchers[pattern] = {"type": "glob", "enabled": True, "pattern": pattern, "config": f"module_{i}"}
     content = yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
-    return Snippet(MODULES, "quantizers of single operands, Megatron", commented(_HOW_MODULES, *coarser) + content)
+    return Snippet(MODULES, "quantizers of single operands, Megatron", commented(_HOW_MODULES, *coarser) + content, coarser)
