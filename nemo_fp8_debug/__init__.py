@@ -9,7 +9,7 @@ Everything that users import is a name of this module: `from nemo_fp8_debug impo
 - Read its record: `read_record`, `dumped_files`, `read_dump`.
 - Say how much of a model is observed: `observe_coverage` counts what a step multiplies.
 - Explain it: `compare`, `diagnose`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint.
-- Change it: `Plan` and `Change`, `apply_plan`, `FP8PlanCallback`, `Emulation`, `FP8EmulationCallback`.
+- Change it: `Plan` and `Change`, `apply_plan`, `name_modules`, `FP8PlanCallback`, `Emulation`, `FP8EmulationCallback`.
 - What goes wrong: `ConfigError`, `RecordError`, `FP8DebugWarning`.
 """
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .coverage.observer import observe_coverage
     from .interventions.apply import apply_plan
     from .interventions.emulate import Emulation
+    from .interventions.names import name_modules
     from .monitor.monitor import Monitor
     from .options.config import Config
     from .plan.plan import Change, Plan
@@ -63,6 +64,7 @@ _FROM = {
     "diagnose": "analysis.diagnosis.diagnose",
     "dumped_files": "record.dump",
     "inspection": "capture.backends.transformer_engine",
+    "name_modules": "interventions.names",
     "observe_coverage": "coverage.observer",
     "read_dump": "record.dump",
     "read_record": "record.reader",
@@ -93,6 +95,7 @@ __all__ = [
     "diagnose",
     "dumped_files",
     "inspection",
+    "name_modules",
     "observe_coverage",
     "read_dump",
     "read_record",

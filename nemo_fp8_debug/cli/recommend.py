@@ -16,7 +16,7 @@ from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.formatting import number
 from ..analysis.recommendation.options import STAY, Budget, Errors
 from ..analysis.recommendation.recommend import Finding, Recommendation, flagged_by, over_budget, recommend
-from ..analysis.recommendation.snippets import PLAN, snippets_of, write
+from ..analysis.recommendation.snippets import PLAN, snippets_of, unwritten, write
 from ..analysis.recommendation.snippets.snippet import Snippet
 from ..analysis.runs.run import Run
 from ..core.keys import ROLES, SHOWN_AS, Key
@@ -93,6 +93,8 @@ def _print(out: Console, found: Recommendation, snippets: list[Snippet], folder:
         out.print(f"{snippet.about}: {name}", soft_wrap=True, markup=False, highlight=False)
         for sentence in snippet.coarser:
             out.print(f"  {sentence}", soft_wrap=True, markup=False, highlight=False)
+    for sentence in unwritten(found):
+        out.print(sentence, soft_wrap=True, markup=False, highlight=False)
     if not found.plan.changes:
         out.print("There is nothing to change, and nothing was written.", markup=False, highlight=False)
     elif folder is None:

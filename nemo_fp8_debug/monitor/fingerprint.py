@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..capture.backends import torchao
+from ..capture.backends.torchao.configuration import configurations
 from ..capture.backends.transformer_engine import inspection
-from ..capture.gemms import Gemm
+from ..capture.gemms import Gemm, global_name
 from ..options.config import Config
 
 #: distributions whose version can explain a difference between two runs
@@ -115,6 +116,7 @@ def fingerprint(
         "devices": _devices(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
         "recipe": dict(recipe) | {"fp8_engine": _engine(host, recipe, gemms)},
+        **_torchao(roots),
         "backend_options": host,
         "risky_features_on": {k: v for k, v in _options(roots, _RISKY).items() if v and v != "none"},
         "model": {
@@ -206,6 +208,11 @@ def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[
     if formats and not present:
         return f"none: {formats[0]} is configured but has no effect without Transformer Engine"
     return "Transformer Engine" if formats else "none"
+
+
+def _torchao(roots: Sequence[nn.Module]) -> dict[str, Any]:
+    found = configurations((global_name(root, path), module) for root in roots for path, module in root.named_modules())
+    return {"torchao": {"configurations": found}} if found else {}
 
 
 def _distributed() -> bool:

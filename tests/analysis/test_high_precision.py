@@ -59,11 +59,12 @@ def test_recommend_writes_no_files_of_engines_that_are_not_there(tmp_path: Path)
     assert "measured under" in out and "in use" not in out
     assert "FP8 coverage, share of the GEMMs' FLOPs, if all that was measured were quantized: 100% ->" in out
     assert [path.name for path in (tmp_path / "fix").iterdir()] == ["plan.json"]
+    assert out.count("No configuration of an engine is written: nothing in the run is quantized.") == 1
     assert json.loads(said("recommend", tmp_path / "run", "--json"))["quantization"] == "high precision"
 
 
 @pytest.mark.usefixtures("megatron")
-def test_megatron_in_bf16_gets_megatron_files_alone(tmp_path: Path) -> None:
+def test_megatron_in_bf16_gets_the_plan_alone(tmp_path: Path) -> None:
     model = gpt()
     monitor = Monitor(model, tmp_path / "run", interval=1, table_rows=0)
     for step in range(2):
@@ -73,8 +74,7 @@ def test_megatron_in_bf16_gets_megatron_files_alone(tmp_path: Path) -> None:
     operand = "decoder.layers.0.mlp.linear_fc1:X"
     tight = ("--relative-error", "1e-9", "--operand", operand, "--output", tmp_path / "fix")
     said("recommend", tmp_path / "run", *tight)
-    names = {path.name for path in (tmp_path / "fix").iterdir()}
-    assert "megatron_modules.yaml" in names and "te_debug.yaml" not in names
+    assert [path.name for path in (tmp_path / "fix").iterdir()] == ["plan.json"]
 
 
 def test_a_recipe_asked_for_by_name_leaves_it_unknown(tmp_path: Path) -> None:
@@ -82,6 +82,9 @@ def test_a_recipe_asked_for_by_name_leaves_it_unknown(tmp_path: Path) -> None:
     run = loop(tmp_path / "run", recipe="delayed", emulated=True)
     assert set(read_table(find_run(run), "metrics")["scale_source"]) <= {"current", "emulated"}
     assert list(diagnose(run).notes) == [NOT_READ]
+    why = "No configuration of an engine is written: whether the run quantizes, and by what, was not read."
+    assert why in said("recommend", run, "--output", tmp_path / "fix")
+    assert [path.name for path in (tmp_path / "fix").iterdir()] == ["plan.json"]
 
 
 def test_a_run_that_quantizes_has_no_such_notice(tmp_path: Path) -> None:
@@ -89,4 +92,5 @@ def test_a_run_that_quantizes_has_no_such_notice(tmp_path: Path) -> None:
     assert not diagnose(run).notes and recommend(run, operands=[X]).in_use
     out = said("recommend", run, "--output", tmp_path / "fix")
     assert "in use" in out and "measured under" not in out and "if all that" not in out
-    assert (tmp_path / "fix" / "te_debug.yaml").exists()
+    assert "the run quantizes by emulation over torch.nn.Linear, which are layers of no engine." in out
+    assert [path.name for path in (tmp_path / "fix").iterdir()] == ["plan.json"]

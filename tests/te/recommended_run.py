@@ -1,7 +1,7 @@
-"""Recommended files in megatron-core 0.17 and Megatron-Bridge: `recommended_run.py FILE FLAGS VALUES`, prints JSON.
+"""Recommended files in megatron-core 0.17 and Megatron-Bridge: `recommended_run.py FILE OPERANDS FLAGS VALUES`, prints JSON.
 
-FILE has the recipes of modules, FLAGS are Megatron-LM's and VALUES fields of MixedPrecisionConfig. Run by
-test_recommended_recipes.py in a process of its own, over emulated kernels.
+FILE has the recipes of modules, OPERANDS the quantizers of operands with te_quantizers.py beside it, FLAGS are Megatron-LM's
+and VALUES fields of MixedPrecisionConfig. Run by test_recommended_recipes.py in a process of its own, over emulated kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import emulated_te  # first, so that Megatron finds Transformer Engine as on a GPU
@@ -26,8 +27,10 @@ with importing_bridge():
     from megatron.training.arguments import add_megatron_arguments
 from megatron_on_cpu import megatron_on_cpu
 
+from nemo_fp8_debug import name_modules
 
-def gpt(quant_recipe: Any) -> Any:
+
+def gpt(quant_recipe: Any = None, **options: Any) -> Any:
     torch.manual_seed(0)
     config = TransformerConfig(
         num_layers=2,
@@ -39,9 +42,8 @@ def gpt(quant_recipe: Any) -> Any:
         hidden_dropout=0.0,
         bf16=True,
         params_dtype=torch.bfloat16,
-        fp8="hybrid",
-        fp8_recipe="delayed",
         quant_recipe=quant_recipe,
+        **({"fp8": "hybrid", "fp8_recipe": "delayed"} | options),
     )
     spec = get_gpt_layer_with_transformer_engine_spec()
     return GPTModel(config, spec, vocab_size=64, max_sequence_length=16).bfloat16()
@@ -49,6 +51,7 @@ def gpt(quant_recipe: Any) -> Any:
 
 def casts(model: Any) -> list[tuple[str, str, str, str]]:
     """(layer, operand, format, recipe) of every cast in a step."""
+    emulated_te.CASTS.clear()
     names = {id(module): name for name, module in model.named_modules()}
     tokens, positions = torch.arange(32).view(2, 16), torch.arange(16).expand(2, 16)
     model(tokens, positions, None, labels=tokens).float().mean().backward()
@@ -56,11 +59,17 @@ def casts(model: Any) -> list[tuple[str, str, str, str]]:
 
 
 if __name__ == "__main__":
-    file, flags, values = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    file, operands, flags, values = *sys.argv[1:3], json.loads(sys.argv[3]), json.loads(sys.argv[4])
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     with megatron_on_cpu():
         parallel_state.initialize_model_parallel()
         found: dict[str, Any] = {"casts": casts(gpt(load_quantization_recipe(file)))}
+        sys.path.insert(0, str(Path(file).parent))
+        for recipe in ("delayed", "tensorwise"):
+            found[f"operands, {recipe}"] = casts(gpt(load_quantization_recipe(operands), fp8_recipe=recipe))
+        custom = gpt(fp8_recipe="custom", fp8_quantizer_factory="te_quantizers.factory")
+        name_modules(custom)
+        found["factory"] = casts(custom)
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     found["arguments"] = {name: value for name, value in vars(parser.parse_args(flags)).items() if name in values}
     found["bridge"] = {n: v for n, v in asdict(MixedPrecisionConfig(bf16=True, **values)).items() if n in values}

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import polars as pl
 import pytest
 import yaml
 from processes import finished, found_in
@@ -15,6 +19,8 @@ from recommendations import BF16, CURRENT, recommendation, run
 from nemo_fp8_debug.analysis.recommendation.recommend import Ends
 from nemo_fp8_debug.analysis.recommendation.snippets.megatron import per_module
 from nemo_fp8_debug.analysis.recommendation.snippets.options import flags_of, run_wide
+from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import quantizers
+from nemo_fp8_debug.record.schema import SCHEMAS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -44,7 +50,8 @@ def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_pa
     (tmp_path / modules.name).write_text(modules.text)
     path = found_in(ROOT, BRIDGE, TE, ROOT / "recipes", ROOT / "scripts/validation")
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    arguments = str(tmp_path / modules.name), json.dumps(flags_of(values)), json.dumps(values)
+    operands = quantizers_of(tmp_path)
+    arguments = str(tmp_path / modules.name), str(operands), json.dumps(flags_of(values)), json.dumps(values)
     command = [sys.executable, "-W", "ignore", str(HERE / "recommended_run.py"), *arguments]
     done = finished(*command, env=environment)
     if done.returncode != 0:
@@ -58,3 +65,38 @@ def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_pa
     expected |= {(IN_E4M3, role, "e4m3", current) for role in SHOWN}
     assert set(map(tuple, found["casts"])) == expected
     assert found["arguments"] == found["bridge"] == values
+    check_operands(found)
+
+
+def quantizers_of(folder: Path) -> Path:
+    """Files for dY of one layer in BF16 and in E4M3 of another, of a run in current scaling."""
+    rows = [
+        {"layer": layer, "role": role, "recipe": "current-hybrid", "format": fmt, "scale_source": "engine"}
+        for layer in LAYERS
+        for role, fmt in (("input", "e4m3"), ("weight", "e4m3"), ("grad_output", "e5m2"))
+    ]
+    of_run = replace(run(), metrics=pl.DataFrame(rows, SCHEMAS["metrics"]))
+    older = replace(of_run, fingerprint={"versions": {"transformer-engine": "2.4.0", "megatron-core": "0.16.0"}})
+    older_files, _ = quantizers(recommendation(older, {(LEAVES, "input"): BF16}), for_megatron=True)
+    assert [file.coarser[0].partition(";")[0] for file in older_files] == [
+        "The run has transformer-engine 2.4.0, and te_quantizers.py needs 2.19 or later",
+        "The run has megatron-core 0.16.0, and megatron_operands.yaml needs 0.17 or later",
+    ]
+    ways = {(LEAVES, "grad_output"): BF16, (IN_E4M3, "grad_output"): [("format", "current-e4m3"), *BF16]}
+    (factory, modules), _ = quantizers(recommendation(of_run, ways), for_megatron=True)
+    for snippet in (factory, modules):
+        (folder / snippet.name).write_text(snippet.text)
+    with pytest.raises(ImportError, match=r"needs Transformer Engine 2\.19 or later"):  # this process has none
+        runpy.run_path(str(folder / factory.name))
+    return folder / modules.name
+
+
+def check_operands(found: dict[str, Any]) -> None:
+    """Single operands: by the factory of a whole run, and by recipes of modules within a run of any recipe."""
+    current = "Float8CurrentScalingQuantizer"
+    mine = {(IN_E4M3, role, "e4m3", current) for role in SHOWN} | {(LEAVES, role, "e4m3", current) for role in ("X", "W")}
+    for way, kind in (("delayed", "Float8Quantizer"), ("tensorwise", current), ("factory", current)):
+        usual = {(layer, role, "e5m2" if role == "dY" else "e4m3", kind) for layer in LAYERS for role in SHOWN}
+        others = {cast for cast in usual if cast[0] not in (IN_E4M3, LEAVES)}
+        key = way if way == "factory" else f"operands, {way}"
+        assert set(map(tuple, found[key])) == others | mine, way

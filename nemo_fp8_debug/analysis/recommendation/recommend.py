@@ -19,6 +19,7 @@ from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.rules.finding import NOT_FP8
 from ..formatting import number
 from ..runs.run import Run
+from .engines import why_none
 from .flops import coverage, flops_of
 from .options import BF16, STAY, Budget, Errors, Judged, Option, options_of, replayable
 
@@ -286,6 +287,8 @@ def _notes(run: Run, findings: Sequence[Finding]) -> list[str]:
     gaps = run.metrics["step"].unique().sort().diff().max()
     if isinstance(gaps, int) and gaps > 1 and any(o.recipe.startswith("delayed") for f in changed for o in f.options[1:]):
         notes.append("Not every step was sampled: histories of delayed scaling are replayed from the sampled steps only.")
+    if changed and (reason := why_none(run)):
+        notes.append(reason)
     return notes
 
 

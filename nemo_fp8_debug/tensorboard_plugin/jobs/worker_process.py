@@ -20,7 +20,7 @@ from ...analysis.diagnosis.diagnose import diagnose
 from ...analysis.diagnosis.diagnosis import Diagnosis
 from ...analysis.recommendation.options import Budget
 from ...analysis.recommendation.recommend import Recommendation, flagged_by, over_budget, recommend
-from ...analysis.recommendation.snippets import PLAN, snippets_of
+from ...analysis.recommendation.snippets import PLAN, snippets_of, unwritten
 from ...analysis.replay.replay import replay
 from ...analysis.runs.run import Run
 from ...errors import ConfigError, RecordError, hearing
@@ -100,7 +100,8 @@ def _recommended(found: Diagnosis, record: str, by: str) -> tuple[Recommendation
         run = found.run if by == "step" else Run.read(record)
         budget, why = Budget(), flagged_by(found) if found.baseline is not None else {}
         flagged = over_budget(run, budget) if found.baseline is None else list(why)
-        return recommend(run, flagged, budget, why), []
+        recommendation = recommend(run, flagged, budget, why)
+        return recommendation, unwritten(recommendation)
     except (ConfigError, RecordError) as error:
         return None, [f"Nothing can be recommended: {error}."]
 

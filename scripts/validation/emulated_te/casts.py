@@ -73,6 +73,8 @@ def _quantizers(module: Any) -> Iterator[tuple[int, str, Any]]:
     for key in SLOTS:
         for index, quantizer in enumerate(held.get(key, ()) if isinstance(held, dict) else ()):
             yield index, key, quantizer
+            for copy in ("rowwise_quantizer", "columnwise_quantizer"):  # of a HybridQuantizer
+                yield index, key, getattr(quantizer, copy, None)
     # Parameters in FP8 and cached weights carry a quantizer of their own, at times a copy of the module's.
     cached = getattr(module, "_fp8_workspaces", {})
     for name, gemm in _weights(module).items():

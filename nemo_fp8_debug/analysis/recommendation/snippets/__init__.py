@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from ....errors import ConfigError
+from ..engines import MEGATRON, TORCHAO, TRANSFORMER_ENGINE, engines_of
 from ..recommend import Recommendation
-from . import megatron, options, te_debug
+from . import megatron, options, te_debug, te_quantizers, torchao
 from .snippet import Snippet
 
 PLAN = "plan.json"
 
 
 def snippets_of(found: Recommendation) -> list[Snippet]:
-    """The files of every host that has something to change."""
+    """The files of the engine that quantizes the run, if there is something to change."""
+    return _made(found)[0]
+
+
+def unwritten(found: Recommendation) -> list[str]:
+    """Files that the engine could have had, and why it gets none, a sentence each."""
+    return _made(found)[1]
+
+
+def _made(found: Recommendation) -> tuple[list[Snippet], list[str]]:
+    engines = engines_of(found.run)
     made: list[Snippet | None] = []
-    if _may_have(found, "Megatron"):
+    reasons: list[str] = []
+    if MEGATRON in engines:
         made += [megatron.per_module(found), *options.run_wide(found)]
-    if _may_have(found, "Transformer Engine"):
+    if TRANSFORMER_ENGINE in engines:
         made.append(te_debug.features(found))
-    return [snippet for snippet in made if snippet]
-
-
-def _may_have(found: Recommendation, framework: str) -> bool:
-    """Whether files for a framework can be of use: a run that is not quantized has to have it, as far as is known."""
-    fingerprint = found.run.fingerprint
-    sampled = fingerprint.get("sampled")
-    if found.in_use or not isinstance(sampled, Mapping) or "backends" not in sampled:
-        return True
-    megatron_config = framework == "Megatron" and bool(fingerprint.get("backend_options"))
-    return megatron_config or any(str(name).startswith(framework) for name in sampled["backends"])
+        files, reasons = te_quantizers.quantizers(found, MEGATRON in engines)
+        made += files
+    if TORCHAO in engines:
+        files, more = torchao.configuration(found)
+        made, reasons = [*made, *files], [*reasons, *more]
+    return [snippet for snippet in made if snippet], reasons
 
 
 def write(found: Recommendation, folder: str | os.PathLike[str]) -> list[Snippet]:

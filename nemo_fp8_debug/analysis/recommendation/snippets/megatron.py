@@ -33,7 +33,7 @@ def per_module(found: Recommendation) -> Snippet | None:
     """The file; None where nothing changes."""
     by_pattern: dict[str, list[Finding]] = {}
     for finding in found.to_change:
-        by_pattern.setdefault(_local(module_of(finding.layer), found), []).append(finding)
+        by_pattern.setdefault(local_name(module_of(finding.layer), found), []).append(finding)
     if not by_pattern:
         return None
     configs: dict[str, Any] = {}
@@ -45,9 +45,9 @@ def per_module(found: Recommendation) -> Snippet | None:
         configs[name] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": _recipe(recipe)}
         matchers[pattern] = {"type": "glob", "enabled": True, "pattern": pattern, "config": name}
         coarser += [_coarser(finding, recipe, name) for finding in findings]
-    if _parts(found) > 1:
+    if parts_of(found) > 1:
         coarser.append(
-            f"Each of {_parts(found)} parts of the pipeline numbers its blocks from 0, and Megatron matches those names: "
+            f"Each of {parts_of(found)} parts of the pipeline numbers its blocks from 0, and Megatron matches those names: "
             "the same blocks are changed in every part. Blocks are taken to be spread evenly."
         )
     content = yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
@@ -69,15 +69,16 @@ def _coarser(finding: Finding, recipe: Recipe, name: str) -> str:
     return f"{finding.name}: a module cannot have {chosen.recipe}; it has {name} instead, for all of its operands."
 
 
-def _parts(found: Recommendation) -> int:
+def parts_of(found: Recommendation) -> int:
+    """How many times the blocks are numbered from 0: the parts of a pipeline."""
     host = found.run.fingerprint.get("backend_options", {})
     return (host.get("pipeline_model_parallel_size") or 1) * (host.get("virtual_pipeline_model_parallel_size") or 1)
 
 
-def _local(module: str, found: Recommendation) -> str:
+def local_name(module: str, found: Recommendation) -> str:
     """A module by its name on a rank, whose blocks are numbered from 0 in each part of a pipeline."""
     number = re.match(r"decoder\.layers\.(\d+)\.", module)
-    if _parts(found) == 1 or not number:
+    if parts_of(found) == 1 or not number:
         return module
     blocks = found.run.fingerprint["backend_options"].get("num_layers") or 0
-    return f"decoder.layers.{int(number[1]) % max(1, blocks // _parts(found))}.{module[number.end() :]}"
+    return f"decoder.layers.{int(number[1]) % max(1, blocks // parts_of(found))}.{module[number.end() :]}"

@@ -1,0 +1,168 @@
+"""A quantizer factory for Transformer Engine's `CustomRecipe`, which changes single operands and nothing else.
+
+Source: `pytorch/quantization.py`, `pytorch/custom_recipes/quantizer_factories.py` and `pytorch/tensor/hybrid_tensor.py` of
+Transformer Engine 2.20.2; 2.19 is the first that has `IdentityQuantizer` and `HybridQuantizer`. `megatron/core/fp8_utils.py`
+and `extensions/transformer_engine.py` of megatron-core 0.17.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from ....core.keys import ROLES
+from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
+from ..flops import READERS
+from ..options import Cast
+from ..recommend import Finding, Recommendation
+from . import te_casts
+from .megatron import local_name, parts_of
+from .snippet import Snippet, commented, module_of
+from .te_casts import ByGemm, Module, Unreadable
+from .te_factory import PROLOGUE
+
+NAME, MODULES = "te_quantizers.py", "megatron_operands.yaml"
+#: the first release of Transformer Engine, and of megatron-core, that takes these files
+NEEDS, MEGATRON_NEEDS = (2, 19), (0, 17)
+_HOW = (
+    "Quantizers of single operands, for Transformer Engine's CustomRecipe: every operand is cast as in the run that was "
+    "recorded, except for those in CHANGED. It takes Transformer Engine 2.19 or later.",
+    "A loop of your own: nemo_fp8_debug.name_modules(model) before the first step, then te.autocast(enabled=True, "
+    "recipe=CustomRecipe(qfactory=te_quantizers.factory)) with this folder on PYTHONPATH.",
+    "Megatron-LM: --fp8-recipe custom --fp8-quantizer-factory te_quantizers.factory, and name_modules(model) in the "
+    f"function that builds the model. Or, with megatron-core 0.17 or later, {MODULES}: it changes the named modules alone, "
+    "and leaves the run's own recipe to all others.",
+)
+_NOT_IN_RECORD = (
+    "Taken as Transformer Engine has them by default, since the record does not tell: functions of your own for amaxes and "
+    "scales, and reduce_amax.",
+    "Column-wise copies are taken to be cast as the row-wise ones that were recorded.",
+)
+_HOW_MODULES = (
+    f"Quantizers of the named modules, which are functions of {NAME}; all others keep the run's recipe. Megatron-LM: "
+    "--te-precision-config-file THIS_FILE, with the folder on PYTHONPATH. It takes megatron-core 0.17 or later, "
+    "Transformer Engine 2.19 or later, and weights that are not kept in FP8 (--fp8-param-gather)."
+)
+
+
+def quantizers(found: Recommendation, for_megatron: bool) -> tuple[list[Snippet], list[str]]:
+    """The files, and why there are none; neither where nothing changes."""
+    by_module: dict[str, list[Finding]] = {}
+    for finding in found.to_change:
+        by_module.setdefault(module_of(finding.layer), []).append(finding)
+    if not by_module:
+        return [], []
+    recorded = te_casts.recorded(found.run)
+    if reason := next(_reasons(found, recorded, by_module), None):
+        return [], [f"{NAME} is not written: {reason}. Recipes of modules are, see the other files."]
+    known = {name: casts for name, casts in recorded.items() if not isinstance(casts, Unreadable)}
+    changed = [te_casts.changed(name, known[name], findings) for name, findings in by_module.items()]
+    older = _older(found, "transformer-engine", NEEDS, NAME)
+    coarser = [*older, *(sentence for module in changed for sentence in module.coarser), *_attention(found)]
+    paragraphs = (*_HOW, *_NOT_IN_RECORD[_no_history(known) :], *coarser)
+    text = commented(*paragraphs) + PROLOGUE + _tables(found, known, changed)
+    snippets = [Snippet(NAME, "quantizers of single operands, Transformer Engine", text, tuple(coarser))]
+    if for_megatron and parts_of(found) == 1:
+        snippets.append(_modules(found, changed, tuple(_older(found, "megatron-core", MEGATRON_NEEDS, MODULES))))
+    return snippets, []
+
+
+def _reasons(found: Recommendation, recorded: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
+    host = found.run.fingerprint.get("backend_options", {})
+    if host.get("fp8_quantizer_factory"):
+        yield "the run has a quantizer factory of its own, of which the record does not tell every copy; edit that one"
+    if host.get("fp8_wgrad") is False:
+        yield "fp8_wgrad is off, which CustomRecipe has no option for"
+    for name in names:
+        if name not in recorded:
+            yield f"{name} is not in FP8"
+    yield from (str(casts) for casts in recorded.values() if isinstance(casts, Unreadable))
+
+
+def _older(found: Recommendation, package: str, needs: tuple[int, int], file: str) -> Iterator[str]:
+    """That the run's release of a package does not take a file."""
+    version = str(found.run.fingerprint.get("versions", {}).get(package, ""))
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number and tuple(map(int, number.groups())) < needs:
+        yield (
+            f"The run has {package} {version}, and {file} needs {'.'.join(map(str, needs))} or later; until then use "
+            "megatron_modules.yaml, or plan.json, which widen the change to whole modules."
+        )
+
+
+def _attention(found: Recommendation) -> Iterator[str]:
+    risky = found.run.fingerprint.get("risky_features_on", {})
+    if risky.get("fp8_dot_product_attention") or risky.get("fp8_multi_head_attention"):
+        yield f"Attention is in FP8 in the run, and is not under CustomRecipe; {MODULES} leaves it as it is."
+
+
+def _no_history(known: Mapping[str, te_casts.Casts]) -> bool:
+    casts = [cast for of_module in known.values() for cast in of_module.values()]
+    return not any(cast is not None and isinstance(cast[0], DelayedScaling) for cast in casts)
+
+
+def _tables(found: Recommendation, known: Mapping[str, te_casts.Casts], changed: Iterable[Module]) -> str:
+    usual = te_casts.usual(known.values())
+    by_name = {module.name: module.casts for module in changed}
+    others = {name: te_casts.by_gemm(casts) for name, casts in known.items() if dict(casts) != usual and name not in by_name}
+    names = sorted({re.sub(r"\d+", "*", name) for name in known})
+    parts = [
+        _table("USUAL", "by role: how most modules of the run cast it", _operands(te_casts.by_gemm(usual), "    ")),
+        _table("OTHERS", "by module: as in the run, where that differs", _by_module(others)),
+        _table("CHANGED", "by module: what is cast otherwise than in the run", _by_module(by_name)),
+        "#: modules of the record, * for a number\nRECORDED = (\n" + "".join(f"    {name!r},\n" for name in names) + ")\n",
+        "#: for Megatron's recipes of modules\n"
+        + "".join(f"module_{i} = factory_of({name!r})\n" for i, name in enumerate(by_name)),
+    ]
+    return "\n" + "\n".join(parts)
+
+
+def _table(name: str, about: str, lines: str) -> str:
+    return f"#: {about}\n{name} = {{\n{lines}}}\n"
+
+
+def _by_module(modules: Mapping[str, ByGemm]) -> str:
+    return "".join(f"    {name!r}: {{\n{_operands(casts, ' ' * 8)}    }},\n" for name, casts in modules.items())
+
+
+def _operands(casts: ByGemm, indent: str) -> str:
+    return "".join(f'{indent}"{role}": lambda: {_quantizer(casts, role)},\n' for role in ROLES)
+
+
+def _quantizer(casts: ByGemm, role: str) -> str:
+    first, second = (casts[role, gemm] for gemm in READERS[role])
+    if first == second:
+        return _call(first, role)
+    row_wise, column_wise = READERS[role]
+    return f"by_gemm({row_wise}={_call(first, role)}, {column_wise}={_call(second, role)})"
+
+
+def _call(cast: Cast | None, role: str) -> str:
+    """A call of one of the functions that the file begins with."""
+    if cast is None:
+        return "high_precision()"
+    rule, fmt = cast[0], cast[1].upper()
+    if isinstance(rule, DelayedScaling):
+        both = "HYBRID" if role != "grad_output" or fmt == "E5M2" else "E4M3"
+        return f"delayed({both!r}, {rule.margin}, {rule.amax_history_len}, {rule.amax_compute_algo!r})"
+    if isinstance(rule, CurrentScaling):
+        return f"current({fmt!r}, {rule.power_of_two}, {rule.epsilon})"
+    if isinstance(rule, BlockScaling):
+        return f"blockwise({fmt!r}, {2 if role == 'weight' else 1}, {rule.power_of_two}, {rule.epsilon})"
+    assert isinstance(rule, MXFP8Scaling)
+    return f"mxfp8({fmt!r}, {rule.square_weights and role == 'weight'})"
+
+
+def _modules(found: Recommendation, changed: Iterable[Module], coarser: tuple[str, ...]) -> Snippet:
+    configs, matchers = {}, {}
+    for i, module in enumerate(changed):
+        recipe = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": f"te_quantizers.module_{i}"}
+        configs[f"module_{i}"] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
+        pattern = local_name(module.name, found)
+        matchers[pattern] = {"type": "glob", "enabled": True, "pattern": pattern, "config": f"module_{i}"}
+    content = yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
+    return Snippet(MODULES, "quantizers of single operands, Megatron", commented(_HOW_MODULES, *coarser) + content, coarser)
