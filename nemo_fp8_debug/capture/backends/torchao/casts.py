@@ -29,7 +29,7 @@ from ....numerics.scale_from_amax import TORCHAO_EPSILON
 from ....numerics.tensor_scaling import CurrentScaling
 from ...dtensor import is_dtensor
 from ..base import ScaleInUse, UnknownCast, not_quantized, raw_weight
-from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, class_of, layer_class
+from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, class_of, layer_class, other_forward
 from .nvfp4 import nvfp4_cast
 from .trial import differs
 from .weights import gathered_in_fp8, is_torchao
@@ -68,8 +68,8 @@ def cast_of(module: nn.Module, role: str) -> ScaleInUse:
     if kind not in _READERS:
         what = f"weight is a {class_of(weight)}" if is_torchao(weight) else f"module is a {kind}"
         raise UnknownCast(f"its {what}, which is not known here")
-    if "forward" in vars(module):
-        raise UnknownCast(f"forward of its {kind} was replaced by {vars(module)['forward']!r}")
+    if why := other_forward(module):
+        raise UnknownCast(f"forward of its {kind} was replaced by {why}")
     if is_dtensor(weight):
         raise UnknownCast("its weight is split by tensor parallelism, and torchao takes amaxes over the ranks")
     return _READERS[kind](module, role)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +24,15 @@ _SAME_FORWARD: Mapping[str, str] = {
 }
 #: all that the forward of torchtitan's NVFP4Linear names: it calls torchao's function without a group of ranks
 _NVFP4_FORWARD = ("nvfp4_linear", "weight", "bias", "_sr_seed", "rht_sign_vector")
-#: attributes that torchtitan's Module adds to a layer; none of them is asked for in a forward
-_OF_TITAN = frozenset(("_param_init", "_sharding_config", "_pos_arg_names"))
+#: attributes that FSDP2, and torchtitan's Module, add to a layer; none bears on a cast (of `forward`: `other_forward`)
+_OF_OTHERS = frozenset(
+    (
+        *("_fsdp_use_orig_params", "_is_fsdp_managed_module"),
+        *("_param_init", "_sharding_config", "_pos_arg_list", "_parallelized", "forward"),
+    )
+)
+#: what torchtitan puts around a forward to move tensors between ranks, which without tensor parallelism it does not
+_REDISTRIBUTES = "torchtitan.protocols.module.Module.parallelize.<locals>.forward_with_redistribution"
 
 
 def class_of(x: Any) -> str:
@@ -55,13 +63,29 @@ def _layer_class(kind: type) -> str:
     return _name(torchaos) if same else name
 
 
+def other_forward(module: nn.Module) -> str:
+    """What a layer calls in place of the forward of its class; "": that."""
+    given = vars(module).get("forward")
+    if given is None:
+        return ""
+    name = f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', type(given).__qualname__)}"
+    if name != _REDISTRIBUTES:
+        return name
+    cells = zip(given.__code__.co_freevars, given.__closure__ or (), strict=True)
+    held = {variable: cell.cell_contents for variable, cell in cells}
+    if getattr(held.get("parallel_dims"), "tp", None) != 1:
+        return f"{name}, which moves its operands between the ranks of tensor parallelism"
+    inside: Any = inspect.unwrap(held["fn"]) if callable(held.get("fn")) else None  # spmd_types marks it as local
+    return "" if getattr(inside, "__self__", None) is module else f"{name} around {getattr(inside, '__qualname__', inside)}"
+
+
 def check_attributes(module: nn.Module, options: frozenset[str]) -> None:
-    """Every attribute of a layer is known: a Linear's, torchtitan's, or one of `options`.
+    """Every attribute of a layer is known: a Linear's, FSDP2's, torchtitan's, or one of `options`.
 
     Raises:
         UnknownCast: one is not; names it.
     """
-    if strange := sorted(vars(module).keys() - options - _attributes_of_linear() - _OF_TITAN):
+    if strange := sorted(vars(module).keys() - options - _attributes_of_linear() - _OF_OTHERS):
         name = layer_class(module).rpartition(".")[2]
         raise UnknownCast(f"its {name} has an attribute {strange[0]!r}, which is not known here")
 
