@@ -135,17 +135,20 @@ def of_ledger() -> dict[str, float]:
 
 
 def main() -> int:
+    """With names of cases: only these, printed and not written."""
     only = sys.argv[1:]
-    results = {
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "cases": {case: of_case(case) for case in CONVERTERS if not only or case in only},
-        "observed over formula": of_ledger(),
-        "adapters": of_peft(),
-    }
-    text = json.dumps(results, indent=1)
-    print(text)
+    cases: dict[str, Any] = {}
+    for case in only or CONVERTERS:
+        cases[case] = of_case(case)
+        print(json.dumps({case: cases[case]}), flush=True)
     if not only:
-        RESULTS.write_text(text + "\n")
+        results = {
+            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "cases": cases,
+            "observed over formula": of_ledger(),
+            "adapters": of_peft(),
+        }
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
