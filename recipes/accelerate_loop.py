@@ -1,9 +1,13 @@
-"""A loop with Accelerate and accumulated gradients: `accelerate launch recipes/accelerate_loop.py`, or `python`."""
+"""A loop with Accelerate and accumulated gradients: `accelerate launch recipes/accelerate_loop.py`, or `python`.
+
+With `--float8 rowwise`, or another recipe of torchao, its linear layers multiply in FP8, emulated on a CPU.
+"""
 
 from __future__ import annotations
 
 import argparse
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
@@ -15,8 +19,20 @@ from torch.utils.data import DataLoader
 from nemo_fp8_debug import Monitor
 
 
-def train(output: str, steps: int, interval: int) -> None:
-    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+def accelerator_with(float8: str | None) -> Accelerator:
+    """Accelerate's torchao backend, if a recipe is given. It leaves the first and the last linear layer as they are."""
+    if float8 is None:
+        return Accelerator(gradient_accumulation_steps=2, cpu=True)
+    from accelerate.utils import AORecipeKwargs
+    from torchao.float8 import Float8LinearConfig
+
+    config = replace(Float8LinearConfig.from_recipe_name(float8), emulate=True)  # on a GPU: without emulate
+    handlers = [AORecipeKwargs(config=config)]
+    return Accelerator(gradient_accumulation_steps=2, cpu=True, mixed_precision="fp8", kwargs_handlers=handlers)
+
+
+def train(output: str, steps: int, interval: int, float8: str | None = None) -> None:
+    accelerator = accelerator_with(float8)
     gpt = model()
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=2e-3)
     data = DataLoader(TextWindows(4 * 2 * steps * accelerator.num_processes, 64), batch_size=4)
@@ -49,5 +65,6 @@ if __name__ == "__main__":
     parser.add_argument("--output", default="runs/accelerate_loop")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--interval", type=int, default=10)
+    parser.add_argument("--float8", choices=["tensorwise", "rowwise", "rowwise_with_gw_hp"])
     options = parser.parse_args()
-    train(options.output, options.steps, options.interval)
+    train(options.output, options.steps, options.interval, options.float8)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..capture.gemms import global_name
@@ -93,9 +94,12 @@ class _Counting(TorchDispatchMode):
         self._counted, self._stack = counted, stack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in types):
+            return NotImplemented  # it then calls what this rank computes, which comes here
         out = func(*args, **(kwargs or {}))
         with contextlib.suppress(Exception):  # the run goes on, whatever its operators are given
-            self._count(func, args)
+            if not any(isinstance(x, FakeTensor) or getattr(x, "is_meta", False) for x in args):  # which has no values
+                self._count(func, args)
         return out
 
     def _count(self, func: Any, args: Sequence[Any]) -> None:

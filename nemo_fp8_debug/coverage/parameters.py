@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +36,36 @@ def linear_shape(module: nn.Module, part: str = "") -> tuple[int, ...] | None:
     if type(module).__name__ in ("ColumnParallelLinear", "RowParallelLinear"):  # one of the two sizes is split
         sizes = [(sizes[0][0] or sizes[1][0], sizes[0][1] or sizes[1][1])]
     return next(((o, i) for o, i in sizes if isinstance(o, int) and isinstance(i, int) and o and i), None)
+
+
+def parts_of_ranks(module: nn.Module, around: Sequence[nn.Module]) -> int | None:
+    """Into how many parts ranks split what a module multiplies; None: not known.
+
+    A DTensor is split by tensor parallelism, and once more by FSDP2, which gathers it before it is multiplied.
+
+    Args:
+        around: the modules that it is in.
+    """
+    weight: Any = module._parameters.get("weight")
+    if not hasattr(weight, "placements") or not isinstance(module, nn.Linear):
+        return 1  # of other layers the parameter is the rank's own
+    gathered = _dimensions_gathered((module, *around))
+    if gathered is None:
+        return None
+    of_mesh = zip(weight.placements, weight.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in list(of_mesh)[gathered:] if placement.is_shard())
+
+
+def _dimensions_gathered(modules: Sequence[nn.Module]) -> int | None:
+    """How many dimensions of a mesh the innermost FSDP2 around a parameter gathers over, which are the first."""
+    for module in modules:
+        if hasattr(module, "_get_fsdp_state"):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            if groups[0] is not None:
+                mesh = getattr(getattr(groups[0], "mesh_info", None), "mesh", None)
+                return None if mesh is None else int(mesh.ndim)
+    return 0
 
 
 def _weight_name(part: str) -> str:

@@ -18,7 +18,7 @@ from ..core.keys import ROLES
 from .experts import experts_of_a_token
 from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
 from .modules import FUNCTIONS, SCORES, computes_scores, entries_of
-from .parameters import is_plain, linear_shape, needs_gradient
+from .parameters import is_plain, linear_shape, needs_gradient, parts_of_ranks
 
 _HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
 _EXPERT_LISTS = ("experts", "local_experts")
@@ -60,7 +60,8 @@ def _around(root: nn.Module) -> Around:
 
 def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool, roles: Collection[str]) -> Entry:
     shape = linear_shape(gemm.module, gemm.part)
-    size = None if shape is None else float(math.prod(shape))
+    split = parts_of_ranks(gemm.module, around)
+    size = None if shape is None or split is None else math.prod(shape) / split
     kind = "head" if gemm.kind in _HEADS else "linear"
     if (siblings := _experts(gemm, around, parts)) is not None:
         met = experts_of_a_token(around)

@@ -201,8 +201,7 @@ def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[
     if recipe["gemms_quantized_by_emulation"] and not recipe["gemms_switched_in_engine"]:
         return "emulation"
     present = "transformer_engine" in sys.modules
-    if any(g.backend is torchao.BACKEND for g in gemms):
-        name = torchao.BACKEND.name
+    if name := torchao.engine(g.module for g in gemms if g.backend is torchao.BACKEND):
         return f"Transformer Engine and {name}" if host.get("fp8") and present else name
     formats = [name for name in ("fp8", "fp4") if host.get(name)]
     if formats and not present:

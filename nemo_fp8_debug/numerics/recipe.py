@@ -14,6 +14,7 @@ from .block_scaling import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
 from .formats import E4M3, E5M2, FORMATS, FloatFormat
 from .row_scaling import RowwiseScaling
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
+from .torchao_nvfp4 import TorchaoNVFP4Scaling
 
 Scaling = CurrentScaling | DelayedScaling | Unscaled | BlockRule
 
@@ -24,6 +25,7 @@ _SCALINGS: dict[str, type[Scaling]] = {
     "blockwise": BlockScaling,
     "mxfp8": MXFP8Scaling,
     "nvfp4": NVFP4Scaling,
+    "nvfp4_torchao": TorchaoNVFP4Scaling,
     "bf16": Unscaled,
 }
 _NAME_OF = {scaling: name for name, scaling in _SCALINGS.items()}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .parts import EMULATED_RECIPES, OWN, PARTS, Part
+from .parts import EMULATED_RECIPES, OWN, PARTS, TORCHAO_RECIPE, Part
 from .results import Refused
 
 ROOT = Path(__file__).parents[3]
@@ -63,6 +63,8 @@ class Machine:
             return None
         if self.emulate:
             return None if recipe in EMULATED_RECIPES else ("not emulated", "there are no emulated kernels of block scaling")
+        if recipe == TORCHAO_RECIPE and float((self.device or {}).get("capability", 0)) < 10:
+            return "not on this device", "torchao's NVFP4 kernels need compute capability 10.0"
         supported, why = self.found["recipes"].get(recipe, (True, ""))
         return None if supported else ("not on this device", why)
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 #: of these, what the emulated engine has
 EMULATED_RECIPES = ("delayed", "tensorwise")
+#: what torchao alone has among these parts
+TORCHAO_RECIPE = "nvfp4"
 
 #: stands for what nemo_fp8_debug itself requires
 OWN = "the package"
 #: modules that kernels need, and those that a GPT needs besides the package's own requirements
 KERNELS = ("torch", "numpy", "numba")
+TORCHAO = (*KERNELS, "torchao", "triton")
 GPT = (*KERNELS, OWN, "transformer_engine", "megatron.core")
 
 
@@ -38,6 +41,8 @@ class Part:
 
     def needed(self, emulate: bool) -> tuple[str, ...]:
         """What it needs on a GPU, or on a CPU; kernels run in Numba's simulator there."""
+        if emulate and self.recipe not in (None, *EMULATED_RECIPES):
+            return ()
         on_device = self.module == "kernels" and not emulate
         return (*self.needs, *(("numba_cuda",) if on_device else ()))
 
@@ -69,4 +74,12 @@ PARTS = (
         240,
     ),
     *(part for recipe in RECIPES for part in _of_recipe(recipe)),
+    Part(
+        "torchao-nvfp4",
+        "torchao_nvfp4",
+        "codes and scales of torchao's NVFP4 kernels beside ours",
+        TORCHAO,
+        400,
+        TORCHAO_RECIPE,
+    ),
 )

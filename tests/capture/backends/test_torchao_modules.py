@@ -50,10 +50,24 @@ class Doubling(Float8Linear):
 
 
 def others() -> dict[str, nn.Module]:
-    from torchao.quantization.qat.linear import FakeQuantizedLinear
+    from torchao.prototype.qat.mx import MXFakeQuantizeConfig, MXFakeQuantizedLinear
+    from torchao.prototype.quantized_training.int8_mixed_precision import (
+        Int8MixedPrecisionTrainingConfig,
+        Int8MixedPrecisionTrainingLinear,
+    )
+    from torchao.quantization.qat.linear import FakeQuantizedLinear, Int8DynActInt4WeightQATLinear
 
+    mx = MXFakeQuantizeConfig()
+    int8 = {"config": Int8MixedPrecisionTrainingConfig()}
     return {
         "torchao.quantization.qat.linear.FakeQuantizedLinear": FakeQuantizedLinear(32, 64),
+        "torchao.quantization.qat.linear.Int8DynActInt4WeightQATLinear": Int8DynActInt4WeightQATLinear(32, 64, groupsize=32),
+        "torchao.prototype.qat.mx.MXFakeQuantizedLinear": MXFakeQuantizedLinear(
+            32, 64, activation_config=mx, weight_config=mx
+        ),
+        "torchao.prototype.quantized_training.int8_mixed_precision.Int8MixedPrecisionTrainingLinear": (
+            Int8MixedPrecisionTrainingLinear(32, 64, **int8)
+        ),
         f"{Doubling.__module__}.Doubling": Doubling(32, 64, config=configured("tensorwise")),
     }
 
@@ -70,7 +84,7 @@ def test_other_subclasses_of_linear_are_unknown_and_their_class_is_named(
     assert {(role, row["scale_source"], row["recipe"]) for (_, role), row in rows.items()} == {
         (role, "unknown", "current-hybrid") for role in ROLES
     }
-    assert samples.fingerprint["recipe"]["fp8_engine"] == "torchao"
+    assert samples.fingerprint["recipe"]["fp8_engine"] == f"unknown: what {name} quantizes in training is not read"
 
 
 def test_a_weight_that_is_stored_as_codes_is_left_out_and_its_class_named(recwarn: pytest.WarningsRecorder) -> None:
@@ -87,6 +101,8 @@ def test_a_weight_that_is_stored_as_codes_is_left_out_and_its_class_named(recwar
     }
     warned = " ".join(said(recwarn))
     assert "it is stored as a torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight" in warned
+    engine = samples.fingerprint["recipe"]["fp8_engine"]
+    assert engine.startswith("unknown: what torch.nn.modules.linear.Linear with weights of torchao.prototype.")
 
 
 @pytest.fixture

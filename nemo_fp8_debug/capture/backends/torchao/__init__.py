@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from ...dtensor import is_dtensor
 from ..base import Args, Backend, Kwargs, ScaleInUse, as_multiplied, raw_weight
 from . import casts
-from .weights import is_torchao, layer_class, not_cast_yet, weight_in_high_precision
+from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, class_of, layer_class
+from .weights import is_torchao, not_cast_yet, weight_in_high_precision
 
 
 def _owns(module: nn.Module) -> bool:
@@ -25,7 +27,10 @@ def _owns(module: nn.Module) -> bool:
 
 def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor:
     x: torch.Tensor = not_cast_yet(args[0] if args else kwargs["input"])
-    if layer_class(module) != casts.FLOAT8_LINEAR:
+    kind = layer_class(module)
+    if kind == NVFP4_LINEAR:  # whatever autocast says
+        return x.to(torch.bfloat16)
+    if kind != FLOAT8_LINEAR:
         return as_multiplied(x)
     if torch.is_autocast_enabled():  # `Float8Linear` asks for that of GPUs, whatever its device
         x = x.to(torch.get_autocast_dtype("cuda"))
@@ -34,8 +39,11 @@ def _input(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Te
 
 def _weight(module: nn.Module, args: Args, kwargs: Kwargs, part: str) -> torch.Tensor | None:
     weight = weight_in_high_precision(module)
-    if weight is None or (layer_class(module) == casts.FLOAT8_LINEAR and casts.casts_in_forward(module)):
+    kind = layer_class(module)
+    if weight is None or (kind == FLOAT8_LINEAR and casts.casts_in_forward(module)):
         return weight
+    if kind == NVFP4_LINEAR:
+        return weight if is_dtensor(weight) else weight.to(torch.bfloat16)
     return weight if is_dtensor(weight) else as_multiplied(weight)
 
 
@@ -46,6 +54,17 @@ def _grad(grad: torch.Tensor, *_: Any) -> torch.Tensor:
 def _cast(module: nn.Module, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Any:
     use: ScaleInUse = casts.cast_of(module, role)  # the configuration of this call: its backward has the same
     return lambda: use
+
+
+def engine(modules: Iterable[nn.Module]) -> str:
+    """What quantizes in training: torchao, unknown if none of its classes is known to, and "" if there is no layer."""
+    classes = {layer_class(module): module for module in modules}
+    if not classes or classes.keys() & {FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR}:
+        return BACKEND.name if classes else ""
+    kind, module = next(iter(classes.items()))
+    weight = raw_weight(module)
+    held = f" with weights of {class_of(getattr(weight, '_local_tensor', weight))}" if is_torchao(weight) else ""
+    return f"unknown: what {kind}{held} quantizes in training is not read"
 
 
 BACKEND = Backend(

@@ -13,9 +13,8 @@ once (`trial`).
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +29,10 @@ from ....numerics.scale_from_amax import TORCHAO_EPSILON
 from ....numerics.tensor_scaling import CurrentScaling
 from ...dtensor import is_dtensor
 from ..base import ScaleInUse, UnknownCast, not_quantized, raw_weight
+from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, check_attributes, class_of, layer_class, other_forward
+from .nvfp4 import nvfp4_cast
 from .trial import differs
-from .weights import class_of, gathered_in_fp8, is_torchao, layer_class
-
-FLOAT8_LINEAR = "torchao.float8.float8_linear.Float8Linear"
-MXFP8_LINEAR = "torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear"
+from .weights import gathered_in_fp8, is_torchao
 
 #: by role: product -> field of the configuration; the first is what a row of the record has
 CASTS: Mapping[str, Mapping[str, str]] = {
@@ -67,12 +65,14 @@ def cast_of(module: nn.Module, role: str) -> ScaleInUse:
         UnknownCast: its class, a field of its configuration, or a value, is not known here; names it.
     """
     kind, weight = layer_class(module), raw_weight(module)
-    if kind not in (FLOAT8_LINEAR, MXFP8_LINEAR):
+    if kind not in _READERS:
         what = f"weight is a {class_of(weight)}" if is_torchao(weight) else f"module is a {kind}"
         raise UnknownCast(f"its {what}, which is not known here")
+    if why := other_forward(module):
+        raise UnknownCast(f"forward of its {kind} was replaced by {why}")
     if is_dtensor(weight):
         raise UnknownCast("its weight is split by tensor parallelism, and torchao takes amaxes over the ranks")
-    return _mxfp8_cast(module, role) if kind == MXFP8_LINEAR else _float8_cast(module, role)
+    return _READERS[kind](module, role)
 
 
 def casts_in_forward(module: Any) -> bool:
@@ -138,8 +138,7 @@ def _named(rule: CurrentScaling | BlockRule, fmt: FloatFormat, config: Any) -> S
 
 
 def _mxfp8_cast(module: Any, role: str) -> ScaleInUse:
-    if strange := sorted(vars(module).keys() - MXFP8_OPTIONS - _attributes_of_linear()):
-        raise UnknownCast(f"its MXFP8Linear has an attribute {strange[0]!r}, which is not known here")
+    check_attributes(module, MXFP8_OPTIONS)
     _choice(module.kernel_preference, "KernelPreference", ("EMULATED",), "kernel_preference")
     _choice(module.scale_calculation_mode, "ScaleCalculationMode", ("RCEIL",), "scale_calculation_mode")
     rule = MXFP8Scaling(by_logarithm=True)
@@ -147,9 +146,11 @@ def _mxfp8_cast(module: Any, role: str) -> ScaleInUse:
     return replace(use, products={"wgrad": None}) if module.wgrad_with_hp and role != "weight" else use
 
 
-@functools.cache
-def _attributes_of_linear() -> frozenset[str]:
-    return frozenset(vars(nn.Linear(1, 1, device="meta")))
+_READERS: Mapping[str, Callable[[Any, str], ScaleInUse]] = {
+    FLOAT8_LINEAR: _float8_cast,
+    MXFP8_LINEAR: _mxfp8_cast,
+    NVFP4_LINEAR: nvfp4_cast,
+}
 
 
 def _check_fields(config: Any, name: str, field: str) -> None:

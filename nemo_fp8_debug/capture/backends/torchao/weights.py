@@ -10,20 +10,10 @@ from torch import nn
 
 from ...dtensor import is_dtensor
 from ..base import raw_weight
+from .layers import class_of
 
 _GATHERED = "torchao.float8.float8_training_tensor.Float8TrainingTensor"
 _TO_GATHER = "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor"
-
-
-def class_of(x: Any) -> str:
-    """Where the class of an object is, as `package.module.Class`."""
-    return f"{type(x).__module__}.{type(x).__qualname__}"
-
-
-def layer_class(module: nn.Module) -> str:
-    """The same of a module; FSDP2 puts its own class before it."""
-    kind = next(base for base in type(module).__mro__ if not base.__module__.startswith("torch.distributed.fsdp"))
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_torchao(x: Any) -> bool:

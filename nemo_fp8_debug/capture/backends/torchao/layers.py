@@ -1,0 +1,95 @@
+"""Classes of layers that torchao quantizes in training, torchtitan's subclasses of them included."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..base import UnknownCast
+
+FLOAT8_LINEAR = "torchao.float8.float8_linear.Float8Linear"
+MXFP8_LINEAR = "torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear"
+NVFP4_LINEAR = "torchao.prototype.moe_training.nvfp4_training.nvfp4_training.NVFP4Linear"
+
+_TITAN = "torchtitan.components.quantization"
+#: classes of torchtitan that build and shard a layer, and leave its forward as it is
+_SAME_FORWARD: Mapping[str, str] = {
+    f"{_TITAN}.float8.Float8Linear": FLOAT8_LINEAR,
+    f"{_TITAN}.mx.MXFP8Linear": MXFP8_LINEAR,
+    f"{_TITAN}.nvfp4.NVFP4Linear": NVFP4_LINEAR,
+}
+#: all that the forward of torchtitan's NVFP4Linear names: it calls torchao's function without a group of ranks
+_NVFP4_FORWARD = ("nvfp4_linear", "weight", "bias", "_sr_seed", "rht_sign_vector")
+#: attributes that FSDP2, and torchtitan's Module, add to a layer; none bears on a cast (of `forward`: `other_forward`)
+_OF_OTHERS = frozenset(
+    (
+        *("_fsdp_use_orig_params", "_is_fsdp_managed_module"),
+        *("_param_init", "_sharding_config", "_pos_arg_list", "_parallelized", "forward"),
+    )
+)
+#: what torchtitan puts around a forward to move tensors between ranks, which without tensor parallelism it does not
+_REDISTRIBUTES = "torchtitan.protocols.module.Module.parallelize.<locals>.forward_with_redistribution"
+
+
+def class_of(x: Any) -> str:
+    """Where the class of an object is, as `package.module.Class`."""
+    return _name(type(x))
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def layer_class(module: nn.Module) -> str:
+    """The class of a layer, torchao's where another one leaves its forward as it is; FSDP2 puts its own class before it."""
+    kind: type = type(module)
+    return _layer_class(kind)
+
+
+@functools.cache
+def _layer_class(kind: type) -> str:
+    own = next(base for base in kind.__mro__ if not base.__module__.startswith("torch.distributed.fsdp"))
+    name = _name(own)
+    torchaos = next((base for base in own.__mro__ if _name(base) == _SAME_FORWARD.get(name)), None)
+    if torchaos is None:
+        return name
+    of_torchao, of_own = getattr(torchaos, "forward", None), getattr(own, "forward", None)
+    code = getattr(of_own, "__code__", None)
+    same = of_own is of_torchao or (_name(torchaos) == NVFP4_LINEAR and getattr(code, "co_names", None) == _NVFP4_FORWARD)
+    return _name(torchaos) if same else name
+
+
+def other_forward(module: nn.Module) -> str:
+    """What a layer calls in place of the forward of its class; "": that."""
+    given = vars(module).get("forward")
+    if given is None:
+        return ""
+    name = f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', type(given).__qualname__)}"
+    if name != _REDISTRIBUTES:
+        return name
+    cells = zip(given.__code__.co_freevars, given.__closure__ or (), strict=True)
+    held = {variable: cell.cell_contents for variable, cell in cells}
+    if getattr(held.get("parallel_dims"), "tp", None) != 1:
+        return f"{name}, which moves its operands between the ranks of tensor parallelism"
+    inside: Any = inspect.unwrap(held["fn"]) if callable(held.get("fn")) else None  # spmd_types marks it as local
+    return "" if getattr(inside, "__self__", None) is module else f"{name} around {getattr(inside, '__qualname__', inside)}"
+
+
+def check_attributes(module: nn.Module, options: frozenset[str]) -> None:
+    """Every attribute of a layer is known: a Linear's, FSDP2's, torchtitan's, or one of `options`.
+
+    Raises:
+        UnknownCast: one is not; names it.
+    """
+    if strange := sorted(vars(module).keys() - options - _attributes_of_linear() - _OF_OTHERS):
+        name = layer_class(module).rpartition(".")[2]
+        raise UnknownCast(f"its {name} has an attribute {strange[0]!r}, which is not known here")
+
+
+@functools.cache
+def _attributes_of_linear() -> frozenset[str]:
+    return frozenset(vars(nn.Linear(1, 1, device="meta")))

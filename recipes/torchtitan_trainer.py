@@ -1,0 +1,59 @@
+"""torchtitan's trainer with a monitor: `torchrun --nproc-per-node 8 recipes/torchtitan_trainer.py --module llama3 --config
+llama3_debugmodel_float8 --training.disable_cuda_graphs`; every option is torchtitan's own. The record is in its dump folder.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torchtitan.config import ConfigManager
+from torchtitan.trainer import Trainer
+
+from nemo_fp8_debug import Monitor
+
+#: sampling interval in steps
+INTERVAL = 100
+
+
+class MonitoredTrainer(Trainer):
+    """Samples on every rank; a step is one of the optimizer, with all of its accumulated batches."""
+
+    def __init__(self, config: Trainer.Config, interval: int = INTERVAL, **options: Any) -> None:
+        """
+        Args:
+            config: torchtitan's. A replay of a CUDA graph runs no hook, so that its graphs have to be off.
+            interval: sampling interval in steps.
+            options: further ones of Monitor.
+        """
+        if not config.training.disable_cuda_graphs:
+            raise ValueError("no layer can be seen in a CUDA graph; add --training.disable_cuda_graphs")
+        super().__init__(config)
+        output = os.path.join(config.dump_folder, "fp8_debug")
+        self.monitor = Monitor(self.model_parts, output, interval=interval, **options)
+        self._losses: list[torch.Tensor] = []
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        loss = super().forward_backward_step(**batch)
+        self._losses.append(loss.detach())
+        return loss
+
+    def train_step(self, data_iterator: Any) -> None:
+        self._losses = []
+        with self.monitor.step(self.step) as report:
+            super().train_step(data_iterator)
+            report(loss=torch.stack(self._losses).sum())  # each is divided by the valid tokens of the step already
+
+    def close(self) -> None:
+        self.monitor.close()
+        super().close()
+
+
+if __name__ == "__main__":
+    trainer = MonitoredTrainer(ConfigManager().parse_args())
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+        torch.distributed.destroy_process_group()

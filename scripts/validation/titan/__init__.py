@@ -1,0 +1,1 @@
+"""torchtitan's real trainer on a CPU, with and without a monitor: `scripts/validation/titan/run.sh`."""
