@@ -1,0 +1,57 @@
+"""What a verdict may call a fault and be right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: by kind; what the record does not show is software
+_OF_KIND: dict[str, set[str]] = {
+    "none": {"none"},
+    "outlier": {"outlier"},
+    "stale": {"stale_scale"},
+    "margin": {"recipe", "changed_recipe"},
+    "e5m2_forward": {"recipe", "changed_recipe"},
+    "nan_operand": {"nonfinite"},
+    "nan_loss": {"nonfinite"},
+    "nan_gradient": {"nonfinite"},
+    "learning_rate": {"learning_rate"},
+    "weight_decay": {"software", "weight_decay"},
+    "gradient_layer": {"software", "gradient"},
+    "repeated_data": {"software", "data"},
+    "no_mask": {"software"},
+    "wrong_labels": {"software", "data"},
+    "loss_scale": {"multiplier", "loss_scale"},
+}
+
+
+def right_causes(told: Mapping[str, Any], interval: int) -> set[str]:
+    """Causes, as `diagnose` calls them.
+
+    Args:
+        told: of `records.truths`.
+        interval: of the samples; what takes no longer looks like a jump.
+    """
+    kind, fault = told["kind"], told["fault"]
+    if "parts" in fault:
+        return set().union(*(_of_operand(part, interval) for part in fault["parts"]))
+    if kind == "gradient_sum":
+        return {"multiplier"} if fault["at_the_loss"] else {"multiplier", "gradient", "software"}
+    if kind in _OF_KIND:
+        # What the record does not show need not be told if it did no harm.
+        return _OF_KIND[kind] | ({"none"} if "software" in _OF_KIND[kind] and not told["harmful"] else set())
+    causes = _of_operand(fault, interval)
+    # What was so at the first sample, or is slight, has no jump to be told by; and what is slight may be nothing.
+    if kind == "from_the_start" and "bits" in fault:
+        causes |= {"clipping" if fault["bits"] > 0 else "underflow"}
+    return causes | {"none"} if kind == "harmless" else causes
+
+
+def _of_operand(fault: Mapping[str, Any], interval: int) -> set[str]:
+    """Of a fault of one operand, by what it does to it."""
+    if "bits" not in fault:
+        return {"outlier"}
+    gradual = "clipping" if fault["bits"] > 0 else "underflow"
+    if fault["over"] == 1:
+        return {"corrupted_scale"}
+    return {gradual, "corrupted_scale"} if fault["over"] <= interval else {gradual}
