@@ -30,7 +30,7 @@ NEUTRAL = [kind for kind in OPERAND_KINDS if kind not in ("nan_operand", "from_t
 def fault(kind: str, setup: Setup, onset: int = 1) -> Fault:
     """One that has its full strength at once."""
     of = family(setup.family)
-    names = [gemm.name for gemm in select(find_gemms([of.build(0, setup.depth)]), list(of.layers))]
+    names = [gemm.name for gemm in select(find_gemms([of.build(0, setup.depth, setup.engine)]), list(of.layers))]
     made = drawn(kind, Draw(random.Random(3), of, setup, names))
     if isinstance(made, Together):
         return replace(made, onset=onset, parts=tuple(replace(part, onset=onset) for part in made.parts))
@@ -41,11 +41,11 @@ def fault(kind: str, setup: Setup, onset: int = 1) -> Fault:
 def losses(setup: Setup, made: Fault, fp8: bool) -> list[float]:
     run = Training(setup, made)
     if not fp8:
-        run.emulation.detach()
+        run.engine.detach()
     monitor = Monitor(run.model, recorders=[])
     found = [run.step(step, monitor)["loss"] for step in range(4)]
     monitor.close()
-    run.emulation.detach()
+    run.engine.detach()
     return found
 
 

@@ -19,7 +19,6 @@ from fault_injection.training import Setup
 from nemo_fp8_debug.capture.gemms import find_gemms, select
 
 #: by part, in turn
-_ENGINES = ("delayed", "current", "delayed", "current", "blockwise", "mxfp8", "delayed", "current", "nvfp4", "blockwise")
 _HOSTS = ("plain", "skipping", "scaled", "plain", "skipping")
 #: what the learning rate is multiplied by
 _RATES = (1.0, 0.5, 1.5)
@@ -43,9 +42,9 @@ def cases(family_name: str, part: int) -> list[Case]:
     chosen = random.Random(f"{family_name} {part}")
     at = part % HELD_OUT
     seeds = [chosen.randrange(1, 1 << 30) for _ in range(6)]
-    depth = family(family_name).depth
+    depth, engines = family(family_name).depth, family(family_name).engines
     made = Setup(
-        family_name, _ENGINES[at % len(_ENGINES)], seeds[0], seeds[0], depth, _HOSTS[at % len(_HOSTS)], _RATES[at % 3]
+        family_name, engines[at % len(engines)], seeds[0], seeds[0], depth, _HOSTS[at % len(_HOSTS)], _RATES[at % 3]
     )
     clean = {
         "a": made,
@@ -59,14 +58,14 @@ def cases(family_name: str, part: int) -> list[Case]:
 
 
 def _faulted(chosen: random.Random, kind: str, number: int, setup: Setup) -> Case:
-    of = Draw(chosen, family(setup.family), setup, _names(setup.family, setup.depth))
+    of = Draw(chosen, family(setup.family), setup, _names(setup.family, setup.depth, setup.engine))
     return Case(f"{number}-{kind}", setup, drawn(kind, of), "ab"[number % 2])
 
 
 def _kinds(family_name: str, part: int, setup: Setup) -> Iterator[str]:
     """In turn over the parts of an engine, so that each comes as often as any other that is possible."""
-    held_out, at = is_held_out(family_name, part), part % HELD_OUT
-    earlier = sum(_ENGINES[i % len(_ENGINES)] == setup.engine for i in range(at))
+    held_out, at, engines = is_held_out(family_name, part), part % HELD_OUT, family(family_name).engines
+    earlier = sum(engines[i % len(engines)] == setup.engine for i in range(at))
     for kinds, count in zip((OPERAND_KINDS, SOFTWARE_KINDS), _JUDGED if held_out else _TUNED, strict=True):
         known = [kind for kind in kinds if (held_out or kind not in HELD_OUT_KINDS) and possible(kind, setup)]
         shuffled = random.Random(f"{family_name} {setup.engine} {len(known)}").sample(known, len(known))
@@ -78,6 +77,6 @@ def _kinds(family_name: str, part: int, setup: Setup) -> Iterator[str]:
 
 
 @cache
-def _names(family_name: str, depth: int) -> Sequence[str]:
+def _names(family_name: str, depth: int, engine: str) -> Sequence[str]:
     of = family(family_name)
-    return [gemm.name for gemm in select(find_gemms([of.build(0, depth)]), list(of.layers))]
+    return [gemm.name for gemm in select(find_gemms([of.build(0, depth, engine)]), list(of.layers))]

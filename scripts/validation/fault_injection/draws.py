@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fault_injection import faults_of_software as software
+from fault_injection.engines import ENGINES
 from fault_injection.families.family import Family
 from fault_injection.fault import Fault, Operand, Together
 from fault_injection.faults_of_operands import NaNInOperand, OtherRecipe, OutlierChannel, StuckScale, WrongScale
-from fault_injection.training import ENGINES, STEPS, Setup
+from fault_injection.training import STEPS, Setup
 
 #: log2 of what a scale is off by, up and down, by role
 _UP = {"input": (4, 12), "weight": (4, 12), "grad_output": (8, 20)}
 _DOWN = {"input": (-22, -12), "weight": (-22, -12), "grad_output": (-38, -22)}
 _SLIGHT = {"input": (-4, 0.7), "weight": (-4, 0.7), "grad_output": (-8, 2)}
+#: engines whose scales can be off
+_SCALED_BY_TENSOR = ("delayed", "current", "te-delayed")
 _ROLES = ("input", "weight", "grad_output")
 
 
@@ -45,7 +48,7 @@ class Draw:
 
     @property
     def scaled_by_tensor(self) -> bool:
-        return self.setup.engine in ("delayed", "current")
+        return self.setup.engine in _SCALED_BY_TENSOR
 
     @property
     def prefix(self) -> str:
@@ -173,10 +176,10 @@ SOFTWARE_KINDS: dict[str, Callable[[Draw, str], Fault]] = {
 HELD_OUT_KINDS = ("stale", "two_at_once", "wrong_labels")
 #: what only some engines can have
 _ONLY = {
-    "drift_up": ("delayed", "current"),
-    "drift_down": ("delayed", "current"),
-    "corrupted": ("delayed", "current"),
-    "stale": ("delayed",),
+    "drift_up": _SCALED_BY_TENSOR,
+    "drift_down": _SCALED_BY_TENSOR,
+    "corrupted": _SCALED_BY_TENSOR,
+    "stale": ("delayed", "te-delayed"),
     "margin": ("delayed", "current"),
     "e5m2_forward": ("delayed", "current"),
 }

@@ -10,23 +10,42 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug.capture.gemms import Gemm
-from nemo_fp8_debug.interventions.emulate import Emulation
+from nemo_fp8_debug.plan.plan import Plan
 
 #: (layer, role)
 Operand = tuple[str, str]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
+class Slot(Protocol):
+    """Delayed scales of several operands."""
+
+    scale: torch.Tensor
+
+
+class Engine(Protocol):
+    """What casts the operands of a run."""
+
+    def slot(self, layer: str, role: str) -> tuple[Slot, int] | None:
+        """Where the delayed scale of an operand is kept; None: it is cast otherwise."""
+
+    def end_step(self) -> None:
+        """All gradients are there."""
+
+    def detach(self) -> None:
+        """The run is over."""
+
+
 class Run(Protocol):
     """What a fault touches of a run."""
 
     model: nn.Module
-    emulation: Emulation
+    engine: Engine
     gemms: Sequence[Gemm]
     #: the producer of a GEMM's X, and all GEMMs that read what it puts out
     site_of: Callable[[str], Site]
-    #: learning rate, weight decay of the optimizer
-    optimizer: torch.optim.Optimizer
+    #: what is done about the fault
+    plan: Plan
 
 
 @dataclass(frozen=True)

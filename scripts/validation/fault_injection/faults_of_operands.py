@@ -11,25 +11,11 @@ from typing import Any
 
 import torch
 
+from fault_injection.engines import EmulatedEngine
 from fault_injection.fault import Fault, Run
 from nemo_fp8_debug.core.keys import ROLES
-from nemo_fp8_debug.interventions.emulate import EmulatedGemm
-from nemo_fp8_debug.numerics.delayed_state import DelayedState
 from nemo_fp8_debug.numerics.recipe import Recipe, parse_recipe
-from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling, DelayedScaling
-
-
-def emulated(run: Run, layer: str) -> EmulatedGemm:
-    """What casts the operands of a GEMM."""
-    return next(gemm for gemm in run.emulation._gemms if gemm.gemm.name == layer)
-
-
-def slot(run: Run, layer: str, role: str) -> tuple[DelayedState, int] | None:
-    """Where the engine keeps the delayed scale of an operand; None where it casts it otherwise."""
-    for state in run.emulation.states.values():
-        if (layer, role) in state.index:
-            return state, state.index[layer, role]
-    return None
+from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,11 @@ class WrongScale(Fault):
     def before_step(self, step: int, run: Run) -> None:
         super().before_step(step, run)
         layer, role = self.culprits[0]
-        gemm = emulated(run, layer)
+        if run.plan.change_of(layer, role):
+            return  # another kernel casts it
+        if not isinstance(run.engine, EmulatedEngine):
+            return
+        gemm = run.engine.gemm(layer)
         self._recipe = self._recipe or gemm.recipes[role]
         if type(self._recipe.scaling) is CurrentScaling:
             rule, name = OffCurrentScaling(bits=self.off(step)), self._recipe.name
@@ -79,7 +69,7 @@ class WrongScale(Fault):
             gemm.recipes = {**gemm.recipes, role: wrong}
 
     def after_backward(self, step: int, run: Run) -> None:
-        if found := slot(run, *self.culprits[0]):
+        if found := run.engine.slot(*self.culprits[0]):
             state, i = found
             state.scale[i] *= 2.0 ** self.off(step + 1)  # it is made anew in each step
 
@@ -111,7 +101,7 @@ class StuckScale(Fault):
 
     def after_backward(self, step: int, run: Run) -> None:
         for number, culprit in enumerate(self.culprits):
-            if found := slot(run, *culprit):
+            if found := run.engine.slot(*culprit):
                 state, i = found
                 if not self.acts_at(step + 1) or number not in self._stuck:
                     self._stuck[number] = state.scale[i].clone()
@@ -158,22 +148,17 @@ class OtherRecipe(Fault):
             self._switch(run, lambda operand: self._before[operand])
 
     def _switch(self, run: Run, recipe_of: Callable[[tuple[str, str]], Recipe]) -> dict[tuple[str, str], Recipe]:
+        assert isinstance(run.engine, EmulatedEngine)
         before, columns = dict[tuple[str, str], Recipe](), dict[Recipe, list[tuple[str, str]]]()
-        for gemm in run.emulation._gemms:
+        for gemm in run.engine.gemms:
             for role in ROLES:
                 operand = (gemm.gemm.name, role)
-                if operand in self.culprits or role in self.roles:
+                if (operand in self.culprits or role in self.roles) and not run.plan.change_of(*operand):
                     before[operand], now = gemm.recipes[role], recipe_of(operand)
                     gemm.recipes = {**gemm.recipes, role: now}
                     columns.setdefault(now, []).append(operand)
-        saved = run.emulation.state_dict()
         for recipe, operands in columns.items():
-            if isinstance(recipe.scaling, DelayedScaling):
-                known = run.emulation.states.get(recipe)
-                if known is None or not set(operands) <= set(known.columns):
-                    run.emulation.states[recipe] = known = DelayedState(recipe, operands)
-                for part in saved["states"]:
-                    known.load_state_dict(part)
+            run.engine.keep_histories(recipe, operands)
         return before
 
 

@@ -25,6 +25,7 @@ from scipy.stats import binomtest
 
 from fault_injection.records import read_run, truths
 from fault_injection.right_causes import right_causes
+from fault_injection.truth import HARM
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 
 BASELINES = ("near", "other", "depth", "none")
@@ -67,6 +68,12 @@ class Judged:
     @property
     def harm_right(self) -> bool:
         return (self.harm == "harmful") == self.truth["harmful"]
+
+    @property
+    def harm_is_clear(self) -> bool:
+        """Whether its gap is not between half of what counts as harm and one and a half times that."""
+        gap = self.truth["gap_pct"]
+        return gap is None or not 50 * HARM < gap <= 150 * HARM
 
     @property
     def could_be_named_before(self) -> bool:
@@ -152,7 +159,7 @@ QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
         lambda one: one.located,
     ),
     ("cause", lambda one: not one.is_clean, lambda one: one.cause_right),
-    ("harm right", lambda one: not one.is_clean, lambda one: one.harm_right),
+    ("harm right", lambda one: not one.is_clean and one.harm_is_clear, lambda one: one.harm_right),
     (
         "named before the loss diverges",
         lambda one: _in_an_operand(one) and one.could_be_named_before,
@@ -238,9 +245,8 @@ def main() -> int:
         note(len(runs))
     found = list(judge(runs, options.baselines, options.intervals, options.jobs))
     out = Console(width=170, highlight=False)
-    out.print(
-        f"{sum(told['kind'] != 'none' for told in runs)} runs with a fault, {sum(told['kind'] == 'none' for told in runs)} without"
-    )
+    clean = sum(told["kind"] == "none" for told in runs)
+    out.print(f"{len(runs) - clean} runs with a fault, {clean} without")
     for table in tables(found):
         out.print(table)
     for one in found if options.failures else ():
@@ -258,7 +264,7 @@ def failure(one: Judged) -> str:
         told.append(f"{one.culprit} instead of {truth['culprits'][0]}")
     if not one.is_clean and not one.cause_right:
         told.append(f"{one.cause} instead of {'/'.join(sorted(right_causes(truth, one.interval)))}")
-    if not one.harm_right:
+    if not one.harm_right and one.harm_is_clear:
         told.append(f"{one.harm}, gap {truth['gap_pct']}%")
     return "; ".join(told)
 

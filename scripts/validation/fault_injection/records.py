@@ -48,10 +48,6 @@ class Recorded:
     steps: pl.DataFrame
 
 
-def path_of(family: str, part: int) -> Path:
-    return FOLDER / f"{family}-{part:03d}.parquet"
-
-
 def write_part(path: Path, runs: Sequence[Recorded]) -> None:
     """Write the file of a part, whole or not at all."""
     columns: dict[str, pa.Array] = {

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from fault_injection.engines import RECIPES, EmulatedEngine, TransformerEngine
 from fault_injection.families import family
-from fault_injection.fault import Fault
+from fault_injection.fault import Engine, Fault
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.gemms import find_gemms, select
 from nemo_fp8_debug.core.sample import Recorder
-from nemo_fp8_debug.interventions.emulate import Emulation
-from nemo_fp8_debug.numerics.recipe import parse_recipe
+from nemo_fp8_debug.plan.plan import NO_CHANGES, Plan
 
 STEPS, WARM_UP, INTERVAL = 300, 25, 5
 #: losses in a row that are not finite, after which a run is ended
@@ -22,14 +22,6 @@ GIVEN_UP = 40
 #: part of the learning rate that is left in the end
 LEAST = 0.1
 WEIGHT_DECAY, CLIP = 0.01, 1.0
-#: recipe by engine
-ENGINES = {
-    "delayed": "delayed(amax_history_len=16)",
-    "current": "current",
-    "blockwise": "blockwise",
-    "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4",
-}
 #: what a host scales the loss by, where it scales it
 LOSS_SCALE = 1024.0
 
@@ -61,9 +53,13 @@ class Training:
     The parameters and their gradients are views of one tensor each, as in Megatron's distributed optimizer.
     """
 
-    def __init__(self, setup: Setup, fault: Fault) -> None:
-        self.setup, self.fault, self.family = setup, fault, family(setup.family)
-        self.model = self.family.build(setup.seed, setup.depth)
+    def __init__(self, setup: Setup, fault: Fault, plan: Plan = NO_CHANGES) -> None:
+        """
+        Args:
+            plan: what is done about the fault, from its onset on.
+        """
+        self.setup, self.fault, self.family, self.plan = setup, fault, family(setup.family), plan
+        self.model = self.family.build(setup.seed, setup.depth, setup.engine)
         self.site_of = self.family.site_of
         self.gemms = select(find_gemms([self.model]), list(self.family.layers))
         self._flatten()
@@ -72,16 +68,25 @@ class Training:
             self._master *= 1 + 2.0**-9 * torch.randn(self._master.shape, generator=generator)
             self._write_back()
         self.optimizer = torch.optim.AdamW([self._master], lr=0.0, betas=(0.9, 0.95), fused=True)
-        self.emulation = Emulation.of_gemms(self.gemms, parse_recipe(ENGINES[setup.engine]))
-        self.emulation.attach()
-        fault.build_into(self)
+        self.engine: Engine = (
+            EmulatedEngine(self.gemms, RECIPES[setup.engine]) if setup.engine in RECIPES else TransformerEngine(self.gemms)
+        )
+        self._handles = fault.build_into(self)
+
+    def _carry_out_the_plan(self) -> None:
+        """Cast as the plan says from here on; the fault's hooks stay behind those of the engine."""
+        assert isinstance(self.engine, EmulatedEngine)
+        for handle in self._handles:
+            handle.remove()
+        self.engine.follow(self.plan)
+        self._handles = self.fault.build_into(self)
 
     def _flatten(self) -> None:
         parameters = list(self.model.parameters())
         self._weights = torch.cat([p.detach().flatten() for p in parameters])
         self._gradients, self._kept = torch.zeros_like(self._weights), torch.ones(len(self._weights))
         quantized, end = {id(gemm.module.weight) for gemm in self.gemms}, 0
-        biases = {id(gemm.module.bias) for gemm in self.gemms if gemm.module.bias is not None}
+        biases = {id(getattr(gemm.module, "bias", None)) for gemm in self.gemms}
         for parameter in parameters:
             start, end = end, end + parameter.numel()
             parameter.data = self._weights[start:end].view(parameter.shape)
@@ -106,13 +111,15 @@ class Training:
     def step(self, i: int, monitor: Monitor) -> dict[str, Any]:
         """One optimizer step; returns what a host reports."""
         fault, scale = self.fault, LOSS_SCALE if self.setup.host == "scaled" else 1.0
+        if i == fault.onset and self.plan.changes:
+            self._carry_out_the_plan()
         fault.before_step(i, self)
         batch = fault.batch(i, lambda step: self.family.draw(self.setup.order, step))
         loss = fault.of_loss(self.family.loss(self.model, batch, fault.masked(i)), i)
         monitor.watch_loss(loss)
         self._gradients.zero_()
         (loss * fault.backpropagated(i, scale)).backward()
-        self.emulation.end_step()
+        self.engine.end_step()
         fault.after_backward(i, self)
         report = {"loss": float(loss.detach()), "lr": self.learning_rate(i), "consumed_samples": (i + 1) * self.family.batch}
         report |= self._optimize(i, report["lr"], fault.unscaled_by(i, scale))
@@ -131,10 +138,15 @@ class Training:
         return {"grad_norm": norm} | ({} if self.setup.host == "plain" else {"skipped": float(skips)})
 
 
-def train(setup: Setup, fault: Fault, recorder: Recorder, steps: int = STEPS) -> list[float]:
-    """Train a run, recorded; returns its losses, of which the last `GIVEN_UP` may not be finite."""
-    run = Training(setup, fault)
-    monitor = Monitor(run.model, recorders=[recorder], interval=INTERVAL, table_rows=0)
+def train(setup: Setup, fault: Fault, recorder: Recorder | None, steps: int = STEPS, plan: Plan = NO_CHANGES) -> list[float]:
+    """Train a run, recorded; returns its losses, of which the last `GIVEN_UP` may not be finite.
+
+    Args:
+        recorder: None: it is not recorded.
+        plan: what is done about the fault, from its onset on.
+    """
+    run = Training(setup, fault, plan)
+    monitor = Monitor(run.model, recorders=[recorder] if recorder else [], interval=INTERVAL, table_rows=0)
     losses = list[float]()
     for step in range(steps):
         with monitor.step(step) as report:
@@ -144,5 +156,5 @@ def train(setup: Setup, fault: Fault, recorder: Recorder, steps: int = STEPS) ->
         if len(losses) >= GIVEN_UP and not any(map(math.isfinite, losses[-GIVEN_UP:])):
             break
     monitor.close()
-    run.emulation.detach()
+    run.engine.detach()
     return losses

@@ -12,7 +12,7 @@ import numpy as np
 from fault_injection.cases import Case
 
 #: part of the counterpart's loss by which a run's is above it, in the mean over the last steps, when a fault has done harm
-HARM, LAST = 0.03, 60
+HARM, LAST = 0.02, 60
 #: steps up to each step that its loss is averaged over, to say since when it has left
 _BACK = 20
 

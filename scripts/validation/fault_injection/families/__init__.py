@@ -7,7 +7,7 @@ from functools import cache
 
 from fault_injection.families.family import Family
 
-_MODULES = {"llama": "huggingface", "moe": "huggingface", "vit": "vision", "gpt": "megatron"}
+_MODULES = {"llama": "huggingface", "moe": "huggingface", "vit": "vision", "gpt": "megatron", "te": "transformer_engine"}
 FAMILIES = tuple(_MODULES)
 
 

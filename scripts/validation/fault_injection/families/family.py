@@ -14,6 +14,8 @@ from fault_injection.fault import Batch, Site
 
 #: of a batch of text
 BATCH, SEQUENCE, VOCABULARY = 8, 32, 256
+#: which a family has that does not quantize for itself
+EMULATED = ("delayed", "current", "delayed", "current", "blockwise", "mxfp8", "delayed", "current", "nvfp4", "blockwise")
 #: bytes of text, little enough to be learned by heart, which takes every layer
 TEXT = 4000
 
@@ -27,12 +29,14 @@ class Family(Protocol):
     #: samples of a batch
     batch: int
     learning_rate: float
+    #: of its parts, in turn
+    engines: Sequence[str]
     #: patterns of the GEMMs that are quantized
     layers: Sequence[str]
     #: last parts of names: GEMMs whose X a fault can change without changing what high precision computes
     changeable: Sequence[str]
 
-    def build(self, seed: int, depth: int) -> nn.Module:
+    def build(self, seed: int, depth: int, engine: str) -> nn.Module:
         """A model with random weights, in BF16."""
 
     def draw(self, order: int, step: int) -> Batch:

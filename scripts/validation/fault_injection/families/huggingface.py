@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fault_injection.families.family import BATCH, SEQUENCE, VOCABULARY, Family, additive_mask, text_batch
+from fault_injection.families.family import BATCH, EMULATED, SEQUENCE, VOCABULARY, Family, additive_mask, text_batch
 from fault_injection.fault import Batch, Site
 
 HIDDEN, FFN, EXPERTS = 64, 128, 3
@@ -30,11 +30,12 @@ class Llama:
     name: str = "llama"
     depth: int = 2
     batch: int = BATCH
-    learning_rate: float = 4e-3
+    learning_rate: float = 2e-3
+    engines: tuple[str, ...] = EMULATED
     layers: tuple[str, ...] = ("model.layers.*",)
     changeable: tuple[str, ...] = ("q_proj", "o_proj", "gate_proj", "down_proj")
 
-    def build(self, seed: int, depth: int) -> nn.Module:
+    def build(self, seed: int, depth: int, engine: str) -> nn.Module:
         torch.manual_seed(seed)
         config = LlamaConfig(**_SHAPE, num_hidden_layers=depth, num_key_value_heads=4, intermediate_size=FFN)
         return LlamaForCausalLM(config).bfloat16()
@@ -70,7 +71,7 @@ class Mixture(Llama):
     layers: tuple[str, ...] = ("*.self_attn.*", "*.experts.*")
     changeable: tuple[str, ...] = ("q_proj", "o_proj", "w2")
 
-    def build(self, seed: int, depth: int) -> nn.Module:
+    def build(self, seed: int, depth: int, engine: str) -> nn.Module:
         torch.manual_seed(seed)
         config = MixtralConfig(
             **_SHAPE,

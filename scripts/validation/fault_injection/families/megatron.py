@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -11,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from fault_injection.families.family import BATCH, SEQUENCE, VOCABULARY, Family, text_batch
+from fault_injection.families.family import BATCH, EMULATED, SEQUENCE, VOCABULARY, Family, text_batch
 from fault_injection.fault import Batch, Site
 
 HIDDEN = 64
@@ -30,13 +31,14 @@ class Megatron:
     name: str = "gpt"
     depth: int = 3
     batch: int = BATCH
-    learning_rate: float = 4e-3
+    learning_rate: float = 2e-3
+    engines: tuple[str, ...] = EMULATED
     layers: tuple[str, ...] = ("decoder.layers.*",)
     changeable: tuple[str, ...] = tuple(_PRODUCERS)
 
-    def build(self, seed: int, depth: int) -> nn.Module:
+    def build(self, seed: int, depth: int, engine: str) -> nn.Module:
         torch.manual_seed(seed)
-        model = GPTModel(_config(depth), get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE).bfloat16()
+        model = GPTModel(config(depth), get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE).bfloat16()
         for layer in model.decoder.layers:
             layer.mlp.activation_func = nn.GELU()  # a module, so that a hook can change what it computes
         return model
@@ -57,7 +59,8 @@ class Megatron:
         return f"decoder.layers.{layer}."
 
 
-def _config(depth: int) -> TransformerConfig:
+def config(depth: int, **more: Any) -> TransformerConfig:
+    """Of a small GPT."""
     return TransformerConfig(
         num_layers=depth,
         hidden_size=HIDDEN,
@@ -74,6 +77,7 @@ def _config(depth: int) -> TransformerConfig:
         bias_dropout_fusion=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **more,
     )
 
 

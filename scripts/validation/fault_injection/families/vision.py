@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from fault_injection.families.family import Family
+from fault_injection.families.family import EMULATED, Family
 from fault_injection.fault import Batch, Site
 
 HIDDEN, SIDE, PATCH, CLASSES, BATCH = 64, 16, 4, 16, 16
@@ -24,11 +24,12 @@ class Vision:
     name: str = "vit"
     depth: int = 2
     batch: int = BATCH
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
+    engines: tuple[str, ...] = EMULATED
     layers: tuple[str, ...] = ("*.encoder.layer.*",)
     changeable: tuple[str, ...] = ("query", "dense")
 
-    def build(self, seed: int, depth: int) -> nn.Module:
+    def build(self, seed: int, depth: int, engine: str) -> nn.Module:
         torch.manual_seed(seed)
         config = ViTConfig(
             hidden_size=HIDDEN,
