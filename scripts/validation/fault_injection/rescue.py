@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import numpy as np
 import torch
 
-from fault_injection.cases import cases
+from fault_injection.cases import Case, cases
 from fault_injection.families import FAMILIES
 from fault_injection.judge import baseline_of
 from fault_injection.records import FOLDER, read_run, truths
@@ -25,6 +26,9 @@ from fault_injection.training import train
 from fault_injection.truth import HARM, gap_of
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.recommendation.recommend import recommend
+from nemo_fp8_debug.analysis.runs.run import Run
+from nemo_fp8_debug.plan.plan import Plan
+from nemo_fp8_debug.record.writer import RunRecord
 
 
 def rescued(family: str, part: int) -> list[dict[str, Any]]:
@@ -35,18 +39,25 @@ def rescued(family: str, part: int) -> list[dict[str, Any]]:
     for name, one in told.items():
         if not (one["harmful"] and one["culprits"]):
             continue
-        run = read_run(one)
-        culprit = diagnose(run, read_run(told[str(baseline_of(one, "near"))])).culprit
         outcome: dict[str, Any] = {"part": one["part"], "name": name, "gap_pct": one["gap_pct"], "rescued": False}
-        if culprit and culprit.layer and culprit.role:
-            plan = recommend(run, [(culprit.layer, culprit.role)]).plan
-            losses = np.array(train(made[name].setup, made[name].fault, None, plan=plan))
+        if plan := _recommended(made[name], read_run(told[str(baseline_of(one, "near"))])):
+            fault = cases(family, part)[list(made).index(name)].fault  # as it was before it was trained
+            losses = np.array(train(made[name].setup, fault, None, plan=plan))
             gap, _ = gap_of(losses, read_run(told[one["counterpart"]]).loss.losses)
             outcome |= {"plan": [asdict(change) for change in plan.changes], "gap_with_plan_pct": 100 * gap}
             outcome["rescued"] = gap <= HARM
         print(json.dumps({k: v for k, v in outcome.items() if k != "plan"}), flush=True)
         found.append(outcome)
     return found
+
+
+def _recommended(case: Case, baseline: Run) -> Plan | None:
+    """What is recommended of a run, which is recorded whole for that; None where no operand is named."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(case.setup, case.fault, RunRecord(folder))
+        run = Run.read(folder)
+        culprit = diagnose(run, baseline).culprit
+        return recommend(run, [(culprit.layer, culprit.role)]).plan if culprit and culprit.layer and culprit.role else None
 
 
 def main() -> int:
