@@ -115,8 +115,22 @@ def test_a_gap_is_of_the_end_and_says_since_when() -> None:
     assert gap_of(other[:100] + float("inf"), other) == (float("inf"), 0)
 
 
-def test_the_committed_records_can_be_judged() -> None:
-    told = [one for one in truths("tune") if one["part"] == "llama-000"][:8]
-    assert {baseline_of(one, "near") for one in told} <= {one["name"] for one in truths("tune")}
-    found = list(judge(told, intervals=(20,)))
-    assert {one.baseline for one in found} == set(BASELINES) and len(found) >= 3 * len(told)
+def test_verdicts_of_forty_committed_records() -> None:
+    """Of five parts the clean runs of two seeds and four with a fault, with the run as baseline that is 2^-9 apart."""
+    parts = ("llama-000", "llama-001", "llama-003", "moe-000", "gpt-000")
+    told = [one for one in truths("tune") if one["part"] in parts]
+    assert all(baseline_of(one, "near") in {other["name"] for other in told} for one in told)
+    clean = [one for one in told if one["name"] in ("a", "b", "a-near", "b-near")]
+    faulted = [one for one in told if one["kind"] != "none" and int(one["name"].partition("-")[0]) < 4]
+    found = list(judge([*clean, *faulted], ("near",), (20,)))
+    assert len(found) == len(clean) + len(faulted) == 40
+    assert sum(one.accused for one in found if one.is_clean) <= 1
+    harm = [one.harm_right for one in found if not one.is_clean and one.harm_is_clear]
+    assert sum(harm) >= 0.9 * len(harm)
+    named = [one.located for one in found if one.truth["kind"] in ("corrupted", "drift_down", "drift_up", "outlier")]
+    assert sum(named) >= 0.75 * len(named) > 4
+
+
+def test_a_run_without_a_baseline_of_a_kind_is_not_judged_with_one() -> None:
+    told = next(one for one in truths("tune") if one["part"] == "llama-000" and one["name"] == "deep")
+    assert {one.baseline for one in judge([told], intervals=(50,))} == {*BASELINES} - {"other"}

@@ -21,7 +21,7 @@ from nemo_fp8_debug.capture.gemms import find_gemms, select
 #: by part, in turn
 _HOSTS = ("plain", "skipping", "scaled", "plain", "skipping")
 #: what the learning rate is multiplied by
-_RATES = (1.0, 0.5, 1.5)
+_RATES = (1.0, 0.5, 0.75)
 #: faults of operands and of software in a part
 _TUNED, _JUDGED = (5, 3), (3, 2)
 
