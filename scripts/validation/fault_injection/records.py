@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fault_injection.sets import is_held_out
-from nemo_fp8_debug.analysis.runs.loss import LossCurve
+from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.record.schema import SCHEMAS
 

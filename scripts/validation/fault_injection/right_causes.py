@@ -10,18 +10,18 @@ _OF_KIND: dict[str, set[str]] = {
     "none": {"none"},
     "outlier": {"outlier"},
     "stale": {"stale_scale"},
-    "margin": {"recipe", "changed_recipe"},
-    "e5m2_forward": {"recipe", "changed_recipe"},
+    "margin": {"changed_recipe"},
+    "e5m2_forward": {"changed_recipe"},
     "nan_operand": {"nonfinite"},
     "nan_loss": {"nonfinite"},
-    "nan_gradient": {"nonfinite"},
+    "nan_gradient": {"nonfinite", "skipped"},
     "learning_rate": {"learning_rate"},
-    "weight_decay": {"software", "weight_decay"},
-    "gradient_layer": {"software", "gradient"},
-    "repeated_data": {"software", "data"},
+    "weight_decay": {"software"},
+    "gradient_layer": {"software"},
+    "repeated_data": {"software"},
     "no_mask": {"software"},
-    "wrong_labels": {"software", "data"},
-    "loss_scale": {"multiplier", "loss_scale"},
+    "wrong_labels": {"software"},
+    "loss_scale": {"multiplier"},
 }
 
 
@@ -36,7 +36,7 @@ def right_causes(told: Mapping[str, Any], interval: int) -> set[str]:
     if "parts" in fault:
         return set().union(*(_of_operand(part, interval) for part in fault["parts"]))
     if kind == "gradient_sum":
-        return {"multiplier"} if fault["at_the_loss"] else {"multiplier", "gradient", "software"}
+        return {"multiplier"} if fault["at_the_loss"] else {"multiplier", "software"}
     if kind in _OF_KIND:
         # What the record does not show need not be told if it did no harm.
         return _OF_KIND[kind] | ({"none"} if "software" in _OF_KIND[kind] and not told["harmful"] else set())
