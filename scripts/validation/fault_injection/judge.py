@@ -27,6 +27,7 @@ from fault_injection.records import read_run, truths
 from fault_injection.right_causes import right_causes
 from fault_injection.truth import HARM
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.core.layer_names import aggregate_key
 
 BASELINES = ("near", "other", "depth", "none")
 INTERVALS = (5, 20, 50)
@@ -58,8 +59,9 @@ class Judged:
 
     @property
     def located(self) -> bool:
-        """Whether an operand is named that it sits in."""
-        return self.culprit is not None and list(self.culprit) in self.truth["culprits"]
+        """Whether an operand is named that it sits in; of one of several experts all of them together, too."""
+        known = {tuple(culprit) for culprit in self.truth["culprits"]}
+        return self.culprit is not None and self.culprit in known | {aggregate_key(*culprit) for culprit in known}
 
     @property
     def cause_right(self) -> bool:
@@ -74,6 +76,10 @@ class Judged:
         """Whether its gap is not between half of what counts as harm and one and a half times that."""
         gap = self.truth["gap_pct"]
         return gap is None or not 50 * HARM < gap <= 150 * HARM
+
+    @property
+    def cannot_tell(self) -> bool:
+        return "unknown" in (self.harm, self.cause)
 
     @property
     def could_be_named_before(self) -> bool:
@@ -171,7 +177,7 @@ QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
         lambda one: one.truth["kind"] in (*_SOFTWARE, "wrong_labels"),
         lambda one: one.culprit is not None,
     ),
-    ("harmed, and cannot tell", lambda one: one.truth["harmful"], lambda one: one.cause == "unknown"),
+    ("harmed, and cannot tell", lambda one: one.truth["harmful"], lambda one: one.cannot_tell),
     ("clean, accused", lambda one: one.is_clean, lambda one: one.accused),
     ("clean, called harmful", lambda one: one.is_clean, lambda one: one.harm == "harmful"),
 )

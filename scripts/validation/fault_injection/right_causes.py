@@ -41,8 +41,8 @@ def right_causes(told: Mapping[str, Any], interval: int) -> set[str]:
         # What the record does not show need not be told if it did no harm.
         return _OF_KIND[kind] | ({"none"} if "software" in _OF_KIND[kind] and not told["harmful"] else set())
     causes = _of_operand(fault, interval)
-    # What was so at the first sample, or is slight, has no jump to be told by; and what is slight may be nothing.
-    if kind == "from_the_start" and "bits" in fault:
+    # What was so at the first sample, or is over after few, has no jump to be told by; and what is slight may be nothing.
+    if kind in ("from_the_start", "transient") and "bits" in fault:
         causes |= {"clipping" if fault["bits"] > 0 else "underflow"}
     return causes | {"none"} if kind == "harmless" else causes
 
