@@ -78,6 +78,12 @@ class Judged:
         return gap is None or not 50 * HARM < gap <= 150 * HARM
 
     @property
+    def harm_is_beyond_seeds(self) -> bool:
+        """Whether it did none, or more than runs of other seeds and data differ by (a standard deviation is 5%)."""
+        gap = self.truth["gap_pct"]
+        return self.harm_is_clear and (gap is None or gap > 10 or not self.truth["harmful"])
+
+    @property
     def cannot_tell(self) -> bool:
         return "unknown" in (self.harm, self.cause)
 
