@@ -12,7 +12,7 @@ from fault_injection.cases import cases
 from fault_injection.draws import HELD_OUT_KINDS, OPERAND_KINDS, SOFTWARE_KINDS, Draw, drawn, possible
 from fault_injection.families import family
 from fault_injection.fault import Fault, Together
-from fault_injection.judge import BASELINES, baseline_of, judge
+from fault_injection.judge import BASELINES, LOG, baseline_of, judge, main
 from fault_injection.recorder import InMemory
 from fault_injection.records import Recorded, read_run, truths, write_part
 from fault_injection.sets import is_held_out
@@ -135,3 +135,12 @@ def test_verdicts_of_forty_committed_records() -> None:
 def test_a_run_without_a_baseline_of_a_kind_is_not_judged_with_one() -> None:
     told = next(one for one in truths("tune") if one["part"] == "llama-000" and one["name"] == "deep")
     assert {one.baseline for one in judge([told], intervals=(50,))} == {*BASELINES} - {"other"}
+
+
+@pytest.mark.parametrize("more", [(), ("--once", "--failures"), ("--once", "--family", "vit")])
+def test_held_out_runs_are_judged_whole_and_on_purpose(more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = LOG.read_text() if LOG.exists() else None
+    monkeypatch.setattr("sys.argv", ["judge.py", "--set", "held-out", *more])
+    with pytest.raises(SystemExit) as refused:
+        main()
+    assert refused.value.code == 2 and (LOG.read_text() if LOG.exists() else None) == before
