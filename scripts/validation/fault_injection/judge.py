@@ -24,7 +24,7 @@ from rich.table import Table
 from scipy.stats import binomtest
 
 from fault_injection.records import read_run, truths
-from fault_injection.right_causes import right_causes
+from fault_injection.right_causes import is_sampled, right_causes
 from fault_injection.truth import HARM
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.core.layer_names import aggregate_key
@@ -156,10 +156,7 @@ _SOFTWARE = ("learning_rate", "weight_decay", "gradient_sum", "gradient_layer", 
 
 def _in_an_operand(one: Judged) -> bool:
     """Whether an operand is to be named: a fault sits in one, does more than nothing, and some sample shows it."""
-    until, onset = one.truth["fault"].get("until"), one.truth["onset"]
-    first = -(-onset // one.interval) * one.interval
-    seen = first < (one.truth["steps"] if until is None else until)
-    return bool(one.truth["culprits"]) and one.truth["kind"] not in _IN_NO_ONE and seen
+    return bool(one.truth["culprits"]) and one.truth["kind"] not in _IN_NO_ONE and is_sampled(one.truth, one.interval)
 
 
 #: title, of which runs, what is asked of them, and whether that is to be high or low

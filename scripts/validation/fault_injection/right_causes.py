@@ -41,10 +41,18 @@ def right_causes(told: Mapping[str, Any], interval: int) -> set[str]:
         # What the record does not show need not be told if it did no harm.
         return _OF_KIND[kind] | ({"none"} if "software" in _OF_KIND[kind] and not told["harmful"] else set())
     causes = _of_operand(fault, interval)
+    if not is_sampled(told, interval):
+        causes |= {"unknown", "software"} | (set() if told["harmful"] else {"none"})
     # What was so at the first sample, or is over after few, has no jump to be told by; and what is slight may be nothing.
     if kind in ("from_the_start", "transient") and "bits" in fault:
         causes |= {"clipping" if fault["bits"] > 0 else "underflow"}
     return causes | {"none"} if kind == "harmless" else causes
+
+
+def is_sampled(told: Mapping[str, Any], interval: int) -> bool:
+    """Whether any sample lies in the steps that a fault acts in."""
+    until, first = told["fault"].get("until"), -(-told["onset"] // interval) * interval
+    return bool(first < (told["steps"] if until is None else until))
 
 
 def _of_operand(fault: Mapping[str, Any], interval: int) -> set[str]:
