@@ -169,6 +169,7 @@ QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
     ),
     ("cause", lambda one: not one.is_clean, lambda one: one.cause_right),
     ("harm right", lambda one: not one.is_clean and one.harm_is_clear, lambda one: one.harm_right),
+    ("harm right, 0 or > 10%", lambda one: not one.is_clean and one.harm_is_beyond_seeds, lambda one: one.harm_right),
     (
         "named before the loss diverges",
         lambda one: _in_an_operand(one) and one.could_be_named_before,
