@@ -1,18 +1,29 @@
-"""The runs of the benchmark: what goes wrong, where, and in how strong a way."""
+"""The runs of the benchmark. Any number of parts can be drawn, each the same whenever it is.
+
+A part has six clean runs, which are each other's baselines: two pairs that differ in seed and data, and a deeper one; the
+runs of a pair differ in 2^-9 of each weight. Its runs with a fault are one of the first two pairs with something wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
+from fault_injection.draws import HELD_OUT_KINDS, OPERAND_KINDS, SOFTWARE_KINDS, Draw, drawn, possible
+from fault_injection.families import family
 from fault_injection.fault import Fault
-from fault_injection.faults import Gradients, Labels, LearningRate, OutlierChannel, StuckScale, Weights, WrongScale
+from fault_injection.sets import HELD_OUT, is_held_out
+from fault_injection.training import Setup
+from nemo_fp8_debug.capture.gemms import find_gemms, select
 
-#: steps that all runs of a seed have in common; of the runs that are told apart; and of the fault's onset
-START, END = 300, 560
-QKV, PROJ, FC1, FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
-#: runs without a fault, of each seed
-CLEAN = 8
+#: by part, in turn
+_HOSTS = ("plain", "skipping", "scaled", "plain", "skipping")
+#: what the learning rate is multiplied by
+_RATES = (1.0, 0.5, 0.75)
+#: faults of operands and of software in a part
+_TUNED, _JUDGED = (5, 3), (3, 2)
 
 
 @dataclass(frozen=True)
@@ -20,79 +31,52 @@ class Case:
     """A run."""
 
     name: str
-    seed: int
-    #: of the data; the clean reference, and the baseline that it is compared with, have seed's own
-    order: int
-    fault: Callable[[], Fault]
+    setup: Setup
+    fault: Fault
+    #: the clean run that differs from it in nothing but the fault; of a clean run its own name
+    counterpart: str
 
 
-def onset_of(seed: int) -> int:
-    """First step of a seed's faults."""
-    return 360 + 10 * (seed % 3) + seed
+def cases(family_name: str, part: int) -> list[Case]:
+    """The runs of a part."""
+    chosen = random.Random(f"{family_name} {part}")
+    at = part % HELD_OUT
+    seeds = [chosen.randrange(1, 1 << 30) for _ in range(6)]
+    depth, engines = family(family_name).depth, family(family_name).engines
+    made = Setup(
+        family_name, engines[at % len(engines)], seeds[0], seeds[0], depth, _HOSTS[at % len(_HOSTS)], _RATES[at % 3]
+    )
+    clean = {
+        "a": made,
+        "b": replace(made, seed=seeds[1], order=seeds[1]),
+        "deep": replace(made, seed=seeds[2], order=seeds[2], depth=depth + 1),
+    }
+    shaken = {f"{name}-near": replace(one, shaken=seeds[3 + i]) for i, (name, one) in enumerate(clean.items())}
+    without = [Case(name, one, Fault(), name) for name, one in (clean | shaken).items()]
+    kinds = list(_kinds(family_name, part, made))
+    return without + [_faulted(chosen, kind, number, clean["ab"[number % 2]]) for number, kind in enumerate(kinds)]
 
 
-def cases(seed: int) -> Iterator[Case]:
-    """All runs of a seed."""
-    for number in range(CLEAN):
-        # Half of them see the baseline's data, half others.
-        yield Case(f"clean-{number}", seed, seed if number < CLEAN // 2 else 100 * seed + number + 50, Fault)
-    for make in (*_wrong_scales(seed), *_of_values(seed), *_of_software(seed)):
-        yield Case(make().name, seed, seed, make)
+def _faulted(chosen: random.Random, kind: str, number: int, setup: Setup) -> Case:
+    of = Draw(chosen, family(setup.family), setup, _names(setup.family, setup.depth, setup.engine))
+    return Case(f"{number}-{kind}", setup, drawn(kind, of), "ab"[number % 2])
 
 
-def _layer(seed: int, shift: int, kind: str) -> str:
-    return f"decoder.layers.{(seed + shift) % 4}.{kind}"
+def _kinds(family_name: str, part: int, setup: Setup) -> Iterator[str]:
+    """In turn over the parts of an engine, so that each comes as often as any other that is possible."""
+    held_out, at, engines = is_held_out(family_name, part), part % HELD_OUT, family(family_name).engines
+    earlier = sum(engines[i % len(engines)] == setup.engine for i in range(at))
+    for kinds, count in zip((OPERAND_KINDS, SOFTWARE_KINDS), _JUDGED if held_out else _TUNED, strict=True):
+        known = [kind for kind in kinds if (held_out or kind not in HELD_OUT_KINDS) and possible(kind, setup)]
+        shuffled = random.Random(f"{family_name} {setup.engine} {len(known)}").sample(known, len(known))
+        chosen = [shuffled[(earlier * count + i) % len(shuffled)] for i in range(count)]
+        if held_out and at % 2 and not set(chosen) & set(HELD_OUT_KINDS):
+            # In one of two parts that judge, one is of a kind that no threshold was set on.
+            chosen[-1] = next((kind for kind in HELD_OUT_KINDS[at // 2 % 2 :] if kind in known), chosen[-1])
+        yield from chosen
 
 
-def _wrong_scales(seed: int) -> Iterator[Callable[[], Fault]]:
-    onset = onset_of(seed)
-
-    def wrong(cause: str, role: str, layer: str, bits: Callable[[int], float], mark: str = "") -> Callable[[], Fault]:
-        name = f"{cause}{mark}-{role}-{layer}"
-        return lambda: WrongScale(name, cause, (layer, role), onset, bits=bits)
-
-    yield wrong("clipping", "input", _layer(seed, 0, FC2), _ramp(12, 60))
-    yield wrong("clipping", "input", _layer(seed, 1, QKV), _ramp(12, 60))
-    yield wrong("clipping", "input", _layer(seed, 2, FC1), _ramp(8, 80))
-    yield wrong("clipping", "weight", _layer(seed, 3, FC1), _ramp(10, 60))
-    yield wrong("clipping", "weight", _layer(seed, 0, PROJ), _ramp(10, 60))
-    yield wrong("clipping", "grad_output", _layer(seed, 1, FC2), _ramp(20, 60))
-    yield wrong("clipping", "grad_output", _layer(seed, 2, QKV), _ramp(20, 60))
-    yield wrong("underflow", "input", _layer(seed, 3, FC1), _ramp(-20, 60))
-    yield wrong("underflow", "input", _layer(seed, 0, PROJ), _ramp(-20, 80))
-    yield wrong("underflow", "weight", _layer(seed, 1, FC2), _ramp(-20, 60))
-    yield wrong("underflow", "grad_output", _layer(seed, 2, FC1), _ramp(-36, 60))
-    yield wrong("underflow", "grad_output", _layer(seed, 3, QKV), _ramp(-36, 60))
-    yield wrong("corrupted_scale", "input", _layer(seed, 0, PROJ), lambda age: 6.0)
-    yield wrong("corrupted_scale", "input", _layer(seed, 1, FC1), lambda age: -16.0)
-    yield wrong("corrupted_scale", "weight", _layer(seed, 2, QKV), lambda age: 6.0)
-    # A little too small, in an operand with range to spare.
-    yield wrong("underflow", "weight", _layer(seed, 3, FC2), _ramp(-12, 40), "-slight")
-    yield wrong("clipping", "grad_output", _layer(seed, 0, FC1), _ramp(2, 40), "-slight")
-
-
-def _of_values(seed: int) -> Iterator[Callable[[], Fault]]:
-    onset = onset_of(seed)
-    for shift, kind, growth, over in ((1, FC2, 8, 1), (2, QKV, 6, 10), (3, PROJ, 10, 20)):
-        layer = _layer(seed, shift, kind)
-        yield lambda layer=layer, growth=growth, over=over: StuckScale(
-            f"stale_scale-input-{layer}", "stale_scale", (layer, "input"), onset, growth=growth, over=over
-        )
-    for shift, kind, height in ((0, FC1, 22), (2, FC2, 22), (3, QKV, 20), (1, PROJ, 11)):
-        layer = _layer(seed, shift, kind)
-        yield lambda layer=layer, height=height: OutlierChannel(
-            f"outlier-{height}-input-{layer}", "outlier", (layer, "input"), onset, height=height
-        )
-
-
-def _of_software(seed: int) -> Iterator[Callable[[], Fault]]:
-    onset = onset_of(seed)
-    yield lambda: LearningRate("learning_rate", "software", None, onset, factor=10.0)
-    yield lambda: Labels("labels", "software", None, onset)
-    yield lambda: Gradients("gradients", "software", None, onset, layer=seed % 4)
-    yield lambda: Weights("weights", "software", None, onset, layer=(seed + 2) % 4)
-
-
-def _ramp(bits: float, over: int) -> Callable[[int], float]:
-    """Rises, or falls, to `bits` in so many steps."""
-    return lambda age: bits * min(1.0, (age + 1) / over)
+@cache
+def _names(family_name: str, depth: int, engine: str) -> Sequence[str]:
+    of = family(family_name)
+    return [gemm.name for gemm in select(find_gemms([of.build(0, depth, engine)]), list(of.layers))]

@@ -2,60 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from nemo_fp8_debug.numerics.delayed_state import DelayedState
+from nemo_fp8_debug.capture.gemms import Gemm
+from nemo_fp8_debug.plan.plan import Plan
+
+#: (layer, role)
+Operand = tuple[str, str]
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-class Training(Protocol):
+class Slot(Protocol):
+    """Delayed scales of several operands."""
+
+    scale: torch.Tensor
+
+
+class Engine(Protocol):
+    """What casts the operands of a run."""
+
+    def slot(self, layer: str, role: str) -> tuple[Slot, int] | None:
+        """Where the delayed scale of an operand is kept; None: it is cast otherwise."""
+
+    def end_step(self) -> None:
+        """All gradients are there."""
+
+    def detach(self) -> None:
+        """The run is over."""
+
+
+class Run(Protocol):
     """What a fault touches of a run."""
 
-    model: Any
+    model: nn.Module
+    engine: Engine
+    gemms: Sequence[Gemm]
+    #: the producer of a GEMM's X, and all GEMMs that read what it puts out
+    site_of: Callable[[str], Site]
+    #: what is done about the fault
+    plan: Plan
 
-    def slot(self, layer: str, role: str) -> tuple[DelayedState, int] | None:
-        """Where the engine keeps the delayed scale of an operand; None where it casts it otherwise."""
 
-    def reinitialize(self, layer: int) -> None:
-        """Give a layer the weights of a fresh model."""
+@dataclass(frozen=True)
+class Site:
+    """Where the X of a GEMM comes from."""
+
+    #: names: modules whose output, multiplied by a power of two or with channel 0 replaced, gives an X that is so too
+    producer: str
+    #: global names of all GEMMs that read that X
+    readers: tuple[str, ...]
 
 
 @dataclass
 class Fault:
     """No fault; others are kinds of it."""
 
-    name: str = "clean"
-    #: as `diagnose` calls it
-    cause: str = "none"
-    #: (layer, role) of the operand that it sits in; None: in no operand
-    culprit: tuple[str, str] | None = None
+    #: of KINDS in cases.py
+    kind: str = "none"
     #: first step that it acts in
     onset: int = 0
-    now: int = 0
+    #: operands of which any is right when it is named; empty: it sits in none
+    culprits: tuple[Operand, ...] = ()
+    #: the steps that it acts in end before this one; None: it stays
+    until: int | None = None
+    now: int = field(default=-1, repr=False)
 
     @property
     def age(self) -> int:
         """Steps since the onset, negative before it."""
         return self.now - self.onset
 
-    def build_into(self, modules: Mapping[str, nn.Module], model: nn.Module) -> None:
-        """Become part of the model, without effect before the onset."""
+    @property
+    def acts(self) -> bool:
+        """Whether it acts in the present step."""
+        return self.acts_at(self.now)
 
-    def before_step(self, step: int, training: Training) -> None:
+    def acts_at(self, step: int) -> bool:
+        """Whether it acts in a step."""
+        return step >= self.onset and (self.until is None or step < self.until)
+
+    def build_into(self, run: Run) -> Sequence[Any]:
+        """Become part of the model, without effect before the onset; the handles of hooks, after those of the engine."""
+        return ()
+
+    def before_step(self, step: int, run: Run) -> None:
         """The step begins."""
         self.now = step
 
-    def data(self, step: int, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch that the model gets."""
-        return tokens, labels
+    def batch(self, step: int, draw: Callable[[int], Batch]) -> Batch:
+        """The batch that the model gets; `draw` gives that of any step."""
+        return draw(step)
 
-    def after_backward(self, step: int, training: Training) -> None:
+    def masked(self, step: int) -> bool:
+        """Whether attention has its mask."""
+        return True
+
+    def of_loss(self, loss: torch.Tensor, step: int) -> torch.Tensor:
+        """The loss that is reported and backpropagated."""
+        return loss
+
+    def backpropagated(self, step: int, loss_scale: float) -> float:
+        """What the loss is multiplied by on its way into backward."""
+        return loss_scale
+
+    def after_backward(self, step: int, run: Run) -> None:
         """Gradients are there, and the engine's scales have moved on to the next step."""
+
+    def unscaled_by(self, step: int, loss_scale: float) -> float:
+        """What gradients are divided by."""
+        return loss_scale
 
     def learning_rate_factor(self, step: int) -> float:
         """What the learning rate is multiplied by."""
         return 1.0
+
+    def weight_decay(self, step: int, usual: float) -> float:
+        """The optimizer's weight decay."""
+        return usual
+
+    def described(self) -> dict[str, Any]:
+        """Its strength and the like, as plain values."""
+        return {k: v for k, v in vars(self).items() if isinstance(v, (int, float, str, bool)) and k not in ("now", "kind")}
+
+
+@dataclass
+class Together(Fault):
+    """Several faults in one run."""
+
+    parts: tuple[Fault, ...] = ()
+
+    def build_into(self, run: Run) -> Sequence[Any]:
+        return [handle for part in self.parts for handle in part.build_into(run)]
+
+    def before_step(self, step: int, run: Run) -> None:
+        super().before_step(step, run)
+        for part in self.parts:
+            part.before_step(step, run)
+
+    def after_backward(self, step: int, run: Run) -> None:
+        for part in self.parts:
+            part.after_backward(step, run)
+
+    def described(self) -> dict[str, Any]:
+        parts = [{"kind": part.kind, "culprits": part.culprits, **part.described()} for part in self.parts]
+        return super().described() | {"parts": parts}

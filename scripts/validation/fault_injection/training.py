@@ -1,159 +1,160 @@
-"""A small Megatron GPT trained in emulated FP8, on a CPU, step by step; faults act under it, between it and its engine."""
+"""A tiny model trained from its first step on in emulated FP8 on a CPU; faults act under it, between it and its engine."""
 
 from __future__ import annotations
 
-import copy
-import pydoc_data.topics
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 
-from fault_injection.fault import Fault
+from fault_injection.engines import RECIPES, EmulatedEngine, TransformerEngine
+from fault_injection.families import family
+from fault_injection.fault import Engine, Fault
+from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.capture.gemms import find_gemms, select
-from nemo_fp8_debug.interventions.emulate import Emulation
-from nemo_fp8_debug.numerics.delayed_state import DelayedState
-from nemo_fp8_debug.numerics.recipe import parse_recipe
+from nemo_fp8_debug.core.sample import Recorder
 from nemo_fp8_debug.plan.plan import NO_CHANGES, Plan
 
-LAYERS, HIDDEN, SEQUENCE, BATCH, VOCABULARY = 4, 64, 32, 8, 256
-LEARNING_RATE, WARM_UP = 4e-3, 20
-RECIPE = "delayed(amax_history_len=16)"
-
-_TEXT = "\n".join(pydoc_data.topics.topics[topic] for topic in sorted(pydoc_data.topics.topics))
-#: little enough to be learned by heart, which takes every layer
-_BYTES = torch.frombuffer(bytearray(_TEXT[:4000].encode()), dtype=torch.uint8).long()
-
-
-def gpt(seed: int) -> GPTModel:
-    """The model, in BF16."""
-    torch.manual_seed(seed)
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        init_method_std=HIDDEN**-0.5,  # so that each layer counts
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-    return GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE).bfloat16()
+STEPS, WARM_UP, INTERVAL = 300, 25, 5
+#: losses in a row that are not finite, after which a run is ended
+GIVEN_UP = 40
+#: part of the learning rate that is left in the end
+LEAST = 0.1
+WEIGHT_DECAY, CLIP = 0.01, 1.0
+#: what a host scales the loss by, where it scales it
+LOSS_SCALE = 1024.0
 
 
-def batch(order: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, [BATCH, SEQUENCE] each, of a step in one order of the data."""
-    generator = torch.Generator().manual_seed(order * 1_000_003 + step)
-    starts = torch.randint(len(_BYTES) - SEQUENCE - 1, (BATCH,), generator=generator)
-    windows = torch.stack([_BYTES[s : s + SEQUENCE + 1] for s in starts])
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+@dataclass(frozen=True)
+class Setup:
+    """All that a run without a fault is made of."""
+
+    family: str
+    engine: str
+    #: of the weights
+    seed: int
+    #: of the data
+    order: int
+    depth: int
+    #: `plain`, `skipping`: the host skips steps whose gradient is not finite; `scaled`: it scales the loss, too
+    host: str = "plain"
+    #: what the family's learning rate is multiplied by
+    rate: float = 1.0
+    #: weights are changed by a random part of themselves, 2^-9, drawn from this; 0: they are not
+    shaken: int = 0
 
 
 class Training:
-    """A run that can be stepped, saved and resumed.
+    """A run that can be stepped.
 
-    Column 0 of every weight is zero and stays so: what a fault puts into channel 0 of an X changes nothing but the X.
+    Column 0 of every quantized weight is zero and stays so: what a fault puts into channel 0 of an X changes nothing but X.
+    So are the biases, so that an output that is divided is that of an X that is divided.
+    The parameters and their gradients are views of one tensor each, as in Megatron's distributed optimizer.
     """
 
-    def __init__(self, seed: int, order: int, fault: Fault, recipe: str = RECIPE, plan: Plan = NO_CHANGES) -> None:
+    def __init__(self, setup: Setup, fault: Fault, plan: Plan = NO_CHANGES) -> None:
         """
         Args:
-            seed: of the weights.
-            order: of the data.
-            fault: what goes wrong, under a plan too.
+            plan: what is done about the fault, from its onset on.
         """
-        self.model = gpt(seed)
-        self.gemms = select(find_gemms([self.model]), ["layers.*"])
-        self.order, self.fault = order, fault
-        fault.build_into({g.name: g.module for g in self.gemms}, self.model)
-        self.emulation = Emulation.of_gemms(self.gemms, parse_recipe(recipe), plan)
-        self.emulation.attach()
-        weights = {id(gemm.module.weight) for gemm in self.gemms}
-        self._is_gemm = [id(p) in weights for p in self.model.parameters()]
-        self._masters = [p.detach().float() for p in self.model.parameters()]
-        self._clear_column(self._masters)
+        self.setup, self.fault, self.family, self.plan = setup, fault, family(setup.family), plan
+        self.model = self.family.build(setup.seed, setup.depth, setup.engine)
+        self.site_of = self.family.site_of
+        self.gemms = select(find_gemms([self.model]), list(self.family.layers))
+        self._flatten()
+        if setup.shaken:
+            generator = torch.Generator().manual_seed(setup.shaken)
+            self._master *= 1 + 2.0**-9 * torch.randn(self._master.shape, generator=generator)
+            self._write_back()
+        self.optimizer = torch.optim.AdamW([self._master], lr=0.0, betas=(0.9, 0.95), fused=True)
+        self.engine: Engine = (
+            EmulatedEngine(self.gemms, RECIPES[setup.engine]) if setup.engine in RECIPES else TransformerEngine(self.gemms)
+        )
+        self._handles = fault.build_into(self)
+
+    def _carry_out_the_plan(self) -> None:
+        """Cast as the plan says from here on; the fault's hooks stay behind those of the engine."""
+        assert isinstance(self.engine, EmulatedEngine)
+        for handle in self._handles:
+            handle.remove()
+        self.engine.follow(self.plan)
+        self._handles = self.fault.build_into(self)
+
+    def _flatten(self) -> None:
+        parameters = list(self.model.parameters())
+        self._weights = torch.cat([p.detach().flatten() for p in parameters])
+        self._gradients, self._kept = torch.zeros_like(self._weights), torch.ones(len(self._weights))
+        quantized, end = {id(gemm.module.weight) for gemm in self.gemms}, 0
+        biases = {id(getattr(gemm.module, "bias", None)) for gemm in self.gemms}
+        for parameter in parameters:
+            start, end = end, end + parameter.numel()
+            parameter.data = self._weights[start:end].view(parameter.shape)
+            parameter.grad = self._gradients[start:end].view(parameter.shape)
+            if id(parameter) in quantized:
+                self._kept[start:end].view(parameter.shape)[:, 0] = 0
+            elif id(parameter) in biases:
+                self._kept[start:end] = 0
+        self._master = self._weights.float() * self._kept
         self._write_back()
-        self._adam = torch.optim.AdamW(self._masters, lr=LEARNING_RATE, weight_decay=0.01)
-        self._mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1) > 0
-        self._positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-
-    def step(self, i: int) -> float:
-        """One optimizer step; returns the loss."""
-        self.fault.before_step(i, self)
-        tokens, labels = self.fault.data(i, *batch(self.order, i))
-        loss = self.model(tokens, self._positions, self._mask, labels=labels).float().mean()
-        self.model.zero_grad(set_to_none=True)
-        loss.backward()
-        self.emulation.end_step()
-        self.fault.after_backward(i, self)
-        self._optimize(i)
-        return float(loss.detach())
-
-    def _optimize(self, i: int) -> None:
-        for parameter, master in self._pairs():
-            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
-        self._clear_column([m.grad for m in self._masters])
-        nn.utils.clip_grad_norm_(self._masters, 1.0)
-        for group in self._adam.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, (i + 1) / WARM_UP) * self.fault.learning_rate_factor(i)
-        self._adam.step()
-        self._write_back()
-
-    def _clear_column(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor, is_gemm in zip(tensors, self._is_gemm, strict=True):
-            if is_gemm:
-                tensor[:, 0] = 0
-
-    def _pairs(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        return zip(self.model.parameters(), self._masters, strict=True)
 
     def _write_back(self) -> None:
-        for parameter, master in self._pairs():
-            parameter.data.copy_(master)
+        self._weights.copy_(self._master)
 
-    def slot(self, layer: str, role: str) -> tuple[DelayedState, int] | None:
-        """Where the engine keeps the delayed scale of an operand; None where it casts it otherwise."""
-        for state in self.emulation.states.values():
-            if (layer, role) in state.index:
-                return state, state.index[layer, role]
-        return None
+    def learning_rate(self, step: int) -> float:
+        """Warm-up, then a cosine; the fault's part in it."""
+        done = max(0.0, (step - WARM_UP) / (STEPS - WARM_UP))
+        decayed = LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2
+        usual = self.family.learning_rate * self.setup.rate * min(1.0, (step + 1) / WARM_UP) * decayed
+        return usual * self.fault.learning_rate_factor(step)
 
-    def reinitialize(self, layer: int) -> None:
-        """Give a layer the weights of a fresh model."""
-        fresh = dict(gpt(12345).named_parameters())
-        for name, master in zip(fresh, self._masters, strict=True):
-            if name.startswith(f"decoder.layers.{layer}."):
-                master.copy_(fresh[name])
-        self._clear_column(self._masters)
-        self._write_back()
+    def step(self, i: int, monitor: Monitor) -> dict[str, Any]:
+        """One optimizer step; returns what a host reports."""
+        fault, scale = self.fault, LOSS_SCALE if self.setup.host == "scaled" else 1.0
+        if i == fault.onset and self.plan.changes:
+            self._carry_out_the_plan()
+        fault.before_step(i, self)
+        batch = fault.batch(i, lambda step: self.family.draw(self.setup.order, step))
+        loss = fault.of_loss(self.family.loss(self.model, batch, fault.masked(i)), i)
+        monitor.watch_loss(loss)
+        self._gradients.zero_()
+        (loss * fault.backpropagated(i, scale)).backward()
+        self.engine.end_step()
+        fault.after_backward(i, self)
+        report = {"loss": float(loss.detach()), "lr": self.learning_rate(i), "consumed_samples": (i + 1) * self.family.batch}
+        report |= self._optimize(i, report["lr"], fault.unscaled_by(i, scale))
+        return report | ({"loss_scale": scale} if self.setup.host == "scaled" else {})
 
-    def shake(self, relative: float, seed: int) -> None:
-        """Change every weight by a random part of itself, as two runs on GPUs get out of sync."""
-        generator = torch.Generator().manual_seed(seed)
-        for master in self._masters:
-            master *= 1 + relative * torch.randn(master.shape, generator=generator)
-        self._write_back()
+    def _optimize(self, i: int, rate: float, divided_by: float) -> dict[str, float]:
+        gradient = self._gradients.float().mul_(self._kept).div_(divided_by)
+        norm = float(gradient.norm())
+        skips = self.setup.host != "plain" and not math.isfinite(norm)
+        if not skips:
+            self._master.grad = gradient.mul_(1.0 if norm <= CLIP else CLIP / norm)  # NaN if the norm is
+            for group in self.optimizer.param_groups:
+                group["lr"], group["weight_decay"] = rate, self.fault.weight_decay(i, WEIGHT_DECAY)
+            self.optimizer.step()
+            self._write_back()
+        return {"grad_norm": norm} | ({} if self.setup.host == "plain" else {"skipped": float(skips)})
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from."""
-        state = {"masters": self._masters, "adam": self._adam.state_dict(), "scales": self.emulation.state_dict()}
-        return copy.deepcopy(state)
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        saved = copy.deepcopy(dict(saved))
-        for master, value in zip(self._masters, saved["masters"], strict=True):
-            master.data.copy_(value)
-        self._adam.load_state_dict(saved["adam"])
-        self.emulation.load_state_dict(saved["scales"])
-        self._write_back()
+def train(setup: Setup, fault: Fault, recorder: Recorder | None, steps: int = STEPS, plan: Plan = NO_CHANGES) -> list[float]:
+    """Train a run, recorded; returns its losses, of which the last `GIVEN_UP` may not be finite.
+
+    Args:
+        recorder: None: it is not recorded.
+        plan: what is done about the fault, from its onset on.
+    """
+    run = Training(setup, fault, plan)
+    monitor = Monitor(run.model, recorders=[recorder] if recorder else [], interval=INTERVAL, table_rows=0)
+    losses = list[float]()
+    for step in range(steps):
+        with monitor.step(step) as report:
+            scalars = run.step(step, monitor)
+            report(**scalars)
+        losses.append(scalars["loss"])
+        if len(losses) >= GIVEN_UP and not any(map(math.isfinite, losses[-GIVEN_UP:])):
+            break
+    monitor.close()
+    run.engine.detach()
+    return losses

@@ -1,0 +1,283 @@
+"""Judges verdicts by what is true of each run: `fault_injection/judge.py --set tune`.
+
+`--set held-out --once` judges the runs that no threshold was set on, and notes the commit and the time in held_out.log,
+which is committed: who looks at them twice has set thresholds on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import binomtest
+
+from fault_injection.records import read_run, truths
+from fault_injection.right_causes import is_sampled, right_causes
+from fault_injection.truth import HARM
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.core.layer_names import aggregate_key
+
+BASELINES = ("near", "other", "depth", "none")
+INTERVALS = (5, 20, 50)
+LOG = Path(__file__).parent / "held_out.log"
+Truth = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is said of a run, beside what is true of it."""
+
+    truth: Truth
+    baseline: str
+    interval: int
+    harm: str
+    cause: str
+    #: (layer, role); None: none is named
+    culprit: tuple[str, str] | None
+    since: int | None
+
+    @property
+    def is_clean(self) -> bool:
+        return bool(self.truth["kind"] == "none")
+
+    @property
+    def accused(self) -> bool:
+        """Whether anything is said to be wrong."""
+        return self.cause not in ("none", "unknown") or self.culprit is not None or self.harm == "harmful"
+
+    @property
+    def located(self) -> bool:
+        """Whether an operand is named that it sits in; of one of several experts all of them together, too."""
+        known = {tuple(culprit) for culprit in self.truth["culprits"]}
+        return self.culprit is not None and self.culprit in known | {aggregate_key(*culprit) for culprit in known}
+
+    @property
+    def cause_right(self) -> bool:
+        return self.cause in right_causes(self.truth, self.interval)
+
+    @property
+    def harm_right(self) -> bool:
+        return (self.harm == "harmful") == self.truth["harmful"]
+
+    @property
+    def harm_is_clear(self) -> bool:
+        """Whether its gap is not between half of what counts as harm and one and a half times that."""
+        gap = self.truth["gap_pct"]
+        return gap is None or not 50 * HARM < gap <= 150 * HARM
+
+    @property
+    def harm_is_beyond_seeds(self) -> bool:
+        """Whether it did none, or more than runs of other seeds and data differ by (a standard deviation is 5%)."""
+        gap = self.truth["gap_pct"]
+        return self.harm_is_clear and (gap is None or gap > 10 or not self.truth["harmful"])
+
+    @property
+    def cannot_tell(self) -> bool:
+        return "unknown" in (self.harm, self.cause)
+
+    @property
+    def could_be_named_before(self) -> bool:
+        """Whether a sample lies between its onset and the step from which it does harm."""
+        onset, since = self.truth["onset"], self.truth["diverges_at"]
+        return bool(self.truth["harmful"]) and since is not None and -(-onset // self.interval) * self.interval < since
+
+    @property
+    def named_before(self) -> bool:
+        return self.located and self.since is not None and self.since < self.truth["diverges_at"]
+
+
+def baseline_of(told: Truth, kind: str) -> str | None:
+    """The name of the clean run of the same part that a run is compared with; None: there is none of that kind."""
+    of, name = told["counterpart"], told["name"]
+    if kind == "near":
+        if told["kind"] == "none":
+            return str(name.removesuffix("-near") if name.endswith("-near") else f"{name}-near")
+        return f"{of}-near"
+    stem = of.removesuffix("-near")
+    others = {"other": {"a": "b", "b": "a"}, "depth": {"a": "deep", "b": "deep", "deep": "a"}}
+    return others[kind].get(stem)
+
+
+@cache
+def _part(path: str) -> dict[str, Truth]:
+    return {told["name"]: told for told in truths("all") if told["path"] == path}
+
+
+def judged(told: Truth, baseline: str, interval: int) -> Judged | None:
+    """What is said of a run; None where it has no such baseline."""
+    other = None
+    if baseline != "none":
+        name = baseline_of(told, baseline)
+        if name is None:
+            return None
+        other = read_run(_part(told["path"])[name], interval)
+    said = diagnose(read_run(told, interval), other)
+    found = said.culprit
+    culprit = (found.layer, found.role) if found and found.layer and found.role else None
+    return Judged(told, baseline, interval, said.harm, said.cause, culprit, found.since if found else None)
+
+
+def _all_of(task: tuple[Truth, Sequence[str], Sequence[int]]) -> list[Judged]:
+    told, baselines, intervals = task
+    return [one for kind in baselines for every in intervals if (one := judged(told, kind, every))]
+
+
+def judge(
+    runs: Iterable[Truth], baselines: Sequence[str] = BASELINES, intervals: Sequence[int] = INTERVALS, jobs: int = 1
+) -> Iterator[Judged]:
+    """What is said of all of them."""
+    tasks = [(told, baselines, intervals) for told in runs]
+    if jobs == 1:
+        for task in tasks:
+            yield from _all_of(task)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        for found in pool.map(_all_of, tasks, chunksize=4):
+            yield from found
+
+
+Chosen = Callable[[Judged], bool]
+#: kinds by which no operand alone is to be named
+_IN_NO_ONE = ("harmless", "nan_operand", "margin", "e5m2_forward")
+_SOFTWARE = ("learning_rate", "weight_decay", "gradient_sum", "gradient_layer", "repeated_data", "no_mask", "loss_scale")
+
+
+def _in_an_operand(one: Judged) -> bool:
+    """Whether an operand is to be named: a fault sits in one, does more than nothing, and some sample shows it."""
+    return bool(one.truth["culprits"]) and one.truth["kind"] not in _IN_NO_ONE and is_sampled(one.truth, one.interval)
+
+
+#: title, of which runs, what is asked of them, and whether that is to be high or low
+QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
+    ("culprit first", _in_an_operand, lambda one: one.located),
+    (
+        "culprit first, of those that did harm",
+        lambda one: _in_an_operand(one) and one.truth["harmful"],
+        lambda one: one.located,
+    ),
+    ("cause", lambda one: not one.is_clean, lambda one: one.cause_right),
+    ("harm right", lambda one: not one.is_clean and one.harm_is_clear, lambda one: one.harm_right),
+    ("harm right, 0 or > 10%", lambda one: not one.is_clean and one.harm_is_beyond_seeds, lambda one: one.harm_right),
+    (
+        "named before the loss diverges",
+        lambda one: _in_an_operand(one) and one.could_be_named_before,
+        lambda one: one.named_before,
+    ),
+    ("NaN named", lambda one: one.truth["kind"].startswith("nan"), lambda one: one.cause == "nonfinite"),
+    (
+        "software blamed on an operand",
+        lambda one: one.truth["kind"] in (*_SOFTWARE, "wrong_labels"),
+        lambda one: one.culprit is not None,
+    ),
+    ("harmed, and cannot tell", lambda one: one.truth["harmful"], lambda one: one.cannot_tell),
+    ("clean, accused", lambda one: one.is_clean, lambda one: one.accused),
+    ("clean, called harmful", lambda one: one.is_clean, lambda one: one.harm == "harmful"),
+)
+
+
+def share(right: Sequence[bool]) -> str:
+    """As percents with the Clopper-Pearson interval."""
+    if not right:
+        return "-"
+    k, n = sum(right), len(right)
+    low, high = binomtest(k, n).proportion_ci(0.95, method="exact")
+    return f"{k} of {n}: {100 * k / n:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def tables(found: Sequence[Judged]) -> Iterator[Table]:
+    """A table an interval, with a column a baseline; and one by kind of fault."""
+    for interval in sorted({one.interval for one in found}):
+        here = [one for one in found if one.interval == interval]
+        baselines = [kind for kind in BASELINES if any(one.baseline == kind for one in here)]
+        table = Table("", *baselines, title=f"Sampled every {interval} steps", title_justify="left")
+        for title, chosen, asked in QUESTIONS:
+            of = {kind: [asked(one) for one in here if one.baseline == kind and chosen(one)] for kind in baselines}
+            table.add_row(title, *(share(of[kind]) for kind in baselines))
+        yield table
+        yield _by_kind(here, interval)
+
+
+def _by_kind(found: Sequence[Judged], interval: int) -> Table:
+    """Located, cause and harm right of how many, by kind of fault."""
+    by_kind: dict[str, dict[str, list[Judged]]] = defaultdict(lambda: defaultdict(list))
+    for one in found:
+        by_kind[one.truth["kind"]][one.baseline].append(one)
+    baselines = [kind for kind in BASELINES if any(one.baseline == kind for one in found)]
+    title = f"Sampled every {interval} steps: culprit, cause, harm right of how many"
+    table = Table("", *baselines, title=title, title_justify="left")
+    for kind, of in sorted(by_kind.items()):
+        table.add_row(kind, *(_counts(of[baseline]) for baseline in baselines))
+    return table
+
+
+def _counts(of: Sequence[Judged]) -> str:
+    located = str(sum(one.located for one in of)) if any(one.truth["culprits"] for one in of) else "-"
+    return f"{located}, {sum(one.cause_right for one in of)}, {sum(one.harm_right for one in of)} of {len(of)}"
+
+
+def note(runs: int) -> None:
+    """That the held-out runs were judged: when, which commit, and how many there were."""
+    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=LOG.parent).stdout.strip()
+    if commit.endswith("-dirty"):
+        raise SystemExit("the held-out runs judge a commit: commit what has changed first")
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    with LOG.open("a") as file:
+        file.write(f"{now} {commit} {runs} runs\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=("tune", "held-out"), default="tune")
+    parser.add_argument("--once", action="store_true", help="judge the held-out set, and note that it was judged")
+    parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=BASELINES)
+    parser.add_argument("--intervals", nargs="+", type=int, default=INTERVALS, help="multiples of 5")
+    parser.add_argument("--family", help="of the tuning set, one family alone")
+    parser.add_argument("--failures", action="store_true", help="list each verdict of the tuning set that is wrong")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    runs = [told for told in truths(options.set) if options.family in (None, told["family"])]
+    if options.set == "held-out":
+        if not options.once or options.family or options.failures:
+            parser.error("the held-out set is judged whole, with --once, and its failures are not listed")
+        note(len(runs))
+    found = list(judge(runs, options.baselines, options.intervals, options.jobs))
+    out = Console(width=170, highlight=False)
+    clean = sum(told["kind"] == "none" for told in runs)
+    out.print(f"{len(runs) - clean} runs with a fault, {clean} without")
+    for table in tables(found):
+        out.print(table)
+    for one in found if options.failures else ():
+        if wrong := failure(one):
+            out.print(f"{one.truth['part']}/{one.truth['name']} {one.baseline} {one.interval}: {wrong}", soft_wrap=True)
+    return 0
+
+
+def failure(one: Judged) -> str:
+    """What is wrong about a verdict; empty where nothing is."""
+    truth, told = one.truth, []
+    if one.is_clean and one.accused:
+        told.append(f"accused of {one.cause}")
+    if truth["culprits"] and truth["kind"] != "harmless" and not one.located:
+        told.append(f"{one.culprit} instead of {truth['culprits'][0]}")
+    if not one.is_clean and not one.cause_right:
+        told.append(f"{one.cause} instead of {'/'.join(sorted(right_causes(truth, one.interval)))}")
+    if not one.harm_right and one.harm_is_clear:
+        told.append(f"{one.harm}, gap {truth['gap_pct']}%")
+    return "; ".join(told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
