@@ -53,14 +53,15 @@ def parts_of_ranks(module: nn.Module, around: Sequence[nn.Module]) -> int | None
     if gathered is None:
         return None
     of_mesh = zip(weight.placements, weight.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in list(of_mesh)[gathered:] if placement.is_shard())
+    ranks: int = math.prod(size for placement, size in list(of_mesh)[gathered:] if placement.is_shard())
+    return ranks
 
 
 def _dimensions_gathered(modules: Sequence[nn.Module]) -> int | None:
     """How many dimensions of a mesh the innermost FSDP2 around a parameter gathers over, which are the first."""
     for module in modules:
         if hasattr(module, "_get_fsdp_state"):
-            state: Any = module._get_fsdp_state()
+            state = getattr(module, "_get_fsdp_state")()  # noqa: B009 - torch types what nn.Module has as tensors
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
             if groups[0] is not None:
                 mesh = getattr(getattr(groups[0], "mesh_info", None), "mesh", None)

@@ -54,7 +54,6 @@ _RISKY = (
     "overlap_param_gather",
     "overlap_param_gather_with_optimizer_step",
     "recompute_granularity",
-    "recompute_modules",
     "gradient_accumulation_fusion",
     "enable_cuda_graph",
     "external_cuda_graph",
@@ -71,6 +70,7 @@ _HOST_OPTIONS = (
     "fp8_wgrad",
     "fp8_output_proj",
     "fp8_quantizer_factory",
+    "recompute_modules",
     "tp_only_amax_red",
     # what `--te-precision-config-file` becomes
     "quant_recipe",

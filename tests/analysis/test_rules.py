@@ -105,6 +105,7 @@ class TestMultiplier:
         assert len(multiplier(reported(tmp_path / "moved", [1.0] * 10 + [0.125] * 10), baseline)) == 1
 
 
+RECOMPUTED = {"fp8": "e4m3", "recompute_modules": ["core_attn"]}
 GATHERED = "overlap_param_gather_with_optimizer_step"
 
 
@@ -122,7 +123,7 @@ class TestSettings:
     OTHERS: ClassVar[list[tuple[dict[str, Any], str]]] = [
         ({"backend_options": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "risky_features_on": {GATHERED: True}}, "#1771"),
         ({"backend_options": {"fp4": "e2m1", "context_parallel_size": 2}}, "#2051"),
-        ({"backend_options": {"fp8": "e4m3"}, "risky_features_on": {"recompute_modules": ["core_attn"]}}, "#7538"),
+        ({"backend_options": RECOMPUTED, "risky_features_on": {"recompute_granularity": "selective"}}, "#7538"),
     ]
 
     @pytest.mark.parametrize(("bad", "issue"), [(MXFP8, "#638"), (PARAMETERS, "#2272"), (TE, "#1047"), *OTHERS])
@@ -144,7 +145,7 @@ class TestSettings:
             {"risky_features_on": {"cpu_offloading": False}},
             {"backend_options": {"fp4": "e2m1", "context_parallel_size": 1}},
             {"backend_options": {"fp4": "e2m1", "context_parallel_size": "2 or so"}},
-            {"risky_features_on": {"recompute_modules": ["core_attn"]}},
+            {"backend_options": RECOMPUTED, "risky_features_on": {"recompute_granularity": None}},
             PARAMETERS | {"risky_features_on": {"fp8_param": 1, "overlap_param_gather": 1, "overlap_grad_reduce": 1}},
         ],
     )

@@ -66,7 +66,8 @@ def _fp4_over_context_parallel_ranks(fingerprint: Fingerprint) -> bool:
 
 def _fp8_recomputed_outside(fingerprint: Fingerprint) -> bool:
     modules = str(_option(fingerprint, "recompute_modules") or "")
-    return bool(_option(fingerprint, "fp8")) and any(name in modules for name in ("core_attn", "gdn"))
+    selective = "selective" in str(_option(fingerprint, "recompute_granularity"))  # the modules have a default
+    return selective and bool(_option(fingerprint, "fp8")) and any(name in modules for name in ("core_attn", "gdn"))
 
 
 KNOWN = (
