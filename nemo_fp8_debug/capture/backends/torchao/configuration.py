@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .casts import FLOAT8_LINEAR
-from .weights import class_of, layer_class
+from .layers import FLOAT8_LINEAR, class_of, layer_class
 
 
 def configurations(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
