@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import joblib
@@ -101,7 +101,7 @@ def _recommended(found: Diagnosis, record: str, by: str) -> tuple[Recommendation
         budget, why = Budget(), flagged_by(found) if found.baseline is not None else {}
         flagged = over_budget(run, budget) if found.baseline is None else list(why)
         recommendation = recommend(run, flagged, budget, why)
-        return recommendation, unwritten(recommendation)
+        return replace(recommendation, notes=(*recommendation.notes, *unwritten(recommendation))), []
     except (ConfigError, RecordError) as error:
         return None, [f"Nothing can be recommended: {error}."]
 
