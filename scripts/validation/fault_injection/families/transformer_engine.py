@@ -8,6 +8,7 @@ import emulated_te  # before all that looks for Transformer Engine
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.enums import AttnMaskType
 from torch import nn
 
 from fault_injection.engines import OPTIONS
@@ -37,6 +38,8 @@ class OverTransformerEngine(Megatron):
     def loss(self, model: nn.Module, batch: Batch, masked: bool) -> torch.Tensor:
         emulated_te.CASTS.clear()
         model.set_is_first_microbatch()  # as Megatron's schedules do
+        for layer in model.decoder.layers:  # Transformer Engine makes the mask itself
+            layer.self_attention.attn_mask_type = AttnMaskType.causal if masked else AttnMaskType.no_mask
         return super().loss(model, batch, masked)
 
 
