@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.cpu.histograms import Histograms
-from ..measurement.operand_stats import Cast, OperandStats
+from ..measurement.operand_stats import COPY, Cast, OperandStats
 from ..numerics import metrics
 from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums
@@ -36,7 +36,7 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
         amax=float(moments.amax) if moments else total.amax,
         moments=moments,
         sums=_total(operand.sums) if operand.sums else mine and mine[0],
-        what_if={name: _total(rows) for name, rows in operand.what_if_sums.items()},
+        what_if={name: _total(rows) for name, rows in operand.what_if_sums.items()} | _copy(operand),
         scales=mine and mine[1],
         parts=mine[2] if mine else [(cast, None, total)],
         calls=operand.calls,
@@ -46,7 +46,20 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
 
 def cast_of(use: ScaleInUse, operand: Operand) -> Cast:
     """How an operand was cast, in words."""
-    return Cast(use.recipe, use.format.name, use.source, str(operand.dtype).removeprefix("torch."))
+    words = use.recipe, use.format.name, use.source, str(operand.dtype).removeprefix("torch.")
+    if not _copy_is_known(operand):
+        return Cast(*words)
+    copy = operand.copy_casts[0]
+    return Cast(*words, copy.recipe, copy.format.name, copy.source)
+
+
+def _copy_is_known(operand: Operand) -> bool:
+    """Whether all calls have a copy that is cast alike."""
+    return 0 < len(operand.copy_casts) == operand.calls and all(c == operand.copy_casts[0] for c in operand.copy_casts)
+
+
+def _copy(operand: Operand) -> dict[str, QuantizationSums]:
+    return {COPY: _total(operand.copy_sums)} if _copy_is_known(operand) else {}
 
 
 def _total(parts: Sequence[QuantizationSums]) -> QuantizationSums:

@@ -10,8 +10,9 @@ import torch
 
 from ..kernels import count_into, histogram_of, moments, nonfinite, quantization_sums
 from ..numerics import metrics
-from ..numerics.block_scaling import BlockRule
+from ..numerics.block_scaling import BlockRule, matrix
 from ..numerics.histogram import DTYPES, Histogram
+from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling, Unscaled
 from .backends.base import ScaleInUse
@@ -52,6 +53,9 @@ class Operand:
     sums: list[metrics.QuantizationSums] = field(default_factory=list)
     #: the same under what-if recipes, by their names
     what_if_sums: dict[str, list[metrics.QuantizationSums]] = field(default_factory=dict)
+    #: of the copy that another product multiplies, by call: its cast, and its sums under it
+    copy_casts: list[ScaleInUse] = field(default_factory=list)
+    copy_sums: list[metrics.QuantizationSums] = field(default_factory=list)
     calls: int = 0
     #: calls with a copy of what another rank counts
     copies: int = 0
@@ -83,6 +87,8 @@ class Operand:
         use = use or self.in_use
         counted = self._count(x.detach(), use)
         self._measure_directly(x.detach(), use, counted)
+        if use.columnwise is not None:
+            self._measure_copy(x.detach(), use.columnwise)
         self._nonfinite.append((order, self._nonfinite_count(counted)))
         self.dtype = x.dtype
         self.calls += 1
@@ -134,6 +140,16 @@ class Operand:
                 sums = quantization_sums(x, rule, self.role, recipe.format_of(self.role), counted)
                 self.what_if_sums.setdefault(recipe.name, []).append(sums)
 
+    def _measure_copy(self, x: torch.Tensor, use: ScaleInUse) -> None:
+        """The copy whose blocks run along the columns of `x`, or that is cast otherwise."""
+        m = matrix(x)
+        if isinstance(use.scale, BlockRule):
+            if isinstance(use.scale, NVFP4Scaling) and use.scale.hadamard and m.shape[0] % 16:
+                return  # the engine casts no such copy
+            m = use.scale.columnwise(m).contiguous()
+        self.copy_casts.append(use)
+        self.copy_sums.append(quantization_sums(m, use.scale_of(m), self.role, use.format))
+
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor that was collected by what `to` gives for it."""
         for counted in self._kept():
@@ -141,6 +157,7 @@ class Operand:
         self.casts, self.rest_casts = [_moved(u, to) for u in self.casts], [_moved(u, to) for u in self.rest_casts]
         self.moments = [m.moved(to) for m in self.moments]
         self.sums, self.rest_sums = [s.moved(to) for s in self.sums], [s.moved(to) for s in self.rest_sums]
+        self.copy_sums = [s.moved(to) for s in self.copy_sums]
         self.what_if_sums = {name: [s.moved(to) for s in sums] for name, sums in self.what_if_sums.items()}
         self._nonfinite = [(order, to(n) if isinstance(n, torch.Tensor) else n) for order, n in self._nonfinite]
 

@@ -27,6 +27,9 @@ class Sample:
     #: columns of equal length: layer, gemm, product and the errors of what it puts out, where that was asked for
     outputs: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
+    #: as `columns`, of the copies of operands that other products multiply, with the product
+    copies: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
     def __len__(self) -> int:
         return len(self.columns["layer"])
 

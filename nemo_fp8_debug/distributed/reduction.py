@@ -34,7 +34,7 @@ class Plan:
     """What all ranks have to agree on before they add up."""
 
     step: int
-    #: names of the recipes that are tried
+    #: names of what is measured beside what is in use: recipes that are tried, and copies
     what_if: Sequence[str]
 
     def checksum(self) -> int:

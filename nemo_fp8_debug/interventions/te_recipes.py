@@ -9,8 +9,9 @@ import torch
 
 from ..capture.backends.transformer_engine.casts import state_manager
 from ..errors import ConfigError
-from ..numerics.block_scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
+from ..numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ..numerics.formats import E5M2
+from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling
 

@@ -19,9 +19,11 @@ from ..numerics.metrics import Moments, QuantizationSums
 from ..numerics.recipe import parse_recipe
 from ..numerics.tensor_scaling import CurrentScaling
 from .expert_groups import ExpertAggregates
-from .operand_stats import OperandStats, added_up
+from .operand_stats import COPY, OperandStats, added_up
 
 Columns = dict[str, list[Any]]
+#: the GEMM that multiplies the column-wise copy of an operand
+PRODUCT_OF_COPY = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Measured:
     what_if: Columns
     #: columns of metrics of outputs
     outputs: Columns = field(default_factory=dict)
+    #: columns of metrics of copies that other products multiply
+    copies: Columns = field(default_factory=dict)
 
     def and_those_of(self, others: Sequence[Measured]) -> Measured:
         """The rows of all, as of the stages of a pipeline."""
@@ -50,6 +54,7 @@ class Measured:
             joined([m.histograms for m in every]),
             joined([m.what_if for m in every]),
             joined([m.outputs for m in every]),
+            joined([m.copies for m in every]),
         )
 
 
@@ -79,7 +84,24 @@ def measure(
     }
     formats = [FORMATS[s.cast.format] for s in operands.rows]
     measured = operands.columns(range(len(stats)), sums, scale, lambda rows: [formats[i] for i in rows]) | described
-    return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others))
+    return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others), copies=_copies(stats, operands))
+
+
+def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Columns:
+    """Of copies whose blocks run the other way, or that are cast otherwise, than in the GEMM that `metrics` has."""
+    chosen = [i for i, s in enumerate(stats) if COPY in s.what_if and s.cast.copy_recipe]
+    if not chosen:
+        return {}
+    sums = QuantizationSums.concat([stats[i].what_if[COPY] for i in chosen])
+    scale = torch.full((len(chosen),), torch.nan)
+    casts = [row.cast for row in operands.rows]
+    index, *_ = operands.aggregates.append_to(chosen, sums, scale, operands.moments.amax)
+    columns = operands.columns(chosen, sums, scale, lambda rows: [FORMATS[casts[i].copy_format] for i in rows])
+    return columns | {
+        "product": [PRODUCT_OF_COPY[operands.rows[i].key[1]] for i in index],
+        "recipe": [casts[i].copy_recipe for i in index],
+        "scale_source": [casts[i].copy_source for i in index],
+    }
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,14 @@ class Cast:
     source: str
     #: of the tensor that was looked at
     dtype: str
+    #: of the copy that another product multiplies: its recipe, format and source; "" if it holds the same, or is not known
+    copy_recipe: str = ""
+    copy_format: str = ""
+    copy_source: str = ""
+
+
+#: beside the names of what-if recipes: of the copy that another product multiplies
+COPY = " copy"
 
 
 @dataclass

@@ -75,10 +75,12 @@ class Delivery:
             if other in steps:
                 steps[other].of_others = numbers
         measured, scalars = found.measured, steps[step].numbers()
-        metrics, what_if = (
-            columns | unscaled(columns, scalars.get("grad_scale")) for columns in (measured.metrics, measured.what_if)
+        metrics, what_if, copies = (
+            columns | unscaled(columns, scalars.get("grad_scale"))
+            for columns in (measured.metrics, measured.what_if, measured.copies)
         )
-        sample = Sample(step, metrics, scalars, measured.histograms, what_if, steps[step].trigger, measured.outputs)
+        why, outputs = steps[step].trigger, measured.outputs
+        sample = Sample(step, metrics, scalars, measured.histograms, what_if, why, outputs, copies)
         self._live_control.see_sample(sample)
         if self._ranks.world > 1 and self._layers is not None and not len(sample):
             message = f"the sample of step {step} is empty: no layer on any rank matches {shown(self._layers)}"

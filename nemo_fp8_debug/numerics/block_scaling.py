@@ -3,8 +3,8 @@
 An operand is seen as a matrix [tokens, features] (W: [out, in]) and cut into blocks from its first row and column; at the
 edges blocks are smaller, which is what Transformer Engine's padding with zeros comes to. Rules are those of row-wise copies,
 whose blocks run along the last dimension: X and W of the forward GEMM, dY of the GEMM that gives dX. The other GEMMs take
-column-wise copies, which Transformer Engine quantizes from the same values in blocks of the transposed shape. Those are not
-measured; of a W in square blocks they are the same.
+column-wise copies, which Transformer Engine quantizes from the same values in blocks of the transposed shape: these are
+`BlockRule.columnwise` under the same rule; of a W in square blocks they are the same.
 
 NaN counts for nothing in the amax of a block. Infinity does, as in Transformer Engine, and spoils the scale of its block.
 """
@@ -22,10 +22,11 @@ import torch
 from torch.nn.functional import pad
 
 from ..errors import ConfigError
-from .formats import E2M1, E4M3, FloatFormat, e8m0_at_least, e8m0_value, saturating_cast
+from .formats import FloatFormat, e8m0_at_least, e8m0_value, saturating_cast
 from .histogram import magnitudes_of
 from .metrics import QuantizationSums, beyond, sums_of_values
-from .scale_from_amax import FLT_MAX, scale_of_amax
+from .rounding_by_chance import expected_sums
+from .scale_from_amax import scale_of_amax
 
 #: rows and columns of a block
 Block = tuple[int, int]
@@ -54,6 +55,15 @@ class BlockRule(ABC):
     formats: ClassVar[tuple[str, ...]]
     #: whether the scales of blocks depend on the amax of the whole tensor
     two_level: ClassVar[bool] = False
+
+    @property
+    def rounds_by_chance(self) -> bool:
+        """Whether metrics are expected values."""
+        return False
+
+    def columnwise(self, m: torch.Tensor) -> torch.Tensor:
+        """What the column-wise copy of a matrix is cast from, transposed: its blocks run along the columns of `m`."""
+        return m.t()
 
     @abstractmethod
     def block(self, role: str) -> Block:
@@ -174,40 +184,6 @@ def mxfp8_scales_by_logarithm(amax: torch.Tensor, fmt: FloatFormat) -> BlockScal
     return BlockScales(stored, scale, e8m0_value(stored))
 
 
-@dataclass(frozen=True)
-class NVFP4Scaling(BlockRule):
-    """Transformer Engine's `NVFP4BlockScaling`: 1x16, 16x16 for W; E4M3 scales of blocks, under a float32 one of the tensor.
-
-    Codes are rounded to nearest and not transformed: the stochastic rounding of dY and the random Hadamard transform of
-    column-wise copies are left out. The tensor's amax is this rank's, where Transformer Engine may reduce it over ranks.
-    Source: `cast/nvfp4/core_nvfp4.cuh` and `quantize_transpose_nvfp4.cuh`.
-    """
-
-    #: blocks of W are 16x16; 1x16 with `disable_2d_quantization`
-    square_weights: bool = True
-
-    formats: ClassVar[tuple[str, ...]] = (E2M1.name,)
-    two_level: ClassVar[bool] = True
-
-    def block(self, role: str) -> Block:
-        """1x16; 16x16 for W."""
-        return (16, 16) if self.square_weights and role == "weight" else (1, 16)
-
-    def tensor_scale(self, whole: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-        """The second level, float32 scalar: brings the largest scale of a block to E4M3's limit."""
-        limit = torch.full((), E4M3.max * fmt.max, dtype=torch.float32, device=whole.device)
-        scale = (limit / whole).clamp_max(FLT_MAX)
-        return torch.where((whole > 0) & (scale > 0), scale, 1.0)
-
-    def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
-        """A block whose scale rounds to zero is lost: its codes saturate and stand for zero."""
-        encode = self.tensor_scale(whole, fmt)
-        reciprocal = torch.full((), fmt.max, dtype=torch.float32, device=amax.device).reciprocal()
-        stored = saturating_cast(amax * (encode * reciprocal), E4M3)
-        scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)
-        return BlockScales(stored, scale, stored.double() / encode.double())
-
-
 def scales_of_amax(rule: BlockRule, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
     """The scales that each amax leads to, [32768] on the device of `whole`: a block's amax is a magnitude of its dtype.
 
@@ -260,11 +236,19 @@ def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     return _tiles(x.float(), block).abs().nan_to_num(0.0, torch.inf).amax((1, 3))
 
 
-def block_sums(x: torch.Tensor, scales: BlockScales, block: Block, fmt: FloatFormat) -> QuantizationSums:
-    """Sums (one row, on x's device) of a matrix under the scales of its blocks, over its finite values."""
+def block_sums(
+    x: torch.Tensor, scales: BlockScales, block: Block, fmt: FloatFormat, by_chance: bool = False
+) -> QuantizationSums:
+    """Sums (one row, on x's device) of a matrix under the scales of its blocks, over its finite values.
+
+    Args:
+        by_chance: whether E2M1 codes are rounded up or down by chance: then what is expected of the sums.
+    """
     values = _tiles(x.float(), block)
     kept = torch.where(values.isfinite(), values, 0.0)  # a zero adds nothing to any sum
     scaled = kept * _of_each_tile(scales.scale)
+    if by_chance:
+        return expected_sums(kept, scaled, _of_each_tile(scales.scale_inv), fmt)
     q = saturating_cast(scaled, fmt).double() * _of_each_tile(scales.scale_inv)
     return sums_of_values(kept, beyond(scaled, fmt), q, 1.0, lambda v: v.sum()[None])
 
@@ -286,5 +270,6 @@ def quantization_sums_in_blocks(
     whole = torch.zeros((), dtype=torch.float32, device=x.device)
     if rule.two_level:
         whole = torch.stack([block_amax(c, block).amax() for c in chunks]).amax()
-    parts = [block_sums(c, rule.scales(block_amax(c, block), whole, fmt, x.dtype), block, fmt) for c in chunks]
+    chance = rule.rounds_by_chance
+    parts = [block_sums(c, rule.scales(block_amax(c, block), whole, fmt, x.dtype), block, fmt, chance) for c in chunks]
     return QuantizationSums.concat(parts).total()

@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import ConfigError
-from .block_scaling import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
+from .block_scaling import BlockRule, BlockScaling, MXFP8Scaling
 from .formats import E4M3, E5M2, FORMATS, FloatFormat
+from .nvfp4_scaling import NVFP4Scaling
 from .row_scaling import RowwiseScaling
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
 from .torchao_nvfp4 import TorchaoNVFP4Scaling

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .block_scaling import BlockScales, NVFP4Scaling
+from .block_scaling import BlockScales
 from .formats import E4M3, FloatFormat, saturating_cast
+from .nvfp4_scaling import NVFP4Scaling
 from .scale_from_amax import FLT_MAX
 
 

@@ -81,6 +81,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "replayed": _METRICS,
     "histograms": _HISTOGRAMS,
     "outputs": _OUTPUTS,
+    "copies": {**_METRICS, "product": pl.String},
     "steps": _STEPS,
 }
 

@@ -30,7 +30,7 @@ from .storage import Storage
 #: parts that are merged into one
 MERGED = 64
 #: tables whose parts are small
-_MERGED_TABLES = ("metrics", "what_if", "outputs", "steps")
+_MERGED_TABLES = ("metrics", "what_if", "outputs", "copies", "steps")
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
 
@@ -98,6 +98,7 @@ class RunRecord:
             ("metrics", sample.columns),
             ("what_if", sample.what_if),
             ("outputs", sample.outputs),
+            ("copies", sample.copies),
             ("histograms", sample.histograms),
         ):
             if columns:

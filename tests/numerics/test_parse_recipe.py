@@ -8,8 +8,9 @@ import pytest
 
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.errors import ConfigError
-from nemo_fp8_debug.numerics.block_scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
+from nemo_fp8_debug.numerics.block_scaling import BlockScaling, MXFP8Scaling
 from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FloatFormat
+from nemo_fp8_debug.numerics.nvfp4_scaling import NVFP4Scaling
 from nemo_fp8_debug.numerics.recipe import Recipe, parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import (
     CurrentScaling,

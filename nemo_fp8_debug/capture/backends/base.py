@@ -31,10 +31,14 @@ class ScaleInUse:
     recipe: str
     #: "engine": read from what quantizes the operand; "emulated": a history kept here; "current": the operand's own amax;
     #: "not quantized": the engine left this operand in high precision, and current scaling is what it might use;
+    #: "expected": as "engine", but codes are rounded by chance: metrics are expected values;
     #: "unknown": the engine may quantize it, and how could not be read; measured as if it were not quantized
     source: str
     #: by product, as in `numerics.gemm_error`: how it is cast for GEMMs that cast it otherwise; None: in high precision
     products: Mapping[str, ScaleInUse | None] = field(default_factory=dict, compare=False)
+    #: the copy that another product of the backward multiplies, where that holds other values; None: there is none that is
+    #: known, or it holds the same
+    columnwise: ScaleInUse | None = field(default=None, compare=False)
     #: the ranks of whose amaxes the largest is what the cast goes by; None: the tensor's own
     amax_group: Any = field(default=None, compare=False)
 
@@ -51,7 +55,7 @@ class ScaleInUse:
     @property
     def sees_infinity(self) -> bool:
         """Whether an infinity is the amax, as in an engine; metrics of what is not quantized are over finite values."""
-        return self.source == "engine"
+        return self.source in ("engine", "expected")
 
 
 class UnknownCast(Exception):

@@ -10,10 +10,11 @@ import numpy.typing as npt
 import torch
 from numba.np.numpy_support import carray
 
-from ...numerics.block_scaling import BlockRule, NVFP4Scaling
+from ...numerics.block_scaling import BlockRule
 from ...numerics.formats import E4M3, FloatFormat
 from ...numerics.histogram import BINS, infinity_bin, magnitudes_of
 from ...numerics.metrics import SCALE_ROUNDING
+from ...numerics.nvfp4_scaling import NVFP4Scaling
 from ...numerics.scale_from_amax import FLT_MAX
 from .casts import rounded, spacing
 from .histogram import occupied

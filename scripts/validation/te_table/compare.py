@@ -38,6 +38,8 @@ class Result:
     sources: Counter[str] = field(default_factory=Counter)
     #: why casts were unknown
     reasons: Counter[str] = field(default_factory=Counter)
+    #: what is reported of column-wise copies
+    copies: Counter[str] = field(default_factory=Counter)
     #: reports that do not say what a kernel was given
     differing: list[str] = field(default_factory=list)
 
@@ -88,6 +90,7 @@ def _compare(result: Result, row: Row, model: nn.Module, casts: Sequence[list[Ca
             result.differing.append(f"{where}: {why}")
         elif source == "engine":
             given.setdefault(key, []).append(mine[about.call])
+    _compare_copies(result, row, model, casts, folder)
     for key, of_calls in given.items():
         error, count = reported[key][3:]
         kernels = sum(_squared_error(cast) for cast in of_calls) / count
@@ -95,6 +98,42 @@ def _compare(result: Result, row: Row, model: nn.Module, casts: Sequence[list[Ca
             result.differing.append(f"{key}: mean squared error {error}, that of the kernels' codes is {kernels}")
     if (expected := _expected(row)) != seen:
         result.differing.append(f"not reported: {sorted((expected - seen).elements())}; too often: {seen - expected}")
+
+
+def _compare_copies(result: Result, row: Row, model: nn.Module, casts: Sequence[list[Cast]], folder: Path) -> None:
+    """What is reported of column-wise copies, beside what the codes of the kernels stand for."""
+    columns = ["step", "layer", "role", "product", "scale_source", "recipe", "format", "mse", "n", "calls"]
+    for step, layer, role, product, source, recipe, fmt, error, count, calls in (
+        read_table(folder, "copies").select(columns).rows() if (folder / "copies").exists() else ()
+    ):
+        where = f"step {step}, {SHOWN[role]} of {layer} for {product}"
+        result.copies[f"{SHOWN[role]} {product} {recipe} {source}"] += 1
+        if "*" in layer:
+            continue
+        part = layer.rpartition(".")[2]
+        CASTS[:] = casts[step]
+        made = casts_of(model.layer, SHOWN[role], int(part) if part.isdigit() else int(part == "fc2"))
+        mine = [c for c in made if c.usage == "columnwise"][-calls:]
+        if len(mine) < calls or any(c.format != fmt for c in mine):
+            result.differing.append(f"{where}: {len(mine)} copies in {[c.format for c in mine]} were made, {fmt} is said")
+            continue
+        kernels = sum(map(_copy_error, mine)) / count
+        off = abs(error / kernels - 1)
+        if off > (0.25 if source == "expected" else 1e-3 if _is_made_again(row, role) else 1e-5):
+            result.differing.append(f"{where}: mean squared error {error}, that of the kernels' codes is {kernels}")
+
+
+def _copy_error(cast: Cast) -> float:
+    """Squared error of a column-wise copy; of one that was transformed, in the transformed values."""
+    m = cast.source.reshape(-1, cast.source.shape[-1])
+    stood_for = _decoded(cast).double() * _by_value(_kept(cast), cast.block, cast.codes.shape)
+    if cast.amax is not None:
+        stood_for *= cast.amax.double().reshape(-1, 1) / (6 * cast.quantizer.nvfp4_e4m3_max)
+    right = m.t() if stood_for.shape != m.shape or cast.format == "e2m1" or cast.block == (1, 128) else m
+    if getattr(cast.quantizer, "with_rht", False):
+        groups = right.reshape(-1, 16).float() @ cast.quantizer.rht_matrix.float()
+        right = groups.reshape(right.shape).to(m.dtype)
+    return float((stood_for - right.double()).square().sum())
 
 
 def _expected(row: Row) -> Counter[tuple[int, str, str]]:
@@ -124,7 +163,7 @@ def _difference(row: Row, mine: list[Cast], about: Dumped, tensors: Any) -> str 
         return None
     if source == "not quantized":
         return f"said to be in high precision, but {len(mine)} casts were made" if mine else None
-    if source != "engine":
+    if source not in ("engine", "expected"):
         return f"scale_source {source}"
     if about.call >= len(mine):
         return f"only {len(mine)} casts were made"
@@ -189,7 +228,7 @@ def _of_blocks(about: Dumped, cast: Cast, rule: BlockRule) -> str | None:
         return "said to be cast in blocks, cast with one scale"
     made = rule.quantize(cast.source, about.role, about.format)
     codes = made.codes.float().reshape(cast.codes.shape)
-    if not torch.equal(codes, _decoded(cast)):
+    if not rule.rounds_by_chance and not torch.equal(codes, _decoded(cast)):
         return "its codes are others"
     stored = made.scales.stored if about.format.name == "e2m1" else made.scales.scale_inv
     of_mine = _by_value(stored.double(), made.block, cast.codes.shape)

@@ -18,6 +18,8 @@ from te_table.factors import RECIPES, checksum_of_rows, factors_of, is_allowed, 
 RESULTS = json.loads((Path(__file__).parents[3] / "scripts/validation/te_table/results.json").read_text())
 #: one row in so many is run here
 EVERY = 14
+#: whose column-wise copies hold other values
+IN_BLOCKS = ("Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
 #: options under which a cast is unknown, and why
 UNKNOWN = {
     "stochastic_rounding=True of its NVFP4Quantizer is not measured here": "codes are random",
@@ -31,13 +33,14 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_reported_is_what_kernels_were_given(tmp_path: Path, recipe: str) -> None:
-    seen = 0
+    seen = copies = 0
     for number, row in list(enumerate(rows_of(recipe)))[::EVERY]:
         result = result_of(recipe, row, tmp_path / str(number))
         assert result.differing == [], (recipe, number)
         assert result.reasons.keys() <= UNKNOWN.keys(), (recipe, number)
         seen += result.sources["engine"]
-    assert seen
+        copies += result.copies.total()
+    assert seen and bool(copies) == (recipe in IN_BLOCKS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -58,7 +61,7 @@ def test_results_are_of_these_rows_and_releases() -> None:
 def test_of_all_rows_none_differs(recipe: str) -> None:
     found = RESULTS[recipe]
     assert found["rows"] == len(rows_of(recipe)) and found["rows that differ"] == 0
-    assert found["casts"].keys() <= {"engine", "not quantized", "unknown"}
+    assert found["casts"].keys() <= {"engine", "expected", "not quantized", "unknown"}
     assert found["rows with unknown by reason"].keys() <= UNKNOWN.keys()
 
 

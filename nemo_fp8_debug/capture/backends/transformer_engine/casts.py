@@ -27,8 +27,9 @@ import torch
 from ....numerics.block_scaling import BlockRule
 from ...overrides import SWITCHED
 from ..base import Args, Kwargs, ScaleInUse, UnknownCast, not_quantized, raw_weight
+from .columnwise import cast_with_copy, without_copy
 from .environment import check_environment
-from .quantizers import cast_by, delayed_cast
+from .quantizers import delayed_cast
 
 _HOLDERS = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
 _STATES = {"input": "scaling_fwd", "weight": "scaling_fwd", "grad_output": "scaling_bwd"}
@@ -87,7 +88,25 @@ def _quantizer_of(module: Any, role: str, held: Held, call: Any, debug: bool = F
             scale = _state_before_quantizers(module, role).scale
             return lambda te_recipe: delayed_cast(scale[held.slot], te_recipe, role)
         found = module.quantizers[_STATES[role]][held.slot]
-    return lambda te_recipe: cast_by(found, te_recipe, role)
+    if debug:
+        return lambda te_recipe: without_copy(cast_with_copy(found, te_recipe, role), role)
+    if not _multiplies_copy(module, role, held, call):
+        return lambda te_recipe: _alone(cast_with_copy(found, te_recipe, role), role)
+    return lambda te_recipe: cast_with_copy(found, te_recipe, role)
+
+
+def _alone(use: ScaleInUse, role: str) -> ScaleInUse:
+    return use if use.columnwise is None else without_copy(use, role)
+
+
+def _multiplies_copy(module: Any, role: str, held: Held, call: Any) -> bool:
+    """Whether the backward of a call is known to multiply the column-wise copy of an operand."""
+    if call is None or not getattr(call, "fp8", False) or getattr(call, "backward_override", None) is not None:
+        return False
+    if role == "weight":
+        return bool(getattr(call, "requires_dgrad", False))
+    names = ("requires_wgrad", "weights_requires_grad")
+    return any(getattr(call, name, False) for name in names)
 
 
 def _state_before_quantizers(module: Any, role: str) -> Any:

@@ -1,8 +1,8 @@
 """What a quantizer of Transformer Engine does to a tensor, told by the object itself.
 
 Its class and every one of its attributes have to be known here. One that is not may change what a kernel does, whatever its
-value, so that the cast is unknown then. Read are row-wise copies: of X and W in the forward GEMM, of dY in the GEMM that
-gives dX.
+value, so that the cast is unknown then. Read are row-wise copies here: of X and W in the forward GEMM, of dY in the GEMM
+that gives dX. Column-wise ones: `columnwise.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from ....numerics.block_scaling import BlockRule, BlockScaling, MXFP8Scaling, NVFP4Scaling
+from ....numerics.block_scaling import BlockRule, BlockScaling, MXFP8Scaling
 from ....numerics.formats import FORMATS, FloatFormat
+from ....numerics.nvfp4_scaling import NVFP4Scaling
 from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ..base import ScaleInUse, UnknownCast, not_quantized
@@ -138,13 +139,15 @@ def _mxfp8(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 
 def _nvfp4(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    for option in ("stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6"):
+    for option in ("row_scaled_nvfp4", "nvfp4_use_4over6"):
         _refuse(quantizer, option)
     _refuse_reduction(quantizer)
     square = bool(quantizer.with_2d_quantization)
-    rule = NVFP4Scaling(square_weights=square or role != "weight")
+    by_chance = bool(quantizer.stochastic_rounding)
+    rule = NVFP4Scaling(square_weights=square or role != "weight", stochastic=by_chance)
     _check(quantizer, not square or role == "weight", "with_2d_quantization")
-    return _in_use(rule, rule, _format(quantizer), te_recipe, role)
+    use = _in_use(rule, rule, _format(quantizer), te_recipe, role)
+    return replace(use, source="expected") if by_chance else use
 
 
 def _identity(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
