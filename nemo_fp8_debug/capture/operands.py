@@ -53,7 +53,8 @@ class Operand:
     sums: list[metrics.QuantizationSums] = field(default_factory=list)
     #: the same under what-if recipes, by their names
     what_if_sums: dict[str, list[metrics.QuantizationSums]] = field(default_factory=dict)
-    #: of the copy that another product multiplies, by call: its cast, and its sums under it
+    #: whether the copy that another product multiplies is measured too: by call its cast, and its sums under it
+    measures_copies: bool = False
     copy_casts: list[ScaleInUse] = field(default_factory=list)
     copy_sums: list[metrics.QuantizationSums] = field(default_factory=list)
     calls: int = 0
@@ -87,7 +88,7 @@ class Operand:
         use = use or self.in_use
         counted = self._count(x.detach(), use)
         self._measure_directly(x.detach(), use, counted)
-        if use.columnwise is not None:
+        if self.measures_copies and use.columnwise is not None:
             self._measure_copy(x.detach(), use.columnwise)
         self._nonfinite.append((order, self._nonfinite_count(counted)))
         self.dtype = x.dtype

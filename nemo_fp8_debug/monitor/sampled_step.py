@@ -101,7 +101,9 @@ class SampledStep:
                     continue
                 counts = _never if copied else partial(is_counted, rank=rank, first=first)
                 in_use = self._watched.model.scales.in_use(gemm, role)
-                operand = seen[gemm.name][role] = Operand(gemm, role, in_use, plan.what_if_recipes, counts)
+                operand = seen[gemm.name][role] = Operand(
+                    gemm, role, in_use, plan.what_if_recipes, counts, measures_copies=plan.copies
+                )
                 if counted:
                     self._operands[key] = operand
                 sinks[key] = operand

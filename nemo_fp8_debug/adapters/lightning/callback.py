@@ -67,6 +67,7 @@ class FP8DebugCallback(pl.Callback):
         max_tags: int = 5000,
         table_rows: int = 12,
         output_rows: int = 0,
+        copies: bool = False,
     ) -> None:
         """
         Args:
@@ -102,6 +103,8 @@ class FP8DebugCallback(pl.Callback):
                 nothing. Default: `12`.
             output_rows: rows, and as many columns, of each GEMM's outputs whose error is measured too. An int, at least 0,
                 which measures none. Default: `0`.
+            copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them
+                differ. A sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
 
         Raises:
             ConfigError: now, or before the first step: a value cannot be used, no GEMM matches, or the output folder cannot

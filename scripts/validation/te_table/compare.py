@@ -54,7 +54,7 @@ def result_of(name: str, row: Row, folder: Path) -> Result:
     step, casts = step_of(row, recipe, model), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monitor = Monitor(model, str(folder), interval=1, dump=["*"], dump_min_free_bytes=0, table_rows=0)
+        monitor = Monitor(model, str(folder), interval=1, dump=["*"], dump_min_free_bytes=0, table_rows=0, copies=True)
         for number in range(STEPS):
             CASTS.clear()
             with monitor.step(number):
