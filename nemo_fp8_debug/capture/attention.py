@@ -27,7 +27,8 @@ from ..numerics.tensor_scaling import CurrentScaling, amax_of
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, unknown_cast
 from .backends.transformer_engine.quantizers import cast_by
 from .gemms import Gemm, global_name, is_compiled
-from .hooks import Fault, OperandSink
+from .hooks import OperandSink
+from .operand_guard import Fault
 from .tracing import Hook
 
 #: the roles of each node, by the name that Transformer Engine gives its quantizer

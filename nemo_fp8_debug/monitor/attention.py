@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..capture.attention import AttentionCapture
 from ..capture.backends.base import unknown_cast
 from ..capture.gemms import matching
-from ..capture.hooks import Fault
+from ..capture.operand_guard import Fault
 from ..capture.operands import Operand
 from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
