@@ -68,7 +68,7 @@ def command(
 
 def _key(text: str) -> Key:
     layer, _, role = text.rpartition(":")
-    roles = {shown: role for role, shown in SHOWN_AS.items()} | {role: role for role in ROLES}
+    roles = {SHOWN_AS[role]: role for role in ROLES} | {role: role for role in ROLES}
     if not layer or role not in roles:
         raise ConfigError(f"--operand {text!r} is not an operand; write LAYER:ROLE, the role X, W or dY")
     return layer, roles[role]

@@ -9,7 +9,19 @@ Key = tuple[str, str]
 
 #: the columns that say what a row is about; metrics follow
 KEYS = ("layer", "gemm", "role")
+#: operand roles of FP8 attention, in the order of a forward pass and of a backward pass, and how people write them: S is
+#: softmax(Q K^T), O is S V, and dP the gradient of what the softmax gets
+ATTENTION_FORWARD = {"query": "Q", "key": "K", "value": "V", "probabilities": "S", "context": "O"}
+ATTENTION_BACKWARD = {
+    "grad_context": "dO",
+    "grad_scores": "dP",
+    "grad_query": "dQ",
+    "grad_key": "dK",
+    "grad_value": "dV",
+}
 #: how people write the operand roles
-SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"}
+SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"} | ATTENTION_FORWARD | ATTENTION_BACKWARD
+#: roles whose values are multiplied by the effective gradient scale
+GRADIENTS = ("grad_output", *ATTENTION_BACKWARD)
 #: source of the scales of experts that were not all found in the same way
 MIXED = "mixed"

@@ -21,6 +21,7 @@ _ELSEWHERE = (nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear)
 _NO_MATRIX = re.compile(r"(?:^|_)bias(?:es)?$|norm")
 
 SCORES = "attention scores, which grow with the sequence length"
+FP8_SCORES = "FP8 attention, whose kernels show no operand"
 FUNCTIONS = "products of functions in forward code, which modules do not show"
 _MULTIHEAD = "projections inside nn.MultiheadAttention, which runs as one function"
 _CONVOLUTION = "convolutions"

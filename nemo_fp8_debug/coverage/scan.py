@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
+from ..capture.attention import in_fp8, is_attention, is_emulated
 from ..capture.backends import torch_linear
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_gemms, global_name
@@ -17,7 +19,7 @@ from ..capture.overrides import emulated
 from ..core.keys import ROLES
 from .experts import experts_of_a_token
 from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
-from .modules import FUNCTIONS, SCORES, computes_scores, entries_of
+from .modules import FP8_SCORES, FUNCTIONS, SCORES, computes_scores, entries_of
 from .parameters import is_plain, linear_shape, needs_gradient, parts_of_ranks
 
 _HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
@@ -45,8 +47,21 @@ def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, r
             if id(module) not in parts:
                 entries += entries_of(name, module, around[id(module)])
             if computes_scores(module):
-                entries.append(Entry(f"{name} (scores)", "attention", UNKNOWN, SCORES, first=name))
+                entries.append(_of_scores(name, module, roles))
     return Ledger((*_grouped(entries), Entry("*", "other", UNKNOWN, FUNCTIONS, first="*")))
+
+
+def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Entry:
+    """Products of activations with each other; Transformer Engine's may run in FP8."""
+    quantized = in_fp8(module) if is_attention(module) else None
+    seen = is_emulated() and {"input", "grad_output"} <= {*roles} and _ranks() == 1
+    status = (QUANTIZED_OBSERVED if seen else QUANTIZED_UNOBSERVED) if quantized else UNKNOWN
+    reason = SCORES if not quantized else "" if seen else FP8_SCORES
+    return Entry(f"{name} (scores)", "attention", status, reason, first=name)
+
+
+def _ranks() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _around(root: nn.Module) -> Around:

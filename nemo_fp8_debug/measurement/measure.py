@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.keys import ROLES
 from ..core.layer_names import aggregate_of, is_aggregate
 from ..kernels.cpu.histograms import Histograms
 from ..numerics.delayed_state import EmulatedScales
@@ -198,7 +199,7 @@ def _what_if(stats: Sequence[OperandStats], operands: _Operands, others: Sequenc
 def _what_if_by_histograms(
     stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]
 ) -> list[Columns]:
-    chosen = [i for i, s in enumerate(stats) if not s.moments]
+    chosen = [i for i, s in enumerate(stats) if not s.moments and s.key[1] in ROLES]
     if not chosen or not others:
         return []
     histograms = operands.histograms.select(chosen)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..capture.attention import attentions
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_gemms, matching, select, unknown_gemms
 from ..capture.scales import Scales
@@ -31,6 +32,8 @@ class ModelScan:
     compiled: Sequence[Gemm]
     #: those of `known` that are looked at
     gemms: Sequence[Gemm]
+    #: attentions of Transformer Engine, which may run in FP8
+    attentions: Sequence[Gemm]
     scales: Scales
     #: how the run is set up
     fingerprint: Mapping[str, Any]
@@ -62,7 +65,7 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
     scales = Scales(known, config.measured_recipe, config.recipe)
     setup = fingerprint(roots, gemms, config, scales.description)
     setup["coverage"] = _coverage(roots, gemms, config, errors)
-    return ModelScan(roots, known, [g for g in found if g.compiled], gemms, scales, setup)
+    return ModelScan(roots, known, [g for g in found if g.compiled], gemms, attentions(roots), scales, setup)
 
 
 def _coverage(roots: Sequence[nn.Module], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:

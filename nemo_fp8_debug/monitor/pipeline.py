@@ -152,7 +152,7 @@ class Pipeline:
     def _alone(self, sampled: Sampled) -> Measured:
         found = sampled.collected()
         self._report(sampled, found.operands)
-        self._scales.observe({stat.key: stat.amax for stat in found.operands})
+        self._scales.observe({stat.key: stat.amax for stat in found.operands if stat.key[1] in ROLES})
         return self._measured(found, sampled)
 
     def _measured(self, whole: Collected, sampled: Sampled) -> Measured:

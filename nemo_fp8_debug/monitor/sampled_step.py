@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..capture.attention import AttentionCapture
 from ..capture.backends.base import UnknownCast, raw_weight
 from ..capture.backends.transformer_engine import inspection
 from ..capture.device_to_host import DeviceToHostCopy
@@ -26,6 +27,7 @@ from ..core.layer_names import compile_patterns
 from ..distributed import ShardGroup
 from ..options.config import Config
 from ..record.dump import TensorDump
+from .attention import attention_capture, warn_of_unseen
 from .dump_tap import Dumping
 from .model_scan import ModelScan
 from .pipeline import Sampled, Steps
@@ -65,6 +67,7 @@ class SampledStep:
         self._operands: dict[Key, Operand] = {}
         self._products: dict[str, Products] = {}
         self._capture: Capture | None = None
+        self._attention: AttentionCapture | None = None
         self._multiplier: GradScale | None = None
         self._lost: dict[str, list[Key]] = {}
         self._known = watched.model.known
@@ -149,6 +152,7 @@ class SampledStep:
         if sinks:
             self._capture = Capture(sinks, self._lose, model.scales.auto, self._products)
             self._capture.attach()
+        self._attention = attention_capture(model, self._plan, self._watched.world, self._operands, self._lose)
 
     @property
     def captures(self) -> bool:
@@ -169,10 +173,11 @@ class SampledStep:
 
     def detach(self) -> None:
         """Remove the hooks, and warn of what was lost."""
-        for watching in (self._capture, self._multiplier):
+        for watching in (self._capture, self._multiplier, self._attention):
             if watching is not None:
                 watching.detach()
-        self._capture = self._multiplier = None
+        warn_of_unseen(self._attention, self._watched.world, self._watched.errors)
+        self._capture = self._multiplier = self._attention = None
         with self._watched.errors.guard("while looking for compiled layers"):
             self._leave_out_compiled()
         if self._watched.world == 1:  # else another rank may see them

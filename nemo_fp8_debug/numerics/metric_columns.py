@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..core.keys import GRADIENTS
 from .formats import FloatFormat
 from .metric_names import METRICS, UNITS
 from .metrics import Moments, QuantizationSums, metrics_of
@@ -38,7 +39,7 @@ def rows(
 
 
 def unscaled(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> dict[str, list[float | None]]:
-    """Columns of the metrics of dY that have a unit, as gradients of the loss itself; None of X and W.
+    """Columns of the metrics of gradients that have a unit, as gradients of the loss itself; None of others.
 
     Args:
         multiplier: of the gradients in `columns`, not 0; None where it is not known.
@@ -49,7 +50,7 @@ def unscaled(columns: Mapping[str, Sequence[Any]], multiplier: float | None) -> 
     def divided(name: str, power: int) -> list[float | None]:
         rows = zip(columns["role"], columns[name], strict=True)
         return [
-            None if multiplier is None or role != "grad_output" or value is None else value / abs(multiplier) ** power
+            None if multiplier is None or role not in GRADIENTS or value is None else value / abs(multiplier) ** power
             for role, value in rows
         ]
 

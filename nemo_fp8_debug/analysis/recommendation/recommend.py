@@ -123,6 +123,7 @@ def recommend(
     if run.metrics.is_empty():
         raise RecordError(f"{run.path} has no sampled step")
     budget = budget or Budget()
+    flagged = [key for key in flagged if key[1] in ROLES]  # no plan changes operands of attention
     about = _about(run, flagged)
     judged = Judged(run, flagged)
     now = judged.in_use()

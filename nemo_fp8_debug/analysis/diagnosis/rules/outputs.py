@@ -20,6 +20,8 @@ def reach(found: Finding, run: pl.DataFrame, baseline: pl.DataFrame | None = Non
         baseline: likewise; without it the samples before the onset tell what is usual.
     """
     part = f"error_of_{found.role}"
+    if part not in run.columns:  # outputs of attention are not measured
+        return None
     of_layer = (pl.col("layer") == found.layer) & pl.col(part).is_not_null()
     after = run.filter(of_layer & (pl.col("step") >= found.since))
     usual = baseline.filter(of_layer) if baseline is not None else run.filter(of_layer & (pl.col("step") < found.since))

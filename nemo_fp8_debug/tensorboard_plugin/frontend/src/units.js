@@ -25,7 +25,14 @@ export const powerOfTwo = (exponent) => `2${[...String(Number(exponent.toFixed(2
 /** A number and its unit. */
 export const withUnit = (value, unit, digits = number) => (value == null || Number.isNaN(value) ? '-' : `${digits(value)}${unit === '%' ? '' : ' '}${unit ?? ''}`.trim());
 
-const SHOWN_AS = {input: 'X', weight: 'W', grad_output: 'dY'};
+const SHOWN_AS = {
+  input: 'X', weight: 'W', grad_output: 'dY',
+  query: 'Q', key: 'K', value: 'V', probabilities: 'S', context: 'O',
+  grad_context: 'dO', grad_scores: 'dP', grad_query: 'dQ', grad_key: 'dK', grad_value: 'dV',
+};
+
+/** Every role of an operand, in order. */
+export const ROLES = Object.keys(SHOWN_AS);
 
 /** An operand's role as people write it. */
 export const shown = (role) => SHOWN_AS[role] ?? role;

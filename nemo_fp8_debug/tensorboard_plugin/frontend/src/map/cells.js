@@ -1,10 +1,8 @@
 // Where each tensor stands on the map: layers of the model down, what is in them across.
 import {computed} from '@preact/signals';
 import {chosen, details} from '../records.js';
-import {shown} from '../units.js';
+import {ROLES, shown} from '../units.js';
 import {keyOf, met} from './met.js';
-
-const ROLES = ['input', 'weight', 'grad_output'];
 
 /** {named, rows, columns, cells, tensors}: whether rows are names of layers, names of both, [column, row, tensors] of each cell that has any, and all; of all runs. */
 export const cells = computed(() => {

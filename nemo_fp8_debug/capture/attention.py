@@ -1,0 +1,290 @@
+"""Operands of Transformer Engine's FP8 attention, where its unfused emulation shows them.
+
+`NVTE_UnfusedDPA_Emulate_FP8=1` makes its `UnfusedDotProductAttention` put Q, K, V, S and O, and on the way back dO, dP, dQ,
+dK and dV, through nodes of autograd that quantize and dequantize. Each node holds its quantizer, and how it casts is read
+from that. A gradient is what a node gets in the backward: a hook before the node sees it. What a node got in the forward is
+not kept by it: so for the length of the call a mode of torch looks at what functions return, and calls each unchanged.
+
+The fused kernels show nothing of it; that such an attention ran in FP8 is noticed, and said.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.hooks import RemovableHandle
+
+from ..numerics.tensor_scaling import CurrentScaling, amax_of
+from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, unknown_cast
+from .backends.transformer_engine.quantizers import cast_by
+from .gemms import Gemm, global_name, is_compiled
+from .hooks import OperandSink
+from .operand_guard import Fault
+from .tracing import Hook
+
+#: the roles of each node, by the name that Transformer Engine gives its quantizer
+FORWARD = {"QKV_quantizer": ("query", "key", "value"), "S_quantizer": ("probabilities",), "O_quantizer": ("context",)}
+BACKWARD = {
+    "dO_quantizer": ("grad_context",),
+    "dP_quantizer": ("grad_scores",),
+    "dQKV_quantizer": ("grad_query", "grad_key", "grad_value"),
+}
+_NODE = "FP8EmulationFuncBackward"
+#: results of functions that are remembered: a node follows the function that made its input
+_REMEMBERED = 4
+#: nodes of the emulation one after the other
+_CHAIN = 2
+#: casts of one scale, whose operands may lie in any order
+_PER_TENSOR = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "IdentityQuantizer")
+_BACKEND = Backend("Transformer Engine attention", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
+
+
+def attentions(roots: Sequence[nn.Module]) -> list[Gemm]:
+    """Every attention of Transformer Engine in a model that torch.compile does not run."""
+    compiled = {id(inner) for root in roots for outer in root.modules() if is_compiled(outer) for inner in outer.modules()}
+    return [
+        Gemm(global_name(root, path), module, _BACKEND)
+        for root in roots
+        for path, module in root.named_modules()
+        if is_attention(module) and id(module) not in compiled
+    ]
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether it is Transformer Engine's `DotProductAttention`, or Megatron's subclass of it."""
+    return any(
+        base.__name__ == "DotProductAttention" and base.__module__.partition(".")[0] == "transformer_engine"
+        for base in type(module).__mro__
+    )
+
+
+def _recipe_of(module: Any) -> Any:
+    """Transformer Engine's recipe of its last call."""
+    return getattr(module, "fp8_meta", {}).get("recipe")
+
+
+def in_fp8(module: nn.Module) -> bool | None:
+    """Whether an attention is told to run in FP8, as its last call or its configuration says; None: neither does."""
+    recipe = _recipe_of(module)
+    config: Any = getattr(module, "config", None)
+    if getattr(module, "fp8_initialized", False) and recipe is not None:
+        return _asks(recipe) if getattr(module, "fp8", False) else False
+    if hasattr(config, "fp8_dot_product_attention") and hasattr(config, "fp8"):
+        asked = config.fp8_dot_product_attention or getattr(config, "fp8_multi_head_attention", False)
+        return bool(config.fp8 and asked)
+    return None
+
+
+def _asks(recipe: Any) -> bool:
+    return bool(getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False))
+
+
+def is_emulated() -> bool:
+    """Whether the environment asks for the emulation and leaves Transformer Engine nothing faster to take."""
+    get = os.environ.get
+    return get("NVTE_UnfusedDPA_Emulate_FP8") == "1" and get("NVTE_FLASH_ATTN") == get("NVTE_FUSED_ATTN") == "0"
+
+
+class AttentionCapture:
+    """The hooks of one sampled step on attentions."""
+
+    def __init__(self, found: Sequence[Gemm], sinks: Mapping[tuple[str, str], OperandSink], on_fault: Fault) -> None:
+        """
+        Args:
+            found: attentions that are looked at.
+            sinks: by (name, role): what gets each operand.
+        """
+        self._found, self._sinks, self._on_fault = list(found), dict(sinks), on_fault
+        self._handles: list[RemovableHandle] = []
+        self._modes: dict[nn.Module, _Watching] = {}
+        self._order = itertools.count()
+        self._with_grad: set[nn.Module] = set()
+        self._without_grad: dict[nn.Module, deque[int]] = defaultdict(deque)
+        self._emulated: set[str] = set()
+        #: names of attentions that ran in FP8 and were not seen
+        self.unseen: dict[str, None] = {}
+
+    def attach(self) -> None:
+        """Install the hooks."""
+        for gemm in self._found:
+            unfused = gemm.module._modules.get("unfused_attention")
+            after = Hook(partial(self._after_attention, gemm), gemm.module)
+            self._handles.append(gemm.module.register_forward_hook(after, prepend=True))
+            if unfused is not None and self._sinks:
+                before, end = (Hook(partial(hook, gemm), unfused) for hook in (self._before, self._after))
+                self._handles += [
+                    unfused.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                    unfused.register_forward_hook(end, prepend=True, always_call=True),
+                ]
+
+    def detach(self) -> None:
+        """Remove the hooks; gradients that arrive later are ignored."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._sinks = [], {}
+
+    def _before(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        if kwargs.get("fp8"):
+            self._emulated.add(gemm.name)
+            if self._counts(module):
+                mode = _Watching([*args, *kwargs.values()], partial(self._take_node, gemm))
+                mode.__enter__()  # type: ignore[no-untyped-call]
+                self._modes[module] = mode
+
+    def _after(self, gemm: Gemm, module: nn.Module, args: Args, out: Any) -> None:
+        if mode := self._modes.pop(module, None):
+            mode.leave()
+            mode.look_at(out if isinstance(out, tuple) else (out,))
+            lost = [role for name, roles in (FORWARD | BACKWARD).items() if name not in mode.names for role in roles]
+            mode.forget()
+            for role in lost:
+                self._on_fault(gemm.name, role, LookupError("its node in the graph of autograd could not be found"), True)
+
+    def _after_attention(self, gemm: Gemm, module: nn.Module, args: Args, out: Any) -> None:
+        recipe = _recipe_of(module)
+        if getattr(module, "fp8", False) and recipe is not None and _asks(recipe) and gemm.name not in self._emulated:
+            self.unseen[gemm.name] = None
+
+    def _counts(self, module: nn.Module) -> bool:
+        """Of a recompute the first pass counts, unless it ran without gradients."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return False
+        if torch._C._current_graph_task_id() != -1:
+            waiting = self._without_grad[module]
+            return bool(waiting) and module not in self._with_grad and waiting.popleft() is not None
+        if not torch.is_grad_enabled():
+            if module.training:
+                self._without_grad[module].append(next(self._order))
+            return False
+        self._with_grad.add(module)
+        return True
+
+    def _take_node(self, gemm: Gemm, node: Any, inputs: Callable[[], Sequence[torch.Tensor | None]]) -> None:
+        """A node of the emulation that a forward has made.
+
+        Args:
+            inputs: what finds the tensors that it was given.
+        """
+        name, quantizer = node.quantizer_name, node.quantizer
+        if roles := FORWARD.get(name):
+            self._take(gemm, roles, inputs(), quantizer)
+        elif roles := BACKWARD.get(name):
+            # Nothing here may hold the node, which holds what is saved for the backward.
+            node.register_prehook(lambda grads: self._take(gemm, roles, grads, quantizer))
+
+    def _take(self, gemm: Gemm, roles: Sequence[str], tensors: Sequence[torch.Tensor | None], quantizer: Any) -> None:
+        sinks = [self._sinks.get((gemm.name, role)) for role in roles]
+        if not all(sinks):
+            return
+        mine = tensors[: len(roles)]
+        with_tensor = [x for x in mine if x is not None]
+        use = self._cast_of(gemm, roles, with_tensor, quantizer)
+        for role, x, sink in zip(roles, mine, sinks, strict=True):
+            try:
+                if x is None:
+                    raise LookupError("the tensor that the emulation was given could not be found")
+                if sink is not None:
+                    sink.add(x.detach(), next(self._order), use)
+            except Exception as error:
+                self._on_fault(gemm.name, role, error, True)
+
+    def _cast_of(self, gemm: Gemm, roles: Sequence[str], tensors: Sequence[torch.Tensor], quantizer: Any) -> ScaleInUse:
+        """Q, K and V are cast as one tensor, and so are their gradients."""
+        like = "grad_output" if roles[0].startswith("grad") else "input"
+        try:
+            kind = type(quantizer).__name__
+            if quantizer is not None and kind not in _PER_TENSOR:
+                raise UnknownCast(f"its quantizer is a {kind}, which is not measured of attention")
+            use = cast_by(quantizer, _recipe_of(gemm.module), like)
+            if len(roles) == 1 or use.source != "engine" or not isinstance(use.scale, CurrentScaling):
+                return use
+            if len(tensors) != len(roles):
+                raise UnknownCast("not all tensors that are cast together could be found")
+            amax = torch.stack([amax_of(x) for x in tensors]).max()
+            return replace(use, scale=use.scale.scale(amax, use.format.max))
+        except Exception as error:
+            for role in roles:
+                self._on_fault(gemm.name, role, error, False)
+            return unknown_cast(like)
+
+
+class _Watching(TorchFunctionMode):
+    """Calls every function unchanged, and finds nodes of the emulation in what functions are given."""
+
+    def __init__(self, given: Sequence[Any], found: Callable[[Any, Callable[[], Any]], None]) -> None:
+        super().__init__()
+        self._found, self._seen = found, set[int]()
+        self._given = [x for x in given if isinstance(x, torch.Tensor)]
+        self._recent: deque[torch.Tensor] = deque(maxlen=_REMEMBERED)
+        self._nodes: list[Any] = []
+        #: of the quantizers of all nodes that were found
+        self.names: set[str] = set()
+        self._on = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._on:
+            self.look_at(args)
+        out = func(*args, **(kwargs or {}))
+        if self._on:
+            # Inside of a node, which runs without gradients, a function is given what the node was given.
+            self._remember(*args[:1], out)
+        return out
+
+    def _remember(self, *values: Any) -> None:
+        for x in values:
+            if isinstance(x, torch.Tensor) and x.grad_fn is not None and all(x is not known for known in self._recent):
+                self._recent.append(x)
+
+    def leave(self) -> None:
+        """The call is over."""
+        if _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+        self._on = False
+
+    def forget(self) -> None:
+        """Let go of all tensors and nodes."""
+        self._given, self._nodes, self._seen = [], [], set()
+        self._recent.clear()
+
+    def look_at(self, tensors: Sequence[Any]) -> None:
+        """Take the nodes of the emulation that made these, each once."""
+        for x in tensors:
+            node = x.grad_fn if isinstance(x, torch.Tensor) else None
+            for made in reversed(list(_chain(node))):
+                if id(made) not in self._seen:
+                    self._seen.add(id(made))
+                    self._nodes.append(made)  # as long as it lives, its id is no other's
+                    self.names.add(made.quantizer_name)
+                    self._found(made, partial(self._inputs, made))
+
+    def _inputs(self, node: Any) -> list[torch.Tensor | None]:
+        return [self._made_by(*earlier) for earlier in node.next_functions[:3]]
+
+    def _made_by(self, node: Any, number: int) -> torch.Tensor | None:
+        if node is None:
+            return None
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            return leaf
+        candidates = [*reversed(self._recent), *self._given]
+        return next((x for x in candidates if x.grad_fn is node and x.output_nr == number), None)
+
+
+def _chain(node: Any) -> Iterator[Any]:
+    """Nodes of the emulation, from the last one to the first; an output that leaves in FP8 has a node of its own."""
+    if type(node).__name__ == "_QuantizeFuncBackward":
+        node = node.next_functions[0][0]
+    for _ in range(_CHAIN):
+        if node is None or type(node).__name__ != _NODE:
+            return
+        yield node
+        node = node.next_functions[0][0]

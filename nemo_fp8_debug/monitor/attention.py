@@ -1,0 +1,54 @@
+"""FP8 attention in a sampled step: what is captured of it, and what is said if nothing is."""
+
+from __future__ import annotations
+
+from ..capture.attention import AttentionCapture
+from ..capture.backends.base import unknown_cast
+from ..capture.gemms import matching
+from ..capture.operand_guard import Fault
+from ..capture.operands import Operand
+from ..capture.tracing import compiled_by_now
+from ..core.error_guard import ErrorGuard
+from ..core.keys import ATTENTION_BACKWARD, ATTENTION_FORWARD, Key
+from ..options.config import Config
+from .model_scan import ModelScan
+
+
+def attention_capture(
+    model: ModelScan, plan: Config, world: int, operands: dict[Key, Operand], lose: Fault
+) -> AttentionCapture | None:
+    """Installs hooks on the attentions that are looked at; None: there is none.
+
+    Args:
+        world: ranks of the run; on several, attention is not measured.
+        operands: what is captured in the step; those of attention are added.
+        lose: told of a fault.
+    """
+    if not (found := matching(model.attentions, plan.layers)):
+        return None
+    compiled = compiled_by_now(model.roots)
+    found = [gemm for gemm in found if id(gemm.module) not in compiled]
+    roles = [*(ATTENTION_FORWARD if "input" in plan.roles else ())]
+    roles += ATTENTION_BACKWARD if "grad_output" in plan.roles else ()
+    sinks: dict[Key, Operand] = {}
+    if world == 1 and model.scales.auto:
+        sinks = {(g.name, role): Operand(g, role, unknown_cast(role)) for g in found for role in roles}
+    operands |= sinks
+    capture = AttentionCapture(found, sinks, lose)
+    capture.attach()
+    return capture
+
+
+def warn_of_unseen(capture: AttentionCapture | None, world: int, errors: ErrorGuard) -> None:
+    """Attentions that ran in FP8 and were not observed."""
+    if capture is None or not (names := list(capture.unseen)):
+        return
+    why = (
+        "it is measured on one rank only"
+        if world > 1
+        else "its kernels show no operand; NVTE_UnfusedDPA_Emulate_FP8=1 with NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0 does"
+    )
+    errors.warn(
+        f"attention of {len(names)} layers (first {names[0]}) runs in FP8: it is quantized and not observed, since {why}",
+        kind="attention in FP8",
+    )
