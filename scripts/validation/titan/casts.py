@@ -51,7 +51,8 @@ class Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mm.default and self._now and isinstance(args[0], Float8TrainingTensor):
             roles = [getattr(getattr(x, "_gemm_input_role", None), "value", "") for x in args[:2]]
-            if roles in (["input", "weight"], ["grad_output", "weight"]):
+            # A forward that is done again comes between a gradient and its product.
+            if roles in (["input", "weight"], ["grad_output", "weight"]) and roles[0] in self._now[0][1]:
                 self._add(*self._now.pop(0), dict(zip(roles, args[:2], strict=True)))
         return func(*args, **(kwargs or {}))
 
