@@ -30,7 +30,7 @@ import crashing_run
 import polars as pl
 import torch
 
-from nemo_fp8_debug.core.keys import SHOWN_AS
+from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.options.control_file import STATUS
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
@@ -180,7 +180,7 @@ class Torture:
             run.dumps_read.add(name)
             self.found["dumps compared"] += 1
         for step, attempt in run.recorded.items():
-            if there[attempt, step] != len(SHOWN_AS):
+            if there[attempt, step] != len(ROLES):
                 fail(run, f"the dumps of step {step} by attempt {attempt} are {there[attempt, step]}")
 
     def count_remains(self, run: Watched) -> None:

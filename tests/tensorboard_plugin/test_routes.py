@@ -14,6 +14,7 @@ from samples import sample
 from tab import FC1, FC2, Tab, expected_frames, start
 
 from nemo_fp8_debug.analysis.comparison.groups import placed
+from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.numerics.formats import FORMATS
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -207,7 +208,8 @@ def test_the_browser_is_told_the_formats_and_metrics(tab: Tab) -> None:
         name: {"max": f.max, "min_normal": f.min_normal, "min_subnormal": f.min_subnormal, "bits": f.bits}
         for name, f in FORMATS.items()
     }
-    assert about["formats"] == numbers and about["roles"] == {"input": "X", "weight": "W", "grad_output": "dY"}
+    assert about["formats"] == numbers and about["roles"] == SHOWN_AS
+    assert {"input": "X", "weight": "W", "grad_output": "dY", "probabilities": "S"}.items() <= about["roles"].items()
     assert {metric["name"] for metric in about["metrics"]} <= set(NUMBERS)
 
 
