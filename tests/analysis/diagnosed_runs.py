@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,11 @@ def write(
     losses: Mapping[int, float] | None = None,
     source: str = "engine",
     layers: list[str] = LAYERS,
-    culprit: str = CULPRIT,
+    culprit: str | Sequence[str] = CULPRIT,
     **scalars: Mapping[int, float],
 ) -> Path:
-    """A record with a layer's X changed; scalars by name and step."""
+    """A record with X of one layer or several changed; scalars by name and step."""
+    culprits = [culprit] if isinstance(culprit, str) else culprit
     record = RunRecord(folder)
     record.open(FINGERPRINT)
     losses = falling() if losses is None else losses
@@ -61,7 +62,7 @@ def write(
                 "layer": layer,
                 "role": role,
                 "scale_source": source,
-                **(change(step) if (layer, role) == (culprit, "input") else {}),
+                **(change(step) if layer in culprits and role == "input" else {}),
             }
             for layer in layers
             for role in ("input", "weight", "grad_output")

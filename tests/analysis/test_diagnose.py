@@ -30,6 +30,17 @@ class TestAPair:
         assert found.divergence_step is not None and found.lead == found.divergence_step - ONSET > 0
         assert f"X of {CULPRIT} at step {ONSET}, {found.lead} steps before it" in found.verdict()
 
+    def test_another_scale_that_went_wrong_is_told_too(self, tmp_path: Path, baseline: Path) -> None:
+        found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120), culprit=[LAYERS[0], CULPRIT]), baseline)
+        assert found.culprit and found.culprit.layer == LAYERS[0]
+        assert [f.layer for f in found.blame.besides] == [CULPRIT]
+        told = f"Also wrong by then: X of {CULPRIT} from step {ONSET} on (the scale in use jumped and the values did not)."
+        assert (
+            told in found.verdict() and "Also wrong" not in diagnose(write(tmp_path / "one", corrupted), baseline).verdict()
+        )
+        (also,) = found.to_json()["also_wrong"]
+        assert (also["layer"], also["cause"]) == (CULPRIT, "corrupted_scale")
+
     def test_without_a_rise_it_is_harmless_so_far(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted), baseline)
         assert (found.cause, found.harm, found.lead) == ("corrupted_scale", "harmless so far", None)

@@ -107,6 +107,12 @@ class TestMultiplier:
 
 RECOMPUTED = {"fp8": "e4m3", "recompute_modules": ["core_attn"]}
 GATHERED = "overlap_param_gather_with_optimizer_step"
+OVERLAPPED = {"overlap_param_gather": True}
+REUSED = OVERLAPPED | {"reuse_grad_buf_for_mxfp8_param_ag": True}
+FULLY = {"recompute_granularity": "full"}
+BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "Fp8Recipe.blockwise"}
+PIPELINE = {"fp8": "hybrid", "pipeline_model_parallel_size": 2}
+OLD_TE = {"transformer-engine": "1.11.0"}
 
 
 class TestSettings:
@@ -124,13 +130,20 @@ class TestSettings:
         ({"backend_options": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "risky_features_on": {GATHERED: True}}, "#1771"),
         ({"backend_options": {"fp4": "e2m1", "context_parallel_size": 2}}, "#2051"),
         ({"backend_options": RECOMPUTED, "risky_features_on": {"recompute_granularity": "selective"}}, "#7538"),
+        ({"backend_options": {"fp4": "e2m1", "fp4_param": True}, "risky_features_on": OVERLAPPED}, "#4562"),
+        ({"backend_options": BLOCKWISE, "risky_features_on": OVERLAPPED | {"fp8_param_gather": True}}, "#4562"),
+        ({"backend_options": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "risky_features_on": REUSED}, "#5236"),
+        ({"backend_options": {"fp8": "e4m3", "mtp_num_layers": 1}, "risky_features_on": FULLY}, "#4765"),
+        ({"backend_options": BLOCKWISE | {"num_moe_experts": 8}}, "#7523"),
+        ({"versions": OLD_TE, "backend_options": {"fp8": "hybrid"}, "risky_features_on": FULLY}, "#1190"),
+        ({"versions": {"transformer-engine": "1.2"}, "backend_options": PIPELINE, "risky_features_on": FULLY}, "#539"),
     ]
 
     @pytest.mark.parametrize(("bad", "issue"), [(MXFP8, "#638"), (PARAMETERS, "#2272"), (TE, "#1047"), *OTHERS])
     def test_known_faults(self, bad: dict[str, Any], issue: str) -> None:
-        (found,) = settings(bad, None, False)
-        assert said(found) == ("software", "medium") and issue in found.evidence
-        assert [f.confidence for f in settings(bad, {"versions": {}}, True) if f.rule == "known"] == ["high"]
+        found = {said(f): f.evidence for f in settings(bad, None, False) if issue in f.evidence}
+        assert list(found) == [("software", "medium")]
+        assert {f.confidence for f in settings(bad, {"versions": {}}, True) if f.rule == "known"} == {"high"}
         assert [f for f in settings(bad, bad, True) if f.rule == "known"] == []
 
     @pytest.mark.parametrize(
@@ -146,13 +159,24 @@ class TestSettings:
             {"backend_options": {"fp4": "e2m1", "context_parallel_size": 1}},
             {"backend_options": {"fp4": "e2m1", "context_parallel_size": "2 or so"}},
             {"backend_options": RECOMPUTED, "risky_features_on": {"recompute_granularity": None}},
-            PARAMETERS | {"risky_features_on": {"fp8_param": 1, "overlap_param_gather": 1, "overlap_grad_reduce": 1}},
+            {"backend_options": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "risky_features_on": OVERLAPPED},
+            {"backend_options": {"fp8": "hybrid", "fp8_recipe": "delayed"}, "risky_features_on": REUSED},
+            {"backend_options": {"mtp_num_layers": 1}, "risky_features_on": FULLY},
+            {"backend_options": BLOCKWISE | {"num_moe_experts": None}},
+            {"versions": {"transformer-engine": "1.12"}, "backend_options": PIPELINE, "risky_features_on": FULLY},
+            {"versions": OLD_TE, "backend_options": {"fp8": None}, "risky_features_on": FULLY},
         ],
     )
     def test_what_is_not_known_is_no_fault(self, fingerprint: dict[str, Any]) -> None:
         assert [f for known in KNOWN if known.holds(fingerprint) for f in [known]] == []
         for baseline in (None, {}, fingerprint):
             assert [f.rule for f in settings(fingerprint, baseline, False) if f.rule != "features"] == []
+
+    def test_parameters_that_are_gathered_while_gradients_are_reduced(self) -> None:
+        """They have one fault less than those that are not."""
+        overlapped = {"fp8_param": 1, "overlap_param_gather": 1, "overlap_grad_reduce": 1}
+        found = settings(self.PARAMETERS | {"risky_features_on": overlapped}, None, False)
+        assert not any("#2272" in f.evidence for f in found)
 
     def test_features_that_the_good_run_did_not_have_on(self) -> None:
         bad = {"risky_features_on": {"cpu_offloading": True, "recompute_granularity": "full"}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .rules.finding import Finding
 
@@ -21,6 +21,8 @@ class Blame:
     cause: str
     #: of it, one of CONFIDENCE
     confidence: str
+    #: other operands whose scale surely went wrong in time to add to the harm
+    besides: Sequence[Finding] = ()
 
     @property
     def culprit(self) -> Finding | None:
@@ -51,6 +53,11 @@ class Evidence:
         """Operands that can have caused the harm; all, if there is none."""
         return [f for f in self.findings if f.rule == "operand" and (self.latest is None or self._precedes(f))]
 
+    def besides(self, culprit: Finding) -> list[Finding]:
+        """Other operands whose scale surely went wrong in time to add to the harm; no loss brings that about."""
+        own = [f for f in self.before() if f.confidence == "high" and not f.may_follow_the_loss and f.cause != "nonfinite"]
+        return [f for f in own if f.operand != culprit.operand]
+
     def _precedes(self, found: Finding) -> bool:
         """Whether it can have caused the harm: what that itself may cause must be there before it."""
         assert found.since is not None and self.harmed_since is not None and self.latest is not None
@@ -68,7 +75,12 @@ class Evidence:
 
 
 def blamed(evidence: Evidence) -> Blame:
-    """The culprit, the cause, and how sure that is."""
+    """The culprit, the cause, how sure that is, and what else went wrong by itself."""
+    blame = _blamed(evidence)
+    return blame if blame.culprit is None else replace(blame, besides=evidence.besides(blame.culprit))
+
+
+def _blamed(evidence: Evidence) -> Blame:
     multiplied = next((f for f in evidence.findings if f.cause == "multiplier" and f.confidence == "high"), None)
     if multiplied is not None:
         return Blame(multiplied, "multiplier", "high")

@@ -112,7 +112,7 @@ class Diagnosis:
         found, means = self.blame.finding, CAUSES[self.cause]
         if self.culprit is not None:
             where = f"{self.culprit.operand} {self._since_told(self.culprit)}"
-            return f"It begins with {where}: {means} ({sure}; {self.culprit.evidence})."
+            return f"It begins with {where}: {means} ({sure}; {self.culprit.evidence}).{self._besides_told()}"
         if found is not None and found.cause == self.cause:
             return f"{means[0].upper()}{means[1:]} ({sure}): {found.evidence}."
         if self.cause == "none":
@@ -124,6 +124,10 @@ class Diagnosis:
                 else "The record cannot tell whether anything is wrong."
             )
         return f"{means[0].upper()}{means[1:]} ({sure})."
+
+    def _besides_told(self) -> str:
+        others = [f"{f.operand} from {self.run.unit} {f.since} on ({CAUSES[f.cause]})" for f in self.blame.besides]
+        return f" Also wrong by then: {'; '.join(others)}." if others else ""
 
     def _since_told(self, culprit: Finding) -> str:
         unit = self.run.unit
@@ -145,6 +149,7 @@ class Diagnosis:
                 "divergence_step": self.divergence_step,
                 "lead": self.lead,
                 "culprit": None if self.culprit is None else asdict(self.culprit),
+                "also_wrong": [asdict(finding) for finding in self.blame.besides],
                 "events": [{"step": step, "what": what} for step, what in self.events],
                 "findings": [asdict(finding) for finding in self.findings],
             }

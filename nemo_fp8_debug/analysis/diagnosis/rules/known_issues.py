@@ -39,6 +39,12 @@ def _option(fingerprint: Fingerprint, name: str) -> Any:
     return section(fingerprint, "backend_options").get(name) or section(fingerprint, "risky_features_on").get(name)
 
 
+def _te_before(fingerprint: Fingerprint, fixed: str) -> bool:
+    """Whether Transformer Engine quantizes in this run and is older than a release."""
+    version = _version(fingerprint, "transformer-engine")
+    return version is not None and version < Version(fixed) and bool(_option(fingerprint, "fp8"))
+
+
 def _te_1_7(fingerprint: Fingerprint) -> bool:
     version = _version(fingerprint, "transformer-engine")
     unused = str(section(fingerprint, "recipe").get("fp8_engine", "")).startswith(("none", "emulation"))
@@ -70,7 +76,75 @@ def _fp8_recomputed_outside(fingerprint: Fingerprint) -> bool:
     return selective and bool(_option(fingerprint, "fp8")) and any(name in modules for name in ("core_attn", "gdn"))
 
 
+def _recomputed_with_delayed_scales(fingerprint: Fingerprint) -> bool:
+    return _te_before(fingerprint, "1.12") and bool(_option(fingerprint, "recompute_granularity"))
+
+
+def _recomputed_in_a_pipeline(fingerprint: Fingerprint) -> bool:
+    stages = _option(fingerprint, "pipeline_model_parallel_size")
+    full = "full" in str(_option(fingerprint, "recompute_granularity"))
+    return _te_before(fingerprint, "1.4") and full and isinstance(stages, int) and stages > 1
+
+
+def _blockwise_experts(fingerprint: Fingerprint) -> bool:
+    return "blockwise" in str(_option(fingerprint, "fp8_recipe")) and bool(_option(fingerprint, "num_moe_experts"))
+
+
+def _gathers_quantized_parameters(fingerprint: Fingerprint) -> bool:
+    """Whether parameters are kept in a format with copies of their own for rows and columns, and gathered ahead."""
+    by_block = any(recipe in str(_option(fingerprint, "fp8_recipe")) for recipe in ("mxfp8", "blockwise"))
+    fp8 = by_block and (_option(fingerprint, "fp8_param_gather") or _option(fingerprint, "fp8_param"))
+    fp4 = _option(fingerprint, "fp4_param_gather") or _option(fingerprint, "fp4_param")
+    return bool((fp8 or fp4) and _option(fingerprint, "overlap_param_gather"))
+
+
+def _gathered_from_the_gradient_buffer(fingerprint: Fingerprint) -> bool:
+    reused = _option(fingerprint, "reuse_grad_buf_for_mxfp8_param_ag")
+    return bool(reused and _mxfp8(fingerprint) and _option(fingerprint, "overlap_param_gather"))
+
+
+def _multi_token_prediction_recomputed(fingerprint: Fingerprint) -> bool:
+    full = "full" in str(_option(fingerprint, "recompute_granularity"))
+    return full and bool(_option(fingerprint, "fp8")) and bool(_option(fingerprint, "mtp_num_layers"))
+
+
 KNOWN = (
+    Known(
+        "Evaluation between training steps leaves parameters in FP8 or FP4 stale if gathering them is overlapped",
+        "Megatron-LM #4562",
+        "Take a Megatron-LM that has the fix, or switch overlap_param_gather off, or evaluate in a run of its own.",
+        _gathers_quantized_parameters,
+    ),
+    Known(
+        "MXFP8 parameters that are gathered through the gradients' buffer become stale or zero when a checkpoint is saved",
+        "Megatron-LM #5236",
+        "Take a Megatron-LM that has the fix, or switch reuse_grad_buf_for_mxfp8_param_ag off.",
+        _gathered_from_the_gradient_buffer,
+    ),
+    Known(
+        "Full recomputation of multi-token prediction layers drops gradients under FP8",
+        "Megatron-LM #4765",
+        "Take a Megatron-LM that has the fix, or recompute selectively.",
+        _multi_token_prediction_recomputed,
+    ),
+    Known(
+        "Blocks of gradients that are all zero, as of experts without tokens, get an infinite scale under blockwise FP8",
+        "Megatron-LM #7523",
+        "Give the recipe's fp8_quant_bwd_grad an amax_epsilon such as 1e-12.",
+        _blockwise_experts,
+    ),
+    Known(
+        "Scales of gradients are not updated if activations are recomputed, before Transformer Engine 1.12",
+        "TransformerEngine #1190, fixed by #1254",
+        "Take Transformer Engine 1.12 or later, or switch recomputation off.",
+        _recomputed_with_delayed_scales,
+    ),
+    Known(
+        "Full recomputation in a pipeline multiplies by empty FP8 weights, before Transformer Engine 1.4",
+        "TransformerEngine #539, fixed by #646",
+        "Take Transformer Engine 1.4 or later, or switch recomputation off.",
+        _recomputed_in_a_pipeline,
+    ),
     Known(
         "MXFP8 with parameters gathered during the optimizer's step gives a gradient norm of NaN",
         "Megatron-Bridge #1771, worked around in #2014",
