@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -60,11 +59,23 @@ def check_environment(module: Any, role: str) -> None:
                 raise UnknownCast(f"under the environment variable {name} its norm is not made again here")
 
 
-@functools.cache
 def _strange_variables() -> list[str]:
-    """Read once, as most of them are by Transformer Engine."""
+    """Read at every cast: a script may set one while it runs, and a kernel may ask for it at each cast."""
     mine = {name for name, value in os.environ.items() if name.startswith(_PREFIX) and value not in ("0", "")}
     return sorted(mine - KNOWN_VARIABLES)
+
+
+def check_option(variable: str, asked: bool) -> None:
+    """Whether a variable that is set agrees with what a quantizer says.
+
+    Args:
+        asked: whether the quantizer has what the variable asks for.
+
+    Raises:
+        UnknownCast: it does not: which of the two the kernel follows is not known.
+    """
+    if not asked and os.environ.get(variable, "0") not in ("0", ""):
+        raise UnknownCast(f"the environment variable {variable} is set, and its quantizer says otherwise")
 
 
 def _casts_in_blocks(module: Any) -> bool:

@@ -19,6 +19,7 @@ from ....numerics.nvfp4_scaling import NVFP4Scaling
 from ....numerics.recipe import Recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ..base import ScaleInUse, UnknownCast, not_quantized
+from .environment import check_option
 
 #: of all quantizers: which copies are made, and in which layout
 _LAYOUT = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"))
@@ -114,6 +115,8 @@ def _history(te_recipe: Any) -> DelayedScaling:
 
 def _current(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     _refuse(quantizer, "use_existing_amax")
+    _check(quantizer, isinstance(quantizer.force_pow_2_scales, bool), "force_pow_2_scales")
+    check_option("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", quantizer.force_pow_2_scales)
     rule = CurrentScaling(float(quantizer.amax_epsilon), bool(quantizer.force_pow_2_scales))
     use = _in_use(rule, rule, _format(quantizer), te_recipe, role)
     return replace(use, amax_group=_amax_group(quantizer))
@@ -121,6 +124,7 @@ def _current(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 def _blockwise(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     _check(quantizer, quantizer.block_len == 128, "block_len")
+    _check(quantizer, isinstance(quantizer.force_pow_2_scales, bool), "force_pow_2_scales")
     dimensions = int(quantizer.block_scaling_dim)
     usual = 2 if role == "weight" else 1
     rule = BlockScaling(
