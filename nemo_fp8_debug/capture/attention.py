@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ..numerics.tensor_scaling import CurrentScaling, amax_of
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, unknown_cast
 from .backends.transformer_engine.quantizers import cast_by
+from .backends.transformer_engine.release import unread_release
 from .gemms import Gemm, global_name, is_compiled
 from .hooks import OperandSink
 from .operand_guard import Fault
@@ -110,6 +111,7 @@ class AttentionCapture:
         self._with_grad: set[nn.Module] = set()
         self._without_grad: dict[nn.Module, deque[int]] = defaultdict(deque)
         self._emulated: set[str] = set()
+        self._untold = unread_release()
         #: names of attentions that ran in FP8 and were not seen
         self.unseen: dict[str, None] = {}
 
@@ -201,6 +203,8 @@ class AttentionCapture:
         """Q, K and V are cast as one tensor, and so are their gradients."""
         like = "grad_output" if roles[0].startswith("grad") else "input"
         try:
+            if self._untold:
+                raise UnknownCast(self._untold)
             kind = type(quantizer).__name__
             if quantizer is not None and kind not in _PER_TENSOR:
                 raise UnknownCast(f"its quantizer is a {kind}, which is not measured of attention")

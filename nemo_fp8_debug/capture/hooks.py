@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .amax_reductions import AfterBackward, Forwards, Reduced, with_shared_amax
-from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied, is_prepared_later, unknown_cast
+from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, as_multiplied, is_prepared_later, unknown_cast
 from .backends.transformer_engine import inspection
 from .gemms import Gemm
 from .operand_guard import Fault, OperandGuard
@@ -98,6 +98,7 @@ class Capture:
         self._weights: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # of the same, by GEMM
         self._weight_casts: dict[str, ScaleInUse] = {}  # by GEMM: that of its first call
         self._reduced = Forwards()
+        self._untold: dict[Callable[[], str], str] = {}  # by what tells it: why casts cannot be told in this step
 
     def attach(self) -> None:
         """Install the hooks."""
@@ -218,6 +219,10 @@ class Capture:
         if cast is None or not self._reads_casts(gemm) or (gemm.name, role) not in self._sinks:
             return None
         with self._guarded(gemm.name, role, lost=False):
+            if gemm.backend.untold not in self._untold:
+                self._untold[gemm.backend.untold] = gemm.backend.untold()
+            if why := self._untold[gemm.backend.untold]:
+                raise UnknownCast(why)
             read = cast(gemm.module, kwargs, gemm.part, role, gemm.backend.output(out))
             return partial(self._known_cast, gemm.name, role, read)
         return lambda reduced: unknown_cast(role)

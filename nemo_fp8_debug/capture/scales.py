@@ -12,7 +12,7 @@ from ..core.keys import ROLES, Key
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import ScaleInUse, not_quantized
+from .backends.base import ScaleInUse, not_quantized, unknown_cast
 from .gemms import Gemm
 from .overrides import SWITCHED, emulated
 
@@ -57,6 +57,8 @@ class Scales:
                 return not_quantized(role)
             recipe = engine.recipes[role]
             return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe.name, "engine")
+        if self.auto and gemm.backend.foreign(gemm.module):
+            return unknown_cast(role)
         scale = self._emulated.next_scale((gemm.name, role))
         source = "emulated" if isinstance(scale, torch.Tensor) else "current"
         return ScaleInUse(scale, self._recipe.format_of(role), self._recipe.name, source)

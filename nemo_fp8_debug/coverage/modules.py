@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ..capture.backends.base import is_plain
 from .experts import experts_of_a_token, meets_all
 from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, Entry
-from .parameters import is_plain, needs_gradient, shape_of
+from .parameters import needs_gradient, shape_of
 
 #: modules whose matrices are looked up and not multiplied, and the output projection that MultiheadAttention multiplies
 _ELSEWHERE = (nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear)
@@ -29,6 +30,7 @@ _WHOLE = "experts in parameters of three dimensions"
 _WHOLE_UNKNOWN = "parameters of three dimensions in a class that is not known"
 _GROUPED = "experts side by side in one matrix"
 _MATRIX = "matrices in a class that is not known, which may be multiplied"
+_CODES = "matrices of 8-bit numbers that are no parameters, which may be codes that are multiplied"
 _ROUTER = "routers, which multiply in a function"
 _CONV1D = "linear layers of transformers' class Conv1D"
 
@@ -120,6 +122,10 @@ def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) ->
             yield Entry(whole, "other", _of_plain(parameter), _ROUTER, 1, shape, math.prod(shape), first=whole)
         else:
             yield Entry(whole, "other", UNKNOWN, _MATRIX, 1, shape, first=whole)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.dim() == 2 and min(buffer.shape) > 1 and buffer.element_size() == 1:
+            if buffer.dtype != torch.bool:
+                yield Entry(f"{name}.{key}", "other", UNKNOWN, _CODES, 1, tuple(buffer.shape), first=f"{name}.{key}")
 
 
 def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], around: Sequence[nn.Module]) -> Entry:

@@ -6,11 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-
-from ..capture.dtensor import is_dtensor
 
 
 def shape_of(parameter: Any) -> tuple[int, ...] | None:
@@ -71,14 +68,6 @@ def _dimensions_gathered(modules: Sequence[nn.Module]) -> int | None:
 
 def _weight_name(part: str) -> str:
     return f"weight{part}" if part.isdigit() else f"{part}_weight" if part else "weight"
-
-
-def is_plain(parameter: Any) -> bool:
-    """Whether values are plain numbers of 16 bits or more, and not a class of tensors that may quantize in its products."""
-    if parameter is None:
-        return False
-    local = getattr(parameter, "_local_tensor", parameter) if is_dtensor(parameter) else parameter
-    return type(local) in (torch.Tensor, nn.Parameter) and local.is_floating_point() and local.element_size() >= 2
 
 
 def needs_gradient(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..capture.attention import in_fp8, is_attention, is_emulated
-from ..capture.backends import torch_linear
+from ..capture.backends.base import is_plain
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_gemms, global_name
 from ..capture.overrides import emulated
@@ -20,7 +20,7 @@ from ..core.keys import ROLES
 from .experts import experts_of_a_token
 from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
 from .modules import FP8_SCORES, FUNCTIONS, SCORES, computes_scores, entries_of
-from .parameters import is_plain, linear_shape, needs_gradient, parts_of_ranks
+from .parameters import linear_shape, needs_gradient, parts_of_ranks
 
 _HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
 _EXPERT_LISTS = ("experts", "local_experts")
@@ -129,9 +129,7 @@ def _reason(gemm: Gemm, observed: bool, roles: Collection[str]) -> str:
     unseen = [r for r in ROLES if r not in roles or (r in gemm.unseen and not inspection.sees(gemm, r))]
     if unseen:
         return f"not observed of it: {', '.join(unseen)}"
-    if gemm.backend is torch_linear.BACKEND and type(gemm.module).forward is not nn.Linear.forward:
-        return "the class has a forward of its own, which may change W before it is multiplied"
-    return ""
+    return gemm.backend.foreign(gemm.module)
 
 
 def _is_idle_adapter(gemm: Gemm, around: Sequence[nn.Module]) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from ..capture.attention import attentions
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_gemms, matching, select, unknown_gemms
+from ..capture.overrides import emulated
 from ..capture.scales import Scales
 from ..core.arguments import shown
 from ..core.error_guard import ErrorGuard
@@ -82,6 +83,9 @@ def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm],
     if unknown := unknown_gemms(roots):
         first = next(iter(unknown))
         errors.warn(f"{len(unknown)} modules are not known here and left out, first {first}, a {unknown[first]}")
+    if foreign := {g.name: why for g in gemms if not emulated(g.module) and (why := g.backend.foreign(g.module))}:
+        first = next(iter(foreign))
+        errors.warn(f"how {len(foreign)} layers cast their operands is unknown (first {first}: {foreign[first]})")
     if stored := [g.name for g in gemms if "weight" in g.unseen]:
         errors.warn(
             f"W of {len(stored)} layers is stored in FP8 (first {stored[0]}): "

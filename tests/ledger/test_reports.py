@@ -61,7 +61,7 @@ class TestRuns:
 
         found = Monitor(nn.Sequential(Scaled(4, 4)), recorders=[Samples()]).fingerprint["coverage"]
         (reason,) = found["partly_observed"]
-        assert reason == "the class has a forward of its own, which may change W before it is multiplied"
+        assert reason == "its class has a forward of its own, which may change or quantize its operands"
 
 
 @pytest.mark.parametrize(

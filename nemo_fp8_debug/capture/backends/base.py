@@ -103,6 +103,10 @@ class Backend:
     #: from a forward call that has just returned: what tells how its engine casts a role of a part, asked at once of X and
     #: W, in the backward of dY; raises UnknownCast. No function where the backend never quantizes
     cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], ScaleInUse]] | None = None
+    #: asked once a sampled step: why nothing can be told of how the engine casts; empty: it can
+    untold: Callable[[], str] = str
+    #: why nothing can be told of what a module that casts nothing by itself does to its operands; empty: it is known
+    foreign: Callable[[nn.Module], str] = lambda module: ""
     #: what is to be known of a call before it runs, as keywords of `cast`
     arguments: Callable[[nn.Module, Args, Kwargs], Kwargs] = lambda module, args, kwargs: kwargs
     #: whether ranks may share amaxes of a module's calls
@@ -125,6 +129,14 @@ def raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:
         attribute = module.__dict__.get(name)
         weight = attribute if getattr(getattr(attribute, "_base", None), "_is_flat_param", False) else None
     return weight
+
+
+def is_plain(parameter: Any) -> bool:
+    """Whether values are plain numbers of 16 bits or more, and not a class of tensors that may quantize in its products."""
+    if parameter is None:
+        return False
+    local = getattr(parameter, "_local_tensor", parameter) if is_dtensor(parameter) else parameter
+    return type(local) in (torch.Tensor, nn.Parameter) and local.is_floating_point() and local.element_size() >= 2
 
 
 def is_prepared_later(module: nn.Module, weight: torch.Tensor | None) -> bool:

@@ -175,10 +175,14 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     te: Any = ModuleType("transformer_engine.pytorch")
     te.Linear, te.LayerNormLinear, te.LayerNormMLP, te.GroupedLinear = Linear, LayerNormLinear, LayerNormMLP, GroupedLinear
     holder: Any = ModuleType(f"transformer_engine.pytorch.{found.holder}")
-    holder.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=DelayedScaling)
-    for cls, place in ((Float8Quantizer, "tensor"), (Call, "module"), (DelayedScaling, "recipe")):
+    holder.FP8GlobalStateManager = SimpleNamespace(
+        is_fp8_enabled=lambda: True, get_fp8_recipe=DelayedScaling, FP8_AUTOCAST_DEPTH=1
+    )
+    root: Any = ModuleType("transformer_engine")
+    root.__version__ = "2.20.2"
+    for cls, place in ((Float8Quantizer, "tensor.float8_tensor"), (Call, "module"), (DelayedScaling, "recipe")):
         monkeypatch.setattr(cls, "__module__", f"transformer_engine.pytorch.{place}")
-    for module in (te, holder):
+    for module in (root, te, holder):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     torch.manual_seed(0)
     return found

@@ -13,6 +13,7 @@ from ...dtensor import is_dtensor
 from ..base import Args, Backend, Kwargs, ScaleInUse, as_multiplied, raw_weight
 from . import casts
 from .layers import FLOAT8_LINEAR, MXFP8_LINEAR, NVFP4_LINEAR, class_of, layer_class
+from .trial import fresh
 from .weights import is_torchao, not_cast_yet, weight_in_high_precision
 
 
@@ -75,5 +76,6 @@ BACKEND = Backend(
     output=lambda out: out[0] if isinstance(out, tuple) else out,
     grad=_grad,
     cast=_cast,
+    untold=fresh,
     has_own_fp8=True,
 )

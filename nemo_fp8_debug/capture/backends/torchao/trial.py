@@ -1,4 +1,8 @@
-"""Whether the release of torchao that is installed casts as its release 0.18 does: tried out on a few values."""
+"""Whether the release of torchao that is installed casts as its release 0.18 does: tried out once a sampled step.
+
+What is tried out is the function that `Float8Linear` itself calls, on few values and on some thousand. What it does to
+larger tensors only, or after the trial, cannot be seen.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,23 @@ from ....numerics.tensor_scaling import CurrentScaling, amax_of
 _ROWS = ((3.0e4, -7.0, 1e-3), (1e-13, -3e-14, 0.0), (1.75, 0.3, -0.11), (-1.7500001, 448.0, 0.07), (0.0, -0.0, 0.0))
 
 
+#: values of another trial, as kernels may be chosen by size
+_MANY = 1 << 12
+
+
+def fresh() -> str:
+    """Forget earlier trials: the arithmetic may be another in this step. Of torchao as a whole nothing is amiss."""
+    differs.cache_clear()
+    return ""
+
+
 @functools.cache
 def differs(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> str:
-    """What is different in a cast by torchao; empty: nothing. Tried once for each rule."""
+    """What is different in a cast by torchao; empty: nothing. Tried once for each rule and sampled step."""
     with torch.no_grad():
         x = torch.tensor(_ROWS, device="cpu")
-        by_tensor = list(x) if isinstance(rule, CurrentScaling) else [x]
+        many = torch.linspace(-1.7, 300.0, _MANY, device="cpu").view(-1, 64)
+        by_tensor = [*(x if isinstance(rule, CurrentScaling) else [x]), many]
         for x in (*by_tensor, *(x.bfloat16() for x in by_tensor)):
             try:
                 theirs = _cast_by_torchao(x, rule, fmt)
@@ -36,15 +51,17 @@ def differs(rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> str:
 
 
 def _cast_by_torchao(x: torch.Tensor, rule: CurrentScaling | RowwiseScaling, fmt: FloatFormat) -> Any:
-    config, scaling, tensor = (
-        sys.modules[f"torchao.float8.{name}"] for name in ("config", "float8_scaling_utils", "float8_training_tensor")
+    config, layer, scaling, tensor = (
+        sys.modules[f"torchao.float8.{name}"]
+        for name in ("config", "float8_linear", "float8_scaling_utils", "float8_training_tensor")
     )
     rowwise = isinstance(rule, RowwiseScaling)
     granularity = config.ScalingGranularity.AXISWISE if rowwise else config.ScalingGranularity.TENSORWISE
-    return scaling.hp_tensor_to_float8_dynamic(
+    return layer.hp_tensor_to_float8_dynamic(
         x,
         fmt.dtype,
         tensor.LinearMMConfig(),
+        gemm_input_role=tensor.GemmInputRole.INPUT,
         scaling_granularity=granularity,
         axiswise_dim=scaling.get_maybe_axiswise_dim(-1, granularity),
         round_scales_to_power_of_2=rule.power_of_two,

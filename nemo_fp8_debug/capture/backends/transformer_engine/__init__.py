@@ -17,6 +17,7 @@ from ..base import Backend
 from ..megatron import configured_recipe
 from . import grouped, layernorm_mlp, linear
 from .casts import first_microbatch, node_of, shares_amax
+from .release import unread_release
 
 
 def _is(*names: str) -> Callable[[nn.Module], bool]:
@@ -43,6 +44,7 @@ LINEAR = Backend(
     arguments=first_microbatch,
     shares_amax=shares_amax,
     node=node_of,
+    untold=unread_release,
     has_own_fp8=True,
     takes_plans=True,
     recipe=configured_recipe,
@@ -59,6 +61,7 @@ LAYERNORM_MLP = Backend(
     arguments=first_microbatch,
     shares_amax=shares_amax,
     node=node_of,
+    untold=unread_release,
     has_own_fp8=True,
     takes_plans=True,
     recipe=configured_recipe,
@@ -74,6 +77,7 @@ GROUPED = Backend(
     unseen=grouped.unseen,
     cast=grouped.cast,
     arguments=partial(first_microbatch, place=2),
+    untold=unread_release,
     has_own_fp8=True,
     takes_plans=True,
     recipe=configured_recipe,

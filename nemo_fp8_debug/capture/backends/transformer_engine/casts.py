@@ -48,8 +48,11 @@ class Held:
     slot: int
 
 
-def cast_of(module: Any, role: str, held: Held, out: torch.Tensor) -> Callable[[], ScaleInUse]:
+def cast_of(module: Any, role: str, held: Held, out: torch.Tensor, known: Kwargs) -> Callable[[], ScaleInUse]:
     """What tells how `role` is cast by the call of `module` that has returned `out`: ask it in the backward for dY.
+
+    Args:
+        known: what was noted before the call, as `first_microbatch` returns it.
 
     Raises:
         UnknownCast: at once or when asked.
@@ -57,7 +60,7 @@ def cast_of(module: Any, role: str, held: Held, out: torch.Tensor) -> Callable[[
     check_environment(module, role)
     call = call_of(out)
     if role != "grad_output":
-        return lambda: _forward_cast(module, role, held, call)
+        return lambda: _not_moved(_forward_cast(module, role, held, call), known)
     # Nothing here may hold the node: it would be freed late, with all that is saved for the backward.
     if call is None or not hasattr(call, "fp8"):
         raise UnknownCast("the autograd node of its call is not known here")
@@ -65,6 +68,25 @@ def cast_of(module: Any, role: str, held: Held, out: torch.Tensor) -> Callable[[
         return lambda: not_quantized(role)
     te_recipe, quantizer = module.fp8_meta.get("recipe"), _quantizer_of(module, role, held, call)
     return lambda: quantizer(te_recipe)
+
+
+def _not_moved(use: ScaleInUse, known: Kwargs) -> ScaleInUse:
+    """A scale that is read after the call, if it is still the one that was cast with: the outermost autocast moves it.
+
+    Raises:
+        UnknownCast: that autocast has ended, or it is not known that it has not.
+    """
+    if use.source == "engine" and isinstance(use.scale, torch.Tensor) and not known.get("autocasts"):
+        raise UnknownCast("no autocast was seen around its call: one inside would have moved its scale by now")
+    return use
+
+
+def autocast_depth() -> int | None:
+    """How many of Transformer Engine's autocasts are open; None: that is not known."""
+    manager = state_manager()
+    state = getattr(manager, "quantization_state", manager)
+    names = ("autocast_depth", "AUTOCAST_DEPTH", "FP8_AUTOCAST_DEPTH")
+    return next((getattr(state, name) for name in names if hasattr(state, name)), None)
 
 
 def _forward_cast(module: Any, role: str, held: Held, call: Any) -> ScaleInUse:
@@ -152,16 +174,18 @@ def state_manager() -> Any:
 
 
 def first_microbatch(module: Any, args: Args, kwargs: Kwargs, place: int = 1) -> Kwargs:
-    """Whether a call that is about to run casts its weight and caches it (True), takes what is cached (False), or caches
-    nothing (None).
+    """What is to be known of a call that is about to run: whether it casts its weight and caches it (True), takes what is
+    cached (False), or caches nothing (None); and how many autocasts are open around it.
 
     Args:
         place: of the argument that says so.
     """
     if hasattr(module, "is_first_microbatch"):  # Megatron's wrappers
         caches = not getattr(module, "disable_parameter_transpose_cache", False)
-        return {"is_first_microbatch": module.is_first_microbatch if caches else None}
-    return {"is_first_microbatch": args[place] if len(args) > place else kwargs.get("is_first_microbatch")}
+        first = module.is_first_microbatch if caches else None
+    else:
+        first = args[place] if len(args) > place else kwargs.get("is_first_microbatch")
+    return {"is_first_microbatch": first, "autocasts": autocast_depth()}
 
 
 def cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callable[[], ScaleInUse]) -> ScaleInUse:

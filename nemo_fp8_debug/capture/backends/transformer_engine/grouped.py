@@ -56,7 +56,7 @@ def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -
     """What tells how `role` is cast by the call that has returned `out`."""
     if role == "grad_output":
         _check_row_wise(call_of(out))
-    read = cast_of(module, role, Held(f"{role}_quantizers", int(part), _slot(module, int(part), role)), out)
+    read = cast_of(module, role, Held(f"{role}_quantizers", int(part), _slot(module, int(part), role)), out, kwargs)
     return (lambda: cached_weight_cast(module, kwargs, f"weight{part}", read)) if role == "weight" else read
 
 

@@ -41,7 +41,7 @@ def unseen(module: Any, part: str) -> Collection[str]:
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
     """What tells how `role` is cast by the call that has returned `out`."""
     slot = _fc2_grad_slot(module) if role == "grad_output" else _FORWARD[part, role]
-    read = cast_of(module, role, Held(f"{part}_{role}_quantizer", None, slot), out)
+    read = cast_of(module, role, Held(f"{part}_{role}_quantizer", None, slot), out, kwargs)
     return (lambda: cached_weight_cast(module, kwargs, f"{part}_weight", read)) if role == "weight" else read
 
 

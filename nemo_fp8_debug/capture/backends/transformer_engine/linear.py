@@ -47,5 +47,5 @@ def unseen(module: Any, part: str) -> Collection[str]:
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:
     """What tells how `role` is cast by the call that has returned `out`."""
-    read = cast_of(module, role, _HELD[role], out)
+    read = cast_of(module, role, _HELD[role], out, kwargs)
     return (lambda: cached_weight_cast(module, kwargs, "weight", read)) if role == "weight" else read

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 
@@ -21,6 +22,16 @@ from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ..base import ScaleInUse, UnknownCast, not_quantized
 from .environment import check_option
 
+#: where each quantizer is defined, in `transformer_engine.pytorch.tensor`; another class may have its name elsewhere
+_MODULES: Mapping[str, str] = {
+    "Float8Quantizer": "float8_tensor",
+    "Float8CurrentScalingQuantizer": "float8_tensor",
+    "Float8BlockQuantizer": "float8_blockwise_tensor",
+    "MXFP8Quantizer": "mxfp8_tensor",
+    "NVFP4Quantizer": "nvfp4_tensor",
+    "IdentityQuantizer": "identity_tensor",
+    "HybridQuantizer": "hybrid_tensor",
+}
 #: of all quantizers: which copies are made, and in which layout
 _LAYOUT = frozenset(("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"))
 #: Transformer Engine's names of formats; an int where it is an enum of the extension
@@ -45,7 +56,7 @@ KNOWN: Mapping[str, frozenset[str]] = {
         )
     ),
     "IdentityQuantizer": frozenset(("dtype",)),
-    "HybridQuantizer": frozenset(("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")),
+    "HybridQuantizer": frozenset(("rowwise_quantizer", "columnwise_quantizer", "columnwise_source", *_AMAX_REDUCTION)),
 }
 
 
@@ -64,11 +75,22 @@ def cast_by(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     kind = type(quantizer)
     if kind.__name__ == "DebugQuantizer" and _is_ours(kind):
         return _inspected(quantizer, te_recipe, role)
-    if kind.__name__ not in KNOWN or not _is_ours(kind):
+    if kind.__module__ != f"transformer_engine.pytorch.tensor.{_MODULES.get(kind.__name__)}":
         raise UnknownCast(f"its quantizer is a {kind.__module__}.{kind.__qualname__}, which is not known here")
-    if strange := sorted(vars(quantizer).keys() - KNOWN[kind.__name__] - _LAYOUT):
+    if strange := sorted((vars(quantizer).keys() | _class_attributes(kind)) - KNOWN[kind.__name__] - _LAYOUT):
         raise UnknownCast(f"its {kind.__name__} has an attribute {strange[0]!r}, which is not known here")
     return _READERS[kind.__name__](quantizer, te_recipe, role)
+
+
+def _class_attributes(kind: type) -> set[str]:
+    """What a class and those above it give each object, beside methods: defaults, properties and slots."""
+    methods = (FunctionType, classmethod, staticmethod)
+    return {
+        name
+        for of in kind.__mro__
+        for name, value in vars(of).items()
+        if not name.startswith("_") and not isinstance(value, methods)
+    }
 
 
 def _is_ours(kind: type) -> bool:
@@ -115,27 +137,25 @@ def _history(te_recipe: Any) -> DelayedScaling:
 
 def _current(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     _refuse(quantizer, "use_existing_amax")
-    _check(quantizer, isinstance(quantizer.force_pow_2_scales, bool), "force_pow_2_scales")
-    check_option("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", quantizer.force_pow_2_scales)
-    rule = CurrentScaling(float(quantizer.amax_epsilon), bool(quantizer.force_pow_2_scales))
+    by_power = _switch(quantizer, "force_pow_2_scales")
+    check_option("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", by_power)
+    rule = CurrentScaling(_number(quantizer, "amax_epsilon"), by_power)
     use = _in_use(rule, rule, _format(quantizer), te_recipe, role)
     return replace(use, amax_group=_amax_group(quantizer))
 
 
 def _blockwise(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     _check(quantizer, quantizer.block_len == 128, "block_len")
-    _check(quantizer, isinstance(quantizer.force_pow_2_scales, bool), "force_pow_2_scales")
-    dimensions = int(quantizer.block_scaling_dim)
-    usual = 2 if role == "weight" else 1
-    rule = BlockScaling(
-        bool(quantizer.force_pow_2_scales), float(quantizer.amax_epsilon), 0 if dimensions == usual else dimensions
-    )
+    dimensions = quantizer.block_scaling_dim
     _check(quantizer, dimensions in (1, 2), "block_scaling_dim")
+    usual = 2 if role == "weight" else 1
+    other = 0 if dimensions == usual else int(dimensions)
+    rule = BlockScaling(_switch(quantizer, "force_pow_2_scales"), _number(quantizer, "amax_epsilon"), other)
     return _in_use(rule, rule, _format(quantizer), te_recipe, role)
 
 
 def _mxfp8(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    square = bool(getattr(quantizer, "with_2d_quantization", False))
+    square = _switch(quantizer, "with_2d_quantization", default=False)
     # X and dY under a recipe with square weights are cast as without it, and so named.
     rule = MXFP8Scaling(square_weights=square and role == "weight")
     _check(quantizer, not square or role == "weight", "with_2d_quantization")
@@ -146,8 +166,7 @@ def _nvfp4(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     for option in ("row_scaled_nvfp4", "nvfp4_use_4over6"):
         _refuse(quantizer, option)
     _refuse_reduction(quantizer)
-    square = bool(quantizer.with_2d_quantization)
-    by_chance = bool(quantizer.stochastic_rounding)
+    square, by_chance = _switch(quantizer, "with_2d_quantization"), _switch(quantizer, "stochastic_rounding")
     rule = NVFP4Scaling(square_weights=square or role != "weight", stochastic=by_chance)
     _check(quantizer, not square or role == "weight", "with_2d_quantization")
     use = _in_use(rule, rule, _format(quantizer), te_recipe, role)
@@ -172,6 +191,19 @@ _READERS: Mapping[str, Callable[[Any, Any, str], ScaleInUse]] = {
     "IdentityQuantizer": _identity,
     "HybridQuantizer": _hybrid,
 }
+
+
+def _switch(quantizer: Any, option: str, default: Any = None) -> bool:
+    """An option that is on or off, and nothing else."""
+    value = getattr(quantizer, option, default)
+    _check(quantizer, isinstance(value, bool), option)
+    return bool(value)
+
+
+def _number(quantizer: Any, option: str) -> float:
+    value = getattr(quantizer, option, None)
+    _check(quantizer, isinstance(value, (int, float)) and not isinstance(value, bool), option)
+    return float(cast(float, value))
 
 
 def _refuse(quantizer: Any, option: str) -> None:
