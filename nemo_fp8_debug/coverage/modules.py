@@ -123,13 +123,13 @@ def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) ->
         else:
             yield Entry(whole, "other", UNKNOWN, _MATRIX, 1, shape, first=whole)
     for key, buffer in module._buffers.items():
-        if _may_be_codes(buffer):
+        if buffer is not None and _may_be_codes(buffer):
             yield Entry(f"{name}.{key}", "other", UNKNOWN, _CODES, 1, tuple(buffer.shape), first=f"{name}.{key}")
 
 
-def _may_be_codes(x: torch.Tensor | None) -> bool:
+def _may_be_codes(x: torch.Tensor) -> bool:
     """Whether it is a matrix of 8-bit numbers."""
-    return x is not None and x.dim() == 2 and min(x.shape) > 1 and x.element_size() == 1 and x.dtype != torch.bool
+    return x.dim() == 2 and min(x.shape) > 1 and x.element_size() == 1 and x.dtype != torch.bool
 
 
 def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], around: Sequence[nn.Module]) -> Entry:

@@ -110,10 +110,7 @@ def _compare_copies(result: Result, row: Row, model: nn.Module, casts: Sequence[
         result.copies[f"{SHOWN[role]} {product} {recipe} {source}"] += 1
         if "*" in layer:
             continue
-        part = layer.rpartition(".")[2]
-        CASTS[:] = casts[step]
-        made = casts_of(model.layer, SHOWN[role], int(part) if part.isdigit() else int(part == "fc2"))
-        mine = [c for c in made if c.usage == "columnwise"][-calls:]
+        mine = _copies_of(model, casts, layer, role, step, calls)
         if len(mine) < calls or any(c.format != fmt for c in mine):
             result.differing.append(f"{where}: {len(mine)} copies in {[c.format for c in mine]} were made, {fmt} is said")
             continue
@@ -121,6 +118,19 @@ def _compare_copies(result: Result, row: Row, model: nn.Module, casts: Sequence[
         off = abs(error / kernels - 1)
         if off > (0.25 if source == "expected" else 1e-3 if _is_made_again(row, role) else 1e-5):
             result.differing.append(f"{where}: mean squared error {error}, that of the kernels' codes is {kernels}")
+
+
+def _copies_of(model: nn.Module, casts: Any, layer: str, role: str, step: int, calls: int) -> list[Cast]:
+    """Those that the backward of a step multiplies: made again by recompute, or before the step of a W that is cached."""
+    part = layer.rpartition(".")[2]
+    gemm = int(part) if part.isdigit() else int(part == "fc2")
+    CASTS[:] = casts[step]
+    made = [c for c in casts_of(model.layer, SHOWN[role], gemm) if c.usage == "columnwise"]
+    if not made and role == "weight":
+        CASTS[:] = [cast for of_step in casts[:step] for cast in of_step]
+        return [c for c in casts_of(model.layer, "W", gemm) if c.usage == "columnwise"][-1:]
+    again = [c for c in made if c.recompute]
+    return again if len(again) == calls else [c for c in made if not c.recompute][-calls:]
 
 
 def _copy_error(cast: Cast) -> float:

@@ -22,7 +22,6 @@ EVERY = 14
 IN_BLOCKS = ("Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
 #: options under which a cast is unknown, and why
 UNKNOWN = {
-    "stochastic_rounding=True of its NVFP4Quantizer is not measured here": "codes are random",
     "nvfp4_use_4over6=True of its NVFP4Quantizer is not measured here": "no rule here finds these scales",
     "row_scaled_nvfp4=True of its NVFP4Quantizer is not measured here": "no rule here finds these scales",
     "no row-wise copy of it is made, since no gradient of X is asked for": "column-wise copies are not measured",
