@@ -1,6 +1,6 @@
 """Times the histogram of a BF16 tensor beside torch.aminmax of the same tensor, and metrics from many histograms.
 
-`.venv/bin/python scripts/benchmarks/histogram.py [--threads 2]`, about 2 minutes. Ratios and medians; the two take turns, so
+`.venv/bin/python scripts/benchmarks/histogram.py [--threads 2] [--spread]`, about 2 minutes. Ratios and medians; the two take turns, so
 that they share the machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round as
 many as 384 MiB hold, as a training step goes round its operands. Beside them two floors, ratios to aminmax as well:
 `updates`, one counter update a value with everything in the closest cache, and `reading`, torch's sum of the same memory as
@@ -67,11 +67,17 @@ def in_turns(tensors: list[torch.Tensor], calls: list[Call], budget: float = BUD
     ]
 
 
-def tensors_of(mebi: int, layout: str) -> Iterator[tuple[str, list[torch.Tensor]]]:
+def values(n: int, spread: bool) -> torch.Tensor:
+    """Normal values; spread over 20 binades, times 2^(2z) with z normal."""
+    x = torch.randn(n)
+    return (x * torch.exp2(2 * torch.randn(n)) if spread else x).bfloat16()
+
+
+def tensors_of(mebi: int, layout: str, spread: bool = False) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """One tensor of so many values, and as many as do not stay in the cache."""
     columns = 4096 if layout in ("contiguous", "transposed") else 8192
     count, memory = max(1, COLD // (mebi << 21)), mebi * columns << 8
-    room = torch.randn(1 << 24).bfloat16().repeat(-(-count * memory >> 24))[: count * memory]
+    room = values(1 << 24, spread).repeat(-(-count * memory >> 24))[: count * memory]
     made = [LAYOUTS[layout](part.view(-1, columns)) for part in room.split(memory)]
     yield "hot", made[:1]
     if count > 1:
@@ -88,12 +94,12 @@ def one_row(x: torch.Tensor) -> None:
     count_patterns(bits_of(x[:1].contiguous().expand(x.shape)), np.zeros(BINS, np.int64), torch.get_num_threads())
 
 
-def update_ns(threads: int) -> float:
+def update_ns(threads: int, spread: bool = False) -> float:
     """What counting a value costs when no memory is waited for: one counter update, of values that a close cache holds."""
-    values = torch.randn(1 << 15).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    patterns = values(1 << 15, spread).view(torch.int16).numpy().view(np.uint16)
     counts = np.zeros(BINS, np.int64)
-    best = min(seconds(lambda: [count_patterns(values, counts, 1) for _ in range(32)]) for _ in range(80))
-    return 1e9 * best / (32 * values.size) / threads
+    best = min(seconds(lambda: [count_patterns(patterns, counts, 1) for _ in range(32)]) for _ in range(80))
+    return 1e9 * best / (32 * patterns.size) / threads
 
 
 def metrics_of_500_histograms() -> float:
@@ -115,17 +121,19 @@ def metrics_of_500_histograms() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    threads = parser.parse_args().threads
+    parser.add_argument("--spread", action="store_true", help="values that spread over 20 binades")
+    options = parser.parse_args()
+    threads, spread = options.threads, options.spread
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    update = update_ns(threads)
+    update = update_ns(threads, spread)
     print(
         f"BF16, {threads} threads; medians, and medians of ratios to torch.aminmax; an update is {threads * update:.2f} ns"
     )
     print(f"{'Mi':>4} {'layout':22} {'':4} {'histogram':>9} {'aminmax':>9}    ratio  updates  reading or one row")
     for layout in LAYOUTS:
         for mebi in SIZES:
-            for name, tensors in tensors_of(mebi, layout):
+            for name, tensors in tensors_of(mebi, layout, spread):
                 floor = {"contiguous": [reading], "transposed": []}.get(layout, [one_row])
                 found = in_turns(tensors, [histogram_of, *floor, torch.aminmax])
                 (ours, ratio), (theirs, _) = found[0], found[-1]
