@@ -1,10 +1,10 @@
 """Times the histogram of a BF16 tensor beside torch.aminmax of the same tensor, and metrics from many histograms.
 
 `.venv/bin/python scripts/benchmarks/histogram.py [--threads 2] [--spread]`, about 2 minutes. Ratios and medians; the two
-take turns, so that they share the machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold` goes round as
-many as 384 MiB hold, as a training step goes round its operands. Beside them two floors, ratios to aminmax as well:
-`updates`, one counter update a value with everything in the closest cache, and `reading`, torch's sum of the same memory as
-words. Of views with gaps instead `one row`: as many values of one row without gaps, which the closest cache holds.
+take turns, so that they share the machine's moods. `hot` counts one tensor over and over, which a large cache serves; `cold`
+goes round as many as 384 MiB hold, as a training step goes round its operands. Beside them two floors, ratios to aminmax as
+well: `updates`, one counter update a value with everything in the closest cache, and `reading`, torch's sum of the same
+memory as words. Of views with gaps instead `one row`: as many values of one row without gaps, which the closest cache holds.
 """
 
 from __future__ import annotations
