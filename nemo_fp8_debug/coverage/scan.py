@@ -122,10 +122,9 @@ def _status(gemm: Gemm, observed: bool) -> str:
 
 
 def _reason(gemm: Gemm, observed: bool, roles: Collection[str]) -> str:
-    if gemm.compiled:
-        return "runs inside torch.compile, where a hook would change the graph"
     if not observed:
-        return "left out by the option layers"
+        compiled = "runs inside torch.compile, where a hook would change the graph"
+        return compiled if gemm.compiled else "left out by the option layers"
     unseen = [r for r in ROLES if r not in roles or (r in gemm.unseen and not inspection.sees(gemm, r))]
     if unseen:
         return f"not observed of it: {', '.join(unseen)}"

@@ -22,6 +22,8 @@ _CLASSES = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
+#: options of rules for which it has none, or none that holds of all operands
+_NOT_THERE = ("by_logarithm", "stochastic", "hadamard")
 _OPERANDS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
@@ -33,7 +35,7 @@ def te_recipe(recipe: Recipe) -> Any:
     """
     known = sys.modules["transformer_engine.common.recipe"]
     kind = _CLASSES.get(recipe.name.partition("-")[0].partition("(")[0])
-    if kind is None or getattr(recipe.scaling, "by_logarithm", False):
+    if kind is None or any(getattr(recipe.scaling, option, False) for option in _NOT_THERE):
         raise ConfigError(f"Transformer Engine has no recipe that casts as {recipe.name!r} says")
     if not hasattr(known, kind):
         raise ConfigError(f"this version of Transformer Engine has no {kind}, which {recipe.name!r} asks for")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..capture.attention import attentions
@@ -53,7 +54,9 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
     roots = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
     if not roots or not all(isinstance(root, nn.Module) for root in roots):
         raise ConfigError(f"model is {shown(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks")
-    found = find_gemms(roots)
+    if config.eager and not hasattr(torch.compiler, "set_stance"):
+        raise ConfigError(f"eager needs torch 2.6 or later, and this is {torch.__version__}")
+    found = [replace(g, compiled=g.compiled and not config.eager) for g in find_gemms(roots)]
     known = [g for g in found if not g.compiled]
     if ranks == 1:
         gemms = select(found, config.layers)

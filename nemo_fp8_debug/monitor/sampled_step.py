@@ -70,6 +70,7 @@ class SampledStep:
         self._attention: AttentionCapture | None = None
         self._multiplier: GradScale | None = None
         self._lost: dict[str, list[Key]] = {}
+        self._eager: Any = None  # while compiled layers run in eager mode
         self._known = watched.model.known
         self._compiled = watched.model.compiled
 
@@ -122,6 +123,8 @@ class SampledStep:
 
     def _leave_out_compiled(self) -> None:
         """Layers that torch.compile has been called on since the monitor was attached."""
+        if self._plan.eager:
+            return
         known, ids = self._watched.model.known, compiled_by_now(self._watched.model.roots)
         late = [gemm for gemm in known if id(gemm.module) in ids]
         self._known = [gemm for gemm in known if id(gemm.module) not in ids]
@@ -147,6 +150,8 @@ class SampledStep:
 
     def _attach(self, sinks: dict[Key, OperandSink]) -> None:
         model, guard = self._watched.model, self._watched.errors.guard
+        if self._plan.eager:
+            self._eager = torch.compiler.set_stance("force_eager")
         self._multiplier = GradScale(model.roots, partial(guard, _MULTIPLIER))
         self._multiplier.attach()
         if sinks:
@@ -173,6 +178,9 @@ class SampledStep:
 
     def detach(self) -> None:
         """Remove the hooks, and warn of what was lost."""
+        if self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None
         for watching in (self._capture, self._multiplier, self._attention):
             if watching is not None:
                 watching.detach()

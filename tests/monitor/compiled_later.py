@@ -52,7 +52,7 @@ def compiled(model: nn.Module, way: str, backend: Callable[..., Any]) -> Callabl
     return model
 
 
-def train(way: str, monitored: bool) -> dict[str, Any]:
+def train(way: str, monitored: bool, eager: bool = False) -> dict[str, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, graphs, samples, losses = Model(), [], Samples(), []
@@ -61,7 +61,7 @@ def train(way: str, monitored: bool) -> dict[str, Any]:
         graphs.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
         return graph
 
-    monitor = Monitor(model, recorders=[samples] if monitored else [], interval=2)
+    monitor = Monitor(model, recorders=[samples] if monitored else [], interval=2, eager=eager)
     run = compiled(model, way, backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
@@ -81,4 +81,5 @@ def train(way: str, monitored: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({way: [train(way, monitored) for monitored in (False, True)] for way in WAYS}))
+    later = {way: [train(way, monitored) for monitored in (False, True)] for way in WAYS}
+    print(json.dumps({"later": later, "eager": {way: train(way, True, eager=True) for way in WAYS}}))

@@ -1,4 +1,5 @@
-"""torch.compile called after the monitor was attached is noticed, and its graphs have nothing of the monitor in them."""
+"""torch.compile called after the monitor was attached is noticed, and its graphs have nothing of the monitor in them. With
+the option eager, sampled steps run without them."""
 
 from __future__ import annotations
 
@@ -32,9 +33,17 @@ def runs() -> Any:
     ],
 )
 def test_it_is_said_once_and_changes_nothing(runs: Any, way: str, layers: int, first: str) -> None:
-    plain, watched = runs[way]
+    plain, watched = runs["later"][way]
     assert watched["losses"] == plain["losses"] and watched["graphs"] == plain["graphs"] and plain["graphs"]
     (message,) = watched["said"]
     assert f"after the monitor was attached: {layers} layers (first {first}) run inside it" in message
     kept = {"0": ["head"], "2": ["head"], "4": ["head"]} if layers == 2 else {}
     assert {step: found for step, found in watched["layers"].items() if found} == kept
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place", "a part", "a part replaced", "a function"])
+def test_with_the_option_eager_compiled_layers_are_sampled_and_graphs_stay_as_they_were(runs: Any, way: str) -> None:
+    plain, watched = runs["later"][way][0], runs["eager"][way]
+    assert watched["said"] == [] and watched["graphs"] == plain["graphs"]
+    assert watched["layers"] == {step: ["block.fc1", "block.fc2", "head"] for step in ("0", "2", "4")}
+    assert watched["losses"] == plain["losses"]  # the backend of the test calls the same operators

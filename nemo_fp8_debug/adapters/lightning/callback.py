@@ -68,6 +68,7 @@ class FP8DebugCallback(pl.Callback):
         table_rows: int = 12,
         output_rows: int = 0,
         copies: bool = False,
+        eager: bool = False,
     ) -> None:
         """
         Args:
@@ -105,6 +106,8 @@ class FP8DebugCallback(pl.Callback):
                 which measures none. Default: `0`.
             copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them
                 differ. A sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
+            eager: whether layers inside torch.compile are looked at: the sampled steps run in eager mode then, whose results
+                may differ from those of the compiled graphs in their last bits. Default: `False`.
 
         Raises:
             ConfigError: now, or before the first step: a value cannot be used, no GEMM matches, or the output folder cannot

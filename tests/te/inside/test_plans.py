@@ -221,8 +221,11 @@ class TestRefused:
         with pytest.raises(ConfigError, match="W of proj is stored in FP8, which a plan cannot change"):
             changed(model, Change("proj", "bf16"))
 
-    @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8(by_logarithm=True)", "current-e4m3(by_logarithm=True)"])
-    def test_recipes_of_torchao(self, recipe: str) -> None:
+    @pytest.mark.parametrize(
+        "recipe",
+        ["rowwise", "mxfp8(by_logarithm=True)", "current-e4m3(by_logarithm=True)", "nvfp4(stochastic=True)"],
+    )
+    def test_recipes_that_it_does_not_have(self, recipe: str) -> None:
         with pytest.raises(ConfigError, match="Transformer Engine has no recipe that casts as"):
             changed(Model(), Change("qkv", recipe))
 
