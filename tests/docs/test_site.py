@@ -95,7 +95,8 @@ def test_a_source_distribution_is_complete(tmp_path: Path) -> None:
     command = ("-m", "build", "--sdist", "--no-isolation", "--skip-dependency-check", "--outdir", tmp_path, tree)
     done = finished(sys.executable, *command)
     assert done.returncode == 0, done.stderr
-    shutil.unpack_archive(next(tmp_path.glob("*.tar.gz")), tmp_path / "unpacked", filter="data")
+    (tmp_path / "unpacked").mkdir()  # by tar: Python 3.11 before 3.11.4 has no filter for what it unpacks
+    assert finished("tar", "-xzf", next(tmp_path.glob("*.tar.gz")), "-C", tmp_path / "unpacked").returncode == 0
     unpacked = next((tmp_path / "unpacked").iterdir())
     top = {
         "CHANGELOG.md",
