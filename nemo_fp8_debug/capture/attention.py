@@ -10,9 +10,8 @@ The fused kernels show nothing of it; that such an attention ran in FP8 is notic
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from .backends.transformer_engine.release import unread_release
 from .gemms import Gemm, global_name, is_compiled
 from .hooks import OperandSink
 from .operand_guard import Fault
+from .passes import Passes
 from .tracing import Hook
 
 #: the roles of each node, by the name that Transformer Engine gives its quantizer
@@ -98,18 +98,23 @@ def is_emulated() -> bool:
 class AttentionCapture:
     """The hooks of one sampled step on attentions."""
 
-    def __init__(self, found: Sequence[Gemm], sinks: Mapping[tuple[str, str], OperandSink], on_fault: Fault) -> None:
+    def __init__(
+        self,
+        found: Sequence[Gemm],
+        sinks: Mapping[tuple[str, str], OperandSink],
+        on_fault: Fault,
+        order: Iterator[int] | None = None,
+    ) -> None:
         """
         Args:
             found: attentions that are looked at.
             sinks: by (name, role): what gets each operand.
+            order: gives out places in the order of execution; what is captured together shares it.
         """
         self._found, self._sinks, self._on_fault = list(found), dict(sinks), on_fault
         self._handles: list[RemovableHandle] = []
         self._modes: dict[nn.Module, _Watching] = {}
-        self._order = itertools.count()
-        self._with_grad: set[nn.Module] = set()
-        self._without_grad: dict[nn.Module, deque[int]] = defaultdict(deque)
+        self._passes = Passes(order)
         self._emulated: set[str] = set()
         self._untold = unread_release()
         #: names of attentions that ran in FP8 and were not seen
@@ -137,7 +142,7 @@ class AttentionCapture:
     def _before(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if kwargs.get("fp8"):
             self._emulated.add(gemm.name)
-            if self._counts(module):
+            if self._passes.counted(module) is not None:
                 mode = _Watching([*args, *kwargs.values()], partial(self._take_node, gemm))
                 mode.__enter__()  # type: ignore[no-untyped-call]
                 self._modes[module] = mode
@@ -155,20 +160,6 @@ class AttentionCapture:
         recipe = _recipe_of(module)
         if getattr(module, "fp8", False) and recipe is not None and _asks(recipe) and gemm.name not in self._emulated:
             self.unseen[gemm.name] = None
-
-    def _counts(self, module: nn.Module) -> bool:
-        """Of a recompute the first pass counts, unless it ran without gradients."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return False
-        if torch._C._current_graph_task_id() != -1:
-            waiting = self._without_grad[module]
-            return bool(waiting) and module not in self._with_grad and waiting.popleft() is not None
-        if not torch.is_grad_enabled():
-            if module.training:
-                self._without_grad[module].append(next(self._order))
-            return False
-        self._with_grad.add(module)
-        return True
 
     def _take_node(self, gemm: Gemm, node: Any, inputs: Callable[[], Sequence[torch.Tensor | None]]) -> None:
         """A node of the emulation that a forward has made.
@@ -195,7 +186,7 @@ class AttentionCapture:
                 if x is None:
                     raise LookupError("the tensor that the emulation was given could not be found")
                 if sink is not None:
-                    sink.add(x.detach(), next(self._order), use)
+                    sink.add(x.detach(), next(self._passes.order), use)
             except Exception as error:
                 self._on_fault(gemm.name, role, error, True)
 

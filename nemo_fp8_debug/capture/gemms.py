@@ -12,7 +12,9 @@ from torch import nn
 from ..core.layer_names import WRAPPERS, compile_patterns
 from ..errors import ConfigError
 from .backends import BACKENDS, Backend
+from .backends.base import is_plain, raw_weight
 from .backends.parallel import first_expert
+from .overrides import emulated
 
 
 @dataclass(frozen=True)
@@ -40,21 +42,30 @@ class Gemm:
         return self.backend.unseen(self.module, self.part)
 
 
-def find_gemms(roots: Sequence[nn.Module]) -> list[Gemm]:
+def find_gemms(roots: Sequence[nn.Module], in_forward: bool = False) -> list[Gemm]:
     """Every GEMM of a model whose module a backend knows, in module order.
 
     Args:
         roots: the model, or its chunks where a virtual pipeline splits it.
+        in_forward: also those whose operands exist inside the forward of their module only.
     """
     compiled = {id(inner) for root in roots for outer in root.modules() if is_compiled(outer) for inner in outer.modules()}
     return [
         Gemm(global_name(root, path) + _part_of_name(part, len(parts)), module, backend, id(module) in compiled, part)
         for root in roots
         for path, module in root.named_modules()
-        if (backend := next((h for h in BACKENDS if h.owns(module)), None))
+        if (backend := next((h for h in BACKENDS if h.owns(module)), None)) and (in_forward or not backend.in_forward)
         for parts in (backend.parts(module),)
         for part in parts
     ]
+
+
+def seen_in_forward(gemm: Gemm) -> bool:
+    """Whether operands are looked for inside the forward of its module: at the operators of torch that multiply them."""
+    if gemm.backend.in_forward:
+        return True
+    own = bool(gemm.backend.foreign(gemm.module)) and not emulated(gemm.module)
+    return own and is_plain(raw_weight(gemm.module))
 
 
 def _part_of_name(part: str, parts: int) -> str:

@@ -13,10 +13,8 @@ What exists inside of a module only is handed over by Transformer Engine, where 
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,6 +29,7 @@ from .gemms import Gemm
 from .operand_guard import Fault, OperandGuard
 from .output_samples import Products
 from .overrides import emulated
+from .passes import Pass, Passes
 from .tracing import Hook
 
 
@@ -48,25 +47,8 @@ class OperandSink(Protocol):
         """
 
 
-@dataclass
-class _Pass:
-    """A forward pass of a module that counts, itself or in its recompute."""
-
-    #: place in the order of execution
-    order: int
-    #: how X and W are cast in it, by GEMM and role, if the backend can tell; None: it has not returned yet
-    casts: dict[tuple[str, str], ScaleInUse] | None = None
-    #: what is known of the call before it runs
-    arguments: Kwargs = field(default_factory=dict)
-
-
 class Capture:
-    """The hooks of one sampled step.
-
-    Activation recompute runs a module's forward twice, once of them inside backward. A forward inside backward counts only
-    where the first one could not: under `no_grad`, where it left no output to hook. It has the place, and the casts of X
-    and W, of the first one, since an engine that recomputes casts as it did then, and its scales have moved on.
-    """
+    """The hooks of one sampled step."""
 
     def __init__(
         self,
@@ -74,6 +56,7 @@ class Capture:
         on_fault: Fault,
         read_casts: bool = True,
         products: Mapping[str, Products] | None = None,
+        order: Iterator[int] | None = None,
     ) -> None:
         """
         Args:
@@ -81,6 +64,7 @@ class Capture:
             on_fault: told of a fault in a hook, which costs that operand, or what it was cast with, and nothing else.
             read_casts: whether to ask backends how operands are cast.
             products: by GEMM name: what gets the same operands, and which forward call each belongs to.
+            order: gives out places in the order of execution; what is captured together shares it.
         """
         inside = {key for key, sink in sinks.items() if key[1] in sink.gemm.unseen}
         self._sinks = {key: sink for key, sink in sinks.items() if key not in inside}
@@ -89,12 +73,9 @@ class Capture:
         self._read_casts = read_casts
         self._products = products or {}
         self._handles: list[RemovableHandle] = []
-        self._order = itertools.count(step=3)
-        self._without_grad: dict[nn.Module, deque[_Pass]] = defaultdict(deque)  # those that a recompute may still come for
-        self._with_grad: set[nn.Module] = set()  # counted outside backward: a recompute of these adds nothing
+        self._passes = Passes(order)
         self._sharded: set[nn.Module] = set()  # whose operands are ready only between the hooks of a sharding engine
-        self._under_way: dict[nn.Module, _Pass | None] = {}  # of modules whose forward runs; None: not counted
-        self._first_passes: dict[nn.Module, _Pass] = {}  # likewise, of those that a recompute will count
+        self._under_way: dict[nn.Module, Pass | None] = {}  # of modules whose forward runs; None: not counted
         self._weights: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # of the same, by GEMM
         self._weight_casts: dict[str, ScaleInUse] = {}  # by GEMM: that of its first call
         self._reduced = Forwards()
@@ -137,9 +118,9 @@ class Capture:
         return OperandGuard(self._on_fault, name, role, lost)
 
     def _before_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        counted = self._counted(module)
+        counted = self._passes.counted(module)
         self._under_way[module] = counted
-        if noted := counted or self._first_passes.get(module):
+        if noted := counted or self._passes.first.get(module):
             noted.arguments = gemms[0].backend.arguments(module, args, kwargs)
         if counted is None:
             return
@@ -165,13 +146,13 @@ class Capture:
                 found[gemm.name] = gemm.backend.weight(module, args, kwargs, gemm.part)
         return found
 
-    def _take_inputs(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, counted: _Pass) -> None:
+    def _take_inputs(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, counted: Pass) -> None:
         for gemm in gemms:
             if (gemm.name, "input") in self._sinks:
                 with self._guarded(gemm.name, "input"):
                     self._take(gemm, "input", gemm.backend.input(module, args, kwargs, gemm.part), counted)
 
-    def _take(self, gemm: Gemm, role: str, x: torch.Tensor | None, counted: _Pass) -> None:
+    def _take(self, gemm: Gemm, role: str, x: torch.Tensor | None, counted: Pass) -> None:
         key = gemm.name, role
         if (sink := self._sinks.get(key)) and x is not None:
             x = x if gemm.backend.has_own_fp8 else as_multiplied(x)
@@ -179,26 +160,11 @@ class Capture:
             sink.add(x, counted.order + (role == "weight"), use)
             self._multiply(gemm, role, x, counted, use)
 
-    def _multiply(self, gemm: Gemm, role: str, x: torch.Tensor, counted: _Pass, use: ScaleInUse | None) -> None:
+    def _multiply(self, gemm: Gemm, role: str, x: torch.Tensor, counted: Pass, use: ScaleInUse | None) -> None:
         if products := self._products.get(gemm.name):
             products.add(role, x, counted.order, use)
 
-    def _counted(self, module: nn.Module) -> _Pass | None:
-        """A forward that counts, a recompute as its first pass was; None: not counted."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return None  # counting would be recorded with it, and be done again in every replay, in memory of others by then
-        if torch._C._current_graph_task_id() != -1:  # inside backward: a recompute
-            first_passes = self._without_grad[module]
-            return first_passes.popleft() if first_passes and module not in self._with_grad else None
-        if not torch.is_grad_enabled():
-            if module.training:
-                self._first_passes[module] = _Pass(next(self._order))
-                self._without_grad[module].append(self._first_passes[module])
-            return None
-        self._with_grad.add(module)
-        return _Pass(next(self._order))
-
-    def _note_casts(self, gemms: Sequence[Gemm], out: Any, to: _Pass) -> None:
+    def _note_casts(self, gemms: Sequence[Gemm], out: Any, to: Pass) -> None:
         """How a call that has just returned casts X and W: its engine's scales may move before a recompute.
 
         W is reported once a step, as its first call casts it; whether later ones cast it anew is not asked.
@@ -239,12 +205,12 @@ class Capture:
             counted = self._under_way.get(gemm.module)
             if (sink := self._inside.get(key)) and (counted or role == "grad_output"):
                 use = self._known_cast(*key, cast) if self._read_casts else None
-                sink.add(x, counted.order + 2 if counted else next(self._order), use)
+                sink.add(x, counted.order + 2 if counted else next(self._passes.order), use)
                 if counted:  # which call a gradient from inside belongs to, nobody says
                     self._multiply(gemm, role, x, counted, use)
 
     def _after_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
-        counted, first = self._under_way.pop(module, None), self._first_passes.pop(module, None)
+        counted, first = self._under_way.pop(module, None), self._passes.first.pop(module, None)
         weights = self._weights.pop(module, {})
         if noted := counted or first:
             self._note_casts(gemms, out, noted)
@@ -261,7 +227,7 @@ class Capture:
                 with self._guarded(gemm.name, "grad_output"):
                     self._hook_gradient(gemm, module, args, kwargs, out, counted)
 
-    def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any, counted: _Pass) -> None:
+    def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any, counted: Pass) -> None:
         y = gemm.backend.output(out)
         if not y.requires_grad:
             return
@@ -285,7 +251,7 @@ class Capture:
         self,
         gemm: Gemm,
         dy: torch.Tensor,
-        counted: _Pass,
+        counted: Pass,
         read: Callable[[Reduced], ScaleInUse] | None,
         reduced: Reduced,
     ) -> None:
@@ -293,5 +259,5 @@ class Capture:
         with self._guarded(gemm.name, "grad_output"):
             if sink := self._sinks.get((gemm.name, "grad_output")):
                 use = read(reduced) if read else None
-                sink.add(dy, next(self._order), use)
+                sink.add(dy, next(self._passes.order), use)
                 self._multiply(gemm, "grad_output", dy, counted, use)

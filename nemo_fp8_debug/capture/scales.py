@@ -13,7 +13,7 @@ from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import ScaleInUse, not_quantized, unknown_cast
-from .gemms import Gemm
+from .gemms import Gemm, seen_in_forward
 from .overrides import SWITCHED, emulated
 
 #: what a run without FP8 is measured against: it needs nothing but the tensor itself
@@ -57,7 +57,7 @@ class Scales:
                 return not_quantized(role)
             recipe = engine.recipes[role]
             return ScaleInUse(engine.scale(role), recipe.format_of(role), recipe.name, "engine")
-        if self.auto and gemm.backend.foreign(gemm.module):
+        if self.auto and gemm.backend.foreign(gemm.module) and not seen_in_forward(gemm):
             return unknown_cast(role)
         scale = self._emulated.next_scale((gemm.name, role))
         source = "emulated" if isinstance(scale, torch.Tensor) else "current"

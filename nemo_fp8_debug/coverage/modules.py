@@ -12,14 +12,13 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..capture.backends.base import is_plain
+from ..capture.backends.in_forward import NO_MATRIX, is_conv1d
 from .experts import experts_of_a_token, meets_all
 from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, Entry
 from .parameters import needs_gradient, shape_of
 
 #: modules whose matrices are looked up and not multiplied, and the output projection that MultiheadAttention multiplies
 _ELSEWHERE = (nn.Embedding, nn.EmbeddingBag, NonDynamicallyQuantizableLinear)
-#: parameters that are never multiplied as matrices
-_NO_MATRIX = re.compile(r"(?:^|_)bias(?:es)?$|norm")
 
 SCORES = "attention scores, which grow with the sequence length"
 FP8_SCORES = "FP8 attention, whose kernels show no operand"
@@ -28,6 +27,7 @@ _MULTIHEAD = "projections inside nn.MultiheadAttention, which runs as one functi
 _CONVOLUTION = "convolutions"
 _WHOLE = "experts in parameters of three dimensions"
 _WHOLE_UNKNOWN = "parameters of three dimensions in a class that is not known"
+IF_MULTIPLIED = "parameters in a class that is not known, which are observed if operators of torch multiply them"
 _GROUPED = "experts side by side in one matrix"
 _MATRIX = "matrices in a class that is not known, which may be multiplied"
 _CODES = "matrices of 8-bit numbers that are no parameters, which may be codes that are multiplied"
@@ -52,7 +52,7 @@ def entries_of(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Ite
         yield Entry(name, "convolution", status, _CONVOLUTION, 1, shape, size, POSITION, trained, name)
     elif isinstance(module, _ELSEWHERE) or _is_of_megatron(module, "VocabParallelEmbedding"):
         return
-    elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+    elif is_conv1d(module):
         shape = shape_of(module._parameters["weight"]) or ()
         yield Entry(
             name,
@@ -114,7 +114,7 @@ def _of_parameters(name: str, module: nn.Module, around: Sequence[nn.Module]) ->
     for key, parameter in module._parameters.items():
         shape = shape_of(parameter)
         whole = f"{name}.{key}"
-        if shape is None or len(shape) < 2 or min(shape) < 2 or _NO_MATRIX.search(key.lower()):
+        if shape is None or len(shape) < 2 or min(shape) < 2 or NO_MATRIX.search(key.lower()):
             continue
         if len(shape) == 3:
             yield _of_whole_experts(whole, module, shape, around)

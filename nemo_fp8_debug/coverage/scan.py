@@ -19,7 +19,7 @@ from ..capture.overrides import emulated
 from ..core.keys import ROLES
 from .experts import experts_of_a_token
 from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
-from .modules import FP8_SCORES, FUNCTIONS, SCORES, computes_scores, entries_of
+from .modules import FP8_SCORES, FUNCTIONS, IF_MULTIPLIED, SCORES, computes_scores, entries_of
 from .parameters import linear_shape, needs_gradient, parts_of_ranks
 
 _HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
@@ -36,8 +36,10 @@ def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, r
         gemms: those that are looked at; None: all that hooks can see.
         roles: operands that are looked at.
     """
-    found = find_gemms(roots)
-    observed = {g.name for g in (found if gemms is None else gemms) if not g.compiled}
+    every = find_gemms(roots, in_forward=True)
+    found = [g for g in every if not g.backend.in_forward]
+    inside = {g.name: g for g in every if g.backend.in_forward}
+    observed = {g.name for g in (every if gemms is None else gemms) if not g.compiled}
     around = {key: outer for root in roots for key, outer in _around(root).items()}
     parts = Counter(id(g.module) for g in found)
     entries = [_of_gemm(g, around[id(g.module)], parts[id(g.module)], g.name in observed, roles) for g in found]
@@ -45,7 +47,9 @@ def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, r
         for path, module in root.named_modules():
             name = global_name(root, path)
             if id(module) not in parts:
-                entries += entries_of(name, module, around[id(module)])
+                for entry in entries_of(name, module, around[id(module)]):
+                    gemm = inside.get(entry.name)
+                    entries.append(entry if gemm is None else _of_product(entry, gemm, entry.name in observed, roles))
             if computes_scores(module):
                 entries.append(_of_scores(name, module, roles))
     return Ledger((*_grouped(entries), Entry("*", "other", UNKNOWN, FUNCTIONS, first="*")))
@@ -94,6 +98,16 @@ def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool
         trained=needs_gradient(gemm.module),
         first=gemm.name,
     )
+
+
+def _of_product(entry: Entry, gemm: Gemm, observed: bool, roles: Collection[str]) -> Entry:
+    """What a forward multiplies inside; in a class that is not known, only a step tells whether it does."""
+    reason = _reason(gemm, observed, roles)
+    if not observed:
+        return replace(entry, reason=reason)
+    if entry.status == UNKNOWN:
+        return replace(entry, reason=IF_MULTIPLIED)
+    return replace(entry, status=OBSERVED, reason=reason)
 
 
 def _experts(gemm: Gemm, around: Sequence[nn.Module], parts: int) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..capture.attention import AttentionCapture
 from ..capture.backends.base import unknown_cast
 from ..capture.gemms import matching
@@ -15,7 +17,7 @@ from .model_scan import ModelScan
 
 
 def attention_capture(
-    model: ModelScan, plan: Config, world: int, operands: dict[Key, Operand], lose: Fault
+    model: ModelScan, plan: Config, world: int, operands: dict[Key, Operand], lose: Fault, order: Iterator[int]
 ) -> AttentionCapture | None:
     """Installs hooks on the attentions that are looked at; None: there is none.
 
@@ -23,6 +25,7 @@ def attention_capture(
         world: ranks of the run; on several, attention is not measured.
         operands: what is captured in the step; those of attention are added.
         lose: told of a fault.
+        order: gives out places in the order of execution.
     """
     if not (found := matching(model.attentions, plan.layers)):
         return None
@@ -34,7 +37,7 @@ def attention_capture(
     if world == 1 and model.scales.auto:
         sinks = {(g.name, role): Operand(g, role, unknown_cast(role)) for g in found for role in roles}
     operands |= sinks
-    capture = AttentionCapture(found, sinks, lose)
+    capture = AttentionCapture(found, sinks, lose, order)
     capture.attach()
     return capture
 

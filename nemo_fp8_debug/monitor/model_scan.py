@@ -11,7 +11,7 @@ from torch import nn
 
 from ..capture.attention import attentions
 from ..capture.backends.transformer_engine import inspection
-from ..capture.gemms import Gemm, find_gemms, matching, select, unknown_gemms
+from ..capture.gemms import Gemm, find_gemms, matching, seen_in_forward, select, unknown_gemms
 from ..capture.overrides import emulated
 from ..capture.scales import Scales
 from ..core.arguments import shown
@@ -56,7 +56,7 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
         raise ConfigError(f"model is {shown(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks")
     if config.eager and not hasattr(torch.compiler, "set_stance"):
         raise ConfigError(f"eager needs torch 2.6 or later, and this is {torch.__version__}")
-    found = [replace(g, compiled=g.compiled and not config.eager) for g in find_gemms(roots)]
+    found = [replace(g, compiled=g.compiled and not config.eager) for g in find_gemms(roots, in_forward=True)]
     known = [g for g in found if not g.compiled]
     if ranks == 1:
         gemms = select(found, config.layers)
@@ -86,7 +86,8 @@ def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm],
     if unknown := unknown_gemms(roots):
         first = next(iter(unknown))
         errors.warn(f"{len(unknown)} modules are not known here and left out, first {first}, a {unknown[first]}")
-    if foreign := {g.name: why for g in gemms if not emulated(g.module) and (why := g.backend.foreign(g.module))}:
+    untold = [g for g in gemms if not emulated(g.module) and not seen_in_forward(g)]
+    if foreign := {g.name: why for g in untold if (why := g.backend.foreign(g.module))}:
         first = next(iter(foreign))
         errors.warn(f"how {len(foreign)} layers cast their operands is unknown (first {first}: {foreign[first]})")
     if stored := [g.name for g in gemms if "weight" in g.unseen]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from ..capture.backends.base import UnknownCast, raw_weight
 from ..capture.backends.transformer_engine import inspection
 from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.dtensor import is_counted, is_dtensor
-from ..capture.gemms import matching
+from ..capture.gemms import matching, seen_in_forward
 from ..capture.grad_scale import GradScale
 from ..capture.hooks import Capture, OperandSink
+from ..capture.matmul_capture import MatmulCapture
 from ..capture.operands import Operand
 from ..capture.output_samples import Products
 from ..capture.tracing import compiled_by_now
@@ -66,7 +68,7 @@ class SampledStep:
         self._expected: set[Key] = set()
         self._operands: dict[Key, Operand] = {}
         self._products: dict[str, Products] = {}
-        self._capture: Capture | None = None
+        self._captures: list[Capture | MatmulCapture] = []
         self._attention: AttentionCapture | None = None
         self._multiplier: GradScale | None = None
         self._lost: dict[str, list[Key]] = {}
@@ -89,7 +91,7 @@ class SampledStep:
         known, plan, dump, rank = self._known, self._plan, self._watched.dump, self._watched.rank
         dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
         sampled = {g.name for g in matching(known, plan.layers)}
-        of_outputs = sampled if plan.output_rows else set()
+        of_outputs = {g.name for g in known if g.name in sampled and not g.backend.in_forward} if plan.output_rows else set()
         sinks, seen = dict[Key, OperandSink](), defaultdict[str, dict[str, Operand]](dict)
         for role in plan.roles:
             for gemm in known:
@@ -154,15 +156,17 @@ class SampledStep:
             self._eager = torch.compiler.set_stance("force_eager")
         self._multiplier = GradScale(model.roots, partial(guard, _MULTIPLIER))
         self._multiplier.attach()
-        if sinks:
-            self._capture = Capture(sinks, self._lose, model.scales.auto, self._products)
-            self._capture.attach()
-        self._attention = attention_capture(model, self._plan, self._watched.world, self._operands, self._lose)
+        order = itertools.count(step=3)
+        for kind, inside in ((Capture, False), (MatmulCapture, True)):
+            if mine := {key: sink for key, sink in sinks.items() if seen_in_forward(sink.gemm) is inside}:
+                self._captures.append(kind(mine, self._lose, model.scales.auto, self._products, order))
+                self._captures[-1].attach()
+        self._attention = attention_capture(model, self._plan, self._watched.world, self._operands, self._lose, order)
 
     @property
     def captures(self) -> bool:
         """Whether hooks see operands."""
-        return self._capture is not None
+        return bool(self._captures)
 
     def show_loss(self, loss: Any, tokens: torch.Tensor | float) -> None:
         """See `Monitor.watch_loss`."""
@@ -181,11 +185,12 @@ class SampledStep:
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
             self._eager = None
-        for watching in (self._capture, self._multiplier, self._attention):
+        for watching in (*self._captures, self._multiplier, self._attention):
             if watching is not None:
                 watching.detach()
         warn_of_unseen(self._attention, self._watched.world, self._watched.errors)
-        self._capture = self._multiplier = self._attention = None
+        self._warn_of_what_is_not_multiplied()
+        self._captures, self._multiplier, self._attention = [], None, None
         with self._watched.errors.guard("while looking for compiled layers"):
             self._leave_out_compiled()
         if self._watched.world == 1:  # else another rank may see them
@@ -198,6 +203,17 @@ class SampledStep:
             message = f"{those} missing from the sample of step {self.step}: {why}"
             kinds = [f"{layer} {role} {why.partition(':')[0]}" for layer, role in keys]
             self._watched.errors.warn(message, kind=kinds)
+
+    def _warn_of_what_is_not_multiplied(self) -> None:
+        """Of modules that ran, parameters that no operator of torch multiplied."""
+        names = [name for capture in self._captures if isinstance(capture, MatmulCapture) for name in capture.not_multiplied]
+        if not names:
+            return
+        self._expected -= {(name, role) for name in names for role in self._plan.roles}
+        self._watched.errors.warn(
+            f"{len(names)} parameters (first {names[0]}) are multiplied by no operator of torch, and are not observed",
+            kind="not multiplied",
+        )
 
     def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         """A hook has failed, which costs an operand, or what it is cast with."""

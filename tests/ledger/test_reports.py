@@ -15,9 +15,9 @@ from nemo_fp8_debug import Monitor, compare, diagnose
 from nemo_fp8_debug.core.coverage_text import unobserved
 
 
-def recorded(folder: Path, model: nn.Module, shape: tuple[int, ...]) -> Path:
+def recorded(folder: Path, model: nn.Module, shape: tuple[int, ...], layers: list[str] | None = None) -> Path:
     torch.manual_seed(0)
-    monitor = Monitor(model, folder, interval=1, table_rows=1, on_error="raise")
+    monitor = Monitor(model, folder, interval=1, table_rows=1, on_error="raise", layers=layers)
     for step in range(8):
         with monitor.step(step):
             model(torch.randn(shape)).square().mean().backward()
@@ -31,8 +31,9 @@ def linear() -> nn.Module:
 
 class TestRuns:
     def test_a_model_that_is_not_all_observed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        runs = [recorded(tmp_path / name, ViT(), (2, 3, 16, 16)) for name in ("a", "b")]
-        said = "49.0% of the multiply-adds per token that modules show are not observed: projections inside nn.Multihead"
+        layers = ["linear1", "linear2", "head"]
+        runs = [recorded(tmp_path / name, ViT(), (2, 3, 16, 16), layers) for name in ("a", "b")]
+        said = "49.0% of the multiply-adds per token that modules show are not observed: left out by the option layers (4, "
         assert f"nemo_fp8_debug: {said}" in capsys.readouterr().out
         assert any(said in note for note in compare(*runs).notes)
         assert any(note.startswith(said) for note in diagnose(runs[0]).notes)
@@ -47,7 +48,7 @@ class TestRuns:
         found = Monitor(ViT(), recorders=[Samples()], layers=["head"]).fingerprint["coverage"]
         assert found["share_not_observed"] == pytest.approx(1 - 320 / (2 * 8 * 32 * 32 + 320))
         left = found["not_observed"]["left out by the option layers"]
-        assert left == {"count": 4, "first": "encoder.layers.0.linear1", "multiply_adds_per_token": 4 * 32 * 64}
+        assert left == {"count": 8, "first": "encoder.layers.0.linear1", "multiply_adds_per_token": 2 * 8 * 32 * 32}
         assert found["layers_of_unknown_size"] == {"convolution": 1}
 
     def test_roles_that_are_left_out_are_said(self) -> None:

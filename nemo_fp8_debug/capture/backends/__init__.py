@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import megatron, torch_linear, torchao, transformer_engine
+from . import in_forward, megatron, torch_linear, torchao, transformer_engine
 from .base import Backend
 
 #: asked in this order; the first that owns a module serves it
@@ -13,6 +13,7 @@ BACKENDS: tuple[Backend, ...] = (
     megatron.BACKEND,
     torchao.BACKEND,
     torch_linear.BACKEND,
+    in_forward.BACKEND,
 )
 
 __all__ = ["BACKENDS", "Backend"]

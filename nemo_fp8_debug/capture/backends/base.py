@@ -105,6 +105,8 @@ class Backend:
     cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], ScaleInUse]] | None = None
     #: asked once a sampled step: why nothing can be told of how the engine casts; empty: it can
     untold: Callable[[], str] = str
+    #: whether its operands exist inside its forward only, and are seen at the operators of torch
+    in_forward: bool = False
     #: why nothing can be told of what a module that casts nothing by itself does to its operands; empty: it is known
     foreign: Callable[[nn.Module], str] = lambda module: ""
     #: what is to be known of a call before it runs, as keywords of `cast`

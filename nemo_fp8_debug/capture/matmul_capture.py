@@ -1,0 +1,221 @@
+"""Hands over the operands of products inside a module's forward, in one sampled step.
+
+That is how modules are seen whose arguments are no operands (`backends.in_forward`), and subclasses of `nn.Linear` with a
+forward of their own, which may change what they multiply. Where nothing can be told of how such a Linear came to its
+operands, its arguments and its parameter are measured instead, as `unknown`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, as_multiplied, raw_weight, unknown_cast
+from .backends.in_forward import parameter_name, parameter_of
+from .dtensor import is_dtensor
+from .gemms import Gemm
+from .hooks import OperandSink
+from .matmuls import GradientHook, Matmul, Matmuls
+from .operand_guard import Fault, OperandGuard
+from .output_samples import Products
+from .passes import Pass, Passes
+from .tracing import Hook
+
+_COMPUTED = "its module computes it by other operators than those that are known not to quantize"
+
+
+@dataclass
+class _Call:
+    """A forward call that counts."""
+
+    counted: Pass
+    mode: Matmuls | None = None
+    #: names of GEMMs whose products were seen
+    seen: set[str] = field(default_factory=set)
+    #: whether nothing that this forward does may have quantized the gradients of its products
+    gradients_are_told: bool = False
+
+
+class MatmulCapture:
+    """The hooks of one sampled step on modules whose products are inside their forward."""
+
+    def __init__(
+        self,
+        sinks: Mapping[tuple[str, str], OperandSink],
+        on_fault: Fault,
+        read_casts: bool = True,
+        products: Mapping[str, Products] | None = None,
+        order: Iterator[int] | None = None,
+    ) -> None:
+        """Arguments are those of `hooks.Capture`."""
+        self._sinks, self._on_fault, self._read_casts = dict(sinks), on_fault, read_casts
+        self._products = products or {}
+        self._passes = Passes(order)
+        self._handles: list[RemovableHandle] = []
+        self._calls: dict[nn.Module, _Call] = {}
+        self._weights: set[str] = set()
+        #: names of GEMMs whose module ran, while no operator of torch multiplied their parameter
+        self.not_multiplied: dict[str, None] = {}
+
+    def attach(self) -> None:
+        """Install the hooks."""
+        by_module: dict[nn.Module, dict[str, Gemm]] = defaultdict(dict)
+        for sink in self._sinks.values():
+            by_module[sink.gemm.module][parameter_name(sink.gemm.module, sink.gemm.part)] = sink.gemm
+        for module, gemms in by_module.items():
+            before, after = (Hook(partial(hook, gemms), module) for hook in (self._before, self._after))
+            self._handles += [
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True),
+            ]
+
+    def detach(self) -> None:
+        """Remove the hooks; gradients that arrive later are ignored."""
+        for handle in self._handles:
+            handle.remove()
+        for call in self._calls.values():
+            if call.mode is not None:
+                call.mode.end()
+        self._handles, self._sinks, self._products, self._calls = [], {}, {}, {}
+
+    def _guarded(self, gemm: Gemm, role: str) -> OperandGuard:
+        return OperandGuard(self._on_fault, gemm.name, role, True)
+
+    def _before(self, gemms: Mapping[str, Gemm], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        with self._guarded(next(iter(gemms.values())), "input"):
+            counted = self._passes.counted(module)
+            if counted is not None:
+                call = self._calls[module] = _Call(counted)
+                call.mode = Matmuls(module, gemms, (args, kwargs), partial(self._take_product, gemms, call))
+        if (found := self._calls.get(module)) and found.mode is not None:
+            found.mode.begin()
+
+    def _after(self, gemms: Mapping[str, Gemm], module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
+        call = self._calls.pop(module, None)
+        if call is None or call.mode is None:
+            return
+        call.mode.end()
+        if out is None:
+            return  # the forward raised
+        with self._guarded(next(iter(gemms.values())), "grad_output"):
+            call.gradients_are_told = not call.mode.hooked and not _has_functions_of_others(out, (args, kwargs))
+        for gemm in gemms.values():
+            if gemm.name not in call.seen:
+                if gemm.backend.in_forward:
+                    self.not_multiplied[gemm.name] = None
+                else:
+                    self._take_arguments(gemm, call, args, kwargs, out)
+
+    def _take_product(
+        self, gemms: Mapping[str, Gemm], call: _Call, found: Matmul
+    ) -> Callable[[torch.Tensor, bool], None] | None:
+        gemm = gemms[found.parameter]
+        if not gemm.backend.in_forward and not (found.x_is_told and found.weight_is_told):
+            return None
+        place = self._place(call)
+        call.seen.add(gemm.name)
+        with self._guarded(gemm, "input"):
+            _check_rows(gemm)
+            self._add(gemm, "input", found.x, place, "" if found.x_is_told else _COMPUTED)
+        if gemm.name not in self._weights:
+            self._weights.add(gemm.name)
+            with self._guarded(gemm, "weight"):
+                if (weight := found.weight()) is None:
+                    raise LookupError("it is multiplied in parts, which were computed from the parameter")
+                self._add(gemm, "weight", weight, place, "" if found.weight_is_told else _COMPUTED)
+        return partial(self._hook_gradient, gemm, call, place, found.turned)
+
+    def _place(self, call: _Call) -> int:
+        """In the order of execution; products of a recompute have that of its first pass."""
+        again = torch._C._current_graph_task_id() != -1
+        return call.counted.order if again or not call.seen else next(self._passes.order)
+
+    def _add(self, gemm: Gemm, role: str, x: torch.Tensor, place: int, untold: str) -> None:
+        """
+        Args:
+            untold: why it cannot be told whether it was quantized; empty: it was not.
+        """
+        if sink := self._sinks.get((gemm.name, role)):
+            use = self._use(gemm, role, untold)
+            sink.add(x, place + (role == "weight"), use)
+            self._multiply(gemm, role, x, place, use)
+
+    def _use(self, gemm: Gemm, role: str, untold: str) -> ScaleInUse | None:
+        if not untold or not self._read_casts:
+            return None
+        self._on_fault(gemm.name, role, UnknownCast(untold), False)
+        return unknown_cast(role)
+
+    def _multiply(self, gemm: Gemm, role: str, x: torch.Tensor, place: int, use: ScaleInUse | None) -> None:
+        if products := self._products.get(gemm.name):
+            products.add(role, x, place, use)
+
+    def _hook_gradient(self, gemm: Gemm, call: _Call, place: int, turned: bool, out: torch.Tensor, hooked: bool) -> None:
+        def take(grad: torch.Tensor) -> None:
+            key = gemm.name, "grad_output"
+            with self._guarded(gemm, "grad_output"):
+                if sink := self._sinks.get(key):
+                    _check_rows(gemm)
+                    told = call.gradients_are_told and not hooked
+                    use = self._use(gemm, "grad_output", "" if told else gemm.backend.foreign(gemm.module) or _COMPUTED)
+                    dy = grad.transpose(-1, -2) if turned else grad
+                    sink.add(dy, next(self._passes.order), use)
+                    self._multiply(gemm, "grad_output", dy, place, use)
+
+        if out.requires_grad:
+            out.register_hook(GradientHook(take))
+
+    def _take_arguments(self, gemm: Gemm, call: _Call, args: Args, kwargs: Kwargs, out: Any) -> None:
+        """What a Linear was given, since what it multiplied cannot be told."""
+        why = gemm.backend.foreign(gemm.module)
+        with self._guarded(gemm, "input"):
+            x = gemm.backend.input(gemm.module, args, kwargs, gemm.part)
+            if x is not None:
+                self._add(gemm, "input", as_multiplied(x), call.counted.order, why)
+        with self._guarded(gemm, "weight"):
+            if (weight := raw_weight(gemm.module)) is not None:
+                self._add(gemm, "weight", as_multiplied(weight), call.counted.order, why)
+        with self._guarded(gemm, "grad_output"):
+            self._hook_gradient(gemm, call, call.counted.order, False, gemm.backend.output(out), True)
+
+
+def _check_rows(gemm: Gemm) -> None:
+    """Ranks that have experts of their own have rows of their own.
+
+    Raises:
+        TypeError: ranks split the parameter otherwise, and which of them counts X and dY is not known.
+    """
+    parameter: Any = parameter_of(gemm.module, parameter_name(gemm.module, gemm.part))
+    if is_dtensor(parameter):
+        apart = all(p.is_replicate() or (p.is_shard(0) and parameter.dim() == 3) for p in parameter.placements)
+        if not apart or all(p.is_replicate() for p in parameter.placements):
+            split = parameter.placements
+            raise TypeError(f"ranks hold parts of its parameter ({split}), and which of them counts X and dY is not known")
+
+
+def _has_functions_of_others(out: Any, inputs: Any) -> bool:
+    """Whether a forward has put functions into the graph of autograd that are not torch's own, and may change gradients."""
+    ends = set(_nodes(inputs))
+    waiting = [node for node in _nodes(out) if node not in ends]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction":
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and following not in ends:
+                seen.add(following)
+                waiting.append(following)
+    return False
+
+
+def _nodes(values: Any) -> Sequence[Any]:
+    return [x.grad_fn for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.grad_fn is not None]
