@@ -228,16 +228,6 @@ ROUNDINGS = [
     out_of_sight,
     _Rounding.apply,
 ]
-    to_fp8,
-    to_int8,
-    straight_through,
-    by_addend,
-    by_tensor_addend,
-    by_floor,
-    by_bits,
-    out_of_sight,
-    _Rounding.apply,
-]
 
 
 class Rounds(nn.Linear):

@@ -49,10 +49,40 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def model(exact: bool) -> Model:
+class Experts(nn.Module):
+    """Two experts in one parameter of three dimensions, each for half of the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2, WIDTH // 2, WIDTH // 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.unflatten(-1, (2, -1)).flatten(0, 1).transpose(0, 1)
+        return torch.bmm(parts, self.weights).transpose(0, 1).reshape(x.shape)
+
+
+class InsideBlock(Block):
+    """A block that multiplies inside of forwards too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.experts = nn.MultiheadAttention(WIDTH, 2, batch_first=True), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return super().forward(x + self.experts(x))
+
+
+class InsideModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InsideBlock() for _ in range(2))
+
+
+def model(exact: bool, inside: bool = False) -> Model:
     """Exact: so few bits that all arithmetic is, in whatever order sums are taken."""
     torch.manual_seed(0)
-    made = Model()
+    made = InsideModel() if inside else Model()
     if exact:
         for parameter in made.parameters():
             kept = torch.rand(parameter.shape) < 0.15
@@ -179,6 +209,10 @@ MODES: dict[str, Callable[[Model], nn.Module]] = {
     "fsdp1-orig": fsdp1(auto_wrap_policy=POLICY, use_orig_params=True),
     "fsdp1-linear": fsdp1(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=False),
     "fsdp1-grad-op": fsdp1(auto_wrap_policy=POLICY, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "inside-plain": plain,
+    "inside-ddp": ddp,
+    "inside-fsdp2": fsdp2(_blocks),
+    "inside-fsdp2-bf16": fsdp2(_blocks, mp_policy=BF16),
     "tp-exact": tp(),
     "tp-sequence-exact": tp(of_sequence=True),
     "partial-exact": partial,
@@ -207,7 +241,7 @@ def loss_of(y: torch.Tensor, exact: bool) -> torch.Tensor:
 
 def train(mode: str, rank: int, world: int, watched: bool) -> dict[str, Any]:
     exact, samples = mode.endswith("exact"), Samples()
-    bare = model(exact)
+    bare = model(exact, mode.startswith("inside"))
     options = {"interval": 2, "recorders": [samples], "on_error": "warn" if "partial" in mode else "raise"}
     monitor = Monitor(bare, **options) if watched and mode == "early" else None
     net = MODES[mode](bare)

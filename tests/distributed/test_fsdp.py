@@ -17,8 +17,9 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "fsdp2.py"
 REPLICATED = ["ddp"]
 FSDP2 = [f"fsdp2-{how}" for how in ("block", "block-kept", "linear", "linear-kept", "root", "block-bf16", "linear-bf16")]
 FSDP1 = ["fsdp1", "fsdp1-orig", "fsdp1-linear", "fsdp1-grad-op"]
+INSIDE = [f"inside-{how}" for how in ("ddp", "fsdp2", "fsdp2-bf16")]
 TENSOR_PARALLEL = ["tp-exact", "tp-sequence-exact"]
-OF_TWO = [*REPLICATED, *FSDP2, "early", *FSDP1, *TENSOR_PARALLEL]
+OF_TWO = [*REPLICATED, *FSDP2, "early", *FSDP1, *INSIDE, *TENSOR_PARALLEL]
 OF_FOUR = ["hsdp", *TENSOR_PARALLEL, "fsdp2-tp-exact", "fsdp2-tp-linear-exact"]
 CASES = [(2, mode) for mode in OF_TWO] + [(4, mode) for mode in OF_FOUR]
 
@@ -30,7 +31,7 @@ Results = dict[int, list[dict[str, dict[str, Any]]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By number of ranks: what each of them found in each mode."""
     folder = tmp_path_factory.mktemp("sharded")
-    modes = {1: ["plain", "plain-exact"], 2: [*OF_TWO, "fsdp2-unsharded", "partial-exact"], 4: OF_FOUR}
+    modes = {1: ["plain", "plain-exact", "inside-plain"], 2: [*OF_TWO, "fsdp2-unsharded", "partial-exact"], 4: OF_FOUR}
     run_script(WORKER, folder, *(f"{world}:{','.join(names)}" for world, names in modes.items()))
     return {
         world: [torch.load(folder / f"rank-{r}-of-{world}.pt", weights_only=False) for r in range(world)] for world in modes
@@ -42,14 +43,15 @@ def rows(result: dict[str, Any], step: int) -> Rows:
 
 
 def plain(results: Results, mode: str) -> dict[str, Any]:
-    return results[1][0]["plain-exact" if mode.endswith("exact") else "plain"]
+    inside = "inside-" if mode.startswith("inside") else ""
+    return results[1][0]["plain-exact" if mode.endswith("exact") else f"{inside}plain"]
 
 
 @pytest.mark.parametrize(("world", "mode"), CASES)
 def test_operands_are_those_of_one_process(results: Results, world: int, mode: str) -> None:
     """The arithmetic is the same, or such that nothing is rounded: X, W and dY are identical, count by count."""
     expected, found = rows(plain(results, mode), 0), rows(results[world][0][mode], 0)
-    assert len(expected) == 15 and set(found) == set(expected)
+    assert len(expected) == (33 if mode in INSIDE else 15) and set(found) == set(expected)
     for key, row in expected.items():
         assert found[key]["histogram"] == row["histogram"], key
         assert {k: found[key][k] for k in ("n", "amax", "dtype", "ranks_missing")} == {
@@ -65,7 +67,7 @@ def test_weights_are_those_of_the_step(results: Results, world: int, mode: str) 
     """And not what they were when the monitor was started, or the model wrapped."""
     mine = results[world][0][mode]
     first, last = rows(mine, 0), rows(mine, 2)
-    assert len(mine["last"]) == 5
+    assert len(mine["last"]) == (7 if mode in INSIDE else 5)
     for layer, counts in mine["last"].items():
         assert last[layer, "weight"]["histogram"] == counts
         assert last[layer, "weight"]["histogram"] != first[layer, "weight"]["histogram"]
