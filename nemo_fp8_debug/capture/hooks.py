@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,9 +24,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .amax_reductions import AfterBackward, Forwards, Reduced, with_shared_amax
-from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, as_multiplied, is_prepared_later, unknown_cast
+from .backends.base import Args, Kwargs, ScaleInUse, StoredCodes, UnknownCast, as_multiplied, is_prepared_later, unknown_cast
 from .backends.transformer_engine import inspection
 from .gemms import Gemm
+from .masters import Masters
 from .operand_guard import Fault, OperandGuard
 from .output_samples import Products
 from .overrides import emulated
@@ -57,6 +59,7 @@ class Capture:
         read_casts: bool = True,
         products: Mapping[str, Products] | None = None,
         order: Iterator[int] | None = None,
+        masters: Masters | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +68,7 @@ class Capture:
             read_casts: whether to ask backends how operands are cast.
             products: by GEMM name: what gets the same operands, and which forward call each belongs to.
             order: gives out places in the order of execution; what is captured together shares it.
+            masters: finds master weights of those that are stored in codes.
         """
         inside = {key for key, sink in sinks.items() if key[1] in sink.gemm.unseen}
         self._sinks = {key: sink for key, sink in sinks.items() if key not in inside}
@@ -74,10 +78,12 @@ class Capture:
         self._products = products or {}
         self._handles: list[RemovableHandle] = []
         self._passes = Passes(order)
+        self._masters = masters
         self._sharded: set[nn.Module] = set()  # whose operands are ready only between the hooks of a sharding engine
         self._under_way: dict[nn.Module, Pass | None] = {}  # of modules whose forward runs; None: not counted
         self._weights: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # of the same, by GEMM
         self._weight_casts: dict[str, ScaleInUse] = {}  # by GEMM: that of its first call
+        self._stored: set[tuple[str, str]] = set()  # weights in codes that were looked at
         self._reduced = Forwards()
         self._untold: dict[Callable[[], str], str] = {}  # by what tells it: why casts cannot be told in this step
 
@@ -95,6 +101,8 @@ class Capture:
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after, prepend=True, with_kwargs=True),
             ]
+            if self._masters and any(gemm.backend.stored(module, gemm.part) for gemm in own):
+                self._handles.append(self._masters.watch())
             if self._read_casts and own[0].backend.shares_amax(module):
                 self._handles += self._reduced.attach(module)
         if self._inside:
@@ -174,6 +182,8 @@ class Capture:
         to.casts = {(gemm.name, "weight"): use for gemm in gemms if (use := self._weight_casts.get(gemm.name))}
         for gemm in gemms:
             for role in ("input", "weight"):
+                if role == "weight" and gemm.backend.stored(gemm.module, gemm.part):
+                    continue  # it is not cast in the call
                 if (gemm.name, role) not in to.casts and (read := self._cast_reader(gemm, to.arguments, role, out)):
                     to.casts[gemm.name, role] = use = read(self._reduced.of(gemm.module))
                     if role == "weight":
@@ -222,10 +232,32 @@ class Capture:
             weights = self._found_weights(gemms, module, args, kwargs)
         for gemm in gemms:
             with self._guarded(gemm.name, "weight"):
-                self._take(gemm, "weight", weights.get(gemm.name), counted)
+                if stored := gemm.backend.stored(gemm.module, gemm.part):
+                    self._take_stored(gemm, stored, counted)
+                else:
+                    self._take(gemm, "weight", weights.get(gemm.name), counted)
             if (gemm.name, "grad_output") in self._sinks:
                 with self._guarded(gemm.name, "grad_output"):
                     self._hook_gradient(gemm, module, args, kwargs, out, counted)
+
+    def _take_stored(self, gemm: Gemm, stored: StoredCodes, counted: Pass) -> None:
+        """W in codes, beside the master weight; where none is found, what the codes stand for."""
+        key = gemm.name, "weight"
+        if key in self._stored or not (sink := self._sinks.get(key)):
+            return
+        self._stored.add(key)
+        codes, use, parameter = stored.decoded(), stored.cast(), stored.parameter
+        master = self._masters.of(parameter) if self._masters else None
+        if master is None:
+            sink.add(codes.values, counted.order + 1, replace(use, source="stored", decoded=codes))
+            return
+        x, start = master
+        whole = x.numel() == codes.values.numel()
+        x = x.reshape(codes.values.shape) if whole else x
+        use = replace(use, decoded=codes if whole else codes.part(start, x.numel()))
+        sink.add(x, counted.order + 1, use)
+        if whole:
+            self._multiply(gemm, "weight", x, counted, use)
 
     def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any, counted: Pass) -> None:
         y = gemm.backend.output(out)

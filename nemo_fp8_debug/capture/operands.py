@@ -14,6 +14,7 @@ from ..numerics.block_scaling import BlockRule, matrix
 from ..numerics.histogram import DTYPES, Histogram
 from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe
+from ..numerics.stored_codes import quantization_sums_of_codes
 from ..numerics.tensor_scaling import CurrentScaling, Unscaled
 from .backends.base import ScaleInUse
 from .dtensor import local
@@ -77,7 +78,8 @@ class Operand:
         """
         if self.role == "weight" and (self.calls or self.copies):
             return  # the same weight in every micro-batch
-        if not self.is_counted(x):
+        part_of_others = use is not None and use.decoded is not None and not x.numel()
+        if part_of_others or not self.is_counted(x):
             self.copies += 1
             return
         if x.dtype not in MEASURED:
@@ -86,9 +88,9 @@ class Operand:
             raise TypeError(f"it is {self.dtype} in one call and {x.dtype} in another of the same step")
         x = local(x)
         use = use or self.in_use
-        counted = self._count(x.detach(), use)
+        counted = self._count(x.detach(), replace(use, decoded=None))
         self._measure_directly(x.detach(), use, counted)
-        if self.measures_copies and use.columnwise is not None:
+        if self.measures_copies and use.columnwise is not None and use.decoded is None:
             self._measure_copy(x.detach(), use.columnwise)
         self._nonfinite.append((order, self._nonfinite_count(counted)))
         self.dtype = x.dtype
@@ -133,9 +135,12 @@ class Operand:
         is_float32 = x.dtype not in DTYPES
         if is_float32:
             self.moments.append(moments(x))
-        if is_float32 or isinstance(use.scale, BlockRule):
+        if use.decoded is not None:
+            self.sums.append(quantization_sums_of_codes(x, use.decoded))
+        elif is_float32 or isinstance(use.scale, BlockRule):
             self.sums.append(quantization_sums(x, use.scale_of(x), self.role, use.format, counted))
-        for recipe in self.what_if:
+        is_part = use.decoded is not None and x.dim() < 2  # whose rows and blocks are not known
+        for recipe in () if is_part else self.what_if:
             rule = recipe.scaling
             if isinstance(rule, BlockRule) or (is_float32 and isinstance(rule, Unscaled)):
                 sums = quantization_sums(x, rule, self.role, recipe.format_of(self.role), counted)

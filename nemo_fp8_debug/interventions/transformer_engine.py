@@ -161,7 +161,7 @@ def _check(gemms: Sequence[Gemm], change: Change) -> None:
     gemm = gemms[0]
     if gemm.compiled:
         raise ConfigError(f"{gemm.name} runs inside torch.compile, where a plan cannot change it; compile without it")
-    if any("weight" in g.unseen for g in gemms):
+    if any("weight" in g.unseen or g.backend.stored(g.module, g.part) for g in gemms):
         raise ConfigError(
             f"W of {gemm.name} is stored in FP8, which a plan cannot change; start the run with weights in BF16 "
             "(Megatron: fp8_param=False)"

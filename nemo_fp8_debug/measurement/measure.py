@@ -27,6 +27,10 @@ Columns = dict[str, list[Any]]
 PRODUCT_OF_COPY = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
 
 
+#: metrics of what a cast did
+_OF_ERRORS = ("underflow_pct", "overflow_pct", "mse", "relative_error", "sqnr_db", "cosine")
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a sample records of its operands."""
@@ -85,7 +89,16 @@ def measure(
     }
     formats = [FORMATS[s.cast.format] for s in operands.rows]
     measured = operands.columns(range(len(stats)), sums, scale, lambda rows: [formats[i] for i in rows]) | described
+    _leave_out_errors_of_stored(measured)
     return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others), copies=_copies(stats, operands))
+
+
+def _leave_out_errors_of_stored(columns: Columns) -> None:
+    """Of codes alone nobody knows what was lost when they were made."""
+    for i, source in enumerate(columns["scale_source"]):
+        if source == "stored":
+            for name in _OF_ERRORS:
+                columns[name][i] = None
 
 
 def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Columns:

@@ -12,6 +12,7 @@ from torch import nn
 from ..capture.attention import attentions
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_gemms, matching, seen_in_forward, select, unknown_gemms
+from ..capture.masters import Masters
 from ..capture.overrides import emulated
 from ..capture.scales import Scales
 from ..core.arguments import shown
@@ -37,6 +38,8 @@ class ModelScan:
     #: attentions of Transformer Engine, which may run in FP8
     attentions: Sequence[Gemm]
     scales: Scales
+    #: of weights that are stored in codes
+    masters: Masters
     #: how the run is set up
     fingerprint: Mapping[str, Any]
 
@@ -69,7 +72,7 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
     scales = Scales(known, config.measured_recipe, config.recipe)
     setup = fingerprint(roots, gemms, config, scales.description)
     setup["coverage"] = _coverage(roots, gemms, config, errors)
-    return ModelScan(roots, known, [g for g in found if g.compiled], gemms, attentions(roots), scales, setup)
+    return ModelScan(roots, known, [g for g in found if g.compiled], gemms, attentions(roots), scales, Masters(roots), setup)
 
 
 def _coverage(roots: Sequence[nn.Module], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:
@@ -91,10 +94,7 @@ def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm],
         first = next(iter(foreign))
         errors.warn(f"how {len(foreign)} layers cast their operands is unknown (first {first}: {foreign[first]})")
     if stored := [g.name for g in gemms if "weight" in g.unseen]:
-        errors.warn(
-            f"W of {len(stored)} layers is stored in FP8 (first {stored[0]}): "
-            "there is nothing to compare it with, so it is left out"
-        )
+        errors.warn(f"W of {len(stored)} layers (first {stored[0]}) is stored in a way that is not known here, and left out")
     if split := [g.name for g in gemms if inspection.leaves_out(g)]:
         errors.warn(
             f"the inside of {len(split)} layers (first {split[0]}) is not inspected: "

@@ -13,10 +13,11 @@ import torch
 
 from ..capture.attention import AttentionCapture
 from ..capture.backends.base import UnknownCast, raw_weight
+from ..capture.backends.parallel import copied_part
 from ..capture.backends.transformer_engine import inspection
 from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.dtensor import is_counted, is_dtensor
-from ..capture.gemms import matching, seen_in_forward
+from ..capture.gemms import Gemm, matching, seen_in_forward
 from ..capture.grad_scale import GradScale
 from ..capture.hooks import Capture, OperandSink
 from ..capture.matmul_capture import MatmulCapture
@@ -97,7 +98,7 @@ class SampledStep:
             for gemm in known:
                 if role in gemm.unseen and not inspection.sees(gemm, role):
                     continue
-                key, copied = (gemm.name, role), gemm.backend.copied(gemm.module, role)
+                key, copied = (gemm.name, role), self._copied(gemm, role)
                 counted = gemm.name in sampled | dumped and not copied
                 # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
                 first = self._watched.shard_group.first[gemm.name] if copied is None else None
@@ -122,6 +123,13 @@ class SampledStep:
         self._expected |= self._compiled_elsewhere()
         if heard:
             self._attach(sinks)
+
+    def _copied(self, gemm: Gemm, role: str) -> bool | None:
+        """Whether another rank counts it; None: the first rank that has it does."""
+        stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
+        if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
+            return copied_part(gemm.module)
+        return gemm.backend.copied(gemm.module, role)
 
     def _leave_out_compiled(self) -> None:
         """Layers that torch.compile has been called on since the monitor was attached."""
@@ -157,10 +165,15 @@ class SampledStep:
         self._multiplier = GradScale(model.roots, partial(guard, _MULTIPLIER))
         self._multiplier.attach()
         order = itertools.count(step=3)
-        for kind, inside in ((Capture, False), (MatmulCapture, True)):
-            if mine := {key: sink for key, sink in sinks.items() if seen_in_forward(sink.gemm) is inside}:
-                self._captures.append(kind(mine, self._lose, model.scales.auto, self._products, order))
-                self._captures[-1].attach()
+        inside = {key: sink for key, sink in sinks.items() if seen_in_forward(sink.gemm)}
+        outside = {key: sink for key, sink in sinks.items() if key not in inside}
+        options = self._lose, model.scales.auto, self._products, order
+        if outside:
+            self._captures.append(Capture(outside, *options, model.masters))
+        if inside:
+            self._captures.append(MatmulCapture(inside, *options))
+        for capture in self._captures:
+            capture.attach()
         self._attention = attention_capture(model, self._plan, self._watched.world, self._operands, self._lose, order)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from ...numerics.block_scaling import BlockRule
 from ...numerics.formats import FloatFormat
 from ...numerics.recipe import Recipe
+from ...numerics.stored_codes import Decoded
 from ...numerics.tensor_scaling import CurrentScaling, amax_of, finite_amax_of
 from ..dtensor import is_dtensor
 from . import parallel
@@ -32,6 +33,7 @@ class ScaleInUse:
     #: "engine": read from what quantizes the operand; "emulated": a history kept here; "current": the operand's own amax;
     #: "not quantized": the engine left this operand in high precision, and current scaling is what it might use;
     #: "expected": as "engine", but codes are rounded by chance: metrics are expected values;
+    #: "stored": W is stored in codes, what they were made of is not known, and errors are null;
     #: "unknown": the engine may quantize it, and how could not be read; measured as if it were not quantized
     source: str
     #: by product, as in `numerics.gemm_error`: how it is cast for GEMMs that cast it otherwise; None: in high precision
@@ -39,6 +41,8 @@ class ScaleInUse:
     #: the copy that another product of the backward multiplies, where that holds other values; None: there is none that is
     #: known, or it holds the same
     columnwise: ScaleInUse | None = field(default=None, compare=False)
+    #: what the codes stand for, if the engine stores them; None: it casts in each step
+    decoded: Decoded | None = field(default=None, compare=False)
     #: the ranks of whose amaxes the largest is what the cast goes by; None: the tensor's own
     amax_group: Any = field(default=None, compare=False)
 
@@ -76,6 +80,20 @@ def unknown_cast(role: str) -> ScaleInUse:
     return replace(not_quantized(role), source="unknown")
 
 
+class StoredCodes(Protocol):
+    """A weight that is stored in codes."""
+
+    @property
+    def parameter(self) -> Any:
+        """As the module holds it."""
+
+    def decoded(self) -> Decoded:
+        """What the codes stand for; raises UnknownCast."""
+
+    def cast(self) -> ScaleInUse:
+        """How they were cast; raises UnknownCast."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """How to find a framework's GEMM modules and their operands.
@@ -105,6 +123,8 @@ class Backend:
     cast: Callable[[nn.Module, Kwargs, str, str, torch.Tensor], Callable[[], ScaleInUse]] | None = None
     #: asked once a sampled step: why nothing can be told of how the engine casts; empty: it can
     untold: Callable[[], str] = str
+    #: of a part whose weight is stored in FP8 or FP4: what reads it
+    stored: Callable[[nn.Module, str], StoredCodes | None] = lambda module, part: None
     #: whether its operands exist inside its forward only, and are seen at the operators of torch
     in_forward: bool = False
     #: why nothing can be told of what a module that casts nothing by itself does to its operands; empty: it is known

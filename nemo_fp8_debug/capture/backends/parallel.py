@@ -31,6 +31,14 @@ def copied(module: nn.Module, role: str) -> bool | None:
     return bool(within) and not _is_split(module, role, expert)
 
 
+def copied_part(module: nn.Module) -> bool:
+    """Whether another rank counts this rank's part of a master weight: data-parallel ranks have a part each."""
+    state = groups()
+    if state is None or _kind(module) is not None:
+        return False
+    return bool(_expert_tensor_rank(state) if _is_expert(module) else state.get_tensor_model_parallel_rank())
+
+
 def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
     """Whether tensor-parallel ranks hold parts of an activation, by rows or by features, and not all of it each."""
     of_sequence = not expert and _splits_sequence(module)

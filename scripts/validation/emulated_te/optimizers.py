@@ -24,18 +24,18 @@ def multi_tensor_adam(
     weight_decay: float,
 ) -> None:
     """AdamFunctorMaster of multi_tensor/adam.cu; `mode` is 1 for AdamW, 0 for weight decay by the gradient."""
-    if len(tensor_lists) != 4:
-        raise NotImplementedError("multi_tensor_adam with master weights is not emulated")
     corrections = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-    for gradient, parameter, first, second in zip(*tensor_lists, strict=True):
-        g, p = gradient.detach().float(), parameter.detach().float()
+    for gradient, parameter, first, second, *master in zip(*tensor_lists, strict=True):
+        g, p = gradient.detach().float(), (master or [parameter])[0].detach().float()
         if mode == 0:
             g = g + weight_decay * p
         m, v = beta1 * first.float() + (1 - beta1) * g, beta2 * second.float() + (1 - beta2) * g * g
         update = (m / corrections[0]) / ((v / corrections[1]).sqrt() + epsilon)
         if mode == 1:
             update = update + weight_decay * p
-        for target, value in ((parameter, p - lr * update), (first, m), (second, v)):
+        for target in (parameter, *master):
+            target.detach().copy_(p - lr * update)
+        for target, value in ((first, m), (second, v)):
             target.detach().copy_(value)
 
 

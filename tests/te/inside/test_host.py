@@ -185,20 +185,6 @@ class TestSeveralGemms:
         assert set(read_table(tmp_path, "metrics")["gemm"]) == {"fc1"}
 
 
-def test_weights_that_are_stored_in_fp8_are_left_out_and_said(tmp_path: Path) -> None:
-    with te.quantized_model_init(enabled=True, recipe=DELAYED):
-        model = nn.ModuleDict({"proj": te.Linear(32, 48, bias=False, params_dtype=torch.bfloat16)})
-
-    def step(number: int) -> None:
-        with te.autocast(enabled=True, recipe=DELAYED):
-            y = model["proj"](tokens(number))
-        y.float().square().sum().backward()
-
-    with pytest.warns(FP8DebugWarning, match="W of 1 layers is stored in FP8"):
-        casts = run(tmp_path, model, step)
-    assert checked(tmp_path, model, casts, {"proj": ("proj", 0)}) == 3 * 2
-
-
 def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
     model = nn.ModuleDict({"known": te.Linear(32, 32, bias=False), "fused": te.ops.Linear(32, 32, bias=False)})
 

@@ -18,6 +18,7 @@ from ..megatron import configured_recipe
 from . import grouped, layernorm_mlp, linear
 from .casts import first_microbatch, node_of, shares_amax
 from .release import unread_release
+from .stored import stored_weight
 
 
 def _is(*names: str) -> Callable[[nn.Module], bool]:
@@ -40,6 +41,7 @@ LINEAR = Backend(
     weight=linear.operand_w,
     output=_output,
     unseen=linear.unseen,
+    stored=lambda module, part: stored_weight(module),
     cast=linear.cast,
     arguments=first_microbatch,
     shares_amax=shares_amax,
@@ -57,6 +59,7 @@ LAYERNORM_MLP = Backend(
     output=_output,
     parts=lambda module: ("fc1", "fc2"),
     unseen=layernorm_mlp.unseen,
+    stored=lambda module, part: stored_weight(module, f"{part}_weight"),
     cast=layernorm_mlp.cast,
     arguments=first_microbatch,
     shares_amax=shares_amax,
@@ -75,6 +78,7 @@ GROUPED = Backend(
     parts=grouped.parts,
     grad=grouped.operand_dy,
     unseen=grouped.unseen,
+    stored=lambda module, part: stored_weight(module, f"weight{part}"),
     cast=grouped.cast,
     arguments=partial(first_microbatch, place=2),
     untold=unread_release,

@@ -206,5 +206,5 @@ def cached_weight_cast(module: Any, kwargs: Kwargs, name: str, read: Callable[[]
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether a tensor is one of Transformer Engine's, stored in FP8 already: there is nothing to compare it with."""
+    """Whether a tensor is one of Transformer Engine's, stored in FP8 or FP4 already."""
     return type(x).__module__.partition(".")[0] == "transformer_engine"

@@ -10,6 +10,7 @@ import torch
 from ..base import Args, Kwargs, ScaleInUse, UnknownCast, as_multiplied, raw_weight
 from .casts import Held, active_recipe, cached_weight_cast, call_of, cast_of, is_quantized
 from .linear import first_argument
+from .stored import is_read, stored_weight
 
 
 def parts(module: Any) -> Sequence[str]:
@@ -47,9 +48,10 @@ def _rows(x: torch.Tensor, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """Weights that are stored in FP8, or all experts' in one parameter."""
+    """Weights that are stored in a way that is not read, or all experts' in one parameter."""
     weight = raw_weight(module, f"weight{part}")
-    return ("weight",) if weight is None or is_quantized(weight) else ()
+    unread = is_quantized(weight) and not is_read(stored_weight(module, f"weight{part}"))
+    return ("weight",) if weight is None or unread else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:

@@ -12,6 +12,7 @@ from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantize
 from .inspection import is_watched
 from .layernorm_output import normalized
 from .linear import first_argument
+from .stored import is_read, stored_weight
 
 _FORWARD = {("fc1", "input"): 0, ("fc1", "weight"): 1, ("fc2", "input"): 3, ("fc2", "weight"): 4}
 
@@ -34,8 +35,9 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 def unseen(module: Any, part: str) -> Collection[str]:
     """X of fc2 and dY of fc1 exist inside only, and are left to `inspection`."""
-    hidden = ["input"] if part == "fc2" else ["grad_output"]
-    return hidden + (["weight"] if is_quantized(raw_weight(module, f"{part}_weight")) else [])
+    hidden, weight = ["input"] if part == "fc2" else ["grad_output"], raw_weight(module, f"{part}_weight")
+    unread = is_quantized(weight) and not is_read(stored_weight(module, f"{part}_weight"))
+    return [*hidden, "weight"] if unread else hidden
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:

@@ -10,6 +10,7 @@ import torch
 from ..base import Args, Kwargs, ScaleInUse, as_multiplied, raw_weight
 from .casts import Held, active_recipe, cached_weight_cast, cast_of, is_quantized
 from .layernorm_output import normalized
+from .stored import is_read, stored_weight
 
 _HELD = {
     "input": Held("input_quantizer", None, 0),
@@ -41,8 +42,8 @@ def operand_w(module: Any, args: Args, kwargs: Kwargs, part: str) -> torch.Tenso
 
 
 def unseen(module: Any, part: str) -> Collection[str]:
-    """Weights that are stored in FP8 have no values to compare with."""
-    return ("weight",) if is_quantized(raw_weight(module)) else ()
+    """Weights that are stored in a way that is not read."""
+    return ("weight",) if is_quantized(raw_weight(module)) and not is_read(stored_weight(module)) else ()
 
 
 def cast(module: Any, kwargs: Kwargs, part: str, role: str, out: torch.Tensor) -> Callable[[], ScaleInUse]:

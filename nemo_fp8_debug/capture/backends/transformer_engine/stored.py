@@ -1,0 +1,140 @@
+"""Weights that are stored in FP8 or FP4: what their codes stand for.
+
+A tensor of Transformer Engine keeps codes and scales in attributes, whose layout goes with its class; another class, or
+scales that are swizzled for a kernel, is not read. Row-wise copies are read, which fprop multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....numerics.formats import E2M1
+from ....numerics.stored_codes import Decoded
+from ..base import ScaleInUse, UnknownCast, raw_weight
+from .casts import is_quantized
+from .quantizers import cast_by
+from .release import unread_release
+
+_PACKAGE = "transformer_engine.pytorch.tensor."
+#: names of formats, of an enum of Transformer Engine or of its extension: torch's type, and the code of its largest value
+_TYPES = {"kFloat8E4M3": (torch.float8_e4m3fn, 0x7E), "kFloat8E5M2": (torch.float8_e5m2, 0x7B)}
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A parameter that is stored in codes."""
+
+    parameter: Any
+    #: Transformer Engine's recipe that gives the cast its name
+    te_recipe: Any = None
+
+    def decoded(self) -> Decoded:
+        """What the codes stand for, as float32 of the parameter's shape.
+
+        Raises:
+            UnknownCast: its class or layout is not known here.
+        """
+        if why := unread_release():
+            raise UnknownCast(why)
+        kind = type(self.parameter)
+        read = _READERS.get(kind.__name__)
+        if read is None or not kind.__module__.startswith(_PACKAGE):
+            raise UnknownCast(f"it is stored as a {kind.__module__}.{kind.__qualname__}, which is not known here")
+        with torch.no_grad():
+            return read(self.parameter)
+
+    def cast(self) -> ScaleInUse:
+        """How the codes came about, told by the quantizer that the parameter keeps.
+
+        Raises:
+            UnknownCast: that is not known here.
+        """
+        use = cast_by(self.parameter._quantizer, self.te_recipe, "weight")
+        scale = getattr(self.parameter, "_scale_inv", None)
+        if isinstance(scale, torch.Tensor) and scale.numel() == 1:
+            return ScaleInUse(scale.detach().reshape(()).reciprocal(), use.format, use.recipe, "engine")
+        return use
+
+
+def stored_weight(module: Any, name: str = "weight") -> StoredWeight | None:
+    """The parameter of a module if it is stored in codes."""
+    weight = raw_weight(module, name)
+    return StoredWeight(weight, getattr(module, "fp8_meta", {}).get("recipe")) if is_quantized(weight) else None
+
+
+def is_read(stored: StoredWeight | None) -> bool:
+    """Whether codes of this class are."""
+    return stored is not None and type(stored.parameter).__name__ in _READERS
+
+
+def _codes(x: torch.Tensor | None, what: str) -> torch.Tensor:
+    if x is None or not x.numel():
+        raise UnknownCast(f"its {what} are not there")
+    return x.detach()
+
+
+def _fp8(data: torch.Tensor, dtype: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    name = getattr(dtype, "name", str(dtype).rpartition(".")[2])
+    if name not in _TYPES:
+        raise UnknownCast(f"it is stored as {dtype!r}, which is not known here")
+    kind, largest = _TYPES[name]
+    return data.view(kind).float(), (data & 0x7F) == largest
+
+
+def _float8(x: Any) -> Decoded:
+    values, at_limit = _fp8(_codes(x._data, "row-wise codes"), x._fp8_dtype)
+    return Decoded(values * x._scale_inv.detach().float().reshape(()), at_limit)
+
+
+def _mxfp8(x: Any) -> Decoded:
+    values, at_limit = _fp8(_codes(x._rowwise_data, "row-wise codes"), x._fp8_dtype)
+    _check_layout(x)
+    # 2^-127 is the smallest scale; exp2 of a float32 has it as a subnormal.
+    scales = torch.exp2(x._rowwise_scale_inv.detach().double() - 127)
+    return _times(values, scales, (1, 32), at_limit)
+
+
+def _blockwise(x: Any) -> Decoded:
+    values, at_limit = _fp8(_codes(x._rowwise_data, "row-wise codes"), x._fp8_dtype)
+    scales = x._rowwise_scale_inv.detach()
+    if not x._is_2D_scaled:
+        return _times(values, scales.t(), (1, 128), at_limit)
+    return _times(values, scales, (128, 128), at_limit)
+
+
+def _nvfp4(x: Any) -> Decoded:
+    data = _codes(x._rowwise_data, "row-wise codes")
+    _check_layout(x)
+    if getattr(x, "_row_scaled_nvfp4", False) or getattr(x, "_nvfp4_e4m3_max", 448) != 448:
+        raise UnknownCast("its scales are under options of NVFP4 that are not measured here")
+    codes = torch.stack([data & 0xF, data >> 4], -1).flatten(-2)
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=data.device)
+    values = table[(codes & 7).long()] * (1 - 2 * (codes >> 3).float())
+    scales = x._rowwise_scale_inv.detach().view(torch.float8_e4m3fn).double()
+    whole = x._amax_rowwise.detach().double().reshape(()) / (E2M1.max * 448.0)
+    return _times(values, scales * whole, (1, 16), (codes & 7) == 7)
+
+
+def _check_layout(x: Any) -> None:
+    if getattr(x, "_with_gemm_swizzled_scales", False):
+        raise UnknownCast("its scales are swizzled for a kernel, which is not read here")
+
+
+def _times(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], at_limit: torch.Tensor) -> Decoded:
+    """Each value under the scale of its block; scales may be padded."""
+    m = values.reshape(-1, values.shape[-1])
+    rows, columns = (torch.arange(n, device=m.device) // size for n, size in zip(m.shape, block, strict=True))
+    found = m.double() * scales.double()[rows[:, None], columns]
+    return Decoded(found.float().reshape(values.shape), at_limit)
+
+
+_READERS: Mapping[str, Callable[[Any], Decoded]] = {
+    "Float8Tensor": _float8,
+    "MXFP8Tensor": _mxfp8,
+    "Float8BlockwiseQTensor": _blockwise,
+    "NVFP4Tensor": _nvfp4,
+}

@@ -1,0 +1,82 @@
+"""Master weights: what an optimizer keeps in float32 of a weight that is stored in fewer bits.
+
+Megatron's optimizers leave it in the parameter's attribute `main_param`; its distributed one leaves each rank a part. That
+of other optimizers is in their state: they are seen when they step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+#: under which optimizers keep it in their state, such as Transformer Engine's FusedAdam
+_STATES = ("master_param", "master_params", "master_weight")
+
+
+class Masters:
+    """Finds master weights of a model's parameters."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = list(roots)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def watch(self) -> RemovableHandle:
+        """Notice the optimizers that step, until the handle is removed."""
+        return register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.add(optimizer))
+
+    def of(self, parameter: Any) -> tuple[torch.Tensor, int] | None:
+        """The master weight, flat and in float32, and at which value of the parameter it begins; None: none is found.
+
+        Raises:
+            LookupError: ranks keep parts of it, and which one this rank has is not known.
+        """
+        if getattr(parameter, "main_param_sharded", False):
+            return self._part(parameter)
+        main: Any = getattr(parameter, "main_param", None)
+        return (main.detach().reshape(-1), 0) if _is_whole(main, parameter) else self._of_optimizers(parameter)
+
+    def _of_optimizers(self, parameter: Any) -> tuple[torch.Tensor, int] | None:
+        for optimizer in self._optimizers:
+            state = optimizer.state.get(parameter, {})
+            for name in _STATES:
+                if _is_whole(state.get(name), parameter):
+                    return state[name].detach().reshape(-1), 0
+        return None
+
+    def _part(self, parameter: Any) -> tuple[torch.Tensor, int]:
+        """What this rank has of it, which may be nothing."""
+        main = parameter.main_param
+        if main is None:
+            return torch.empty(0, device=parameter.device), 0
+        for buffer in self._buffers():
+            if parameter in buffer.param_index_map:
+                start = _begin_of_part(buffer, parameter)
+                if main.dtype == torch.float32 and start + main.numel() <= parameter.numel():
+                    return main.detach().reshape(-1), start
+        raise LookupError("ranks keep parts of its master weight, and which one this rank has is not known")
+
+    def _buffers(self) -> Iterator[Any]:
+        """Megatron's, of which ranks keep parts."""
+        for root in self._roots:
+            for module in root.modules():
+                for name in ("buffers", "expert_parallel_buffers"):
+                    found = vars(module).get(name)
+                    yield from found if isinstance(found, list) else ()
+
+
+def _is_whole(master: Any, parameter: Any) -> bool:
+    return isinstance(master, torch.Tensor) and master.dtype == torch.float32 and master.numel() == parameter.numel()
+
+
+def _begin_of_part(buffer: Any, parameter: Any) -> int:
+    """Ranks have equal parts of each bucket: of a parameter, where this rank's part of its bucket begins."""
+    start, _, number = buffer.param_index_map[parameter]
+    bucket, group = buffer.buckets[number], buffer.data_parallel_group
+    mine = bucket.offset + group.rank() * (bucket.grad_data.numel() // group.size())
+    return max(0, int(mine - start))
