@@ -28,7 +28,7 @@ def configured(output: str, steps: int) -> Any:
     config.logger.tensorboard_dir = output
     config.checkpoint.save = None
     config.mixed_precision = get_mixed_precision_config("bf16_with_fp8_delayed_scaling_mixed")
-    # Bridge's FP8 presets store the weights in FP8, in which case there is no operand W to look at.
+    # Bridge's FP8 presets store the weights in FP8, in which case a plan could not change how they are cast.
     config.mixed_precision.fp8_param_gather = False
     return config
 

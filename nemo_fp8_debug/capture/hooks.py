@@ -247,6 +247,9 @@ class Capture:
             return
         self._stored.add(key)
         codes, use, parameter = stored.decoded(), stored.cast(), stored.parameter
+        if use.source == "not quantized":
+            sink.add(codes.values, counted.order + 1, use)
+            return
         master = self._masters.of(parameter) if self._masters else None
         if master is None:
             sink.add(codes.values, counted.order + 1, replace(use, source="stored", decoded=codes))

@@ -23,7 +23,7 @@ _CLASSES = {
     "nvfp4": "NVFP4BlockScaling",
 }
 #: options of rules for which it has none, or none that holds of all operands
-_NOT_THERE = ("by_logarithm", "stochastic", "hadamard")
+_NOT_THERE = ("by_logarithm", "stochastic", "hadamard", "row_scaled", "four_over_six")
 _OPERANDS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 

@@ -124,7 +124,7 @@ def quantization_sums(
         counted: the histogram of `x`, where there is one; the kernels of block sums take it, and `x` would be counted first.
     """
     if isinstance(scale, BlockRule):
-        if scale.rounds_by_chance:
+        if scale.rounds_by_chance or scale.by_values:
             return quantization_sums_in_blocks(x, scale, role, fmt)
         in_rows = scale.block(role)[1] == WHOLE_ROW  # for which there is no kernel on devices
         if x.dtype in DTYPES and not in_rows and (kernel := _kernel_on(x.device, "blocks")):

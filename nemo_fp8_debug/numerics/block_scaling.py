@@ -61,6 +61,11 @@ class BlockRule(ABC):
         """Whether metrics are expected values."""
         return False
 
+    @property
+    def by_values(self) -> bool:
+        """Whether scales depend on more than the amax of a block and that of the tensor."""
+        return False
+
     def columnwise(self, m: torch.Tensor) -> torch.Tensor:
         """What the column-wise copy of a matrix is cast from, transposed: its blocks run along the columns of `m`."""
         return m.t()
@@ -85,13 +90,23 @@ class BlockRule(ABC):
             dtype: of the tensor before the cast.
         """
 
+    def scales_in(self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat) -> BlockScales:
+        """Scales of the blocks of a matrix.
+
+        Args:
+            x: [rows, columns], whole blocks of rows of a tensor.
+            whole: float32 scalar, amax of the whole tensor; None: `x` is it.
+            fmt: format of the codes.
+        """
+        amax = block_amax(x, block)
+        return self.scales(amax, amax.amax() if whole is None else whole, fmt, x.dtype)
+
     def quantize(self, x: torch.Tensor, role: str, fmt: FloatFormat) -> BlockQuantized:
         """Codes and scales of `x`: [..., features], not empty, any floating dtype."""
         rows = matrix(x)
         block = self.block_in(rows, role)
-        amax = block_amax(rows, block)
-        scales = self.scales(amax, amax.amax(), fmt, x.dtype)
-        codes = saturating_cast(_tiles(rows.float(), block) * _of_each_tile(scales.scale), fmt)
+        scales = self.scales_in(rows, block, None, fmt)
+        codes = saturating_cast(tiles(rows.float(), block) * _of_each_tile(scales.scale), fmt)
         return BlockQuantized(_untiled(codes, x), scales, block)
 
 
@@ -106,7 +121,7 @@ class BlockQuantized:
 
     def dequantize(self) -> torch.Tensor:
         """What the codes stand for, float64 of their shape."""
-        codes = _tiles(matrix(self.codes).double(), self.block)
+        codes = tiles(matrix(self.codes).double(), self.block)
         return _untiled(codes * _of_each_tile(self.scales.scale_inv), self.codes)
 
 
@@ -214,7 +229,7 @@ def matrix(x: torch.Tensor) -> torch.Tensor:
     return x.detach().reshape(-1, x.shape[-1] if x.dim() else 1)
 
 
-def _tiles(x: torch.Tensor, block: Block) -> torch.Tensor:
+def tiles(x: torch.Tensor, block: Block) -> torch.Tensor:
     """A matrix filled up with zeros to whole blocks: [blocks of rows, rows, blocks of columns, columns]."""
     (rows, columns), (high, wide) = x.shape, block
     filled = pad(x, (0, -columns % wide, 0, -rows % high))
@@ -233,7 +248,7 @@ def _untiled(tiles: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def block_amax(x: torch.Tensor, block: Block) -> torch.Tensor:
     """Largest magnitude in each block of a matrix, NaN ignored: float32 [blocks of rows, blocks of columns]."""
-    return _tiles(x.float(), block).abs().nan_to_num(0.0, torch.inf).amax((1, 3))
+    return tiles(x.float(), block).abs().nan_to_num(0.0, torch.inf).amax((1, 3))
 
 
 def block_sums(
@@ -244,7 +259,7 @@ def block_sums(
     Args:
         by_chance: whether E2M1 codes are rounded up or down by chance: then what is expected of the sums.
     """
-    values = _tiles(x.float(), block)
+    values = tiles(x.float(), block)
     kept = torch.where(values.isfinite(), values, 0.0)  # a zero adds nothing to any sum
     scaled = kept * _of_each_tile(scales.scale)
     if by_chance:
@@ -271,5 +286,5 @@ def quantization_sums_in_blocks(
     if rule.two_level:
         whole = torch.stack([block_amax(c, block).amax() for c in chunks]).amax()
     chance = rule.rounds_by_chance
-    parts = [block_sums(c, rule.scales(block_amax(c, block), whole, fmt, x.dtype), block, fmt, chance) for c in chunks]
+    parts = [block_sums(c, rule.scales_in(c, block, whole, fmt), block, fmt, chance) for c in chunks]
     return QuantizationSums.concat(parts).total()

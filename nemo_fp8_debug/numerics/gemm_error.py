@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .block_scaling import BlockRule, block_amax
+from .block_scaling import BlockRule, BlockScales
 from .formats import FloatFormat, saturating_cast
 from .tensor_scaling import CurrentScaling, amax_of
 
@@ -86,10 +86,11 @@ def _in_blocks(
     m: torch.Tensor, kept: torch.Tensor, at: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat
 ) -> torch.Tensor:
     block = high, wide = rule.block_in(m, role)
+    whole = amax_of(m) if rule.two_level else torch.zeros((), device=m.device)
     # A block of one row is all there; of others the rows beside it decide too.
-    amax = block_amax(kept, block) if high == 1 else block_amax(m, block).index_select(0, at // high)
-    whole = amax_of(m) if rule.two_level else amax.new_zeros(())
-    scales = rule.scales(amax, whole, fmt, m.dtype)
+    scales = rule.scales_in(kept if high == 1 else m, block, whole, fmt)
+    if high > 1:
+        scales = BlockScales(*(column.index_select(0, at // high) for column in scales))
 
     def of_each_value(per_block: torch.Tensor) -> torch.Tensor:
         return per_block.repeat_interleave(wide, 1)[:, : m.shape[1]]

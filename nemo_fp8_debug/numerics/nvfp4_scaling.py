@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from ..errors import ConfigError
-from .block_scaling import Block, BlockRule, BlockScales
-from .formats import E2M1, E4M3, FloatFormat, saturating_cast
+from .block_scaling import Block, BlockRule, BlockScales, block_amax, tiles
+from .formats import E2M1, E4M3, FloatFormat, decoded, saturating_cast
 from .scale_from_amax import FLT_MAX
 
 #: values that are transformed together, and the signs of Transformer Engine's transform
@@ -36,6 +36,12 @@ class NVFP4Scaling(BlockRule):
     #: what is transformed before the cast: "" nothing; by the Hadamard matrix alone ("plain"), or with the signs that
     #: Transformer Engine has ("signs"), the column-wise copies
     hadamard: str = ""
+    #: each row has a scale of the second level, as X has with `row_scaled_activation`
+    row_scaled: bool = False
+    #: "MAE" or "MSE": the largest value of a block becomes 6 or 4, whichever has the smaller error; "": always 6
+    four_over_six: str = ""
+    #: what the largest scale of a block becomes; 256 with `nvfp4_4over6_e4m3_use_256`
+    largest_scale: int = 448
 
     formats: ClassVar[tuple[str, ...]] = (E2M1.name,)
     two_level: ClassVar[bool] = True
@@ -47,11 +53,22 @@ class NVFP4Scaling(BlockRule):
     def __post_init__(self) -> None:
         if self.hadamard not in ("", "plain", "signs"):
             raise ConfigError(f"hadamard of nvfp4 is {self.hadamard!r}; use 'plain', 'signs' or '' (no transform)")
+        if self.four_over_six not in ("", "MAE", "MSE"):
+            raise ConfigError(f"four_over_six of nvfp4 is {self.four_over_six!r}; use 'MAE', 'MSE' or '' (off)")
+        if self.largest_scale not in ((448, 256) if self.four_over_six else (448,)):
+            raise ConfigError(f"largest_scale of nvfp4 is {self.largest_scale}; use 448, or 256 with four_over_six")
+        if self.stochastic and self.by_values:
+            raise ConfigError("nvfp4 takes stochastic without four_over_six and row_scaled")
 
     @property
     def rounds_by_chance(self) -> bool:
         """Whether metrics are expected values."""
         return self.stochastic
+
+    @property
+    def by_values(self) -> bool:
+        """Whether scales depend on more than the amax of a block and that of the tensor."""
+        return self.row_scaled or bool(self.four_over_six)
 
     def columnwise(self, m: torch.Tensor) -> torch.Tensor:
         """Transformed in groups of 16 of a row, and rounded to the dtype.
@@ -68,7 +85,7 @@ class NVFP4Scaling(BlockRule):
 
     def tensor_scale(self, whole: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
         """The second level, float32 scalar: brings the largest scale of a block to E4M3's limit."""
-        limit = torch.full((), E4M3.max * fmt.max, dtype=torch.float32, device=whole.device)
+        limit = torch.full((), self.largest_scale * fmt.max, dtype=torch.float32, device=whole.device)
         scale = (limit / whole).clamp_max(FLT_MAX)
         return torch.where((whole > 0) & (scale > 0), scale, 1.0)
 
@@ -79,6 +96,74 @@ class NVFP4Scaling(BlockRule):
         stored = saturating_cast(amax * (encode * reciprocal), E4M3)
         scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)
         return BlockScales(stored, scale, stored.double() / encode.double())
+
+    def scales_in(self, x: torch.Tensor, block: Block, whole: torch.Tensor | None, fmt: FloatFormat) -> BlockScales:
+        """As `BlockRule.scales_in`; which scale a block of `four_over_six` gets depends on its values."""
+        if not self.by_values:
+            return super().scales_in(x, block, whole, fmt)
+        amax = block_amax(x, block)
+        largest = amax.amax() if whole is None else whole
+        if self.row_scaled:
+            largest = amax.amax(1, keepdim=True).repeat_interleave(block[0], 0)[: len(amax)]
+        if not self.four_over_six:
+            return self.scales(amax, largest, fmt, x.dtype)
+        return four_over_six(x, block, amax, largest, self.tensor_scale(largest, fmt), self, fmt)
+
+
+def four_over_six(
+    x: torch.Tensor,
+    block: Block,
+    amax: torch.Tensor,
+    largest: torch.Tensor,
+    encode: torch.Tensor,
+    rule: NVFP4Scaling,
+    fmt: FloatFormat,
+) -> BlockScales:
+    """Of two scales for each block the one with the smaller error, step by step in float32 as Transformer Engine.
+
+    Args:
+        x: [rows, columns].
+        amax: of its blocks, float32 [blocks of rows, blocks of columns].
+        largest: amax of the tensor, float32 scalar, or of each row, [rows, 1].
+        encode: scale of the second level, of the same shape.
+        rule: what errors are, and what the largest scale becomes.
+        fmt: of the codes.
+
+    Source: `_quantize_blockwise_4over6_reference` of `custom_recipes/reference_nvfp4.py`, release 2.20.
+    """
+    base, values = amax / fmt.max * encode, tiles(x.float(), block)
+    at_six, at_four = (saturating_cast(base * stretch, E4M3) for stretch in (1.0, 1.5))
+    found = []
+    for stored in (at_six, at_four):
+        scale = (stored.float() * encode.reciprocal()).reciprocal().clamp_max(FLT_MAX)
+        codes = decoded(saturating_cast(values * scale[:, None, :, None], fmt), fmt)
+        stands_for = codes * stored.float()[:, None, :, None] * _of_rows(largest) / (fmt.max * rule.largest_scale)
+        found.append((stored, scale, _error(stands_for - values, rule.four_over_six == "MSE")))
+    (six, scale_six, error_six), (four, scale_four, error_four) = found
+    better = error_four < error_six
+    stored = torch.where(better, four.float(), six.float())
+    scale = torch.where(better, scale_four, scale_six)
+    return BlockScales(stored.to(six.dtype), scale, stored.double() / encode.double())
+
+
+def _of_rows(largest: torch.Tensor) -> torch.Tensor:
+    return largest[:, :, None, None] if largest.dim() else largest
+
+
+def _error(difference: torch.Tensor, squared: bool) -> torch.Tensor:
+    """Of each block, added up in the order of Transformer Engine: along rows, then rows in pairs.
+
+    Args:
+        difference: float32 [blocks of rows, rows, blocks of columns, columns].
+    """
+    each = difference * difference if squared else difference.abs()
+    total = each[..., 0]
+    for column in range(1, each.shape[-1]):
+        total = total + each[..., column]
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total[:, 0]
 
 
 @functools.lru_cache(maxsize=8)

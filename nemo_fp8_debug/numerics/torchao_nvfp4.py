@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import ConfigError
 from .block_scaling import BlockScales
 from .formats import E4M3, FloatFormat, saturating_cast
 from .nvfp4_scaling import NVFP4Scaling
@@ -20,6 +21,11 @@ class TorchaoNVFP4Scaling(NVFP4Scaling):
     quotient otherwise than IEEE 754 does, in its last place.
     Source: `prototype/moe_training/nvfp4_training/hadamard_utils.py` and `quantize_2d_triton.py`, release 0.18.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stochastic or self.hadamard or self.by_values or self.largest_scale != E4M3.max:
+            raise ConfigError("nvfp4_torchao has the option square_weights only; the others are Transformer Engine's")
 
     def scales(self, amax: torch.Tensor, whole: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype) -> BlockScales:
         """Step by step in float32, as `_nvfp4_quantize`; GEMMs take amax / 2688 as the scale of the tensor."""

@@ -72,6 +72,8 @@ def _copy(quantizer: Any, use: ScaleInUse, te_recipe: Any, role: str) -> tuple[S
         rule = replace(rule, hadamard=signs)
     elif _is_square(rule, role):
         return None, True
+    if isinstance(rule, NVFP4Scaling) and rule.row_scaled:
+        rule = replace(rule, row_scaled=False)  # the kernel gives the rows of X scales of their own, and not its columns
     recipe = replace(parse_recipe(use.recipe), scaling=rule)
     return replace(use, scale=rule, recipe=recipe.name), False
 

@@ -163,14 +163,23 @@ def _mxfp8(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
 
 
 def _nvfp4(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
-    for option in ("row_scaled_nvfp4", "nvfp4_use_4over6"):
-        _refuse(quantizer, option)
     _refuse_reduction(quantizer)
     square, by_chance = _switch(quantizer, "with_2d_quantization"), _switch(quantizer, "stochastic_rounding")
-    rule = NVFP4Scaling(square_weights=square or role != "weight", stochastic=by_chance)
+    row_scaled = _switch(quantizer, "row_scaled_nvfp4", default=False)
     _check(quantizer, not square or role == "weight", "with_2d_quantization")
+    _check(quantizer, not row_scaled or not (square or by_chance), "row_scaled_nvfp4")
+    rule = NVFP4Scaling(square or role != "weight", by_chance, row_scaled=row_scaled, **_four_over_six(quantizer, by_chance))
     use = _in_use(rule, rule, _format(quantizer), te_recipe, role)
     return replace(use, source="expected") if by_chance else use
+
+
+def _four_over_six(quantizer: Any, by_chance: bool) -> dict[str, Any]:
+    if not _switch(quantizer, "nvfp4_use_4over6", default=False):
+        return {}
+    _check(quantizer, not by_chance, "nvfp4_use_4over6")
+    _check(quantizer, quantizer.nvfp4_4over6_err_mode in ("MAE", "MSE"), "nvfp4_4over6_err_mode")
+    _check(quantizer, quantizer.nvfp4_e4m3_max in (448, 256), "nvfp4_e4m3_max")
+    return {"four_over_six": quantizer.nvfp4_4over6_err_mode, "largest_scale": quantizer.nvfp4_e4m3_max}
 
 
 def _identity(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ....numerics.formats import E2M1
+from ....numerics.formats import E2M1, E4M3
 from ....numerics.stored_codes import Decoded
 from ..base import ScaleInUse, UnknownCast, raw_weight
 from .casts import is_quantized
@@ -40,12 +40,12 @@ class StoredWeight:
         """
         if why := unread_release():
             raise UnknownCast(why)
-        kind = type(self.parameter)
-        read = _READERS.get(kind.__name__)
-        if read is None or not kind.__module__.startswith(_PACKAGE):
+        kept = self._row_wise()
+        read, kind = _reader(kept), type(kept)
+        if read is None:
             raise UnknownCast(f"it is stored as a {kind.__module__}.{kind.__qualname__}, which is not known here")
         with torch.no_grad():
-            return read(self.parameter)
+            return read(kept)
 
     def cast(self) -> ScaleInUse:
         """How the codes came about, told by the quantizer that the parameter keeps.
@@ -54,10 +54,14 @@ class StoredWeight:
             UnknownCast: that is not known here.
         """
         use = cast_by(self.parameter._quantizer, self.te_recipe, "weight")
-        scale = getattr(self.parameter, "_scale_inv", None)
+        scale = getattr(self._row_wise(), "_scale_inv", None)
         if isinstance(scale, torch.Tensor) and scale.numel() == 1:
             return ScaleInUse(scale.detach().reshape(()).reciprocal(), use.format, use.recipe, "engine")
         return use
+
+    def _row_wise(self) -> Any:
+        """What has the row-wise copy: of a HybridQuantizer's tensor, whose copies are apart, a part of it."""
+        return getattr(self.parameter, "_rowwise_storage", self.parameter)
 
 
 def stored_weight(module: Any, name: str = "weight") -> StoredWeight | None:
@@ -68,7 +72,12 @@ def stored_weight(module: Any, name: str = "weight") -> StoredWeight | None:
 
 def is_read(stored: StoredWeight | None) -> bool:
     """Whether codes of this class are."""
-    return stored is not None and type(stored.parameter).__name__ in _READERS
+    return stored is not None and _reader(stored._row_wise()) is not None
+
+
+def _reader(kept: Any) -> Callable[[Any], Decoded] | None:
+    kind = type(kept)
+    return _READERS.get(kind.__name__.removesuffix("Storage")) if kind.__module__.startswith(_PACKAGE) else None
 
 
 def _codes(x: torch.Tensor | None, what: str) -> torch.Tensor:
@@ -109,14 +118,17 @@ def _blockwise(x: Any) -> Decoded:
 def _nvfp4(x: Any) -> Decoded:
     data = _codes(x._rowwise_data, "row-wise codes")
     _check_layout(x)
-    if getattr(x, "_row_scaled_nvfp4", False) or getattr(x, "_nvfp4_e4m3_max", 448) != 448:
-        raise UnknownCast("its scales are under options of NVFP4 that are not measured here")
     codes = torch.stack([data & 0xF, data >> 4], -1).flatten(-2)
     table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=data.device)
     values = table[(codes & 7).long()] * (1 - 2 * (codes >> 3).float())
     scales = x._rowwise_scale_inv.detach().view(torch.float8_e4m3fn).double()
-    whole = x._amax_rowwise.detach().double().reshape(()) / (E2M1.max * 448.0)
+    whole = x._amax_rowwise.detach().double().reshape(-1, 1) / (E2M1.max * getattr(x, "_nvfp4_e4m3_max", E4M3.max))
     return _times(values, scales * whole, (1, 16), (codes & 7) == 7)
+
+
+def _high_precision(x: Any) -> Decoded:
+    values = _codes(x._hp_data, "values").float()
+    return Decoded(values, torch.zeros_like(values, dtype=torch.bool))
 
 
 def _check_layout(x: Any) -> None:
@@ -137,4 +149,5 @@ _READERS: Mapping[str, Callable[[Any], Decoded]] = {
     "MXFP8Tensor": _mxfp8,
     "Float8BlockwiseQTensor": _blockwise,
     "NVFP4Tensor": _nvfp4,
+    "IdentityTensor": _high_precision,
 }
