@@ -39,6 +39,7 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
         what_if={name: _total(rows) for name, rows in operand.what_if_sums.items()} | _copy(operand),
         scales=mine and mine[1],
         parts=mine[2] if mine else [(cast, None, total)],
+        block_scales=operand.block_scales if all(use == operand.casts[0] for use in operand.casts) else None,
         calls=operand.calls,
         nonfinite_order=operand.nonfinite_order,
     )

@@ -10,6 +10,7 @@ import torch
 
 from ..kernels import count_into, histogram_of, moments, nonfinite, quantization_sums
 from ..numerics import metrics
+from ..numerics.block_scale_counts import count_block_scales
 from ..numerics.block_scaling import BlockRule, matrix
 from ..numerics.histogram import DTYPES, Histogram
 from ..numerics.nvfp4_scaling import NVFP4Scaling
@@ -58,6 +59,9 @@ class Operand:
     measures_copies: bool = False
     copy_casts: list[ScaleInUse] = field(default_factory=list)
     copy_sums: list[metrics.QuantizationSums] = field(default_factory=list)
+    #: whether the scales of blocks are counted, and how many there were of each, as `numerics.block_scale_counts` has them
+    counts_block_scales: bool = False
+    block_scales: torch.Tensor | None = None
     calls: int = 0
     #: calls with a copy of what another rank counts
     copies: int = 0
@@ -139,6 +143,9 @@ class Operand:
             self.sums.append(quantization_sums_of_codes(x, use.decoded))
         elif is_float32 or isinstance(use.scale, BlockRule):
             self.sums.append(quantization_sums(x, use.scale_of(x), self.role, use.format, counted))
+        if self.counts_block_scales and use.decoded is None and isinstance(use.scale, BlockRule):
+            found = count_block_scales(x, use.scale, self.role, use.format)
+            self.block_scales = found if self.block_scales is None else self.block_scales + found
         is_part = use.decoded is not None and x.dim() < 2  # whose rows and blocks are not known
         for recipe in () if is_part else self.what_if:
             rule = recipe.scaling
@@ -164,6 +171,7 @@ class Operand:
         self.moments = [m.moved(to) for m in self.moments]
         self.sums, self.rest_sums = [s.moved(to) for s in self.sums], [s.moved(to) for s in self.rest_sums]
         self.copy_sums = [s.moved(to) for s in self.copy_sums]
+        self.block_scales = None if self.block_scales is None else to(self.block_scales)
         self.what_if_sums = {name: [s.moved(to) for s in sums] for name, sums in self.what_if_sums.items()}
         self._nonfinite = [(order, to(n) if isinstance(n, torch.Tensor) else n) for order, n in self._nonfinite]
 

@@ -29,6 +29,8 @@ class Sample:
 
     #: as `columns`, of the copies of operands that other products multiply, with the product
     copies: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: columns of equal length: what rows are about, and how the scales of their blocks are distributed
+    block_scales: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns["layer"])

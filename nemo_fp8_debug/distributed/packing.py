@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from ..measurement.operand_stats import OperandStats
+from ..measurement.operand_stats import BLOCK_SCALES, OperandStats
+from ..numerics.block_scale_counts import CODES
 from ..numerics.histogram import BINS
 from ..numerics.metrics import Moments, QuantizationSums
 
@@ -27,7 +28,14 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def _columns(what_if: Sequence[str]) -> list[str]:
     """What is added up of each operand beside its counts."""
-    return ["expected", "made", "calls", *_MOMENTS, *(p + name for p in ("", *what_if) for name in ("measured", *_SUMS))]
+    sums = [p + name for p in ("", *recipes_of(what_if)) for name in ("measured", *_SUMS)]
+    scales = [f"{BLOCK_SCALES}{i}" for i in range(CODES + 2)] if BLOCK_SCALES in what_if else []
+    return ["expected", "made", "calls", *_MOMENTS, *sums, *scales]
+
+
+def recipes_of(what_if: Sequence[str]) -> list[str]:
+    """Names of what is measured by sums."""
+    return [name for name in what_if if name != BLOCK_SCALES]
 
 
 class PackedStats:
@@ -97,7 +105,12 @@ def _numbers(stats: Sequence[OperandStats], what_if: Sequence[str]) -> torch.Ten
         moments = Moments.concat([m for s in stats if (m := s.moments)])
         for name in _MOMENTS:
             columns[name][chosen] = getattr(moments, name).double()
-    for prefix in ("", *what_if):
+    if BLOCK_SCALES in what_if:
+        for i, stat in enumerate(stats):
+            if stat.block_scales is not None:
+                for at, count in enumerate([*stat.block_scales.tolist(), 1]):
+                    columns[f"{BLOCK_SCALES}{at}"][i] = count
+    for prefix in ("", *recipes_of(what_if)):
         rows = [s.what_if.get(prefix) if prefix else s.sums for s in stats]
         if chosen := [i for i, row in enumerate(rows) if row]:
             sums = QuantizationSums.concat([row for row in rows if row])
@@ -142,7 +155,7 @@ class Layout:
             dense = torch.zeros(BINADES, BINADE, dtype=torch.int64)
             dense[occupied] = found.long()
             counts.append(dense.flatten())
-        sums = {prefix: _sums(numbers, prefix) for prefix in ("", *what_if)}
+        sums = {prefix: _sums(numbers, prefix) for prefix in ("", *recipes_of(what_if))}
         whole = {p: (numbers[f"{p}measured"] == numbers["made"]).tolist() for p in sums}
         return SummedStats(numbers, counts, sums, whole)
 
@@ -163,6 +176,12 @@ class SummedStats:
     def sums_of(self, i: int, name: str = "") -> QuantizationSums | None:
         """One row; None where a rank that has a stat has no sums."""
         return self.sums[name].row(i) if self.whole[name][i] else None
+
+    def block_scales_of(self, i: int) -> torch.Tensor | None:
+        """int64 [257]; None where a rank that has a stat has counted none."""
+        if self.numbers.get(f"{BLOCK_SCALES}{CODES + 1}", torch.zeros(i + 1))[i] != self.numbers["made"][i]:
+            return None
+        return torch.stack([self.numbers[f"{BLOCK_SCALES}{at}"][i] for at in range(CODES + 1)]).long()
 
     def moments(self, amax: torch.Tensor, amin: torch.Tensor) -> Moments:
         """Of float32 operands; the median is that of the histogram.

@@ -20,7 +20,7 @@ from ..core.keys import ROLES, Key
 from ..measurement.operand_stats import Cast, Collected, OperandStats, OutputSums
 from ..numerics.gemm_error import PRODUCTS, SUMS
 from ..numerics.histogram import Histogram
-from .packing import EXTREMES, NONE, Layout, PackedStats, SummedStats
+from .packing import EXTREMES, NONE, Layout, PackedStats, SummedStats, recipes_of
 from .rank_store import Ranks
 from .shard_group import ShardGroup
 
@@ -139,9 +139,10 @@ class Reduction:
                     amax=top,
                     moments=moments.row(i) if rounded else None,
                     sums=added.sums_of(i),
-                    what_if={name: sums for name in plan.what_if if (sums := added.sums_of(i, name))},
+                    what_if={name: sums for name in recipes_of(plan.what_if) if (sums := added.sums_of(i, name))},
                     scales=scales,
                     parts=[(cast, lowest if lowest == highest else None, histogram)],
+                    block_scales=added.block_scales_of(i),
                     calls=calls[i],
                     nonfinite_order=None if order == NONE else -order,
                     ranks=made[i],

@@ -13,6 +13,7 @@ import torch
 from ..core.keys import ROLES
 from ..core.layer_names import aggregate_of, is_aggregate
 from ..kernels.cpu.histograms import Histograms
+from ..numerics.block_scale_counts import distributions
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.metric_columns import rows
@@ -45,6 +46,8 @@ class Measured:
     outputs: Columns = field(default_factory=dict)
     #: columns of metrics of copies that other products multiply
     copies: Columns = field(default_factory=dict)
+    #: columns of the scales of blocks
+    block_scales: Columns = field(default_factory=dict)
 
     def and_those_of(self, others: Sequence[Measured]) -> Measured:
         """The rows of all, as of the stages of a pipeline."""
@@ -60,6 +63,7 @@ class Measured:
             joined([m.what_if for m in every]),
             joined([m.outputs for m in every]),
             joined([m.copies for m in every]),
+            joined([m.block_scales for m in every]),
         )
 
 
@@ -90,7 +94,8 @@ def measure(
     formats = [FORMATS[s.cast.format] for s in operands.rows]
     measured = operands.columns(range(len(stats)), sums, scale, lambda rows: [formats[i] for i in rows]) | described
     _leave_out_errors_of_stored(measured)
-    return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others), copies=_copies(stats, operands))
+    tables = {"copies": _copies(stats, operands), "block_scales": _block_scales(operands)}
+    return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others), **tables)
 
 
 def _leave_out_errors_of_stored(columns: Columns) -> None:
@@ -115,6 +120,21 @@ def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Columns:
         "product": [PRODUCT_OF_COPY[operands.rows[i].key[1]] for i in index],
         "recipe": [casts[i].copy_recipe for i in index],
         "scale_source": [casts[i].copy_source for i in index],
+    }
+
+
+def _block_scales(operands: _Operands) -> Columns:
+    """How the scales of blocks are distributed, of operands that are cast in blocks."""
+    counted = [s for s in operands.rows if s.block_scales is not None]
+    if not counted:
+        return {}
+    rules: list[Any] = [parse_recipe(s.cast.recipe).scaling for s in counted]
+    found = distributions(torch.stack([s.block_scales for s in counted if s.block_scales is not None]), rules)
+    return operands.about(counted) | {
+        "recipe": [s.cast.recipe for s in counted],
+        "format": [s.cast.format for s in counted],
+        "scale_source": [s.cast.source for s in counted],
+        **found,
     }
 
 
@@ -147,9 +167,10 @@ class _Operands:
         index, sums, scale = self.aggregates.append_to(chosen, sums, scale, self.moments.amax)
         at = torch.tensor(index, dtype=torch.int64)
         shown = [self.rows[i] for i in index]
-        return self._about(shown) | rows(self.moments.rows(at), sums, scale, formats(index))
+        return self.about(shown) | rows(self.moments.rows(at), sums, scale, formats(index))
 
-    def _about(self, stats: Sequence[OperandStats]) -> Columns:
+    def about(self, stats: Sequence[OperandStats]) -> Columns:
+        """What rows are about."""
         return {
             "layer": [s.key[0] for s in stats],
             "gemm": [s.kind for s in stats],

@@ -32,6 +32,10 @@ class Cast:
 COPY = " copy"
 
 
+#: beside the same: how often each scale of a block occurs
+BLOCK_SCALES = " block scales"
+
+
 @dataclass
 class OperandStats:
     """The part of an operand that a rank saw in a step, over all its micro-batches; parts of the same operand add up."""
@@ -55,6 +59,8 @@ class OperandStats:
     scales: tuple[float, float] | None = None
     #: histograms of what was cast with one scale each, where they are kept apart, and the recipe and format of each
     parts: Sequence[tuple[Cast, float | None, Histogram]] = ()
+    #: int64 [257], how often each scale of a block occurs, where that was asked for
+    block_scales: torch.Tensor | None = None
     calls: int = 0
     #: place in the order of execution of the first call that held NaN or infinity
     nonfinite_order: int | None = None
@@ -87,6 +93,7 @@ def added_up(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
     direct = [s.moments for s in stats if s.moments]
     orders = [s.nonfinite_order for s in stats if s.nonfinite_order is not None]
     sources = {s.cast.source for s in stats}
+    scales = [s.block_scales for s in stats if s.block_scales is not None]
     return OperandStats(
         key=key,
         kind=first.kind,
@@ -95,6 +102,7 @@ def added_up(key: Key, stats: Sequence[OperandStats]) -> OperandStats:
         amax=max(s.amax for s in stats),
         moments=merge(Moments.concat(direct)) if direct else None,
         sums=None,
+        block_scales=torch.stack(scales).sum(0) if len(scales) == len(stats) else None,
         calls=sum(s.calls for s in stats),
         nonfinite_order=min(orders, default=None),
         ranks=sum(s.ranks for s in stats),

@@ -80,7 +80,7 @@ class Delivery:
             for columns in (measured.metrics, measured.what_if, measured.copies)
         )
         why, outputs = steps[step].trigger, measured.outputs
-        sample = Sample(step, metrics, scalars, measured.histograms, what_if, why, outputs, copies)
+        sample = Sample(step, metrics, scalars, measured.histograms, what_if, why, outputs, copies, measured.block_scales)
         self._live_control.see_sample(sample)
         if self._ranks.world > 1 and self._layers is not None and not len(sample):
             message = f"the sample of step {step} is empty: no layer on any rank matches {shown(self._layers)}"

@@ -21,7 +21,7 @@ from ..distributed import Ranks, Reduction, ShardGroup
 from ..distributed.reduction import Plan
 from ..errors import warn
 from ..measurement.measure import Measured, measure
-from ..measurement.operand_stats import COPY, Collected, OperandStats
+from ..measurement.operand_stats import Collected, OperandStats
 from ..measurement.output_error import output_columns
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
@@ -39,6 +39,8 @@ class Sampled:
     #: operands that this rank was to see
     expected: Collection[Key]
     what_if: Sequence[Recipe]
+    #: what is added up beside those: COPY, BLOCK_SCALES
+    beside: Sequence[str]
     #: whether a layer of this name is looked at, on whichever rank it is
     chosen: Callable[[str], bool]
     #: numbers of the steps since the sample before and of this one, as far as they are known here
@@ -201,7 +203,7 @@ class Pipeline:
 
     def _in_shard_group(self, sampled: Sampled) -> Measured | None:
         """Metrics of whole tensors, on the first rank of the group."""
-        plan, found = Plan(sampled.step, [*(recipe.name for recipe in sampled.what_if), COPY]), Collected()
+        plan, found = Plan(sampled.step, [*(recipe.name for recipe in sampled.what_if), *sampled.beside]), Collected()
         with self._errors.guard("while collecting a sample"):
             found = sampled.collected()
         if self._shard_group.group is None:

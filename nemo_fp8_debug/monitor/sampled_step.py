@@ -28,6 +28,7 @@ from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
 from ..core.layer_names import compile_patterns
 from ..distributed import ShardGroup
+from ..measurement.operand_stats import BLOCK_SCALES, COPY
 from ..options.config import Config
 from ..record.dump import TensorDump
 from .attention import attention_capture, warn_of_unseen
@@ -108,9 +109,8 @@ class SampledStep:
                     continue
                 counts = _never if copied else partial(is_counted, rank=rank, first=first)
                 in_use = self._watched.model.scales.in_use(gemm, role)
-                operand = seen[gemm.name][role] = Operand(
-                    gemm, role, in_use, plan.what_if_recipes, counts, measures_copies=plan.copies
-                )
+                operand = seen[gemm.name][role] = Operand(gemm, role, in_use, plan.what_if_recipes, counts)
+                operand.measures_copies, operand.counts_block_scales = plan.copies, plan.block_scales
                 if counted:
                     self._operands[key] = operand
                 sinks[key] = operand
@@ -263,7 +263,8 @@ class SampledStep:
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
         home = DeviceToHostCopy([*operands, *products], {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
-        return Sampled(self.step, operands, products, expected, self._plan.what_if_recipes, of_sample, steps, home)
+        beside = [name for name, on in ((COPY, self._plan.copies), (BLOCK_SCALES, self._plan.block_scales)) if on]
+        return Sampled(self.step, operands, products, expected, self._plan.what_if_recipes, beside, of_sample, steps, home)
 
 
 def _never(x: torch.Tensor) -> bool:

@@ -28,7 +28,10 @@ _NUMBERS = {
     "output_rows": 0,
 }
 #: options by which ranks come to meet at a step
-SAME_ON_ALL_RANKS = ("interval", "first_step", "last_step", "triggers", "trigger_steps", "output_rows", "copies", "eager")
+SAME_ON_ALL_RANKS = (
+    *("interval", "first_step", "last_step", "triggers", "trigger_steps"),
+    *("output_rows", "copies", "block_scales", "eager"),
+)
 
 
 @checks_arguments()
@@ -71,6 +74,8 @@ class Config:
             which measures none. Default: `0`.
         copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them differ. A
             sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
+        block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A
+            sampled step reads such operands twice more. Default: `False`.
         eager: whether layers inside torch.compile are looked at: the sampled steps run in eager mode then, whose results
             may differ from those of the compiled graphs in their last bits. Default: `False`.
 
@@ -102,6 +107,7 @@ class Config:
     table_rows: int = 12
     output_rows: int = 0
     copies: bool = False
+    block_scales: bool = False
     eager: bool = False
 
     def __post_init__(self) -> None:
@@ -119,7 +125,7 @@ class Config:
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(f"last_step {self.last_step} is before first_step {self.first_step}: nothing is sampled")
         check_choices("roles", self.roles, ROLES)
-        for name in ("copies", "eager"):
+        for name in ("copies", "block_scales", "eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it is True or False")
         if self.on_error not in ("warn", "raise"):

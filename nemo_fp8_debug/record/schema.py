@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from ..numerics.block_scale_counts import COLUMNS
 from ..numerics.metric_names import METRICS, OUTPUT_METRICS, UNITS
 
 VERSION = 4
@@ -69,6 +70,14 @@ _OUTPUTS: dict[str, Any] = {
     "n": pl.Int64,
     **dict.fromkeys(OUTPUT_METRICS, pl.Float64),
 }
+#: one row for each operand that is cast in blocks, where that was asked for
+_BLOCK_SCALES: dict[str, Any] = {
+    **{name: _METRICS[name] for name in (*_KEYS, "consumed_samples", "layer", "gemm", "role", "recipe", "format", "dtype")},
+    **{name: _METRICS[name] for name in ("scale_source", "calls", "ranks", "ranks_missing", "experts")},
+    **dict.fromkeys(COLUMNS, pl.Float64),
+    "blocks": pl.Int64,
+    "empty_blocks": pl.Int64,
+}
 #: numbers of every step that a host may report
 STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "grad_scale")
 #: every step; what is read on sampled steps only is null on others
@@ -82,6 +91,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "histograms": _HISTOGRAMS,
     "outputs": _OUTPUTS,
     "copies": {**_METRICS, "product": pl.String},
+    "block_scales": _BLOCK_SCALES,
     "steps": _STEPS,
 }
 

@@ -30,7 +30,7 @@ from .storage import Storage
 #: parts that are merged into one
 MERGED = 64
 #: tables whose parts are small
-_MERGED_TABLES = ("metrics", "what_if", "outputs", "copies", "steps")
+_MERGED_TABLES = ("metrics", "what_if", "outputs", "copies", "block_scales", "steps")
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
 
@@ -99,6 +99,7 @@ class RunRecord:
             ("what_if", sample.what_if),
             ("outputs", sample.outputs),
             ("copies", sample.copies),
+            ("block_scales", sample.block_scales),
             ("histograms", sample.histograms),
         ):
             if columns:

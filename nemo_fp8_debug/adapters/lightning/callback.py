@@ -68,6 +68,7 @@ class FP8DebugCallback(pl.Callback):
         table_rows: int = 12,
         output_rows: int = 0,
         copies: bool = False,
+        block_scales: bool = False,
         eager: bool = False,
     ) -> None:
         """
@@ -106,6 +107,8 @@ class FP8DebugCallback(pl.Callback):
                 which measures none. Default: `0`.
             copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them
                 differ. A sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
+            block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A
+                sampled step reads such operands twice more. Default: `False`.
             eager: whether layers inside torch.compile are looked at: the sampled steps run in eager mode then, whose results
                 may differ from those of the compiled graphs in their last bits. Default: `False`.
 

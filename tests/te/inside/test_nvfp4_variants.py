@@ -92,8 +92,14 @@ def test_the_error_is_smaller_than_without() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["nvfp4(four_over_six=MAX)", "nvfp4(largest_scale=256)", "nvfp4(four_over_six=MAE,largest_scale=300)"]
-    + ["nvfp4(stochastic=True,row_scaled=True)", "nvfp4_torchao(row_scaled=True)", "nvfp4_torchao(hadamard=plain)"],
+    [
+        "nvfp4(four_over_six=MAX)",
+        "nvfp4(largest_scale=256)",
+        "nvfp4(four_over_six=MAE,largest_scale=300)",
+        "nvfp4(stochastic=True,row_scaled=True)",
+        "nvfp4_torchao(row_scaled=True)",
+        "nvfp4_torchao(hadamard=plain)",
+    ],
 )
 def test_what_no_engine_does_is_refused(name: str) -> None:
     with pytest.raises(ConfigError):
