@@ -34,13 +34,14 @@ _MOVES = _names(
 )
 #: and those that compute with them and round to no other grid
 _ARITHMETIC = _names(
-    "_fused_rms_norm _grouped_mm _log_softmax _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu _softmax abs add add_ addbmm addcdiv "
-    "addcmul addmm amax amin baddbmm bmm clamp clamp_ clamp_max clamp_min cos cumsum div div_ dropout elu exp gelu glu "
+    "_fused_rms_norm _grouped_mm _log_softmax _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_flash_attention_for_cpu _softmax _weight_norm_interface abs add add_ addbmm addcdiv addcmul "
+    "addmm amax amin baddbmm bmm clamp clamp_ clamp_max clamp_min cos cumsum div div_ dot dropout elu exp gelu glu "
     "hardtanh index_add index_add_ index_reduce leaky_relu linalg_vector_norm log log_sigmoid_forward masked_fill "
-    "masked_fill_ max maximum mean min minimum mish mm mul mul_ native_dropout native_group_norm native_layer_norm neg norm "
-    "pow prod reciprocal relu relu_ rsqrt rsub scatter_add scatter_add_ scatter_reduce sigmoid sigmoid_ silu silu_ sin "
-    "softplus sqrt sub sub_ sum tanh threshold tril triu var var_mean where"
+    "masked_fill_ max maximum mean min minimum mish mm mul mul_ mv native_dropout native_group_norm native_layer_norm "
+    "neg norm pow prod reciprocal relu relu_ rsqrt rsub scatter_add scatter_add_ scatter_reduce sigmoid sigmoid_ silu "
+    "silu_ sin softplus sqrt sub sub_ sum tanh threshold tril triu var var_mean vdot where"
 )
 #: of which whole numbers are places
 _AT_PLACES = _names("_grouped_mm index_add index_add_ index_reduce scatter_add scatter_add_ scatter_reduce")

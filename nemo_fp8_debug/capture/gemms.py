@@ -13,6 +13,7 @@ from ..core.layer_names import WRAPPERS, compile_patterns
 from ..errors import ConfigError
 from .backends import BACKENDS, Backend
 from .backends.base import is_plain, raw_weight
+from .backends.in_forward import is_computed
 from .backends.parallel import first_expert
 from .overrides import emulated
 
@@ -64,8 +65,11 @@ def seen_in_forward(gemm: Gemm) -> bool:
     """Whether operands are looked for inside the forward of its module: at the operators of torch that multiply them."""
     if gemm.backend.in_forward:
         return True
-    own = bool(gemm.backend.foreign(gemm.module)) and not emulated(gemm.module)
-    return own and is_plain(raw_weight(gemm.module))
+    if emulated(gemm.module):
+        return False
+    if is_computed(gemm.module):
+        return True
+    return bool(gemm.backend.foreign(gemm.module)) and is_plain(raw_weight(gemm.module))
 
 
 def _part_of_name(part: str, parts: int) -> str:

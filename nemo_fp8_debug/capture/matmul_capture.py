@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, as_multiplied, raw_weight, unknown_cast
-from .backends.in_forward import parameter_name, parameter_of
+from .backends.in_forward import is_computed, parameter_name, parameter_names, parameter_of
 from .dtensor import is_dtensor
 from .gemms import Gemm
 from .hooks import OperandSink
@@ -69,7 +69,8 @@ class MatmulCapture:
         """Install the hooks."""
         by_module: dict[nn.Module, dict[str, Gemm]] = defaultdict(dict)
         for sink in self._sinks.values():
-            by_module[sink.gemm.module][parameter_name(sink.gemm.module, sink.gemm.part)] = sink.gemm
+            for name in parameter_names(sink.gemm.module, sink.gemm.part):
+                by_module[sink.gemm.module][name] = sink.gemm
         for module, gemms in by_module.items():
             before, after = (Hook(partial(hook, gemms), module) for hook in (self._before, self._after))
             self._handles += [
@@ -107,7 +108,7 @@ class MatmulCapture:
             return  # the forward raised
         with self._guarded(next(iter(gemms.values())), "grad_output"):
             call.gradients_are_told = not call.mode.hooked and not _has_functions_of_others(out, (args, kwargs))
-        for gemm in gemms.values():
+        for gemm in {gemm.name: gemm for gemm in gemms.values()}.values():
             if gemm.name not in call.seen:
                 if gemm.backend.in_forward:
                     self.not_multiplied[gemm.name] = None
@@ -118,7 +119,8 @@ class MatmulCapture:
         self, gemms: Mapping[str, Gemm], call: _Call, found: Matmul
     ) -> Callable[[torch.Tensor, bool], None] | None:
         gemm = gemms[found.parameter]
-        if not gemm.backend.in_forward and not (found.x_is_told and found.weight_is_told):
+        has_arguments = not gemm.backend.in_forward and not is_computed(gemm.module)
+        if has_arguments and not (found.x_is_told and found.weight_is_told):
             return None
         place = self._place(call)
         call.seen.add(gemm.name)
@@ -175,7 +177,7 @@ class MatmulCapture:
 
     def _take_arguments(self, gemm: Gemm, call: _Call, args: Args, kwargs: Kwargs, out: Any) -> None:
         """What a Linear was given, since what it multiplied cannot be told."""
-        why = gemm.backend.foreign(gemm.module)
+        why = gemm.backend.foreign(gemm.module) or _COMPUTED
         with self._guarded(gemm, "input"):
             x = gemm.backend.input(gemm.module, args, kwargs, gemm.part)
             if x is not None:

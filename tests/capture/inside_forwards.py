@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug.capture.backends.base import ScaleInUse, UnknownCast
-from nemo_fp8_debug.capture.gemms import Gemm, find_gemms
+from nemo_fp8_debug.capture.gemms import Gemm, find_gemms, seen_in_forward
 from nemo_fp8_debug.capture.matmul_capture import MatmulCapture
 
 Key = tuple[str, str]
@@ -57,7 +57,7 @@ class _Sink:
 def look_at(model: nn.Module, step: Callable[[], None]) -> Seen:
     """What is handed over of all modules that multiply inside their forward, or may."""
     seen = Seen()
-    gemms = [g for g in find_gemms([model], in_forward=True) if g.backend.in_forward or g.backend.foreign(g.module)]
+    gemms = [g for g in find_gemms([model], in_forward=True) if seen_in_forward(g)]
     sinks = {(g.name, role): _Sink(g, (g.name.removeprefix("model."), role), seen) for g in gemms for role in ROLES}
 
     def fault(name: str, role: str, error: Exception, lost: bool) -> None:

@@ -439,3 +439,15 @@ def test_operands_of_a_subclass_of_tensors_stay_unknown() -> None:
     seen = look_at(experts, partial(lambda: experts(x).sum().backward()))
     assert "up" not in {name for name, _ in seen.tensors}
     assert "down" in {name for name, _ in seen.tensors}
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm, nn.utils.parametrizations.spectral_norm]
+)
+def test_weights_that_are_computed_of_others(norm: Any) -> None:
+    linear, x = norm(nn.Linear(H, W)), torch.randn(T, H).requires_grad_()
+    expected = linear.weight.detach().clone()
+    seen = look_at(nn.Sequential(linear).eval(), lambda: linear(x).square().sum().backward())
+    assert torch.allclose(seen.tensors["0", "weight"][0], expected, rtol=1e-6)
+    assert torch.equal(seen.tensors["0", "input"][0], x.detach())
+    assert seen.told["0", "input"] == seen.told["0", "weight"] == [True]

@@ -134,7 +134,7 @@ def a_hook_fails(run: Run, step: int) -> None:
 def hooks_are_lost(run: Run, step: int) -> None:
     """As torch.compile loses those of a module that it compiled before."""
     if run.rank == 1 and run.watched and step == 4:
-        run.monitor._sampled._capture.detach()
+        run.monitor._sampled._captures[0].detach()
 
 
 def is_blocked(run: Run, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import sys
 import warnings
@@ -230,7 +231,7 @@ def test_what_is_no_scalar_costs_only_itself() -> None:
     assert [scalars["lr"] for scalars in samples.steps.values()] == [0.5, 0.5, 0.5]
 
 
-def test_modules_that_are_never_called_or_compute_their_weight() -> None:
+def test_modules_that_compute_their_weight_or_multiply_inside() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -241,4 +242,8 @@ def test_modules_that_are_never_called_or_compute_their_weight() -> None:
     x = torch.randn(3, 1, 8)
     with monitor.step(0):
         model.normed(model.attention(x, x, x)[0]).sum().backward()
-    assert set(samples.rows(0)) == {("normed", "input"), ("normed", "grad_output")}
+    layers = ("attention.in_proj", "attention.out_proj", "normed")
+    rows = samples.rows(0)
+    assert set(rows) == set(itertools.product(layers, ("input", "weight", "grad_output")))
+    assert rows["normed", "weight"]["amax"] == model.normed.weight.abs().max().item()
+    assert {row["scale_source"] for row in rows.values()} == {"current"}

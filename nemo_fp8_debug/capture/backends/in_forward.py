@@ -42,6 +42,21 @@ def _is_of_experts(name: str, parameter: torch.Tensor) -> bool:
     return len(shape) == 3 and min(shape) > 1 and is_plain(parameter) and not NO_MATRIX.search(name.lower())
 
 
+def is_computed(module: nn.Module) -> bool:
+    """Whether a Linear computes its weight of other parameters, as under weight norm."""
+    return isinstance(module, nn.Linear) and raw_weight(module) is None and any(map(is_plain, computed_of(module).values()))
+
+
+def computed_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a weight may be computed of: all parameters of a module but its bias."""
+    return {name: p for name, p in module.named_parameters() if not NO_MATRIX.search(name)}
+
+
+def parameter_names(module: nn.Module, part: str) -> Sequence[str]:
+    """The parameter of a part, or those that it is computed of."""
+    return list(computed_of(module)) if is_computed(module) else [parameter_name(module, part)]
+
+
 def parameter_name(module: nn.Module, part: str) -> str:
     """The parameter of a part, from its module on."""
     if isinstance(module, nn.MultiheadAttention):
