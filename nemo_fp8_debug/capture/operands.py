@@ -142,7 +142,7 @@ class Operand:
         if use.decoded is not None:
             self.sums.append(quantization_sums_of_codes(x, use.decoded))
         elif is_float32 or isinstance(use.scale, BlockRule):
-            self.sums.append(quantization_sums(x, use.scale_of(x), self.role, use.format, counted))
+            self.sums.append(quantization_sums(x, self._scale_of(x, use), self.role, use.format, counted))
         if self.counts_block_scales and use.decoded is None and isinstance(use.scale, BlockRule):
             found = count_block_scales(x, use.scale, self.role, use.format)
             self.block_scales = found if self.block_scales is None else self.block_scales + found
@@ -152,6 +152,12 @@ class Operand:
             if isinstance(rule, BlockRule) or (is_float32 and isinstance(rule, Unscaled)):
                 sums = quantization_sums(x, rule, self.role, recipe.format_of(self.role), counted)
                 self.what_if_sums.setdefault(recipe.name, []).append(sums)
+
+    def _scale_of(self, x: torch.Tensor, use: ScaleInUse) -> torch.Tensor | BlockRule:
+        """As `use.scale_of`; the amax of finite values has been found already where moments were."""
+        if self.moments and isinstance(use.scale, CurrentScaling) and not use.sees_infinity:
+            return use.scale.scale(self.moments[-1].amax[0].float(), use.format.max)
+        return use.scale_of(x)
 
     def _measure_copy(self, x: torch.Tensor, use: ScaleInUse) -> None:
         """The copy whose blocks run along the columns of `x`, or that is cast otherwise."""
