@@ -22,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
+from ..numerics.block_scaling import BlockRule
 from ..numerics.tensor_scaling import CurrentScaling, amax_of
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, unknown_cast
 from .backends.transformer_engine.quantizers import cast_by
@@ -46,6 +47,9 @@ _REMEMBERED = 4
 _CHAIN = 2
 #: casts of one scale, whose operands may lie in any order
 _PER_TENSOR = ("Float8Quantizer", "Float8CurrentScalingQuantizer", "IdentityQuantizer")
+#: casts in blocks, which lie along the dimension that a product sums over: along tokens for V and dV
+_IN_BLOCKS = ("MXFP8Quantizer",)
+_ALONG_TOKENS = ("value", "grad_value")
 _BACKEND = Backend("Transformer Engine attention", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
 
 
@@ -186,7 +190,7 @@ class AttentionCapture:
                 if x is None:
                     raise LookupError("the tensor that the emulation was given could not be found")
                 if sink is not None:
-                    sink.add(x.detach(), next(self._passes.order), use)
+                    sink.add(_as_cast(x.detach(), role, use), next(self._passes.order), use)
             except Exception as error:
                 self._on_fault(gemm.name, role, error, True)
 
@@ -197,9 +201,11 @@ class AttentionCapture:
             if self._untold:
                 raise UnknownCast(self._untold)
             kind = type(quantizer).__name__
-            if quantizer is not None and kind not in _PER_TENSOR:
+            if quantizer is not None and kind not in (*_PER_TENSOR, *_IN_BLOCKS):
                 raise UnknownCast(f"its quantizer is a {kind}, which is not measured of attention")
             use = cast_by(quantizer, _recipe_of(gemm.module), like)
+            if use.amax_group is not None:
+                raise UnknownCast("ranks share its amax, and how they reduce it was not seen")
             if len(roles) == 1 or use.source != "engine" or not isinstance(use.scale, CurrentScaling):
                 return use
             if len(tensors) != len(roles):
@@ -210,6 +216,17 @@ class AttentionCapture:
             for role in roles:
                 self._on_fault(gemm.name, role, error, False)
             return unknown_cast(like)
+
+
+def _as_cast(x: torch.Tensor, role: str, use: ScaleInUse) -> torch.Tensor:
+    """With the dimension last that blocks lie along.
+
+    Args:
+        x: of Q, K, V and their gradients [tokens, batch, heads, features], to which the emulation brings them.
+    """
+    if isinstance(use.scale, BlockRule) and role in _ALONG_TOKENS:
+        return x.permute(1, 2, 0, 3).flatten(0, 2).t().contiguous()
+    return x
 
 
 class _Watching(TorchFunctionMode):

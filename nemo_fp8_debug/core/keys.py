@@ -19,9 +19,16 @@ ATTENTION_BACKWARD = {
     "grad_key": "dK",
     "grad_value": "dV",
 }
+#: before the kind of a module that is an attention and no GEMM, where ranks tell each other what they have
+ATTENTION = "attention of "
 #: how people write the operand roles
 SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"} | ATTENTION_FORWARD | ATTENTION_BACKWARD
 #: roles whose values are multiplied by the effective gradient scale
 GRADIENTS = ("grad_output", *ATTENTION_BACKWARD)
 #: source of the scales of experts that were not all found in the same way
 MIXED = "mixed"
+
+
+def roles_of(kind: str) -> tuple[str, ...]:
+    """The operand roles of a module of this kind."""
+    return (*ATTENTION_FORWARD, *ATTENTION_BACKWARD) if kind.startswith(ATTENTION) else ROLES

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from ..capture.attention import in_fp8, is_attention, is_emulated
@@ -58,14 +57,10 @@ def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, r
 def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Entry:
     """Products of activations with each other; Transformer Engine's may run in FP8."""
     quantized = in_fp8(module) if is_attention(module) else None
-    seen = is_emulated() and {"input", "grad_output"} <= {*roles} and _ranks() == 1
+    seen = is_emulated() and {"input", "grad_output"} <= {*roles}
     status = (QUANTIZED_OBSERVED if seen else QUANTIZED_UNOBSERVED) if quantized else UNKNOWN
     reason = SCORES if not quantized else "" if seen else FP8_SCORES
     return Entry(f"{name} (scores)", "attention", status, reason, first=name)
-
-
-def _ranks() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _around(root: nn.Module) -> Around:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.keys import ROLES, Key
+from ..core.keys import ATTENTION, ROLES, Key, roles_of
 from ..measurement.operand_stats import Cast, Collected, OperandStats, OutputSums
 from ..numerics.gemm_error import PRODUCTS, SUMS
 from ..numerics.histogram import Histogram
@@ -51,8 +51,9 @@ class Reduction:
             outputs: whether parts of outputs are added up as well; the same on all ranks.
         """
         self._ranks, self._shard_group = ranks, shard_group
-        self._products = [(name, product) for name in shard_group.kinds for product in PRODUCTS] if outputs else []
-        self.keys: list[Key] = [(name, role) for name in shard_group.kinds for role in ROLES]
+        gemms = [name for name, kind in shard_group.kinds.items() if outputs and roles_of(kind) == ROLES]
+        self._products = [(name, product) for name in gemms for product in PRODUCTS]
+        self.keys: list[Key] = shard_group.keys()
         self._index = {key: i for i, key in enumerate(self.keys)}
         self._casts: dict[int, Cast] = {}
         self._numbers: dict[Cast, int] = {}
@@ -133,7 +134,7 @@ class Reduction:
             stats.append(
                 OperandStats(
                     key=key,
-                    kind=self._shard_group.kinds[key[0]],
+                    kind=self._shard_group.kinds[key[0]].removeprefix(ATTENTION),
                     cast=cast,
                     histogram=histogram,
                     amax=top,

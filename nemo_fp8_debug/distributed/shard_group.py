@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..core.keys import Key, roles_of
 from . import patience
 from .gloo import Group
 from .rank_store import Ranks
@@ -23,7 +24,7 @@ class ShardGroup:
 
     #: global ranks, ascending; the first one measures for all
     ranks: Sequence[int]
-    #: names of all GEMMs of these ranks, sorted, and the kind of each
+    #: names of all GEMMs and attentions of these ranks, sorted, and the kind of each
     kinds: Mapping[str, str]
     #: the first rank that has each GEMM
     first: Mapping[str, int]
@@ -32,6 +33,11 @@ class ShardGroup:
     #: the first ranks of all shard groups, and the rank that writes
     leaders: Sequence[int] = (0,)
     leaders_group: Group | None = None
+
+    def keys(self, roles: Collection[str] | None = None) -> list[Key]:
+        """All operands of these ranks, or those of some roles."""
+        every = [(name, role) for name, kind in self.kinds.items() for role in roles_of(kind)]
+        return [key for key in every if roles is None or key[1] in roles]
 
     @classmethod
     def alone(cls, rank: int, kinds: Mapping[str, str]) -> ShardGroup:

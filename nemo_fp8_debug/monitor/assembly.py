@@ -75,8 +75,8 @@ def assemble(
     triggers = Triggers([parse_rule(rule) for rule in config.triggers], ranks)
     live_control = LiveControl(schedule, triggers, ranks, storage, check, summary.say)
     recording.submit_job(live_control.read)
-    shard_group, over = meet(ranks, {g.name: g.kind for g in model.known}, errors)
-    model.scales.emulate([(name, role) for name in shard_group.kinds for role in ROLES])
+    shard_group, over = meet(ranks, model.kinds, errors)
+    model.scales.emulate(shard_group.keys(ROLES))
     pipeline = Pipeline(ranks, shard_group, model.scales, errors, config.output_rows > 0)
     pipeline.over = over
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)

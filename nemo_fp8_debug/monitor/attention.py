@@ -17,12 +17,11 @@ from .model_scan import ModelScan
 
 
 def attention_capture(
-    model: ModelScan, plan: Config, world: int, operands: dict[Key, Operand], lose: Fault, order: Iterator[int]
+    model: ModelScan, plan: Config, operands: dict[Key, Operand], lose: Fault, order: Iterator[int]
 ) -> AttentionCapture | None:
     """Installs hooks on the attentions that are looked at; None: there is none.
 
     Args:
-        world: ranks of the run; on several, attention is not measured.
         operands: what is captured in the step; those of attention are added.
         lose: told of a fault.
         order: gives out places in the order of execution.
@@ -34,7 +33,7 @@ def attention_capture(
     roles = [*(ATTENTION_FORWARD if "input" in plan.roles else ())]
     roles += ATTENTION_BACKWARD if "grad_output" in plan.roles else ()
     sinks: dict[Key, Operand] = {}
-    if world == 1 and model.scales.auto:
+    if model.scales.auto:
         sinks = {(g.name, role): Operand(g, role, unknown_cast(role)) for g in found for role in roles}
     operands |= sinks
     capture = AttentionCapture(found, sinks, lose, order)
@@ -42,15 +41,11 @@ def attention_capture(
     return capture
 
 
-def warn_of_unseen(capture: AttentionCapture | None, world: int, errors: ErrorGuard) -> None:
+def warn_of_unseen(capture: AttentionCapture | None, errors: ErrorGuard) -> None:
     """Attentions that ran in FP8 and were not observed."""
     if capture is None or not (names := list(capture.unseen)):
         return
-    why = (
-        "it is measured on one rank only"
-        if world > 1
-        else "its kernels show no operand; NVTE_UnfusedDPA_Emulate_FP8=1 with NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0 does"
-    )
+    why = "its kernels show no operand; NVTE_UnfusedDPA_Emulate_FP8=1 with NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0 does"
     errors.warn(
         f"attention of {len(names)} layers (first {names[0]}) runs in FP8: it is quantized and not observed, since {why}",
         kind="attention in FP8",

@@ -17,6 +17,7 @@ from ..capture.overrides import emulated
 from ..capture.scales import Scales
 from ..core.arguments import shown
 from ..core.error_guard import ErrorGuard
+from ..core.keys import ATTENTION
 from ..coverage.scan import ledger_of
 from ..errors import ConfigError
 from ..options.config import Config
@@ -42,6 +43,11 @@ class ModelScan:
     masters: Masters
     #: how the run is set up
     fingerprint: Mapping[str, Any]
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """By name what there is to look at: of a GEMM its kind, of an attention that with a mark before it."""
+        return {g.name: g.kind for g in self.known} | {g.name: f"{ATTENTION}{g.kind}" for g in self.attentions}
 
 
 def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:

@@ -83,7 +83,7 @@ class Monitor:
         except Exception as error:
             self._ranks.start(None, error)
             raise
-        ShardGroup.publish(self._ranks, {g.name: g.kind for g in self._model.known})
+        ShardGroup.publish(self._ranks, self._model.kinds)
         told = self._ranks.start({"attempt": max((r.attempt for r in records), default=0), "output": address})
         self._idle = self._ranks.world == 1 and not self._recording.recorders
         storage = None if told["output"] is None else Storage(told["output"])

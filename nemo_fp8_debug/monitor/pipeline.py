@@ -72,7 +72,7 @@ class Pipeline:
             outputs: whether parts of outputs are computed.
         """
         self._ranks, self._shard_group, self._scales, self._errors = ranks, shard_group, scales, errors
-        self._keys = [(name, role) for name in shard_group.kinds for role in ROLES]
+        self._keys = shard_group.keys(ROLES)
         self._others: dict[str, EmulatedScales] = {}
         self._reduction = Reduction(ranks, shard_group, outputs)
         self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
@@ -217,7 +217,7 @@ class Pipeline:
             sampled.operands.clear()
             found.operands.clear()
             whole, amax = self._reduction.reduce(plan, packed)
-        self._scales.observe(amax)
+        self._scales.observe({key: value for key, value in amax.items() if key[1] in ROLES})
         if whole is None:
             return None
         with self._errors.guard("while measuring"):

@@ -174,7 +174,7 @@ class SampledStep:
             self._captures.append(MatmulCapture(inside, *options))
         for capture in self._captures:
             capture.attach()
-        self._attention = attention_capture(model, self._plan, self._watched.world, self._operands, self._lose, order)
+        self._attention = attention_capture(model, self._plan, self._operands, self._lose, order)
 
     @property
     def captures(self) -> bool:
@@ -201,7 +201,7 @@ class SampledStep:
         for watching in (*self._captures, self._multiplier, self._attention):
             if watching is not None:
                 watching.detach()
-        warn_of_unseen(self._attention, self._watched.world, self._watched.errors)
+        warn_of_unseen(self._attention, self._watched.errors)
         self._warn_of_what_is_not_multiplied()
         self._captures, self._multiplier, self._attention = [], None, None
         with self._watched.errors.guard("while looking for compiled layers"):

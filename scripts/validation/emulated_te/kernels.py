@@ -78,5 +78,11 @@ def get_num_cublas_streams() -> int:
 
 
 @kernel
+def multi_tensor_transpose_to_bhsd(tensors: list[torch.Tensor], original_format: str) -> list[torch.Tensor]:
+    order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}[original_format]
+    return [tensor.permute(order).contiguous() for tensor in tensors]
+
+
+@kernel
 def get_fused_attn_backend(*args: Any, **kwargs: Any) -> tuple[Any, str]:
     return extension.NVTE_Fused_Attn_Backend.NVTE_No_Backend, "emulated"

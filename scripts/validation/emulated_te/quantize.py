@@ -9,6 +9,7 @@ from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
 from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_phase
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
 
 from . import blocks
 from .casts import CASTS, Cast, slot_of
@@ -181,6 +182,8 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
 @kernel
 def dequantize(input: Any, otype: Any) -> torch.Tensor:
     if isinstance(input, blocks.STORAGES):
+        if input._rowwise_data is None and isinstance(input, MXFP8TensorStorage):
+            return blocks.matrix_of(input, "columnwise").t().reshape(input.size()).to(torch_dtype(otype))
         if input._rowwise_data is None:
             raise NotImplementedError("a column-wise copy by itself is not dequantized here")
         return blocks.matrix_of(input, "rowwise").reshape(input.size()).to(torch_dtype(otype))

@@ -11,8 +11,9 @@ import pytest
 import torch
 from emulated_te import CASTS, te
 from polars.testing import assert_frame_equal
+from te_table.compare import _copy_error, _squared_error
 from torch import nn
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.analysis.comparison.compare import compare
@@ -133,6 +134,28 @@ def test_metrics_are_those_of_the_tensors_that_the_emulation_casts(tmp_path: Pat
                     compared += 1
     assert compared == 3 * 10 * 6
     assert states == train(RECIPES[name], form=form)[0]
+
+
+def test_under_mxfp8_blocks_lie_along_what_a_product_sums_over(tmp_path: Path) -> None:
+    """V and dV are cast along tokens, the others along features; S and dP stay in high precision."""
+    model = nn.ModuleDict({"core": te.DotProductAttention(2, 32, attention_dropout=0.0)})
+    model["proj"] = te.Linear(32, 32, bias=False)
+    q, k, v = ((torch.randn(128, 3, 2, 32) * torch.randn(128, 1, 1, 1).exp()).bfloat16().requires_grad_() for _ in range(3))
+    monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, on_error="raise")
+    with monitor.step(0), te.autocast(enabled=True, recipe=MXFP8BlockScaling(fp8_dpa=True)):
+        model["core"](q, k, v).float().square().mean().backward()
+    monitor.close()
+    rows = {row["role"]: row for row in read_table(tmp_path, "metrics").filter(layer="core").to_dicts()}
+    quantized = ("query", "key", "value", "context", "grad_context", "grad_query", "grad_key", "grad_value")
+    casts = [cast for cast in CASTS if cast.usage == "rowwise" or cast.source.shape[-1] == 32]
+    assert len(casts) == len(quantized) and {role: rows[role]["scale_source"] for role in rows} == {
+        role: "engine" if role in quantized else "not quantized" for role in (*quantized, "probabilities", "grad_scores")
+    }
+    for role, cast in zip(quantized, casts, strict=True):
+        assert (cast.usage == "columnwise") is (role in ("value", "grad_value"))
+        error2 = _copy_error(cast) if cast.usage == "columnwise" else _squared_error(cast)
+        assert rows[role]["n"] == cast.source.numel()
+        assert rows[role]["mse"] == pytest.approx(error2 / cast.source.numel(), rel=1e-6, abs=1e-30), role
 
 
 @pytest.mark.parametrize("recompute", [None, True, False])
