@@ -21,7 +21,7 @@ from transformer_engine.common.recipe import (
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-from nemo_fp8_debug import FP8DebugWarning, Monitor, read_record
+from nemo_fp8_debug import FP8DebugWarning, Monitor, compare, diagnose, read_record, recommend
 from nemo_fp8_debug.capture.backends.base import UnknownCast
 from nemo_fp8_debug.capture.backends.transformer_engine.stored import stored_weight
 
@@ -176,3 +176,12 @@ def test_a_class_that_is_not_known_is_left_out_and_said(tmp_path: Path) -> None:
     with pytest.warns(FP8DebugWarning, match=r"W of 1 layers \(first proj\) is stored in a way that is not known here"):
         rows, _ = trained(tmp_path, model, RECIPES["current"], lambda name: None, lambda: None)
     assert (0, "proj") not in rows
+
+
+def test_analyses_take_weights_whose_errors_are_not_known(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        torch.manual_seed(0)
+        trained(tmp_path / name, Model(RECIPES["mxfp8"]), RECIPES["mxfp8"], lambda name: None, lambda: None)
+    assert compare(tmp_path / "a", tmp_path / "b").out_of_band.is_empty()
+    assert diagnose(tmp_path / "a", tmp_path / "b").culprit is None
+    assert not [change for change in recommend(tmp_path / "a").plan.changes if change.role == "weight"]
