@@ -86,7 +86,7 @@ def unknown_gemms(roots: Sequence[nn.Module]) -> dict[str, str]:
         name: f"{type(module).__module__}.{type(module).__qualname__}"
         for name, module in found.items()
         if type(module).__module__.partition(".")[0] in ("transformer_engine", "torchao")
-        and any(p is not None and p.dim() == 2 for p in module._parameters.values())
+        and any(p is not None and p.dim() in (2, 3) for p in module._parameters.values())
         and not any(h.owns(module) for h in BACKENDS)
     }
 

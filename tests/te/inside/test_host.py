@@ -185,6 +185,19 @@ class TestSeveralGemms:
         assert set(read_table(tmp_path, "metrics")["gemm"]) == {"fc1"}
 
 
+def test_operations_of_te_ops_are_not_called_as_modules() -> None:
+    """Why they are not observed: hooks of modules see the sequence as a whole, and none of what it multiplies."""
+    model = te.ops.Sequential(te.ops.Linear(32, 48, bias=False), te.ops.GELU(), te.ops.Linear(48, 32, bias=False))
+    called: list[str] = []
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: called.append(name))
+    with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+        y = model(tokens(0).float().detach().requires_grad_())
+    y.sum().backward()
+    assert called == [""]
+    assert type(y.grad_fn).__name__ == "_OperationFuserAutogradFunctionBackward"
+
+
 def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
     model = nn.ModuleDict({"known": te.Linear(32, 32, bias=False), "fused": te.ops.Linear(32, 32, bias=False)})
 
