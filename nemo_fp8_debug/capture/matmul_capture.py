@@ -103,11 +103,12 @@ class MatmulCapture:
         call = self._calls.pop(module, None)
         if call is None or call.mode is None:
             return
-        call.mode.end()
+        mode, call.mode = call.mode, None
+        mode.end()
         if out is None:
             return  # the forward raised
         with self._guarded(next(iter(gemms.values())), "grad_output"):
-            call.gradients_are_told = not call.mode.hooked and not _has_functions_of_others(out, (args, kwargs))
+            call.gradients_are_told = not mode.hooked and not _has_functions_of_others(out, (args, kwargs))
         for gemm in {gemm.name: gemm for gemm in gemms.values()}.values():
             if gemm.name not in call.seen:
                 if gemm.backend.in_forward:

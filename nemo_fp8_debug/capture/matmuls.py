@@ -99,8 +99,7 @@ class Matmuls(TorchDispatchMode):
             return func(*args, **kwargs)
         modes = leave_modes()
         try:
-            with contextlib.suppress(Exception):
-                self._before(func, args)
+            self._before(func, args)
         finally:
             enter_again(modes)
         out = func(*args, **kwargs)
@@ -112,12 +111,15 @@ class Matmuls(TorchDispatchMode):
     def _before(self, func: Any, args: Any) -> None:
         self._take: Callable[[torch.Tensor, bool], None] | None = None
         self._give_out()
-        given = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-        if any(self._flow.of(x) is None for x in given):
-            self._begin_parameters()
-        self.hooked |= any(x._backward_hooks and self._is_of_this_forward(x) for x in given)
-        at = _OPERANDS.get(func.overloadpacket.__name__) if func.namespace == "aten" else None
-        if at is not None and (product := self._product(*args[at : at + 2])):
+        product = None
+        with contextlib.suppress(Exception):  # a product that cannot be made out is none that is seen
+            given = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            if any(self._flow.of(x) is None for x in given):
+                self._begin_parameters()
+            self.hooked |= any(x._backward_hooks and self._is_of_this_forward(x) for x in given)
+            at = _OPERANDS.get(func.overloadpacket.__name__) if func.namespace == "aten" else None
+            product = None if at is None else self._product(*args[at : at + 2])
+        if product is not None:
             self._take = self._found(product)
 
     def _remember(self, func: Any, out: Any) -> None:

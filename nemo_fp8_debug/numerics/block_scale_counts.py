@@ -8,11 +8,11 @@ import torch
 
 from .block_scaling import CHUNK, BlockRule, block_amax, matrix
 from .formats import FloatFormat
+from .metric_names import BLOCK_SCALES
 
 #: codes of scales, and behind them a place for blocks of zeros, which need none
 CODES = 256
 EMPTY = CODES
-COLUMNS = ("blocks", "empty_blocks", "scale_min", "scale_median", "scale_max", "at_smallest_pct", "at_largest_pct")
 #: E8M0 and the exponents of float32: codes of the smallest scale and of the largest
 _POWERS = (0, 254)
 #: E4M3: from zero, which loses its block, to the least subnormal; and 448
@@ -53,7 +53,7 @@ def _codes(stored: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def distributions(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str, list[float | int | None]]:
-    """Columns of B operands, as `COLUMNS`; None where no block has values.
+    """Columns of B operands, as `BLOCK_SCALES`; None where no block has values.
 
     Scales are those that are kept, by which codes are multiplied; of float32 ones the power of two at or below. Of NVFP4
     they are those of the first level.
@@ -62,9 +62,9 @@ def distributions(counts: torch.Tensor, rules: Sequence[BlockRule]) -> dict[str,
         counts: int64 [B, 257], as `count_block_scales` gives them.
         rules: B of them.
     """
-    columns: dict[str, list[float | int | None]] = {name: [] for name in COLUMNS}
+    columns: dict[str, list[float | int | None]] = {name: [] for name in BLOCK_SCALES}
     for row, rule in zip(counts.tolist(), rules, strict=True):
-        for name, value in zip(COLUMNS, _distribution(row, rule), strict=True):
+        for name, value in zip(BLOCK_SCALES, _distribution(row, rule), strict=True):
             columns[name].append(value)
     return columns
 

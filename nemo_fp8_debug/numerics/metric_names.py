@@ -22,3 +22,5 @@ UNITS = {"amax": 1, "amin": 1, "mse": 2}
 
 #: metrics of what GEMMs put out
 OUTPUT_METRICS = ("relative_error", "error_of_input", "error_of_weight", "error_of_grad_output")
+#: of the scales of an operand's blocks
+BLOCK_SCALES = ("blocks", "empty_blocks", "scale_min", "scale_median", "scale_max", "at_smallest_pct", "at_largest_pct")

@@ -11,8 +11,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ..numerics.block_scale_counts import COLUMNS
-from ..numerics.metric_names import METRICS, OUTPUT_METRICS, UNITS
+from ..numerics.metric_names import BLOCK_SCALES, METRICS, OUTPUT_METRICS, UNITS
 
 VERSION = 4
 
@@ -74,7 +73,7 @@ _OUTPUTS: dict[str, Any] = {
 _BLOCK_SCALES: dict[str, Any] = {
     **{name: _METRICS[name] for name in (*_KEYS, "consumed_samples", "layer", "gemm", "role", "recipe", "format", "dtype")},
     **{name: _METRICS[name] for name in ("scale_source", "calls", "ranks", "ranks_missing", "experts")},
-    **dict.fromkeys(COLUMNS, pl.Float64),
+    **dict.fromkeys(BLOCK_SCALES, pl.Float64),
     "blocks": pl.Int64,
     "empty_blocks": pl.Int64,
 }

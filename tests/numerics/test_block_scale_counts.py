@@ -8,9 +8,10 @@ import statistics
 import pytest
 import torch
 
-from nemo_fp8_debug.numerics.block_scale_counts import COLUMNS, count_block_scales, distributions
+from nemo_fp8_debug.numerics.block_scale_counts import count_block_scales, distributions
 from nemo_fp8_debug.numerics.block_scaling import BlockRule
 from nemo_fp8_debug.numerics.formats import E2M1, E4M3
+from nemo_fp8_debug.numerics.metric_names import BLOCK_SCALES
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 NAMES = ["mxfp8", "mxfp8(square_weights=True)", "blockwise", "nvfp4", "nvfp4(four_over_six=MAE)", "nvfp4_torchao", "rowwise"]
@@ -60,7 +61,7 @@ def test_counts_are_those_of_each_block(name: str, dtype: torch.dtype, role: str
         "at_smallest_pct": 100 * sum(scale <= smallest for scale in kept) / len(kept),
         "at_largest_pct": 100 * sum(scale >= largest for scale in kept) / len(kept),
     }
-    assert dict(zip(COLUMNS, found, strict=True)) == pytest.approx(expected, rel=1e-12)
+    assert dict(zip(BLOCK_SCALES, found, strict=True)) == pytest.approx(expected, rel=1e-12)
     assert expected["at_largest_pct"] > 0 or not rule.two_level
 
 
