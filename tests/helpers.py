@@ -29,6 +29,9 @@ class Samples:
     def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
         self.steps |= steps
 
+    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Not kept."""
+
     def close(self) -> None:
         pass
 

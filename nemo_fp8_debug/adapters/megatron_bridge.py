@@ -64,6 +64,11 @@ class FP8DebugBridgeCallback(Callback):  # type: ignore[misc]
         loss = next(iter((context.loss_dict or {}).values()), None)
         self._run.end_step(loss=loss, grad_norm=context.grad_norm, skipped=context.skipped_iter, lr=self._lr)
 
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Record the losses of an evaluation."""
+        with self._run.errors.guard("while looking for the losses of an evaluation"):
+            self._run.report_validation(context.state.train_state.step, context.total_loss_dict or {})
+
     def on_train_end(self, context: CallbackContext) -> None:
         """Record what is left."""
         self._run.close()

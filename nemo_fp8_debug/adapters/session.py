@@ -79,6 +79,11 @@ class Run:
         if self._monitor:
             self._monitor.end_step(**scalars)
 
+    def report_validation(self, step: int | None, losses: Mapping[str, Any]) -> None:
+        """As `Monitor.report_validation`."""
+        if self._monitor:
+            self._monitor.report_validation(step, **losses)
+
     def close(self) -> None:
         """The run is over: record what is left."""
         atexit.unregister(self.close)

@@ -112,6 +112,13 @@ class FP8DebugTrainerCallback(TrainerCallback):
             logged["loss"] = (logs or {}).get("loss")
         self._end_step(**logged)
 
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **rest: Any
+    ) -> None:
+        """Record the losses of an evaluation: `eval_loss`, or `eval_NAME_loss` where there are several sets."""
+        losses = {name: value for name, value in (metrics or {}).items() if name.endswith("_loss")}
+        self._run.report_validation(state.global_step, losses)
+
     def _end_step(self, **logged: Any) -> None:
         if self._scalars is not None:
             self._run.end_step(**{**logged, **self._scalars})

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from ..analysis.formatting import number
-from ..analysis.loss.gate import CANNOT_TELL, FAIL, PASS, PUBLISHED, THIS_PAIR, Gate, gate
+from ..analysis.loss.acceptance import TRAINING, Acceptance, accept
+from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, Gate
 from ..analysis.runs.run import Run
 from ..errors import ConfigError, RecordError
 from .console import console
@@ -32,7 +33,7 @@ def command(
     """Accept a run or not: exits with 0 if its gap is below the limit, 1 if above, 3 if that cannot be told."""
     limit, part = _percent(max_gap, "--max-gap"), _percent(last, "--last") / 100
     runs, baselines = ([Run.read(path, by, ["step", "consumed_samples"]) for path in paths] for paths in (run, baseline))
-    found = gate([each.loss for each in runs], [each.loss for each in baselines], limit, part, after)
+    found = accept(runs, baselines, limit, part, after)
     if found is None:
         raise RecordError(f"{run[0]} and its baseline share fewer than 10 losses in what is compared")
     if as_json:
@@ -50,18 +51,17 @@ def _percent(text: str, option: str) -> float:
         raise ConfigError(f"{option} {text!r} is no percentage; write it like 0.5%") from None
 
 
-def told(found: Gate, unit: str) -> list[str]:
+def told(found: Acceptance, unit: str) -> list[str]:
     """The answer in a line, and what to bear in mind."""
-    low, high = found.bounds
-    first = found.gaps[0]
-    where = f"{unit}s {first.first} to {first.last}, {first.n} losses"
-    lines = [
-        f"{found.outcome.upper()}: the gap of {found.of} is {found.gap:+.3g}%, 95% sure above {low:+.3g}% and below "
-        f"{high:+.3g}%; limit {found.max_gap:g}% ({where})."
-    ]
+    first, decisive = found.loss.gaps[0], found.gates[found.decisive]
+    lines = [f"{found.outcome.upper()}: {_clause(found.decisive, decisive, unit)}; limit {decisive.max_gap:g}%."]
     if found.outcome == CANNOT_TELL:
-        lines.append(_what_would_tell(found, unit))
-    if found.of == THIS_PAIR:
+        lines.append(_what_would_tell(decisive, unit))
+    for name, each in found.gates.items():
+        if name != found.decisive:
+            lines.append(f"{each.outcome.capitalize()}: {_clause(name, each, unit)}.")
+    lines += [f"Not judged: validation, {name}; {why}." for name, why in found.not_judged.items()]
+    if decisive.of == THIS_PAIR:
         batches = "the same batches" if first.paired else "other batches"
         lines.append(
             f"One pair of runs ({batches}) cannot tell what the recipe does from what the seed does: give several RUNs and "
@@ -69,6 +69,17 @@ def told(found: Gate, unit: str) -> list[str]:
         )
     lines += [f"Published: {gap}, {what}." for gap, what in PUBLISHED]
     return lines
+
+
+def _clause(name: str, each: Gate, unit: str) -> str:
+    """A gap, in a clause."""
+    (low, high), gap = each.bounds, each.gaps[0]
+    where = f"{unit}s {gap.first} to {gap.last}, {gap.n} {'losses' if name == TRAINING else 'evaluations'}"
+    of = each.of if name == TRAINING else f"{each.of} ({name})"
+    sure = 100 * (1 - ERROR / each.together)
+    above = f"{sure:.3g}% sure above {low:+.3g}%"
+    below = f"and {'' if each.together == 1 else '95% sure '}below {high:+.3g}%"
+    return f"the gap of {of} is {each.gap:+.3g}%, {above} {below} ({where})"
 
 
 def _what_would_tell(found: Gate, unit: str) -> str:

@@ -71,5 +71,8 @@ class Recorder(Protocol):
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep the scalars of all steps since the last call, by step."""
 
+    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Keep the losses of an evaluation, by name."""
+
     def close(self) -> None:
         """The run is over."""

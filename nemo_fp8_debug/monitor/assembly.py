@@ -14,6 +14,7 @@ from ..options.control_file import Control
 from ..options.trigger_rules import parse_rule
 from ..record.dump import TensorDump
 from ..record.storage import Storage
+from ..record.writer import RunRecord
 from .delivery import Delivery
 from .live_control import LiveControl
 from .model_scan import ModelScan
@@ -40,25 +41,53 @@ class Parts:
     watched: Watched
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a monitor writes files; the same on all ranks once they agreed."""
+
+    #: where this rank's record is; None: it keeps none
+    record: str | None
+    #: of the record
+    attempt: int
+    #: where dumps and the control file are; None: nowhere
+    storage: Storage | None
+
+    @classmethod
+    def of(cls, config: Config, recording: Recording) -> Place:
+        """Of this rank."""
+        records = [r for r in recording.recorders if isinstance(r, RunRecord)]
+        storage = None if config.output is None else Storage(config.output)
+        storage = next((r.storage for r in records if r.storage == storage), storage)
+        attempt = max((r.attempt for r in records), default=0)
+        return cls(str(records[0].storage) if records else None, attempt, storage)
+
+    def agreed(self, ranks: Ranks) -> Place:
+        """The first rank's for all: others may work in other folders, and this one may change its own."""
+        own = None if self.storage is None else str(self.storage)
+        told = ranks.start({"attempt": self.attempt, "output": own})
+        other = None if told["output"] is None else Storage(told["output"])
+        return Place(self.record, told["attempt"], self.storage if told["output"] == own else other)
+
+
 def assemble(
     config: Config,
     model: ModelScan,
     ranks: Ranks,
     recording: Recording,
     summary: Summary,
-    storage: Storage | None,
-    attempt: int,
+    place: Place,
     errors: ErrorGuard,
 ) -> Parts:
     """The parts of a monitor.
 
     Args:
-        storage: folder of the record, the same on all ranks.
-        attempt: of the record, the same on all ranks.
+        place: of this rank; that of the first one counts.
 
     Raises:
         ConfigError: tensors are to be dumped, and there is no folder.
     """
+    place = place.agreed(ranks)
+    storage = place.storage
     if storage is None and (config.dump or config.trigger_dump):
         raise ConfigError("dump and trigger_dump need an output folder")
     limits = config.dump_max_bytes, config.dump_min_free_bytes
@@ -81,5 +110,5 @@ def assemble(
     pipeline.over = over
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)
     delivery.report(None)
-    watched = Watched(model, shard_group, ranks.rank, ranks.world, attempt, dump, errors)
+    watched = Watched(model, shard_group, ranks.rank, ranks.world, place.attempt, dump, errors)
     return Parts(shard_group, schedule, live_control, pipeline, delivery, watched)

@@ -15,7 +15,7 @@ from .live_control import LiveControl
 from .pipeline import Outcome, Pipeline
 from .recorder_queue import Recording
 from .sampled_step import SampledStep
-from .step_scalars import StepScalars, rows
+from .step_scalars import StepScalars, rows, usable_losses
 
 #: steps whose scalars are kept on the device between samples, at the most
 STEPS_HELD = 1000
@@ -49,6 +49,12 @@ class Delivery:
         with self._errors.guard("while noting the step"):
             self._steps[step] = StepScalars.noted(scalars)
             self._recording.deliver(wait=False)
+
+    def note_validation(self, step: int, losses: Mapping[str, Any]) -> None:
+        """Record the losses of an evaluation."""
+        with self._errors.guard("while noting an evaluation"):
+            noted = StepScalars.noted(usable_losses(losses, self._errors.warn))
+            self._recording.submit_validation(step, lambda: {n: float(value) for n, value in noted.values.items()})
 
     def submit(self, sampled: SampledStep, why: str | None, opened: bool) -> None:
         """Measure a sampled step, and record it.

@@ -17,10 +17,8 @@ from ..core.sample import Recorder
 from ..distributed import Ranks, ShardGroup
 from ..errors import run_failed
 from ..options.config import SAME_ON_ALL_RANKS, Config
-from ..record.storage import Storage
-from ..record.writer import RunRecord
 from . import open_monitors
-from .assembly import assemble
+from .assembly import Place, assemble
 from .default_recorders import chosen_recorders
 from .model_scan import scan
 from .recorder_queue import Recording
@@ -77,21 +75,14 @@ class Monitor:
             self._model = scan(model, self.config, self._ranks.world, self._errors)
             chosen = chosen_recorders(recorders, self.config) if self._ranks.writes else ()
             self._recording = Recording(chosen, self.fingerprint, self._errors.guard)
-            records = [r for r in self._recording.recorders if isinstance(r, RunRecord)]
-            # Other ranks may work in other folders, and this one may change its own.
-            address = None if self.config.output is None else str(Storage(self.config.output))
+            place = Place.of(self.config, self._recording)
         except Exception as error:
             self._ranks.start(None, error)
             raise
         ShardGroup.publish(self._ranks, self._model.kinds)
-        told = self._ranks.start({"attempt": max((r.attempt for r in records), default=0), "output": address})
         self._idle = self._ranks.world == 1 and not self._recording.recorders
-        storage = None if told["output"] is None else Storage(told["output"])
         self._summary = Summary(self.config, self._recording.recorders, len(self.gemms), self.fingerprint.get("coverage"))
-        storage = next((r.storage for r in records if r.storage == storage), storage)
-        parts = assemble(
-            self.config, self._model, self._ranks, self._recording, self._summary, storage, told["attempt"], self._errors
-        )
+        parts = assemble(self.config, self._model, self._ranks, self._recording, self._summary, place, self._errors)
         self._shard_group, self._schedule, self._live_control = parts.shard_group, parts.schedule, parts.live_control
         self._pipeline, self._delivery, self._watched = parts.pipeline, parts.delivery, parts.watched
         self._sampled: SampledStep | None = None
@@ -99,8 +90,7 @@ class Monitor:
         self._order = StepOrder(self._errors.warn if self._ranks.writes else lambda *anything: None)
         self._step, self._closed = -1, False
         self._summary.open()
-        if records and open_monitors.replace(folder := str(records[0].storage), self):
-            self._errors.warn(f"another monitor of this process records to {folder} too, as another attempt; close that one")
+        open_monitors.replace(place.record, self, self._errors.warn)
         self._closed_by_hand = open_monitors.close_at_exit(self, self._ranks.world > 1)
 
     @property
@@ -268,6 +258,16 @@ class Monitor:
             self._recording.submit_job(self._live_control.read)
         if self._errors.raises:
             self.flush()
+
+    def report_validation(self, step: int | None = None, **losses: Any) -> None:
+        """Record the losses of an evaluation, which the gate judges too.
+
+        Args:
+            step: the training step that it came after; None: the last one.
+            losses: by name, numbers or scalar tensors, which are read in the background.
+        """
+        if not self._closed and not self._idle and self._ranks.writes:
+            self._delivery.note_validation(max(self._step, 0) if step is None else step, losses)
 
     def _tell_triggers(self, scalars: Mapping[str, Any]) -> None:
         with self._errors.guard("while watching the loss"):

@@ -24,11 +24,14 @@ class Closable(Protocol):
 _of_folder: weakref.WeakValueDictionary[str, Closable] = weakref.WeakValueDictionary()
 
 
-def replace(folder: str, monitor: Closable) -> bool:
-    """Note which monitor records to a folder; whether one that is still open did so before."""
+def replace(folder: str | None, monitor: Closable, warn: Callable[[str], object]) -> None:
+    """Note which monitor records to a folder, if to any; `warn` of one that is still open and did so before."""
+    if folder is None:
+        return
     earlier = _of_folder.get(folder)
     _of_folder[folder] = monitor
-    return earlier is not None and not earlier.closed
+    if earlier is not None and not earlier.closed:
+        warn(f"another monitor of this process records to {folder} too, as another attempt; close that one")
 
 
 def close_at_exit(monitor: Closable, keep: bool) -> Callable[[], object]:

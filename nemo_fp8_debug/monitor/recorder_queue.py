@@ -63,6 +63,10 @@ class Recording:
         """Record scalars by step in the background."""
         self._enqueue(lambda: self._record_steps(steps))
 
+    def submit_validation(self, step: int, losses: Callable[[], Mapping[str, float]]) -> None:
+        """Record the losses of an evaluation in the background."""
+        self._enqueue(lambda: self._record_validation(step, losses))
+
     def submit_job(self, job: Callable[[], None]) -> None:
         """Do something else in the background, after all that was submitted before."""
 
@@ -123,6 +127,12 @@ class Recording:
         with self._errors("while recording steps"):
             values = steps()
             return self._here(lambda recorder: recorder.record_steps(values))
+        return None
+
+    def _record_validation(self, step: int, losses: Callable[[], Mapping[str, float]]) -> Record | None:
+        with self._errors("while recording an evaluation"):
+            values = losses()
+            return self._here(lambda recorder: recorder.record_validation(step, values))
         return None
 
     def _here(self, record: Record) -> Record:

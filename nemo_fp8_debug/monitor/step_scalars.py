@@ -37,6 +37,15 @@ def usable(scalars: Mapping[str, Any], warn: Callable[[str], None], in_record: b
     return found
 
 
+def usable_losses(losses: Mapping[str, Any], warn: Callable[[str], None]) -> dict[str, Any]:
+    """Those of an evaluation that can be recorded; `warn` is told of the others."""
+    found = {name: _number(value) for name, value in losses.items()}
+    for name in losses:
+        if found[name] is None:
+            warn(f"{name} of an evaluation is not recorded: it is not a scalar but {_described(losses[name])}")
+    return {name: value for name, value in found.items() if value is not None}
+
+
 @functools.lru_cache(maxsize=256)
 def _meant(name: str) -> str:
     return nearest(name, STEP_SCALARS)

@@ -52,6 +52,9 @@ class TableRecorder:
     def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
         """Not shown."""
 
+    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Not part of the table."""
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -74,6 +74,9 @@ class ScalarRecorder:
     def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
         """The host logs its loss itself."""
 
+    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """The host logs them itself."""
+
     def close(self) -> None:
         """Nothing is held back."""
 

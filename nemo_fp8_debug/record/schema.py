@@ -82,6 +82,9 @@ STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_sa
 #: every step; what is read on sampled steps only is null on others
 _STEPS: dict[str, Any] = {**_KEYS, "time": pl.Float64, **dict.fromkeys(STEP_SCALARS, pl.Float64), "trigger": pl.String}
 
+#: one row for each evaluation and each loss that it reports
+_VALIDATION: dict[str, Any] = {**_KEYS, "time": pl.Float64, "name": pl.String, "loss": pl.Float64}
+
 #: `what_if` and `replayed` have metrics under recipes that were not in use, measured in the run or added to its record later
 SCHEMAS: dict[str, dict[str, Any]] = {
     "metrics": _METRICS,
@@ -92,6 +95,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "copies": {**_METRICS, "product": pl.String},
     "block_scales": _BLOCK_SCALES,
     "steps": _STEPS,
+    "validation": _VALIDATION,
 }
 
 _ARROW_TYPES = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +31,7 @@ from .storage import Storage
 #: parts that are merged into one
 MERGED = 64
 #: tables whose parts are small
-_MERGED_TABLES = ("metrics", "what_if", "outputs", "copies", "block_scales", "steps")
+_MERGED_TABLES = ("metrics", "what_if", "outputs", "copies", "block_scales", "steps", "validation")
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
 
@@ -117,6 +118,13 @@ class RunRecord:
             rows = [{"attempt": self.attempt, "step": step, **scalars} for step, scalars in steps.items()]
             names = ("attempt", "step", "time", *STEP_SCALARS, "trigger")
             self.write_part("steps", {name: [row.get(name) for row in rows] for name in names}, max(steps))
+
+    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Write the losses of an evaluation."""
+        if not (rows := len(losses)):
+            return
+        keys = {"attempt": [self.attempt] * rows, "step": [step] * rows, "time": [time.time()] * rows}
+        self.write_part("validation", {**keys, "name": list(losses), "loss": list(losses.values())}, step)
 
     def close(self) -> None:
         """Write what waits; says what is lost where that cannot be done."""

@@ -39,6 +39,9 @@ class Last:
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
         """Not needed."""
 
+    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Not kept."""
+
     def close(self) -> None:
         """Nothing is held back."""
 

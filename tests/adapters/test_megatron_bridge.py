@@ -62,6 +62,8 @@ def train(folder: Path, callbacks: list[Any] | None, first: int = 0) -> tuple[li
         losses.append(loss.item())
         fire(manager, "on_train_step_end", **given, loss_dict={"lm loss": loss}, grad_norm=1.5, skipped_iter=False)
         state.train_state.step += 1
+        if state.train_state.step % 2 == 0:  # as Bridge's evaluate() does behind a step that is due
+            fire(manager, "on_eval_end", state=state, model=[gpt], total_loss_dict={"lm loss": loss + 1})
     fire(manager, "on_train_end", **given)
     return losses, list(gpt.parameters())
 
@@ -107,3 +109,10 @@ def test_the_callback_can_be_copied_and_pickled_before_the_run(megatron: None, t
         train(tmp_path / name, [copied])
         metrics = read_table(find_run(tmp_path / name), "metrics")
         assert {layer.rpartition(".")[2] for layer in metrics["layer"]} == {"linear_fc2"}
+
+
+def test_losses_of_evaluations(megatron: None, tmp_path: Path) -> None:
+    losses, _ = train(tmp_path, [watch()])
+    found = read_table(find_run(tmp_path), "validation")
+    assert found.select("step", "name").rows() == [(2, "lm loss"), (4, "lm loss")]
+    assert found["loss"].to_list() == pytest.approx([losses[1] + 1, losses[3] + 1], rel=1e-6)

@@ -113,6 +113,9 @@ def test_an_evaluation_in_between_adds_nothing(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "evaluated")["loss"] == steps_of(tmp_path / "plain")["loss"]
     first, second = (read_table(find_run(tmp_path / name), "metrics") for name in ("plain", "evaluated"))
     assert first.equals(second)
+    reported = {entry["step"]: entry["eval_loss"] for entry in evaluated.state.log_history if "eval_loss" in entry}
+    found = read_table(find_run(tmp_path / "evaluated"), "validation")
+    assert dict(found.select("step", "loss").rows()) == reported and set(found["name"]) == {"eval_loss"}
 
 
 def test_a_resumed_run_is_another_attempt_that_goes_on_counting(tmp_path: Path) -> None:

@@ -49,9 +49,10 @@ def write(
     source: str = "engine",
     layers: list[str] = LAYERS,
     culprit: str | Sequence[str] = CULPRIT,
+    validation: Mapping[str, Mapping[int, float]] | None = None,
     **scalars: Mapping[int, float],
 ) -> Path:
-    """A record with X of one layer or several changed; scalars by name and step."""
+    """A record with X of one layer or several changed; losses of evaluations and scalars by name and step."""
     culprits = [culprit] if isinstance(culprit, str) else culprit
     record = RunRecord(folder)
     record.open(FINGERPRINT)
@@ -70,5 +71,8 @@ def write(
         record.record(sample(step, rows))
     steps = sorted({*losses, *(s for by_step in scalars.values() for s in by_step)})
     record.record_steps({s: {"loss": losses.get(s)} | {name: of.get(s) for name, of in scalars.items()} for s in steps})
+    for name, by_step in (validation or {}).items():
+        for step, loss in by_step.items():
+            record.record_validation(step, {name: loss})
     record.close()
     return folder

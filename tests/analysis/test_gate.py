@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from diagnosed_runs import falling, write
 from test_gap import curve, pair
 from typer.testing import CliRunner, Result
 
+from nemo_fp8_debug.analysis.loss.acceptance import accept
 from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, FAIL, PASS, gate
+from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError
 
@@ -96,3 +99,43 @@ class TestCommand:
 
     def test_a_missing_record_is_no_failed_gate(self, tmp_path: Path) -> None:
         assert called(tmp_path, "--baseline", tmp_path, "--max-gap", "1").exit_code == 2
+
+
+def evaluated(folder: Path, every: int = 5, factor: float = 1.0, seed: int = 1) -> Path:
+    """A run of training losses that are all alike, and evaluations `factor` above those of others."""
+    moves = np.random.default_rng(seed).normal(0, 1e-4, 200)
+    losses = {step: 2.0 * factor * (1 + moves[step]) for step in range(0, 200, every)}
+    noise = np.random.default_rng(0).normal(1.48, 0.001, 1000)
+    trained = {i: loss * noise[i] for i, loss in falling().items()}
+    return write(folder, losses=trained, validation={"val_loss": losses})
+
+
+class TestEvaluations:
+    @pytest.mark.parametrize(("factor", "status"), [(1.0, 0), (1.02, 1)])
+    def test_count_beside_the_training_loss(self, tmp_path: Path, factor: float, status: int) -> None:
+        """Training is alike in both, so it is the evaluation that decides."""
+        run, baseline = evaluated(tmp_path / "run", 1, factor), evaluated(tmp_path / "baseline", 1, seed=2)
+        found = called(run, "--baseline", baseline, "--max-gap", "1%")
+        assert found.exit_code == status, found.output
+        first = found.stdout.splitlines()[0]
+        assert ("validation, val_loss" in first) == bool(status)
+        plain = json.loads(called(run, "--baseline", baseline, "--max-gap", "1%", "--json").stdout)
+        assert plain["validation"]["val_loss"]["gap"] == pytest.approx(100 * (factor - 1), abs=0.05)
+        assert plain["not_judged"] == {}
+
+    def test_few_are_not_judged(self, tmp_path: Path) -> None:
+        run, baseline = evaluated(tmp_path / "run", 5, 1.5), evaluated(tmp_path / "baseline", 5)
+        found = called(run, "--baseline", baseline, "--max-gap", "1%")
+        assert found.exit_code == 0
+        assert "Not judged: validation, val_loss; fewer than 10 evaluations are in the steps that count" in found.stdout
+
+    def test_of_one_run_alone_are_not_judged(self, tmp_path: Path) -> None:
+        run, baseline = evaluated(tmp_path / "run", 1, 1.5), write(tmp_path / "baseline")
+        found = json.loads(called(run, "--baseline", baseline, "--max-gap", "50%", "--json").stdout)
+        assert found["not_judged"] == {"val_loss": "not all runs have it"}
+
+    def test_the_more_are_judged_the_surer_a_failure_must_be(self, tmp_path: Path) -> None:
+        run, baseline = evaluated(tmp_path / "run", 1), evaluated(tmp_path / "baseline", 1, seed=2)
+        of_run, of_baseline = Run.read(run), replace(Run.read(baseline), loss=curve([2.0, 2.1] * 100))
+        both, alone = accept([of_run], [of_baseline], 1.0), gate([of_run.loss], [of_baseline.loss], 1.0)
+        assert both and alone and both.loss.bounds[0] < alone.bounds[0] and both.loss.bounds[1] == alone.bounds[1]

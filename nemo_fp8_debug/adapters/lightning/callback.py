@@ -7,6 +7,7 @@ A sample opens in `on_train_batch_start` and takes the step number under which L
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from ...record.writer import RunRecord
 from .interventions import FP8EmulationCallback, FP8PlanCallback
 from .trainer import accumulates, roots
 
+#: names that modules log the losses of an evaluation under, as val_loss or eval/loss
+_OF_VALIDATION = re.compile(r"(reduced_)?(val|valid|validation|eval|dev|test)[_/.].*loss", re.IGNORECASE)
 _SCALARS = ("lr", "grad_norm", "consumed_samples")
 
 
@@ -179,6 +182,12 @@ class FP8DebugCallback(pl.Callback):
                 scalars |= {"loss_scale": self._scale, "skipped": was_skipped(self._scale, _scaler(trainer))}
             self._monitor.end_step(loss=_loss(trainer, pl_module, outputs), **scalars)
             self._stop_watching()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record the losses of an evaluation."""
+        if self._monitor and not trainer.sanity_checking:
+            losses = {name: value for name, value in trainer.callback_metrics.items() if _OF_VALIDATION.match(name)}
+            self._monitor.report_validation(None, **losses)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record what is left."""

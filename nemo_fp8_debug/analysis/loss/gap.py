@@ -86,9 +86,9 @@ def gap(run: LossCurve, baseline: LossCurve, part: float = PART, after: int | No
     return gap_of(align(run, baseline), part, after)
 
 
-def gap_of(aligned: Aligned, part: float = PART, after: int | None = None) -> Gap | None:
+def gap_of(aligned: Aligned, part: float = PART, after: int | None = None, fewest: int = FEWEST) -> Gap | None:
     """Of losses that are aligned already; see `gap`."""
-    aligned = aligned.last(part, after, FEWEST)
+    aligned = aligned.last(part, after, fewest)
     known = np.isfinite(aligned.baseline)
     finite = known & np.isfinite(aligned.run)
     if known.sum() < TOO_FEW or not float(np.mean(aligned.baseline[known])) > 0:

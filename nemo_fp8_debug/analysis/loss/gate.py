@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ..formatting import jsonable
 from .alignment import align
 from .curve import LossCurve
-from .gap import PART, Gap, gap_of
+from .gap import FEWEST, PART, Gap, gap_of
 
 #: chance of passing a run whose gap is the limit, and of failing one whose gap is the limit
 ERROR = 0.05
@@ -43,12 +43,14 @@ class Gate:
     #: steps from one loss to the next, and the part of the run that is looked at; 1: all after a step
     spacing: int
     part: float
+    #: losses that are judged together: one of them above the limit fails the run
+    together: int = 1
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Percent below which, and above which, the gap lies with a confidence of 95% each."""
-        reach = self._reach(1 - ERROR)
-        return self.gap - reach, self.gap + reach
+        """Percent above which, and below which, the gap lies with a confidence of 95% each. Of several losses, all are above
+        theirs with 95%."""
+        return self.gap - self._reach(1 - ERROR / self.together), self.gap + self._reach(1 - ERROR)
 
     def _reach(self, confidence: float) -> float:
         return self.error * float(stdtrit(self.freedom, confidence)) if self.error else 0.0
@@ -101,6 +103,7 @@ def gate(
     max_gap: float,
     part: float = PART,
     after: int | None = None,
+    fewest: int = FEWEST,
 ) -> Gate | None:
     """Judge the mean gap over the last part of the runs.
 
@@ -113,6 +116,7 @@ def gate(
         max_gap: percent.
         part: of the steps that both cover, from the end.
         after: step; only later ones are compared, instead of `part`.
+        fewest: losses that the last part takes at least, if there are as many.
 
     Returns:
         None if a run and its baseline share fewer than 10 losses.
@@ -132,7 +136,7 @@ def gate(
     """
     _check(runs, baselines, max_gap, part)
     pairs = [align(run, baseline) for run, baseline in _pairs(runs, baselines)]
-    gaps = [gap_of(pair, part, after) for pair in pairs]
+    gaps = [gap_of(pair, part, after, fewest) for pair in pairs]
     known = [gap for gap in gaps if gap is not None]
     if len(known) < len(gaps):
         return None

@@ -96,6 +96,12 @@ class Run:
         return _with_names(_along(self.axis, read_table(self.path, "outputs")), self.renamed_to)
 
     @cached_property
+    def validation(self) -> dict[str, LossCurve]:
+        """Losses of evaluations by name; read when first asked for."""
+        rows = _along(self.axis, read_table(self.path, "validation", ["step", "name", "loss"]))
+        return {name: LossCurve.of(rows.filter(name=name)) for name in rows["name"].unique(maintain_order=True)}
+
+    @cached_property
     def others(self) -> pl.DataFrame:
         """Metrics under recipes that were not in use, measured in the run or added by replay; read when first asked for."""
         rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")])

@@ -33,6 +33,9 @@ class InMemory:
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:
         self._steps += [{"attempt": 0, "step": step, **scalars} for step, scalars in steps.items()]
 
+    def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Not kept."""
+
     def close(self) -> None:
         """Nothing is held back."""
 

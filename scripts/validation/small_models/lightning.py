@@ -24,6 +24,9 @@ class Module(pl.LightningModule):
         self.log("train_loss", batch.mean())
         return loss
 
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.layers(batch).square().mean())
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
@@ -44,5 +47,6 @@ def fit(
         max_epochs=1,
         **options,
     )
-    trainer.fit(module or Module(), DataLoader(data, batch_size=2))
+    evaluated = {"val_dataloaders": DataLoader(data, batch_size=4)} if "val_check_interval" in options else {}
+    trainer.fit(module or Module(), DataLoader(data, batch_size=2), **evaluated)
     return trainer

@@ -143,3 +143,19 @@ def test_mixed_precision_in_fp16_skips_steps_and_says_so(tmp_path: Path) -> None
     assert scaled["unscaled_amax"].to_list() == pytest.approx(plain["amax"].to_list(), rel=2e-3)
     tags = events(tmp_path / "run").Tags()["scalars"]
     assert {"fp8/unscaled_amax/grad_output/worst", "fp8/unscaled_mse/grad_output/median", "fp8/grad_scale"} <= set(tags)
+
+
+def test_losses_of_evaluations_are_recorded_with_the_step_that_they_came_after(tmp_path: Path) -> None:
+    class Logged(pl.Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+
+        def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            if not trainer.sanity_checking:
+                self.losses.append(float(trainer.callback_metrics["val_loss"]))
+
+    logged = Logged()
+    fit(tmp_path, [FP8DebugCallback(interval=2), logged], val_check_interval=3)
+    found = read_table(find_run(tmp_path), "validation")
+    assert found.select("step", "name").rows() == [(2, "val_loss"), (5, "val_loss")]
+    assert found["loss"].to_list() == logged.losses and len(set(logged.losses)) == 2
