@@ -49,10 +49,12 @@ def write(
     source: str = "engine",
     layers: list[str] = LAYERS,
     culprit: str | Sequence[str] = CULPRIT,
+    changed: str = "input",
     validation: Mapping[str, Mapping[int, float]] | None = None,
     **scalars: Mapping[int, float],
 ) -> Path:
-    """A record with X of one layer or several changed; losses of evaluations and scalars by name and step."""
+    """A record with X, or another role, of one layer or several changed; losses of evaluations and scalars by name and
+    step."""
     culprits = [culprit] if isinstance(culprit, str) else culprit
     record = RunRecord(folder)
     record.open(FINGERPRINT)
@@ -63,7 +65,7 @@ def write(
                 "layer": layer,
                 "role": role,
                 "scale_source": source,
-                **(change(step) if layer in culprits and role == "input" else {}),
+                **(change(step) if layer in culprits and role == changed else {}),
             }
             for layer in layers
             for role in ("input", "weight", "grad_output")

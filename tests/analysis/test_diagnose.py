@@ -79,6 +79,17 @@ class TestAPair:
             culprit = diagnose(bad, reference).culprit
             assert culprit and culprit.layer == experts[2]
 
+    def test_one_expert_that_makes_all_of_them_go_out_is_named(self, tmp_path: Path) -> None:
+        experts = [f"decoder.layers.0.mlp.experts.local_experts.{i}.linear_fc1" for i in ("0", "1", "*")]
+        wrong = [experts[1], experts[2]]
+        baseline, bad, both = (
+            write(tmp_path / name, change, layers=experts, culprit=culprits)
+            for name, change, culprits in (("g", nothing, wrong), ("b", corrupted, wrong), ("all", corrupted, experts))
+        )
+        one, several = diagnose(bad, baseline).culprit, diagnose(both, baseline).culprit
+        assert one and (one.layer, one.cause) == (experts[1], "corrupted_scale")
+        assert several and several.layer == experts[2]
+
     def test_by_samples(self, tmp_path: Path) -> None:
         consumed = {s: float(8 * s) for s in range(N)}
         baseline, bad = (

@@ -132,3 +132,23 @@ def test_absent_metrics_are_not_out() -> None:
     absent = run(1, since=200, underflow_pct=5).with_columns(pl.lit(None, pl.Float64).alias(e) for e in USUAL)
     assert onsets(run(0), absent).is_empty() and onsets(absent, run(0)).is_empty()
     assert {e.metric for e in EVIDENCE} - {"nonfinite"} <= set(USUAL)
+
+
+@pytest.mark.parametrize(
+    ("bits", "samples", "out"), [(-8.0, 20, True), (-8.0, 1, False), (-14.0, 1, True), (-4.0, 20, False)]
+)
+def test_a_scale_that_is_far_too_small_is_out(bits: float, samples: int, out: bool) -> None:
+    then = pl.col("step").is_between(200, 200 + 10 * samples - 1) & (pl.col("layer") == CULPRIT[0])
+    bad = run(1).with_columns(scale_ratio_log2=pl.when(then).then(bits).otherwise("scale_ratio_log2"))
+    found = onsets(run(0), bad)
+    assert set(found["layer"]) == ({CULPRIT[0]} if out else set())
+    assert found["onset"].to_list() == [200] * (3 if out else 0)
+
+
+def test_a_scale_that_was_as_small_in_the_baseline_is_not() -> None:
+    then = pl.col("step").is_between(180, 220)
+    both = [
+        run(seed).with_columns(pl.when(then).then(-14.0).otherwise("scale_ratio_log2").alias("scale_ratio_log2"))
+        for seed in (0, 1)
+    ]
+    assert onsets(*both).is_empty()

@@ -81,7 +81,7 @@ def compare(
     tensors, experts = split_experts(ranked)
     notes = [*_mistaken(first, second), *_depths(first, second), *notes, *_coverage(first, second), *remarks(first, second)]
     notes += [f"Of the run's model: {text}" for text in coverage_notes(second.fingerprint)]
-    return Comparison(first, second, other, tensors, experts, split_experts(out_of_band)[0], tuple(notes), max_gap)
+    return Comparison(first, second, other, tensors, experts, *split_experts(out_of_band), tuple(notes), max_gap)
 
 
 def _with_lead(out_of_band: pl.DataFrame, divergence_step: int | None) -> pl.DataFrame:

@@ -34,6 +34,8 @@ class Comparison:
     #: since when tensors are out of the baseline's band, earliest first; as in `onsets`, but the experts of a layer are one,
     #: and with lead: steps from the onset to that of the loss, negative behind it, null where the loss does not leave
     out_of_band: pl.DataFrame
+    #: the same of the experts of layers whose experts are out as one, one by one
+    experts_out_of_band: pl.DataFrame
     #: what to bear in mind, in sentences: how names were matched, what was left out, what cannot be told
     notes: Sequence[str] = ()
     #: percent that the loss may lie above the baseline's before it counts as harm

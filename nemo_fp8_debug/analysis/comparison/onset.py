@@ -30,16 +30,20 @@ class Evidence:
     of_error: bool = False
     #: whether equal ratios mean the same, and not equal differences; what is below 1% is rounding
     log2: bool = False
+    #: 1: a rise counts; -1: a fall
+    sign: int = 1
+    #: how many times the least rise a sample must show, to be told as a transient if fewer than three in a row do
+    transient: float = 6.0
     #: values of a tensor that must be affected at least, where `least` is in percent of them
     least_values: int = 0
 
     def scaled(self, x: Floats) -> Floats:
         """To a scale on which equal steps mean the same."""
-        return np.log2(np.maximum(x, _ROUNDING)) if self.log2 else x
+        return self.sign * (np.log2(np.maximum(x, _ROUNDING)) if self.log2 else x)
 
     def unscaled(self, x: Floats) -> Floats:
         """Back from it."""
-        return np.exp2(x) if self.log2 else x
+        return np.exp2(self.sign * x) if self.log2 else self.sign * x
 
 
 _ROUNDING = 0.01
@@ -47,6 +51,7 @@ _ROUNDING = 0.01
 EVIDENCE = (
     Evidence("nonfinite", 0.5),
     Evidence("scale_ratio_log2", 1.0),
+    Evidence("scale_ratio_log2", 6.0, sign=-1, transient=2.0),
     Evidence("overflow_pct", 0.05, of_error=True, least_values=24),
     Evidence("underflow_pct", 1.0, of_error=True),
     Evidence("relative_error", 0.585, of_error=True, log2=True),  # half as much again
@@ -56,8 +61,8 @@ EVIDENCE = (
 SPREADS = 6.0
 #: samples of a baseline whose scales are still made up
 FIRST = 2
-#: samples in a row that count; and how many times the least rise fewer samples must show, to be told as a transient
-IN_A_ROW, TRANSIENT = 3, 6.0
+#: samples in a row that count
+IN_A_ROW = 3
 #: log2 of the rise of the MSE that makes it more: half as much again
 _MORE_LOST = 0.585
 #: samples of the baseline that a running median is taken over, on either side
@@ -143,9 +148,9 @@ class _Pair:
             self._kept = {metric: (values, running_median(values))}
         return self._kept[metric]
 
-    def highest(self, metric: str) -> Floats:
-        """[T, S]: the largest value of the baseline at the samples around each of the run's steps."""
-        values, steps = self._of_baseline(metric)[0], self._baseline.steps
+    def highest(self, evidence: Evidence) -> Floats:
+        """[T, S]: the largest value of the baseline, scaled, at the samples around each of the run's steps."""
+        values, steps = evidence.scaled(self._of_baseline(evidence.metric)[0]), self._baseline.steps
         if not len(steps):
             return np.full((len(values), len(self.steps)), np.nan)
         around = np.pad(values, ((0, 0), (2, 1)), mode="edge")
@@ -197,7 +202,8 @@ def _least_rise(evidence: Evidence, pair: _Pair) -> Floats:
 
 def _usual(evidence: Evidence, expected: Floats, pair: _Pair) -> Floats:
     """[T, S]: what the baseline does at these very steps is usual too, a transient that its median knows nothing of."""
-    return evidence.scaled(np.fmax(expected, pair.highest(evidence.metric)))
+    usual: Floats = np.fmax(evidence.scaled(expected), pair.highest(evidence))
+    return usual
 
 
 def _out(evidence: Evidence, pair: _Pair) -> Iterator[tuple[str | int | float, ...]]:
@@ -210,7 +216,7 @@ def _out(evidence: Evidence, pair: _Pair) -> Iterator[tuple[str | int | float, .
     for i in np.flatnonzero(out.any(axis=1)):
         start = _first_of_several(out[i], needed)
         if start is None and out.shape[1] >= IN_A_ROW:
-            start = _transient(excess[i])
+            start = _transient(excess[i], evidence.transient)
         if start is not None:
             layer, role = pair.tensors.row(int(i))
             back = np.flatnonzero(~out[i, start:])
@@ -220,9 +226,9 @@ def _out(evidence: Evidence, pair: _Pair) -> Iterator[tuple[str | int | float, .
             yield (*row, float(found[i, start]), float(expected[i, start]))
 
 
-def _transient(excess: Floats) -> int | None:
+def _transient(excess: Floats, times: float) -> int | None:
     """The first sample that is far out, behind those whose scales are still made up."""
-    far = excess > TRANSIENT
+    far = excess > times
     far[:FIRST] = False
     return int(np.argmax(far)) if far.any() else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...core.keys import GRADIENTS
 from .rules.finding import Finding
 
 #: how many times as far out as any other operand one must be, to be blamed if it is first seen with the loss
@@ -69,9 +70,17 @@ class Evidence:
         """Whether no other operand is nearly as far out by then: a loss that diverges changes many."""
         assert self.latest is not None and found.excess is not None
         others = [
-            f.excess for f in self.findings if f.rule == "operand" and f is not found and (f.since or 0) <= self.latest
+            f.excess
+            for f in self.findings
+            if f.rule == "operand" and not _same_tensor(f, found) and (f.since or 0) <= self.latest
         ]
         return all(excess is None or STANDS_OUT * excess < found.excess for excess in others)
+
+
+def _same_tensor(one: Finding, other: Finding) -> bool:
+    """Whether both are an X that several GEMMs read, or the same operand."""
+    shown = [(f.role, f.since, f.excess, f.layer and f.layer.rpartition(".")[0]) for f in (one, other)]
+    return shown[0] == shown[1]
 
 
 def blamed(evidence: Evidence) -> Blame:
@@ -95,14 +104,13 @@ def _blamed(evidence: Evidence) -> Blame:
     # Without a baseline a hint is no more than what metrics of runs that go well do, too.
     hints = evidence.paired and evidence.harmed_since is not None
     first = next((f for f in before if f.confidence != "low"), None) or (next(iter(before), None) if hints else None)
-    lost = evidence.of("nonfinite")
+    lost, other = evidence.of("nonfinite"), _besides_operands(evidence, first)
+    if other is not None and not (lost is not None and _is_earlier(lost, other)):
+        return Blame(other, other.cause, other.confidence)
     if first is not None and not (lost is not None and _is_earlier(lost, first)):
         return Blame(first, first.cause, first.confidence)
     if lost is not None:
         return Blame(lost, lost.cause, lost.confidence)
-    norm = evidence.of("gradient norm")
-    if norm is not None and norm.cause == "multiplier":
-        return Blame(norm, norm.cause, norm.confidence)
     stopped = evidence.of("optimizer steps")
     if stopped is not None and stopped.confidence == "high":
         return Blame(stopped, stopped.cause, "high")
@@ -119,6 +127,25 @@ def _learning_rate(evidence: Evidence, before: Sequence[Finding]) -> Finding | N
         return None
     # Without harm that is known, it explains operands that went out after it.
     return rate if (told if evidence.latest is None else rate.since <= evidence.latest) else None
+
+
+def _besides_operands(evidence: Evidence, first: Finding | None) -> Finding | None:
+    """Gradients that are multiplied, or weights that shrink, in time to have caused the harm and what operands show.
+
+    Args:
+        first: the first operand out of band; None: there is none.
+    """
+    for found in evidence.findings:
+        if found.rule not in ("gradient norm", "weights") or found.cause == "unknown" or found.since is None:
+            continue
+        in_time = evidence.latest is None or found.since <= evidence.latest
+        # A multiplied gradient changes every dY, and no X or W at that step.
+        explains = first is None or (
+            first.since is not None and found.since <= first.since and (found.rule == "weights" or first.role in GRADIENTS)
+        )
+        if in_time and explains:
+            return found
+    return None
 
 
 def _is_earlier(lost: Finding, first: Finding) -> bool:

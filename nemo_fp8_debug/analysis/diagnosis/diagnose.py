@@ -21,6 +21,7 @@ from .operands import against_baseline, alone, beginning
 from .rules.divergence import diverged_at_the_start, divergence
 from .rules.finding import Finding
 from .rules.grad_scale import multiplier
+from .rules.gradient_norm import gradient_norm
 from .rules.learning_rate import learning_rate
 from .rules.nonfinite import nonfinite
 from .rules.optimizer_steps import optimizer_steps, stopped_at
@@ -28,6 +29,7 @@ from .rules.outputs import reach
 from .rules.recipe import recipes
 from .rules.settings import settings
 from .rules.spikes import compared
+from .rules.weights import weights
 
 
 def diagnose(
@@ -74,7 +76,7 @@ def _paired(comparison: Comparison) -> Diagnosis:
     reference_since = None
     if reference is not None:
         reference_since = LossOutcome(reference.loss, loss.baseline, loss.max_gap).harmful_since
-    operands = against_baseline(run, baseline, comparison.out_of_band)
+    operands = against_baseline(comparison)
     return _added_up(run, baseline, comparison, operands, loss, reference_since)
 
 
@@ -111,6 +113,8 @@ def _added_up(
         *divergence(loss, run.unit, reference),
         *around,
         *optimizer_steps(run, baseline),
+        *gradient_norm(run, baseline),
+        *weights(run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
         *filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)]),
         *multiplier(run, baseline),

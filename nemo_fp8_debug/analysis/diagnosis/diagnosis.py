@@ -15,6 +15,7 @@ from ..runs.settings import coverage_notes
 from .consequences import consequences
 from .culprit import Blame
 from .events import events
+from .harm import is_likely
 from .rules.finding import CAUSES, NOT_FP8, Finding
 
 
@@ -57,10 +58,13 @@ class Diagnosis:
 
     @property
     def harm(self) -> str:
-        """`harmful`: the loss has diverged, or no step is taken; `gap`: the loss is above the baseline's by less than counts
-        as harm; `harmless so far`: something is out of order and the loss follows the baseline's; `none`; `unknown`."""
+        """`harmful`: the loss has diverged, or no step is taken; `likely`: the loss cannot tell, and what is found harms
+        most runs; `gap`: the loss is above the baseline's by less than counts as harm; `harmless so far`: something is out
+        of order and the loss follows the baseline's; `none`; `unknown`."""
         if self.divergence_step is not None:
             return "harmful"
+        if is_likely(self.loss, self.blame.finding):
+            return "likely"
         if self.loss.harm != "none":
             return self.loss.harm
         return "none" if self.cause in ("none", "unknown") else "harmless so far"
@@ -102,6 +106,8 @@ class Diagnosis:
 
     def _harm_told(self) -> str:
         told = self.loss.told(self.run.unit)
+        if self.harm == "likely":
+            told += " But what follows harms most runs, so harm is likely."
         if self.stopped_at is None:
             return told
         stopped = f"The optimizer takes no step from {self.run.unit} {self.stopped_at} on."

@@ -10,6 +10,7 @@ from .rules.finding import Finding
 _BEGINS = {
     "learning rate": "the learning rate departs",
     "gradient norm": "the gradient norm grows",
+    "weights": "the weights shrink",
     "optimizer steps": "the optimizer skips steps",
     "divergence": "the loss diverges",
     "reference": "the reference run's loss diverges",
@@ -38,5 +39,7 @@ def _events(findings: Sequence[Finding]) -> Iterator[tuple[int, str]]:
             yield found.since, f"{found.operand}: {found.cause.replace('_', ' ')}"
         elif found.rule == "nonfinite":
             yield found.since, f"the first NaN or infinity, in {found.operand or 'no sampled operand'}"
+        elif found.rule == "gradient norm" and found.cause == "multiplier":
+            yield found.since, "the gradient norm moves to another level"
         elif found.rule in _BEGINS:
             yield found.since, _BEGINS[found.rule]

@@ -7,13 +7,15 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
+from ...core.layer_names import aggregate_of, is_aggregate
 from ...core.scale_sources import QUANTIZED
 from ..comparison.compare import quantized, split_experts
+from ..comparison.comparison import Comparison
 from ..comparison.onset import onsets
 from ..runs.run import Run
 from .rules.beyond import beyond
 from .rules.finding import Finding
-from .rules.operand import Course, why
+from .rules.operand import Course, severity, why
 
 #: operands that are looked into
 _LOOKED_INTO = 8
@@ -22,16 +24,25 @@ _STRONG = 0.2
 #: part of a run's samples that the rest is compared with where there is no baseline, and how many those must be
 _BEGINNING, _FEW = 0.25, 6
 _KEY = ["layer", "role"]
+#: samples behind the onset of all experts as one in which one of them must be out, and how many times the next one's its
+#: excess must be, to be the one that it is about
+_SOON, _OUTSTANDING = 2, 3.0
+#: samples by which an operand may move before it is beyond what is healthy
+_BEFORE = 4
 #: causes that need no other run to be seen
 _PLAIN = ("nonfinite", "dead")
 
 
-def against_baseline(run: Run, baseline: Run, out_of_band: pl.DataFrame) -> list[Finding]:
-    """Why operands are out of a baseline's band, as in `onsets`: strong ones by onset, then others."""
+def against_baseline(comparison: Comparison) -> list[Finding]:
+    """Why operands are out of a baseline's band: strong ones by onset, then others."""
+    run, baseline = comparison.run, comparison.baseline
     found = []
-    for layer, role, since, excess in _first(out_of_band, run):
-        cause = why(Course.of(run.metrics, layer, role), since, Course.of(baseline.metrics, layer, role))
-        found.append(replace(cause, excess=excess))
+    for layer, role, since, excess in _first(comparison.out_of_band, run):
+        if (expert := _outstanding(comparison.experts_out_of_band, run, layer, role, since)) is not None:
+            layer, since, excess = expert
+        course = Course.of(run.metrics, layer, role)
+        cause = why(course, since, Course.of(baseline.metrics, layer, role))
+        found.append(replace(cause, excess=excess, severity=severity(course, since)))
     # What the run alone has, or the run alone in FP8, has nothing to be compared with.
     only = run.metrics.join(baseline.metrics.select(_KEY).unique(), on=_KEY, how="anti")
     far = split_experts(beyond(quantized(only)))[0] if len(only) else only.clear()
@@ -48,15 +59,43 @@ def alone(run: Run) -> list[Finding]:
     usual, judged = beginning(run.metrics), quantized(run.metrics)
     far = split_experts(beyond(judged))[0]
     moved = split_experts(onsets(usual, judged if len(usual) else judged.clear()))[0]
+    far = _begun(far, moved, run)
     moved = moved.join(far, on=_KEY, how="anti", maintain_order="left")
     surely = [replace(f, confidence="medium") for f in _alone(run, far)]
     hints = [f if f.cause in _PLAIN else replace(f, confidence="low") for f in _alone(run, moved)]
     return _that_count(run, [*surely, *hints][:_LOOKED_INTO])
 
 
+def _begun(far: pl.DataFrame, moved: pl.DataFrame, run: Run) -> pl.DataFrame:
+    """Operands beyond what is healthy, since when they moved away from what they were, if that is a few samples before."""
+    samples = {step: i for i, step in enumerate(run.metrics["step"].unique().sort())}
+    before = moved.group_by(_KEY).agg(moved=pl.col("onset").min())
+    joined = far.join(before, on=_KEY, how="left", maintain_order="left")
+    places = [pl.col(name).replace_strict(samples, default=None, return_dtype=pl.Int64) for name in ("onset", "moved")]
+    soon = (places[0] - places[1]).is_between(0, _BEFORE)
+    return joined.with_columns(onset=pl.when(soon).then("moved").otherwise("onset")).drop("moved").sort("onset")
+
+
+def _outstanding(experts: pl.DataFrame, run: Run, layer: str, role: str, since: int) -> tuple[str, int, float] | None:
+    """The expert by which all experts of a layer as one are out of the band: name, onset, excess; None: several are alike.
+
+    Args:
+        experts: of them those that are out, each by itself.
+    """
+    if not is_aggregate(layer) or experts.is_empty():
+        return None
+    samples = run.metrics["step"].unique().sort()
+    soon = samples.filter(samples > since).head(_SOON).max()
+    of_layer = pl.col("layer").map_elements(aggregate_of, pl.String) == layer
+    rows = experts.filter(pl.col("role") == role, pl.col("onset") <= (since if soon is None else soon)).filter(of_layer)
+    each = rows.group_by("layer").agg(pl.col("onset").min(), pl.col("excess").max()).sort("excess", descending=True)
+    alone = len(each) == 1 or (len(each) > 1 and each["excess"][0] > _OUTSTANDING * each["excess"][1])
+    return (each["layer"][0], each["onset"][0], each["excess"][0]) if alone else None
+
+
 def _alone(run: Run, rows: pl.DataFrame) -> list[Finding]:
     courses = [(Course.of(run.metrics, layer, role), since, excess) for layer, role, since, excess in _first(rows, run)]
-    return [replace(why(course, since), excess=excess) for course, since, excess in courses]
+    return [replace(why(c, since), excess=excess, severity=severity(c, since)) for c, since, excess in courses]
 
 
 def beginning(metrics: pl.DataFrame) -> pl.DataFrame:

@@ -32,6 +32,8 @@ from nemo_fp8_debug.core.layer_names import aggregate_key
 BASELINES = ("near", "other", "depth", "none")
 INTERVALS = (5, 20, 50)
 LOG = Path(__file__).parent / "held_out.log"
+#: what a verdict calls a harmed run
+_HARM = ("harmful", "likely")
 Truth = Mapping[str, Any]
 
 
@@ -55,7 +57,7 @@ class Judged:
     @property
     def accused(self) -> bool:
         """Whether anything is said to be wrong."""
-        return self.cause not in ("none", "unknown") or self.culprit is not None or self.harm == "harmful"
+        return self.cause not in ("none", "unknown") or self.culprit is not None or self.harm in _HARM
 
     @property
     def located(self) -> bool:
@@ -69,7 +71,7 @@ class Judged:
 
     @property
     def harm_right(self) -> bool:
-        return (self.harm == "harmful") == self.truth["harmful"]
+        return (self.harm in _HARM) == self.truth["harmful"]
 
     @property
     def harm_is_clear(self) -> bool:
@@ -183,7 +185,7 @@ QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
     ),
     ("harmed, and cannot tell", lambda one: one.truth["harmful"], lambda one: one.cannot_tell),
     ("clean, accused", lambda one: one.is_clean, lambda one: one.accused),
-    ("clean, called harmful", lambda one: one.is_clean, lambda one: one.harm == "harmful"),
+    ("clean, called harmful", lambda one: one.is_clean, lambda one: one.harm in _HARM),
 )
 
 

@@ -16,7 +16,7 @@ _OF_KIND: dict[str, set[str]] = {
     "nan_loss": {"nonfinite"},
     "nan_gradient": {"nonfinite", "skipped"},
     "learning_rate": {"learning_rate"},
-    "weight_decay": {"software"},
+    "weight_decay": {"weight_decay", "software"},
     "gradient_layer": {"software"},
     "repeated_data": {"software"},
     "no_mask": {"software"},

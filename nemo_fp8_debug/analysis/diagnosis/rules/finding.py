@@ -18,13 +18,14 @@ CAUSES = {
     "multiplier": "gradients are multiplied by something that they should not be",
     "changed_recipe": "the recipe that it is cast under is another one",
     "learning_rate": "the learning rate is the cause",
+    "weight_decay": "the weights shrink faster than under any weight decay in use",
     "skipped": "the optimizer skips steps",
     "software": "the cause is not how FP8 represents the operands; look at learning rate, data, kernels and communication",
     "none": "nothing is wrong",
     "unknown": "cannot tell",
 }
 #: causes that have nothing to do with how FP8 represents operands
-NOT_FP8 = ("learning_rate", "software")
+NOT_FP8 = ("learning_rate", "weight_decay", "software")
 CONFIDENCE = ("high", "medium", "low")
 
 
@@ -49,6 +50,8 @@ class Finding:
     may_follow_the_loss: bool = False
     #: of an operand out of band: how many times the least that counts
     excess: float | None = None
+    #: what it did to runs of the benchmark that had it: 2, nearly all were harmed; 1, half of them; 0, it may do nothing
+    severity: int = 0
 
     @property
     def operand(self) -> str | None:

@@ -11,6 +11,8 @@ from .finding import Finding
 
 #: factor between two learning rates that counts, and that is large
 DIFFERS, LARGE = 1.05, 1.5
+#: factor by which a learning rate may rise, beyond which it harmed all runs of the benchmark
+HARMS = 8.0
 #: learning rates in a row that make a difference
 _IN_A_ROW = 2
 #: values without a rise that end a warm-up
@@ -39,7 +41,8 @@ def learning_rate(run: Run, baseline: Run | None) -> list[Finding]:
         f"{number(both['lr'][farthest])} instead of {number(both['lr_baseline'][farthest])}"
     )
     confidence = "high" if times > LARGE else "low"
-    return [Finding("learning rate", "learning_rate", confidence, facts, _ADVICE, since=since)]
+    severity = 2 if times > HARMS else 0
+    return [Finding("learning rate", "learning_rate", confidence, facts, _ADVICE, since=since, severity=severity)]
 
 
 def _alone(mine: pl.DataFrame, unit: str) -> list[Finding]:
@@ -52,7 +55,8 @@ def _alone(mine: pl.DataFrame, unit: str) -> list[Finding]:
             at = i + int(np.argmax(rates[i:] > DIFFERS * highest))
             most = number(float(rates[i:].max()))
             facts = f"the learning rate rises from {number(highest)} at {unit} {steps[at - 1]} to {most} after its warm-up"
-            return [Finding("learning rate", "learning_rate", "medium", facts, _ADVICE, since=int(steps[at - 1]) + 1)]
+            since, severity = int(steps[at - 1]) + 1, 2 if rates[i:].max() > HARMS * highest else 0
+            return [Finding("learning rate", "learning_rate", "medium", facts, _ADVICE, since=since, severity=severity)]
     return []
 
 

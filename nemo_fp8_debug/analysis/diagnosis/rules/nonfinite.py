@@ -11,7 +11,7 @@ from ....core.keys import SHOWN_AS
 from ...loss.curve import LossCurve
 from ...runs.run import Run
 from .finding import Finding
-from .optimizer_steps import norms
+from .gradient_norm import norms
 
 #: order within a step: the forward pass, the loss, the backward pass, the gradient norm
 _LOSS, _BACKWARD, _NORM = 1, 2, 3

@@ -22,6 +22,8 @@ HIGHER = 2.0
 _OVERFLOW, _UNDERFLOW, MOST = 0.01, 1.0, 10.0
 #: points of a percent of values that an outlier costs, at least, if it is more than a hint
 _LOSES = 0.5
+#: percent of values that are most of them, and samples in which they must be lost, at least
+_MOST_LOST, _LASTING = 50.0, 6
 #: samples behind the onset that tell what happened
 _BEHIND = 4
 
@@ -100,6 +102,18 @@ def why(run: Course, since: int, baseline: Course | None = None) -> Finding:
     if abs(error) > OFF and not higher > max(HIGHER, abs(error)):
         return _of_the_scale(run, since, at, error, usual)
     return replace(_of_the_values(run, since, at, baseline, np.isfinite(error)), may_follow_the_loss=True)
+
+
+def severity(run: Course, since: int) -> int:
+    """As of a `Finding`: 2 if most values of an X are lost from the onset to the end, 1 if those of another operand are."""
+    behind = run.steps >= since
+    if behind.sum() < _LASTING:
+        return 0
+    lost = np.fmax(run.underflow[behind], run.overflow[behind])
+    known = lost[np.isfinite(lost)]
+    if not len(known) or np.median(known) < _MOST_LOST or np.median(known[-_LASTING:]) < _MOST_LOST:
+        return 0
+    return 2 if run.role == "input" else 1
 
 
 def _usual(metric: Floats, otherwise: float = 0.0) -> float:

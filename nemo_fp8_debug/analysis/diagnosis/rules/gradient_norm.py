@@ -1,0 +1,154 @@
+"""Does the gradient norm move from one step to the next to another level, as if gradients were multiplied by a factor?
+
+Gradients that are multiplied at the loss have all dY multiplied by the same factor. Those that are multiplied behind the
+backward pass, as by data-parallel averaging, have none. Where some dY move and others do not, the cause lies between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from ...formatting import number
+from ...loss.onset import stays
+from ...loss.smoothing import running_median
+from ...loss.step_change import rises_at
+from ...runs.grid import Floats, Ints
+from ...runs.run import Run
+from .finding import Finding
+
+#: factor between gradient norms that counts as growth
+_LARGER = 4.0
+#: norms on either side whose medians make two levels, and on either side of a move that comes at once
+_LEVEL, _CLOSE = 10, 3
+#: bits between two levels, at least, and in standard deviations of what the norm moves by from step to step; part of them
+#: that come at once
+_BITS, _SIGMAS, _AT_ONCE = 0.85, 6.0, 0.8
+#: part of a run without a baseline in which the norm falls as the model begins to learn
+_BEGINNING = 0.1
+#: bits by which a dY may be off the others, and share of all dY that must agree
+_OFF, _MOST = 0.75, 0.8
+#: samples on either side whose medians tell what dY did
+_SAMPLES = 2
+#: values on either side that a running median is taken over
+_HALF = 2
+_AT_THE_LOSS = "dY of all layers move with it, so the loss is multiplied"
+_BEHIND = "no dY moves with it, so gradients are multiplied behind the backward pass"
+_FACTOR = "Look at what multiplies the loss or divides gradients: loss scale, accumulation, data-parallel averaging."
+_GROWS = "Look at what came before it: learning rate, data, the first tensor out of band."
+
+
+@dataclass(frozen=True)
+class _Move:
+    """To another level."""
+
+    step: int
+    bits: float
+
+
+def norms(run: Run) -> pl.DataFrame:
+    """step, grad_norm: where it is reported; NaN and infinite ones too."""
+    rows = run.steps.select("step", "grad_norm").filter(pl.col("grad_norm").is_not_null())
+    return rows.unique("step", keep="last").sort("step")
+
+
+def gradient_norm(run: Run, baseline: Run | None) -> list[Finding]:
+    """That it moves at once to a level that it keeps, or that it grows beyond the baseline's."""
+    move = _move(*_levels(run, baseline))
+    if move is None or _follows_the_loss(run, baseline, move):
+        return _grows(run, baseline)
+    times = 2**move.bits
+    what = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
+    facts = f"the gradient norm is {what} what it was from {run.unit} {move.step} on, at once and steadily"
+    where = _where(run, move)
+    if where is None:
+        return [Finding("gradient norm", "unknown", "low", facts, _GROWS, since=move.step)]
+    return [Finding("gradient norm", "multiplier", "medium", f"{facts}; {where}", _FACTOR, since=move.step)]
+
+
+def _usable(run: Run) -> pl.DataFrame:
+    return norms(run).filter(pl.col("grad_norm").is_finite() & (pl.col("grad_norm") > 0))
+
+
+def _levels(run: Run, baseline: Run | None) -> tuple[Ints, Floats]:
+    """Steps, and log2 of the norm, in units of the baseline's; alone, behind the beginning."""
+    mine = _usable(run)
+    theirs = _usable(baseline) if baseline is not None else None
+    both = None if theirs is None else mine.join(theirs, on="step", suffix="_baseline").sort("step")
+    if both is not None and len(both) > 2 * _LEVEL:
+        return both["step"].to_numpy(), np.log2(both["grad_norm"].to_numpy() / both["grad_norm_baseline"].to_numpy())
+    kept = mine[int(_BEGINNING * len(mine)) :]
+    return kept["step"].to_numpy(), np.log2(kept["grad_norm"].to_numpy())
+
+
+def _move(steps: Ints, bits: Floats) -> _Move | None:
+    """The largest move to another level that comes at once and is kept to the end."""
+    if len(bits) <= 2 * _LEVEL:
+        return None
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(bits, _LEVEL), axis=1)
+    apart = medians[_LEVEL:] - medians[:-_LEVEL]
+    # The windows straddle the move, so several places are as good: the one with the largest step from value to value.
+    best = float(np.abs(apart).max())
+    near = np.flatnonzero(np.abs(apart) >= _AT_ONCE * best) + _LEVEL
+    at = int(near[np.argmax(np.abs(bits[near] - bits[near - 1]))])
+    move = float(np.median(bits[at : at + _LEVEL]) - np.median(bits[at - _LEVEL : at]))
+    noise = 1.4826 * float(np.median(np.abs(np.diff(bits)))) / np.sqrt(2)
+    close = float(np.median(bits[at : at + _CLOSE]) - np.median(bits[at - _CLOSE : at]))
+    lasting = float(np.median(bits[at:]) - np.median(bits[max(0, at - len(bits[at:])) : at]))
+    least = max(_BITS, _SIGMAS * noise)
+    kept = min(close / move, lasting / move) >= _AT_ONCE if move else False
+    return _Move(int(steps[at]), move) if abs(move) >= least and kept else None
+
+
+def _follows_the_loss(run: Run, baseline: Run | None, move: _Move) -> bool:
+    """Whether the loss moved at that step too, or the batches became smaller or larger: then gradients are what they are."""
+    rise = rises_at(run.loss, None if baseline is None else baseline.loss, move.step)
+    return rise is not None or _other_batches(run, move.step)
+
+
+def _other_batches(run: Run, step: int) -> bool:
+    consumed = run.steps.select("step", "consumed_samples").drop_nulls().sort("step")
+    sizes = consumed.with_columns(per_step=pl.col("consumed_samples").diff() / pl.col("step").diff()).drop_nulls()
+    before = sizes.filter(pl.col("step") < step).tail(_CLOSE)["per_step"].median()
+    after = sizes.filter(pl.col("step") > step).head(_CLOSE)["per_step"].median()
+    return before is not None and after is not None and before != after
+
+
+def _where(run: Run, move: _Move) -> str | None:
+    """Where gradients are multiplied, in words; None: dY of some layers say one thing and others another, or there are
+    none."""
+    rows = run.metrics.filter(pl.col("role") == "grad_output", pl.col("amax") > 0, pl.col("amax").is_finite())
+    steps = rows["step"].unique().sort()
+    before, after = steps.filter(steps < move.step).tail(_SAMPLES), steps.filter(steps >= move.step).head(_SAMPLES)
+    if before.is_empty() or after.is_empty():
+        return None
+    levels = [
+        rows.filter(pl.col("step").is_in(side.implode())).group_by("layer").agg(level=pl.col("amax").log(2).median())
+        for side in (before, after)
+    ]
+    both = levels[0].join(levels[1], on="layer", suffix="_after")
+    bits = (both["level_after"] - both["level"]).to_numpy()
+    if not len(bits):
+        return None
+    for expected, told in ((move.bits, _AT_THE_LOSS), (0.0, _BEHIND)):
+        if float(np.mean(np.abs(bits - expected) <= _OFF)) >= _MOST:
+            return told
+    return None
+
+
+def _grows(run: Run, baseline: Run | None) -> list[Finding]:
+    if baseline is None:
+        return []
+    both = _usable(run).join(_usable(baseline), on="step", suffix="_baseline").sort("step")
+    if len(both) < 2 * _HALF + 1:
+        return []
+    apart = np.log2(both["grad_norm"].to_numpy() / both["grad_norm_baseline"].to_numpy())
+    smooth = running_median(apart, _HALF)
+    at = stays(smooth > np.log2(_LARGER), apart, _HALF)
+    if at is None:
+        return []
+    since, times = int(both["step"][at]), 2 ** float(np.median(smooth[at:]))
+    facts = f"the gradient norm is {number(times)} times the baseline's from {run.unit} {since} on (median)"
+    return [Finding("gradient norm", "unknown", "low", facts, _GROWS, since=since)]

@@ -1,0 +1,148 @@
+"""Gradients that are multiplied, told from what the gradient norm and dY do; weights that shrink; harm that is likely."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from diagnosed_runs import EVERY, LAYERS, ONSET, N, corrupted, falling, nothing, write
+
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
+from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
+
+#: dY of all layers moves with the gradient norm from here on
+FACTOR = 8.0
+
+
+def norms(factor: float = 1.0, at: int = ONSET, ramp: int = 1) -> dict[int, float]:
+    noise = np.random.default_rng(3).lognormal(0, 0.1, N)
+    return {i: float(noise[i] * factor ** min(max(i - at + 1, 0) / ramp, 1.0)) for i in range(N)}
+
+
+def multiplied(step: int) -> Mapping[str, Any]:
+    """dY, with a scale that follows."""
+    return {"amax": 4.0 * FACTOR, "scale": 100.0 / FACTOR} if step >= ONSET else {"amax": 4.0}
+
+
+def found(of: Diagnosis, rule: str) -> Finding | None:
+    return next((f for f in of.findings if f.rule == rule), None)
+
+
+class TestGradientNorm:
+    @pytest.mark.parametrize("paired", [True, False])
+    @pytest.mark.parametrize(("layers", "where"), [(LAYERS, "the loss is multiplied"), ([], "behind the backward pass")])
+    def test_that_moves_to_another_level_tells_where(
+        self, tmp_path: Path, paired: bool, layers: list[str], where: str
+    ) -> None:
+        run = write(tmp_path / "run", multiplied, grad_norm=norms(FACTOR), culprit=layers, changed="grad_output")
+        baseline = write(tmp_path / "baseline", grad_norm=norms()) if paired else None
+        told = diagnose(run, baseline)
+        assert (told.cause, told.confidence) == ("multiplier", "medium") and where in told.verdict()
+        assert told.blame.finding and told.blame.finding.since == ONSET
+
+    def test_with_half_of_the_layers_does_not_tell(self, tmp_path: Path) -> None:
+        run = write(tmp_path / "run", multiplied, grad_norm=norms(FACTOR), culprit=LAYERS[:2], changed="grad_output")
+        rule = found(diagnose(run), "gradient norm")
+        assert rule and (rule.cause, rule.confidence) == ("unknown", "low")
+
+    def test_that_moves_slowly_is_no_factor(self, tmp_path: Path) -> None:
+        assert not found(diagnose(write(tmp_path / "run", grad_norm=norms(FACTOR, ramp=40))), "gradient norm")
+
+    def test_that_moves_with_the_loss_is_no_factor(self, tmp_path: Path) -> None:
+        run = write(tmp_path / "run", losses=falling(left=ONSET), grad_norm=norms(FACTOR))
+        assert not found(diagnose(run), "gradient norm")
+
+    def test_that_moves_with_the_batch_size_is_no_factor(self, tmp_path: Path) -> None:
+        consumed = {i: float(8 * i + 24 * max(0, i - ONSET + 1)) for i in range(N)}
+        run = write(tmp_path / "run", grad_norm=norms(1 / 4), consumed_samples=consumed)
+        assert not found(diagnose(run), "gradient norm")
+
+    @pytest.mark.parametrize("norm", [norms(), norms(1.5), dict.fromkeys(range(8), 1.0), {0: float("nan")}])
+    def test_noise_and_few_values_are_nothing(self, tmp_path: Path, norm: dict[int, float]) -> None:
+        assert not found(diagnose(write(tmp_path / "run", grad_norm=norm)), "gradient norm")
+
+    def test_clipping_of_one_dy_is_not_explained_away(self, tmp_path: Path) -> None:
+        """An operand that went wrong before the gradient norm moved is what it began with."""
+        run = write(tmp_path / "run", corrupted, grad_norm=norms(FACTOR, ONSET + 2 * EVERY))
+        told = diagnose(run, write(tmp_path / "baseline", grad_norm=norms()))
+        assert told.culprit and told.cause == "corrupted_scale"
+
+
+def shrinking(decay: float, rate: float = 1e-3) -> Any:
+    """Weights whose root mean square falls as under a weight decay, from the onset on."""
+
+    def change(step: int) -> Mapping[str, Any]:
+        size = np.exp(-decay * rate * max(0, step - ONSET))
+        return {"mse": 1e-4 * size**2, "relative_error": 0.02, "amax": 4.0 * size, "scale": 100.0 / size}
+
+    return change
+
+
+class TestWeights:
+    @pytest.mark.parametrize("paired", [True, False])
+    def test_that_shrink_faster_than_weight_decay_are_named_with_the_decay(self, tmp_path: Path, paired: bool) -> None:
+        rates = dict.fromkeys(range(N), 1e-3)
+        run = write(tmp_path / "run", shrinking(4.0), lr=rates, culprit=LAYERS, changed="weight")
+        baseline = write(tmp_path / "baseline", shrinking(0.0), lr=rates, culprit=LAYERS, changed="weight")
+        told = diagnose(run, baseline if paired else None)
+        assert (told.cause, told.confidence) == ("weight_decay", "medium") and "a weight decay of 4" in told.verdict()
+        assert told.blame.finding and told.blame.finding.since == ONSET
+
+    @pytest.mark.parametrize("decay", [0.0, 0.1, 0.3])
+    def test_of_usual_decay_are_nothing(self, tmp_path: Path, decay: float) -> None:
+        rates = dict.fromkeys(range(N), 1e-3)
+        run = write(tmp_path / "run", shrinking(decay), lr=rates, culprit=LAYERS, changed="weight")
+        assert not found(diagnose(run), "weights")
+
+    def test_of_a_baseline_that_does_the_same_are_nothing(self, tmp_path: Path) -> None:
+        rates = dict.fromkeys(range(N), 1e-3)
+        both = [
+            write(tmp_path / name, shrinking(4.0), lr=rates, culprit=LAYERS, changed="weight")
+            for name in ("run", "baseline")
+        ]
+        assert not found(diagnose(*both), "weights")
+
+    def test_of_one_layer_or_without_a_learning_rate_do_not_tell(self, tmp_path: Path) -> None:
+        one = write(tmp_path / "one", shrinking(4.0), lr=dict.fromkeys(range(N), 1e-3), changed="weight")
+        blind = write(tmp_path / "blind", shrinking(4.0), culprit=LAYERS, changed="weight")
+        assert not found(diagnose(one), "weights") and not found(diagnose(blind), "weights")
+
+
+def lost(step: int) -> Mapping[str, Any]:
+    """The scale of one operand is so small at once that nearly all values become zero."""
+    wrong = {"scale": 1e-3, "scale_ratio_log2": -16.6, "underflow_pct": 95.0, "mse": 1.0, "relative_error": 0.98}
+    return wrong if step >= ONSET else {}
+
+
+class TestLikelyHarm:
+    def test_alone_an_x_that_is_lost_to_the_end_is_likely_to_harm(self, tmp_path: Path) -> None:
+        told = diagnose(write(tmp_path / "run", lost))
+        assert told.harm == "likely" and told.culprit and "harm is likely" in told.verdict()
+        assert told.to_json()["harm"] == "likely"
+
+    @pytest.mark.parametrize("role", ["weight", "grad_output"])
+    def test_alone_another_operand_is_not_enough(self, tmp_path: Path, role: str) -> None:
+        assert diagnose(write(tmp_path / "run", lost, changed=role)).harm == "unknown"
+
+    def test_alone_one_that_comes_back_is_not(self, tmp_path: Path) -> None:
+        run = write(tmp_path / "run", lambda step: lost(step) if step < ONSET + 3 * EVERY else {})
+        assert diagnose(run).harm == "unknown"
+
+    @pytest.mark.parametrize(("above", "harm"), [(1.06, "likely"), (1.0, "unknown")])
+    def test_with_other_batches_a_gap_must_be_there_too(self, tmp_path: Path, above: float, harm: str) -> None:
+        noise = [np.random.default_rng(seed).normal(1, 0.1, N) for seed in (1, 2)]
+        losses = [{i: loss * float(by[i]) for i, loss in falling().items()} for by in noise]
+        losses[0] = {i: loss * above for i, loss in losses[0].items()}
+        run, baseline = write(tmp_path / "run", lost, losses[0]), write(tmp_path / "baseline", losses=losses[1])
+        told = diagnose(run, baseline)
+        assert told.culprit and told.harm == harm
+
+    def test_what_follows_the_baseline_is_harmless_so_far(self, tmp_path: Path) -> None:
+        assert diagnose(write(tmp_path / "run", lost), write(tmp_path / "baseline")).harm == "harmless so far"
+
+    def test_nothing_found_makes_nothing_likely(self, tmp_path: Path) -> None:
+        assert diagnose(write(tmp_path / "run", nothing)).harm == "unknown"
