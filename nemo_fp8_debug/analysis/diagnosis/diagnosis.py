@@ -149,6 +149,7 @@ class Diagnosis:
                 "verdict": self.verdict(),
                 "notes": list(self.notes),
                 "cause": self.cause,
+                "about_fp8": self.cause not in NOT_FP8,
                 "confidence": self.confidence,
                 "harm": self.harm,
                 "gap": None if self.loss.gap is None else self.loss.gap.to_json(),

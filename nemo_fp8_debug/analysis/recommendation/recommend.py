@@ -177,7 +177,7 @@ def flagged_by(found: Diagnosis) -> dict[Key, str]:
     """The operands that left the baseline's band before the loss diverged, earliest first, and by which metric; all of them
     where it stays, and none where they are not to blame."""
     flagged: dict[Key, str] = {}
-    if found.cause in (*NOT_FP8, "multiplier", "skipped") or found.comparison is None:
+    if found.cause in NOT_FP8 or found.comparison is None:
         return flagged
     begun = (found.culprit.since or 0) if found.culprit else 0
     for row in found.comparison.out_of_band.iter_rows(named=True):

@@ -24,8 +24,8 @@ CAUSES = {
     "none": "nothing is wrong",
     "unknown": "cannot tell",
 }
-#: causes that have nothing to do with how FP8 represents operands
-NOT_FP8 = ("learning_rate", "weight_decay", "software")
+#: causes that are not in how FP8 represents operands: what helps against that does not help against these
+NOT_FP8 = ("learning_rate", "weight_decay", "multiplier", "skipped", "software")
 CONFIDENCE = ("high", "medium", "low")
 
 

@@ -5,18 +5,14 @@ import {Sentence} from '../components/notice.jsx';
 import {Table} from '../components/table.jsx';
 import {titleOf} from '../units.js';
 
-/** Causes that are not in how operands are represented: what helps against FP8 does not help against these. */
-const NOT_FP8 = ['software', 'multiplier', 'learning_rate', 'skipped'];
-export const isFp8 = (cause) => !NOT_FP8.includes(cause);
-
 export function Diagnosed({found, unit, run}) {
-  const fits = found.findings.filter((finding) => isFp8(found.cause) || finding.cause === found.cause);
+  const fits = found.findings.filter((finding) => found.about_fp8 || finding.cause === found.cause);
   const others = found.findings.filter((finding) => !fits.includes(finding));
   return (
     <section aria-label="Diagnosis">
       <p class="verdict"><Sentence text={found.verdict} /></p>
       <Facts found={found} unit={unit} />
-      {isFp8(found.cause) ? <ToDo findings={fits} culprit={found.culprit} /> : <LookElsewhere findings={fits} />}
+      {found.about_fp8 ? <ToDo findings={fits} culprit={found.culprit} /> : <LookElsewhere findings={fits} />}
       {found.notes.map((note) => <p key={note} class="soft"><Sentence text={note} /></p>)}
       <Events events={found.events} unit={unit} />
       {fits.length > 0 && <Findings name={`findings of ${run}`} caption="What the rules found" findings={fits} unit={unit} />}

@@ -4,21 +4,20 @@ import {Sentence} from '../components/notice.jsx';
 import {Snippet} from '../components/snippet.jsx';
 import {Table} from '../components/table.jsx';
 import {number, titleOf} from '../units.js';
-import {isFp8} from './diagnosis.jsx';
 
 const percent = (share) => `${number(100 * share)}%`;
 
-export function Recommended({found, snippets, cause, run}) {
+export function Recommended({found, snippets, aboutFp8, run}) {
   return (
     <section aria-label="Recommendation">
       <h2>What to change in how FP8 is used</h2>
-      {found?.findings.length ? <Changes found={found} snippets={snippets} run={run} /> : <p>{nothing(cause)}</p>}
+      {found?.findings.length ? <Changes found={found} snippets={snippets} run={run} /> : <p>{nothing(aboutFp8)}</p>}
     </section>
   );
 }
 
-const nothing = (cause) =>
-  isFp8(cause) ? 'No operand is to blame: there is nothing to change.' : 'Nothing: the loss diverged for a reason that is not in how operands are represented.';
+const nothing = (aboutFp8) =>
+  aboutFp8 ? 'No operand is to blame: there is nothing to change.' : 'Nothing: the loss diverged for a reason that is not in how operands are represented.';
 
 function Changes({found, snippets, run}) {
   const {before, after} = found.fp8_coverage;

@@ -36,7 +36,7 @@ function VerdictOf({run, baseline, reference}) {
       )}
       <Diagnosed found={job.data.diagnosis} unit={job.data.comparison?.unit ?? 'step'} run={run} />
       {!baseline && <Alone run={run} />}
-      <Recommended found={job.data.recommendation} snippets={job.data.snippets} cause={job.data.diagnosis.cause} run={run} />
+      <Recommended found={job.data.recommendation} snippets={job.data.snippets} aboutFp8={job.data.diagnosis.about_fp8} run={run} />
       {job.data.comparison && <Compared found={job.data.comparison} names={{baseline, run, reference}} />}
     </>
   );
