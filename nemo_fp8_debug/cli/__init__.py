@@ -12,7 +12,7 @@ from typer.main import get_command
 from .._version import __version__
 from .console import explained
 
-COMMANDS = ("compare", "diagnose", "gate", "recommend", "rescue", "control", "replay", "audit", "import")
+COMMANDS = ("compare", "diagnose", "gate", "learn", "recommend", "rescue", "control", "replay", "audit", "import")
 
 
 def _command_named(name: str) -> Any:
@@ -30,6 +30,10 @@ def _command_named(name: str) -> Any:
             from . import gate
 
             return gate.command
+        case "learn":
+            from . import learn
+
+            return learn.command
         case "recommend":
             from . import recommend
 

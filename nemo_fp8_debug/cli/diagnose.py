@@ -27,10 +27,13 @@ def command(
     max_gap: Annotated[
         float, typer.Option(help="percent that the mean loss may lie above the baseline's before it counts as harm")
     ] = MAX_GAP,
+    bands: Annotated[
+        Path | None, typer.Option(help="bands of healthy runs (see learn), which a run without a baseline is judged by")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""
-    found = diagnose(run, baseline, reference, by, max_gap)
+    found = diagnose(run, baseline, reference, by, max_gap, bands)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:

@@ -45,6 +45,8 @@ class Evidence:
     judged: bool
     #: whether there is a baseline
     paired: bool
+    #: whether bands of healthy runs stand for one
+    covered: bool = False
 
     def of(self, rule: str) -> Finding | None:
         """What a rule found first."""
@@ -158,5 +160,5 @@ def _nothing_found(evidence: Evidence, hints: bool) -> Blame:
     if not evidence.judged or (hints and not evidence.paired):
         return Blame(None, "unknown", "low")
     if evidence.harmed_since is None:
-        return Blame(None, "none", "high" if evidence.paired else "low")
+        return Blame(None, "none", "high" if evidence.paired else "medium" if evidence.covered else "low")
     return Blame(None, "software", "medium") if evidence.paired else Blame(None, "unknown", "low")

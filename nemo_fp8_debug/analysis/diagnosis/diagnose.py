@@ -9,6 +9,8 @@ from dataclasses import replace
 import polars as pl
 
 from ...errors import RecordError
+from ..bands.bands import Bands, bands_for
+from ..bands.judge import judge, told
 from ..comparison.compare import compare
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW
@@ -38,6 +40,7 @@ def diagnose(
     reference: str | os.PathLike[str] | Run | None = None,
     by: str = "step",
     max_gap: float = MAX_GAP,
+    bands: str | os.PathLike[str] | Bands | None = None,
 ) -> Diagnosis:
     """Say what is wrong with a run.
 
@@ -46,6 +49,8 @@ def diagnose(
         baseline: likewise, of a run that went well; None: the run is compared with its own beginning.
         reference: likewise, of a run that differs from `run` in precision alone; None: there is none.
         by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
+        bands: of healthy runs, which a run without a baseline is judged by: a file of `nemo-fp8-debug learn`; None: those
+            that come with the package.
         max_gap: percent that the mean loss over the last part may lie above the baseline's before it counts as harm.
 
     Returns:
@@ -63,7 +68,7 @@ def diagnose(
     other = reference if reference is None or isinstance(reference, Run) else Run.read(reference, by)
     mine = _read(run, by)
     if baseline is None:
-        return _alone(mine, other, max_gap)
+        return _alone(mine, other, max_gap, bands_for(mine, bands))
     return _paired(compare(_read(baseline, by), mine, other, by, max_gap=max_gap))
 
 
@@ -80,7 +85,7 @@ def _paired(comparison: Comparison) -> Diagnosis:
     return _added_up(run, baseline, comparison, operands, loss, reference_since)
 
 
-def _alone(run: Run, reference: Run | None, max_gap: float) -> Diagnosis:
+def _alone(run: Run, reference: Run | None, max_gap: float, bands: Bands | None) -> Diagnosis:
     if run.metrics.is_empty():
         raise RecordError(f"{run.path} has no sampled step, so there is nothing to go by")
     loss = LossOutcome.of(run.loss, None if reference is None else reference.loss, max_gap)
@@ -88,7 +93,10 @@ def _alone(run: Run, reference: Run | None, max_gap: float) -> Diagnosis:
         own = LossOutcome(run.loss, None, max_gap)
         loss = own if own.harmful_since is not None else loss
     since = None if reference is None else LossOutcome(reference.loss, None, max_gap).harmful_since
-    return _added_up(run, None, None, alone(run), loss, since)
+    judged = None if bands is None else judge(run, bands)
+    covered = judged is not None and judged.all_covered
+    found = _added_up(run, None, None, alone(run, judged), loss, since, covered)
+    return replace(found, judged_by=told(judged))
 
 
 def _added_up(
@@ -98,11 +106,13 @@ def _added_up(
     operands: Sequence[Finding],
     loss: LossOutcome,
     reference: int | None,
+    covered: bool = False,
 ) -> Diagnosis:
     """
     Args:
         operands: what is said of them.
         reference: step from which the reference run's loss diverges.
+        covered: whether bands of healthy runs stand for a baseline.
     """
     around = [*recipes(run, baseline), *learning_rate(run, baseline), *nonfinite(run, baseline)]
     loss = _with_rise(loss, [*operands, *around])
@@ -123,7 +133,8 @@ def _added_up(
     findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
     sampled = None if harmed_since is None else harmed_since + _interval(run.metrics)
     latest = None if sampled is None else sampled + _slack(run)
-    evidence = Evidence(findings, harmed_since, latest, _judged(run, baseline, sampled), baseline is not None)
+    judged = _judged(run, baseline, sampled)
+    evidence = Evidence(findings, harmed_since, latest, judged, baseline is not None, covered)
     return Diagnosis(run, baseline, comparison, findings, blamed(evidence), loss, stopped)
 
 

@@ -34,6 +34,8 @@ class Diagnosis:
     loss: LossOutcome
     #: step from which the optimizer takes none any longer; None: it does, or is not known to skip
     stopped_at: int | None = None
+    #: what stands for a baseline, in a sentence; empty with one
+    judged_by: str = ""
 
     @property
     def culprit(self) -> Finding | None:
@@ -74,7 +76,8 @@ class Diagnosis:
         """What to bear in mind: of the comparison with the baseline, and of operands that the divergence has changed."""
         of_run = [*filter(None, [notice(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
         later = consequences(self.findings, self.divergence_step, self.run.unit) if self.cause in NOT_FP8 else []
-        return [*(of_run if self.comparison is None else self.comparison.notes), *later]
+        alone = [*of_run, *filter(None, [self.judged_by])]
+        return [*(alone if self.comparison is None else self.comparison.notes), *later]
 
     @property
     def events(self) -> Sequence[tuple[int, str]]:

@@ -9,6 +9,7 @@ import polars as pl
 
 from ...core.layer_names import aggregate_of, is_aggregate
 from ...core.scale_sources import QUANTIZED
+from ..bands.judge import Judged
 from ..comparison.compare import quantized, split_experts
 from ..comparison.comparison import Comparison
 from ..comparison.onset import onsets
@@ -50,20 +51,34 @@ def against_baseline(comparison: Comparison) -> list[Finding]:
     return _that_count(run, found)
 
 
-def alone(run: Run) -> list[Finding]:
+def alone(run: Run, judged: Judged | None = None) -> list[Finding]:
     """What operands of a run without a baseline show.
 
-    Those that are beyond what any healthy operand does come first, with medium confidence. That an operand is not what it
-    was in the run's first quarter, where it warms up, is a hint.
+    Those that are beyond the bands of healthy runs, or beyond what any healthy operand does, come first, with medium
+    confidence. That one that has no band is not what it was in the run's first quarter, where it warms up, is a hint.
+
+    Args:
+        judged: against bands; None: there are none for such a run.
     """
-    usual, judged = beginning(run.metrics), quantized(run.metrics)
-    far = split_experts(beyond(judged))[0]
-    moved = split_experts(onsets(usual, judged if len(usual) else judged.clear()))[0]
+    usual, quantized_ones = beginning(run.metrics), quantized(run.metrics)
+    far = split_experts(_beyond(quantized_ones, judged))[0]
+    moved = split_experts(onsets(usual, quantized_ones if len(usual) else quantized_ones.clear()))[0]
     far = _begun(far, moved, run)
     moved = moved.join(far, on=_KEY, how="anti", maintain_order="left")
+    if judged is not None:
+        moved = moved.join(judged.covered, on=_KEY, how="anti", maintain_order="left")
     surely = [replace(f, confidence="medium") for f in _alone(run, far)]
     hints = [f if f.cause in _PLAIN else replace(f, confidence="low") for f in _alone(run, moved)]
     return _that_count(run, [*surely, *hints][:_LOOKED_INTO])
+
+
+def _beyond(metrics: pl.DataFrame, judged: Judged | None) -> pl.DataFrame:
+    """Operands beyond fixed limits or bands; of both, the earlier onset."""
+    far = [beyond(metrics)]
+    if judged is not None:
+        far.append(judged.beyond.join(metrics.select(_KEY).unique(), on=_KEY, how="semi", maintain_order="left"))
+    each = pl.concat([rows.select(*_KEY, "onset", "excess") for rows in far]).group_by(_KEY, maintain_order=True)
+    return each.agg(pl.col("onset").min(), pl.col("excess").max()).sort("onset", -pl.col("excess"), maintain_order=True)
 
 
 def _begun(far: pl.DataFrame, moved: pl.DataFrame, run: Run) -> pl.DataFrame:

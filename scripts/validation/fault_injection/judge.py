@@ -26,10 +26,13 @@ from scipy.stats import binomtest
 from fault_injection.records import read_run, truths
 from fault_injection.right_causes import is_sampled, right_causes
 from fault_injection.truth import HARM
+from nemo_fp8_debug.analysis.bands.bands import Bands
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.core.layer_names import aggregate_key
 
-BASELINES = ("near", "other", "depth", "none")
+#: `families`: none, with bands of healthy runs learned from the other families; `none`: with those of the package, which
+#: were learned from the clean runs that set thresholds
+BASELINES = ("near", "other", "depth", "none", "families")
 INTERVALS = (5, 20, 50)
 LOG = Path(__file__).parent / "held_out.log"
 #: what a verdict calls a harmed run
@@ -117,15 +120,24 @@ def _part(path: str) -> dict[str, Truth]:
     return {told["name"]: told for told in truths("all") if told["path"] == path}
 
 
+@cache
+def bands_without(family: str | None) -> Bands:
+    """Learned from the clean runs that set thresholds, but for those of a family."""
+    clean = [told for told in truths("tune") if told["kind"] == "none" and told["family"] != family]
+    return Bands.learn(read_run(told) for told in clean)
+
+
 def judged(told: Truth, baseline: str, interval: int) -> Judged | None:
     """What is said of a run; None where it has no such baseline."""
-    other = None
-    if baseline != "none":
+    other, bands = None, None
+    if baseline == "families":
+        bands = bands_without(told["family"])
+    elif baseline != "none":
         name = baseline_of(told, baseline)
         if name is None:
             return None
         other = read_run(_part(told["path"])[name], interval)
-    said = diagnose(read_run(told, interval), other)
+    said = diagnose(read_run(told, interval), other, bands=bands)
     found = said.culprit
     culprit = (found.layer, found.role) if found and found.layer and found.role else None
     return Judged(told, baseline, interval, said.harm, said.cause, culprit, found.since if found else None)

@@ -1,0 +1,247 @@
+"""Bands of healthy runs: how far operands of a kind go, learned from many runs and kept in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow.parquet as pq
+
+from ...core.keys import ROLES
+from ...errors import RecordError
+from ..comparison.groups import placed
+from ..comparison.layer_matching import sizes_of_weights
+from ..comparison.onset import EVIDENCE, IN_A_ROW, Evidence
+from ..runs.grid import Floats, Grid
+from ..runs.run import Run
+from .purpose import purpose_of
+
+VERSION = 1
+SHIPPED = Path(__file__).with_name("healthy.parquet")
+#: runs that a band is made of, at least
+FEWEST = 6
+#: how many times smaller or larger a weight may be than those that a band was learned from
+_SIZES = 4
+#: samples at the beginning, whose scales are made up
+_FIRST = 2
+_KIND = ["purpose", "role", "recipe", "part", "phase"]
+_METADATA = b"nemo_fp8_debug.bands"
+#: bytes of a file, at most
+_MOST_BYTES = 64 << 20
+
+#: metrics that have a band, each a direction
+JUDGED = tuple(evidence for evidence in EVIDENCE if evidence.metric != "nonfinite")
+
+
+@dataclass(frozen=True)
+class Bands:
+    """What healthy runs do."""
+
+    #: a row a kind of operand and metric: _KIND, metric, sign, median, lasting (largest that lasted for three samples) and
+    #: highest, each scaled so that more is worse; runs, smallest and largest (values of W)
+    table: pl.DataFrame
+    #: model classes that they were learned from
+    families: Sequence[str]
+    #: runs, in all
+    runs: int
+
+    @classmethod
+    def learn(cls, runs: Iterable[Run]) -> Bands:
+        """From runs that went well.
+
+        Raises:
+            RecordError: there is none.
+        """
+        tables, families = list[pl.DataFrame](), list[str]()
+        for run in runs:
+            tables.append(_course(run))
+            families.append(family_of(run))
+        if not tables:
+            raise RecordError("there are no runs to learn from")
+        rows = pl.concat(tables)
+        bands = rows.group_by(*_KIND, "metric", "sign", maintain_order=True).agg(
+            pl.col("median").median(),
+            pl.col("lasting", "highest").max(),
+            pl.col("n").min().alias("smallest"),
+            pl.col("n").max().alias("largest"),
+            pl.len().alias("runs"),
+        )
+        return cls(bands.sort(*_KIND, "metric", "sign"), sorted(set(families)), len(tables))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Bands:
+        """From a file that `write` has made.
+
+        Raises:
+            RecordError: it is none.
+        """
+        try:
+            if os.path.getsize(path) > _MOST_BYTES:
+                raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
+            table = pq.read_table(path)
+            told = json.loads((table.schema.metadata or {})[_METADATA])
+            if told["version"] != VERSION:
+                raise ValueError(f"it has version {told['version']}, and this release reads {VERSION}")
+            frame = pl.from_arrow(table)
+            assert isinstance(frame, pl.DataFrame)
+            return cls(
+                frame.select(pl.col(name).cast(kind) for name, kind in _SCHEMA.items()),
+                list(map(str, told["families"])),
+                int(told["runs"]),
+            )
+        except FileNotFoundError:
+            raise RecordError(f"there is no file {os.fspath(path)}") from None
+        except Exception as error:  # whatever a foreign file makes a reader raise
+            raise RecordError(f"{os.fspath(path)} holds no bands of healthy runs: {error}") from None
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """To a file."""
+        table = self.table.select(pl.col(name).cast(kind) for name, kind in _SCHEMA.items()).to_arrow(
+            compat_level=pl.CompatLevel.oldest()
+        )
+        told = {"version": VERSION, "families": list(self.families), "runs": self.runs}
+        pq.write_table(table.replace_schema_metadata({_METADATA: json.dumps(told).encode()}), path, compression="zstd")
+
+    def knows(self, run: Run) -> bool:
+        """Whether they were learned from models of this class."""
+        return family_of(run) in self.families
+
+    def of(self, tensors: pl.DataFrame, metric: str, sign: int, phase: str) -> pl.DataFrame:
+        """`tensors` in their order with the median, lasting and highest of their bands; null where they have none that was
+        learned from enough runs with weights of such a size."""
+        rows = self.table.filter(metric=metric, sign=sign, phase=phase).filter(pl.col("runs") >= FEWEST)
+        joined = tensors.join(rows, on=["purpose", "role", "recipe", "part"], how="left", maintain_order="left")
+        fits = pl.col("n").is_between(pl.col("smallest") / _SIZES, pl.col("largest") * _SIZES)
+        return joined.select(pl.when(fits).then(name).alias(name) for name in ("median", "lasting", "highest"))
+
+
+_SCHEMA: Mapping[str, Any] = {
+    **dict.fromkeys(_KIND, pl.String),
+    "metric": pl.String,
+    "sign": pl.Int32,
+    **dict.fromkeys(("median", "lasting", "highest"), pl.Float64),
+    **dict.fromkeys(("smallest", "largest", "runs"), pl.Int64),
+}
+
+
+@cache
+def shipped() -> Bands | None:
+    """Those that come with the package, learned from tiny models; None where the file is missing."""
+    return Bands.read(SHIPPED) if SHIPPED.exists() else None
+
+
+def bands_for(run: Run, given: str | os.PathLike[str] | Bands | None) -> Bands | None:
+    """The bands to judge a run by; None where those that come with the package know no such model.
+
+    Args:
+        given: by the user, who says by this that they fit; None: those that come with the package.
+
+    Raises:
+        RecordError: the file that was given holds none.
+    """
+    if given is not None:
+        return given if isinstance(given, Bands) else Bands.read(given)
+    found = shipped()
+    return found if found is not None and found.knows(run) else None
+
+
+def family_of(run: Run) -> str:
+    """The class of a run's model; empty where the record does not tell."""
+    model = run.fingerprint.get("model")
+    return str(model.get("class", "")) if isinstance(model, Mapping) else ""
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The operands of a run and what kind each is of, over its samples behind the first."""
+
+    grid: Grid
+    #: a row a tensor: layer, role, purpose, recipe, part, n (values of W)
+    tensors: pl.DataFrame
+    #: [S]: whether the learning rate had not reached its highest yet
+    warming_up: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, run: Run) -> Kinds:
+        """Of the operands whose GEMM tells what it is for."""
+        metrics = run.metrics.filter(pl.col("role").is_in(ROLES))
+        recipes = metrics.group_by("layer", "role", maintain_order=True).agg(pl.col("recipe").drop_nulls().mode().first())
+        sizes = {layer: n for layer, n in sizes_of_weights(metrics).items() if n}
+        known = placed(recipes).with_columns(
+            purpose=pl.Series([purpose_of(layer) for layer in recipes["layer"]], dtype=pl.String),
+            n=pl.Series([sizes.get(layer) for layer in recipes["layer"]], dtype=pl.Int64),
+        )
+        known = known.drop_nulls(["purpose", "recipe", "n"]).select("layer", "role", "purpose", "recipe", "depth", "n")
+        deepest = known["depth"].max()
+        last = int(deepest) if isinstance(deepest, int) else 0
+        known = known.with_columns(part=_part(last)).drop("depth")
+        grid = Grid.of_table(metrics).among(known.select("layer", "role"))
+        grid = grid.at(np.arange(min(_FIRST, len(grid.steps)), len(grid.steps)))
+        return cls(grid, known, grid.steps < _warmed_up(run))
+
+    def values(self, evidence: Evidence) -> Floats:
+        """[T, S]: a metric, scaled so that more is worse."""
+        return evidence.scaled(self.grid.of(evidence.metric))
+
+    def lost(self) -> Floats:
+        """[T, S]: percent of values that underflow or overflow."""
+        lost: Floats = np.fmax(self.grid.of("underflow_pct"), self.grid.of("overflow_pct"))
+        return lost
+
+    def phases(self) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
+        """By name, the samples of each."""
+        yield "warm-up", self.warming_up
+        yield "later", ~self.warming_up
+
+
+def _part(last: int) -> pl.Expr:
+    """Of the model that a layer of some depth is in."""
+    within = pl.when(pl.col("depth") == 0).then(pl.lit("first")).when(pl.col("depth") == last).then(pl.lit("last"))
+    return pl.when(pl.col("depth").is_null()).then(pl.lit("outside")).otherwise(within.otherwise(pl.lit("middle")))
+
+
+def _warmed_up(run: Run) -> float:
+    """The first step of the highest learning rate; a tenth of the run where none is recorded."""
+    rates = run.steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().sort("step")
+    if rates.is_empty():
+        steps = run.metrics["step"].unique().sort()
+        return float(steps[len(steps) // 10]) if len(steps) else 0.0
+    return float(rates["step"][int(rates["lr"].arg_max() or 0)])
+
+
+def lasting(values: Floats) -> Floats:
+    """[T, S] -> [T, S]: the least of each sample and the two behind it; what is missing lasts for nothing."""
+    padded = np.pad(np.nan_to_num(values, nan=-np.inf), ((0, 0), (0, IN_A_ROW - 1)), constant_values=-np.inf)
+    least: Floats = np.lib.stride_tricks.sliding_window_view(padded, IN_A_ROW, axis=1).min(-1)
+    return least
+
+
+def _course(run: Run) -> pl.DataFrame:
+    """What a run does, a row a kind of operand and metric."""
+    kinds, tables = Kinds.of(run), list[pl.DataFrame]()
+    for evidence in JUDGED:
+        values = kinds.values(evidence)
+        for phase, samples in kinds.phases():
+            here = values[:, samples]
+            if not here.size:
+                continue
+            known = np.isfinite(here).any(axis=1)
+            middle = np.full(len(here), np.nan)
+            middle[known] = np.nanmedian(here[known], axis=1)
+            columns = {"median": middle, "lasting": lasting(here).max(axis=1), "highest": np.fmax.reduce(here, axis=1)}
+            rows = kinds.tensors.with_columns(phase=pl.lit(phase), **{name: pl.Series(of) for name, of in columns.items()})
+            tables.append(rows.filter(pl.Series(known)).with_columns(metric=pl.lit(evidence.metric), sign=evidence.sign))
+    by = (*_KIND, "metric", "sign")
+    if not tables:
+        floats = dict.fromkeys(("median", "lasting", "highest"), pl.Float64)
+        return pl.DataFrame(schema={name: _SCHEMA[name] for name in by} | {"n": pl.Int64} | floats)
+    kinds_of_operands = pl.concat(tables).group_by(*by, maintain_order=True)
+    return kinds_of_operands.agg(pl.col("n").max(), pl.col("median").median(), pl.col("lasting", "highest").max())
