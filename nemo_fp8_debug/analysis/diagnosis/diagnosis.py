@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...core.scale_sources import notice
+from ...core.scale_sources import QUANTIZED, notice
 from ..comparison.comparison import Comparison
 from ..formatting import jsonable
 from ..loss.outcome import LossOutcome
@@ -76,7 +76,7 @@ class Diagnosis:
         """What to bear in mind: of the comparison with the baseline, and of operands that the divergence has changed."""
         of_run = [*filter(None, [notice(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
         later = consequences(self.findings, self.divergence_step, self.run.unit) if self.cause in NOT_FP8 else []
-        alone = [*of_run, *filter(None, [self.judged_by])]
+        alone = [*of_run, *([self.judged_by] if self.judged_by and self.run.quantization == QUANTIZED else [])]
         return [*(alone if self.comparison is None else self.comparison.notes), *later]
 
     @property
