@@ -17,6 +17,7 @@ import polars as pl
 
 from ...core.keys import SHOWN_AS
 from ..runs.grid import Floats, Grid, in_common, lower_median
+from .discoveries import discoveries
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,18 @@ def onsets(baseline: pl.DataFrame, run: pl.DataFrame) -> pl.DataFrame:
         A row for each metric of a tensor that is out: layer, role, tensor (as people write the role), metric, onset (step),
         samples (in a row that are out; a transient has fewer than 3), excess (how many times the least rise that counts, a
         median over the samples that made the onset), value and expected (of the metric at the onset; a running median of the
-        baseline). Earliest first, then strongest.
+        baseline). Earliest first, then strongest. Of all tensors that are out, at most one in a hundred is so by chance
+        (see `discoveries`).
     """
     return onsets_of(Grid.of_table(baseline), Grid.of_table(run))
 
 
 def onsets_of(baseline: Grid, run: Grid) -> pl.DataFrame:
     """The same of runs that have been laid out."""
-    pair = _Pair(*in_common(baseline, run))
+    pair = Pair(*in_common(baseline, run))
     found = [row for evidence in EVIDENCE for row in _out(evidence, pair)]
-    return pl.DataFrame(found, schema=_SCHEMA, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
+    rows = pl.DataFrame(found, schema=_SCHEMA, orient="row")
+    return discoveries(rows, len(pair.tensors)).sort("onset", -pl.col("excess"), maintain_order=True)
 
 
 _SCHEMA: Mapping[str, type[pl.DataType]] = {
@@ -111,7 +114,7 @@ _SCHEMA: Mapping[str, type[pl.DataType]] = {
 }
 
 
-class _Pair:
+class Pair:
     """Two runs over the same tensors, and the steps of the run that the baseline covers."""
 
     def __init__(self, baseline: Grid, run: Grid) -> None:
@@ -187,31 +190,39 @@ def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metri
     out), at the run's steps."""
     evidence = next(e for e in EVIDENCE if e.metric == metric)
     rows = (Grid.of_table(run.filter(layer=layer, role=role)) for run in (baseline, run))
-    pair = _Pair(*in_common(*rows))
+    pair = Pair(*in_common(*rows))
     expected, found = pair.of(metric)
     limit = evidence.unscaled(_usual(evidence, expected, pair) + _least_rise(evidence, pair)[:, None])
     columns = {"found": found, "expected": expected, "limit": limit}
     return pl.DataFrame({"step": pair.steps} | {name: values.reshape(-1) for name, values in columns.items()})
 
 
-def _least_rise(evidence: Evidence, pair: _Pair) -> Floats:
+def _least_rise(evidence: Evidence, pair: Pair) -> Floats:
     """[T]: that counts."""
     least = np.maximum(evidence.least, np.fmax(SPREADS * pair.spread(evidence), pair.farthest(evidence)))
     return np.maximum(least, 100 * evidence.least_values / pair.sizes) if evidence.least_values else least
 
 
-def _usual(evidence: Evidence, expected: Floats, pair: _Pair) -> Floats:
+def _usual(evidence: Evidence, expected: Floats, pair: Pair) -> Floats:
     """[T, S]: what the baseline does at these very steps is usual too, a transient that its median knows nothing of."""
     usual: Floats = np.fmax(evidence.scaled(expected), pair.highest(evidence))
     return usual
 
 
-def _out(evidence: Evidence, pair: _Pair) -> Iterator[tuple[str | int | float, ...]]:
-    """Rows of the tensors that are out by one metric."""
+def measured(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
+    """[T, S] each: what the baseline has, what the run has, and how many times the least rise that counts that is above
+    the band; -inf where it does not count."""
     expected, found = pair.of(evidence.metric)
     excess = evidence.scaled(found) - _usual(evidence, expected, pair)
     excess /= _least_rise(evidence, pair)[:, None]
-    out = (excess > 1) & (pair.loses_more | (not evidence.of_error))
+    counts = ~np.isnan(excess) & (pair.loses_more | (not evidence.of_error))
+    return expected, found, np.where(counts, excess, -np.inf)
+
+
+def _out(evidence: Evidence, pair: Pair) -> Iterator[tuple[str | int | float, ...]]:
+    """Rows of the tensors that are out by one metric."""
+    expected, found, excess = measured(evidence, pair)
+    out = excess > 1
     needed = 1 if evidence.metric == "nonfinite" else IN_A_ROW
     for i in np.flatnonzero(out.any(axis=1)):
         start = _first_of_several(out[i], needed)

@@ -1,0 +1,40 @@
+"""Of many tensors a few are out of the band by chance: which can be believed."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from scipy.stats import false_discovery_control
+
+#: share of the tensors that are told to be out, which may be so by chance
+RATE = 0.01
+#: chance that a tensor of a run that goes well is out at all, and by how much its logarithm falls with the excess: no less
+#: than in pairs of the benchmark's clean runs (`scripts/validation/fault_injection/false_discoveries.py`)
+CHANCE, FALLS = 4e-4, 6.0
+
+
+def discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
+    """The rows of tensors that are out by more than chance lets one of so many be (Benjamini and Hochberg, JRSS B 57, 1995).
+
+    NaN and infinity are no chance.
+
+    Args:
+        rows: layer, role, metric and excess of what is out.
+        tensors: that were looked at, the others included.
+
+    Example:
+        >>> rows = pl.DataFrame({"layer": ["fc1"], "role": ["input"], "metric": ["underflow_pct"], "excess": [1.6]})
+        >>> len(discoveries(rows, 60)), len(discoveries(rows, 6000))
+        (1, 0)
+    """
+    if rows.is_empty():
+        return rows
+    each = rows.group_by("layer", "role", maintain_order=True).agg(
+        pl.col("excess").max(), sure=(pl.col("metric") == "nonfinite").any()
+    )
+    chances = np.minimum(CHANCE * np.exp(-FALLS * (each["excess"].to_numpy() - 1)), 1.0)
+    chances[each["sure"].to_numpy()] = 0.0
+    others = np.ones(max(tensors - len(each), 0))
+    believed = false_discovery_control(np.concatenate([chances, others]))[: len(each)] <= RATE
+    kept = each.filter(pl.Series(believed)).select("layer", "role")
+    return rows.join(kept, on=["layer", "role"], how="semi", maintain_order="left")
