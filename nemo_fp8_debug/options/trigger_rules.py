@@ -1,4 +1,4 @@
-"""The rules of triggers, as values: a loss that spikes, a value that is not finite, a metric past a threshold."""
+"""The rules of triggers, as values: a loss that spikes, a value that is not finite, a metric past a limit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_key, aggregate_of, is_aggregate
 from ..core.sample import Sample
 from ..errors import ConfigError
+from ..numerics.limits import LIMITS, worst_of
 from ..numerics.metric_names import METRICS
 
 _RULE = re.compile(r"(?P<metric>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
@@ -60,11 +61,29 @@ class LossSpike:
         return None
 
 
-Rule = Threshold | NonFinite | LossSpike
+@dataclass(frozen=True)
+class EarlyWarning:
+    """An operand beyond what any healthy one does; not looked at in the first samples, whose scales are made up."""
+
+    def passed_by(self, sample: Sample) -> str | None:
+        """The operand that is farthest beyond, in words; experts are tensors each, their aggregate is none."""
+        columns, names = sample.columns, list(LIMITS["input"])
+        found: tuple[float, str] | None = None
+        for i, (layer, role) in enumerate(zip(columns["layer"], columns["role"], strict=True)):
+            metric, times = worst_of(role, {name: columns[name][i] for name in names})
+            if metric is not None and times > max(1.0, found[0] if found else 0.0) and not is_aggregate(layer):
+                value, limit = columns[metric][i], LIMITS[role][metric]
+                told = f"{metric} of {SHOWN_AS[role]} of {layer} is {value:.4g}, which healthy runs keep within {limit:g}"
+                found = times, f"early warning: {told}"
+        return found[1] if found else None
+
+
+Rule = Threshold | NonFinite | LossSpike | EarlyWarning
 
 
 def parse_rule(text: Any) -> Rule:
-    """Read a rule: `loss_spike`, `nonfinite`, or a metric past a limit as `underflow_pct > 20` or `sqnr_db/input < 15`.
+    """Read a rule: `loss_spike`, `nonfinite`, `early_warning`, or a metric past a limit as `underflow_pct > 20` or
+    `sqnr_db/input < 15`.
 
     Raises:
         ConfigError: it is none.
@@ -73,6 +92,8 @@ def parse_rule(text: Any) -> Rule:
         return LossSpike()
     if text == "nonfinite":
         return NonFinite()
+    if text == "early_warning":
+        return EarlyWarning()
     found = _RULE.fullmatch(text.strip()) if isinstance(text, str) else None
     try:
         if found and found["metric"] in METRICS and found["role"] in (None, *ROLES):
@@ -80,6 +101,6 @@ def parse_rule(text: Any) -> Rule:
     except ValueError:
         pass
     raise ConfigError(
-        f"invalid trigger {text!r}: expected loss_spike, nonfinite, or METRIC > LIMIT or METRIC/ROLE < LIMIT "
+        f"invalid trigger {text!r}: expected loss_spike, nonfinite, early_warning, or METRIC > LIMIT or METRIC/ROLE < LIMIT "
         f"with a metric of {', '.join(METRICS)} and a role of {', '.join(ROLES)}"
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from nemo_fp8_debug.analysis.diagnosis.rules.beyond import LIMITS, beyond
+from nemo_fp8_debug.analysis.diagnosis.rules.beyond import beyond
+from nemo_fp8_debug.numerics.limits import LIMITS
 
 STEPS = [0, 5, 10, 15, 20, 25, 30]
 

@@ -101,7 +101,9 @@ class TestRules:
         "text", ["", "spike", "underflow_pct", "underflow > 3", "mse/X > 1", "mse > x", "mse > 1e", "mse >= 1", 7, None]
     )
     def test_others_are_refused(self, text: Any) -> None:
-        with pytest.raises(ConfigError, match=r"invalid trigger .*: expected loss_spike, nonfinite, or METRIC > LIMIT"):
+        with pytest.raises(
+            ConfigError, match=r"invalid trigger .*: expected loss_spike, nonfinite, early_warning, or METRIC > LIMIT"
+        ):
             parse_rule(text)
 
     def test_a_metric_past_its_limit(self) -> None:
@@ -224,3 +226,41 @@ class TestInARun:
 
     def test_without_triggers_only_its_turn_counts(self, tmp_path: Path) -> None:
         assert self.run(tmp_path) == [0, 20, 40]
+
+
+class TestEarlyWarning:
+    def fired(self, *samples: list[dict[str, Any]]) -> list[str | None]:
+        triggers, found = Triggers([parse_rule("early_warning")], Ranks()), []
+        for step, rows in enumerate(samples):
+            triggers.see_sample(sample(step, rows))
+            triggers.see_step(step, 1.0)
+            found.append(triggers.fired())
+        return found
+
+    def test_of_an_operand_beyond_what_healthy_ones_do_and_once(self) -> None:
+        lost = [{"underflow_pct": 30.0}, {"role": "grad_output", "underflow_pct": 24.0}]
+        quiet, first, again = [{}], [{}], lost
+        assert [bool(why) for why in self.fired(quiet, first, again, again, quiet, again)] == [
+            False,
+            False,
+            True,
+            False,
+            False,
+            True,
+        ]
+        why = self.fired(quiet, first, again)[2]
+        assert why and "early warning: underflow_pct of X of decoder.layers.0.mlp.linear_fc1 is 30" in why
+        assert "within 8 at step 2" in why
+
+    def test_not_of_the_first_samples_whose_scales_are_made_up(self) -> None:
+        lost = [{"scale_ratio_log2": -20.0}]
+        assert self.fired(lost, lost, [{}], [{}]) == [None] * 4
+
+    def test_the_farthest_is_named(self) -> None:
+        rows = [
+            {"overflow_pct": 6.0},
+            {"role": "weight", "scale_ratio_log2": -12.0},
+            {"role": "query", "underflow_pct": 99.0},
+        ]
+        why = self.fired([{}], [{}], rows)[2]
+        assert why and "scale_ratio_log2 of W of" in why

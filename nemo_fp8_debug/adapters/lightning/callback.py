@@ -94,8 +94,8 @@ class FP8DebugCallback(pl.Callback):
             dump_max_bytes: bytes that all dumps of a rank may take, those of earlier starts of the run included. An int, at
                 least 0. Default: `10 << 30` (10 GiB).
             dump_min_free_bytes: bytes that a dump leaves free on the disk. An int, at least 0. Default: `20 << 30` (20 GiB).
-            triggers: conditions under which the next steps are sampled. A list of `loss_spike`, `nonfinite`, and limits of
-                metrics (`underflow_pct/input > 20`). Default: `()`.
+            triggers: conditions under which the next steps are sampled. A list of `loss_spike`, `nonfinite`,
+                `early_warning`, and limits of metrics (`underflow_pct/input > 20`). Default: `()`.
             trigger_steps: steps that are sampled after a trigger. An int, at least 1. Default: `5`.
             trigger_dump: layers whose tensors are dumped at those steps. A list of patterns as in `layers`. Default: `()`.
             output: folder of the run record, a path or any fsspec address; None, which callbacks and adapters take:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
+import polars as pl
+
+from ...core.keys import SHOWN_AS
 from ...core.scale_sources import QUANTIZED, notice
 from ..comparison.comparison import Comparison
 from ..formatting import jsonable
@@ -14,6 +18,7 @@ from ..runs.run import Run
 from ..runs.settings import coverage_notes
 from .consequences import consequences
 from .culprit import Blame
+from .early_warning import early_warning
 from .events import events
 from .harm import is_likely
 from .rules.finding import CAUSES, NOT_FP8, Finding
@@ -82,7 +87,14 @@ class Diagnosis:
     @property
     def events(self) -> Sequence[tuple[int, str]]:
         """Step, and what happened there, in order."""
-        return events(self.findings)
+        return events(self.findings, self.warning)
+
+    @cached_property
+    def warning(self) -> tuple[int, float, str] | None:
+        """The first sample at which an operand was beyond what any healthy one does: step, how many times its limit, and the
+        operand as people write it; None: none was."""
+        found = early_warning(self.run).filter(pl.col("score") > 1).head(1).rows()
+        return next(((step, score, f"{SHOWN_AS[role]} of {layer}") for step, score, layer, role in found), None)
 
     @property
     def lead(self) -> int | None:
@@ -159,6 +171,7 @@ class Diagnosis:
                 "divergence_step": self.divergence_step,
                 "lead": self.lead,
                 "culprit": None if self.culprit is None else asdict(self.culprit),
+                "early_warning": self.warning and dict(zip(("step", "score", "operand"), self.warning, strict=True)),
                 "also_wrong": [asdict(finding) for finding in self.blame.besides],
                 "events": [{"step": step, "what": what} for step, what in self.events],
                 "findings": [asdict(finding) for finding in self.findings],

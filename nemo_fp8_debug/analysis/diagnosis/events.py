@@ -19,8 +19,11 @@ _BEGINS = {
 }
 
 
-def events(findings: Sequence[Finding]) -> list[tuple[int, str]]:
+def events(findings: Sequence[Finding], warning: tuple[int, float, str] | None = None) -> list[tuple[int, str]]:
     """Step, and what happened, the earliest first.
+
+    Args:
+        warning: step, score and operand of the first early warning.
 
     Example:
         >>> rise = Finding("learning rate", "learning_rate", "high", "...", since=130)
@@ -28,7 +31,8 @@ def events(findings: Sequence[Finding]) -> list[tuple[int, str]]:
         >>> events([clipped, rise])
         [(130, 'the learning rate departs'), (160, 'X of layers.0.fc1: clipping')]
     """
-    return sorted(_events(findings), key=lambda event: event[0])
+    warned = [] if warning is None else [(warning[0], f"early warning: {warning[2]} is beyond what healthy runs do")]
+    return sorted([*_events(findings), *warned], key=lambda event: event[0])
 
 
 def _events(findings: Sequence[Finding]) -> Iterator[tuple[int, str]]:

@@ -1,0 +1,34 @@
+"""What no healthy operand does, whatever the run: by role, limits of three metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+#: by role and metric, beyond which an operand is not healthy: bits that the scale in use is off, and percent of values that
+#: underflow and overflow. An order of magnitude, or 2 bits, above all clean runs of `scripts/validation/fault_injection`.
+#: Operands of attention have no limits so far
+LIMITS: Mapping[str, Mapping[str, float]] = {
+    "input": {"scale_ratio_log2": 3.0, "underflow_pct": 8.0, "overflow_pct": 3.0},
+    "weight": {"scale_ratio_log2": 3.0, "underflow_pct": 4.0, "overflow_pct": 2.0},
+    "grad_output": {"scale_ratio_log2": 8.0, "underflow_pct": 25.0, "overflow_pct": 3.0},
+}
+#: samples at the beginning of a run whose scales are still made up
+MADE_UP = 2
+
+
+def worst_of(role: str, metrics: Mapping[str, float | None]) -> tuple[str | None, float]:
+    """The metric that is the most times its limit, and how many times.
+
+    Example:
+        >>> worst_of("weight", {"scale_ratio_log2": -6.0, "underflow_pct": 1.0, "overflow_pct": None})
+        ('scale_ratio_log2', 2.0)
+        >>> worst_of("query", {"underflow_pct": 99.0})
+        (None, 0.0)
+    """
+    worst, most = None, 0.0
+    for name, limit in LIMITS.get(role, {}).items():
+        value = metrics.get(name)
+        if value is not None and not math.isnan(value) and abs(value) / limit > most:
+            worst, most = name, abs(value) / limit
+    return worst, most

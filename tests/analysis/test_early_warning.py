@@ -1,0 +1,49 @@
+"""Early warning: the score of a sample, the operand that it is of, and how it does on the benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from diagnosed_runs import CULPRIT, EVERY, LAYERS, ONSET, corrupted, nothing, write
+from fault_injection.early_warning import Scored
+from fault_injection.records import read_run, truths
+
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.early_warning import early_warning
+from nemo_fp8_debug.analysis.runs.run import Run
+
+
+def test_each_sample_behind_the_first_has_a_score_and_an_operand(tmp_path: Path) -> None:
+    found = early_warning(Run.read(write(tmp_path / "run", corrupted)))
+    assert found["step"].to_list() == list(range(2 * EVERY, 200, EVERY))
+    beyond = found.filter(found["score"] > 1)
+    assert beyond["step"].to_list() == list(range(ONSET, 200, EVERY))
+    assert set(beyond.select("layer", "role").rows()) == {(CULPRIT, "input")}
+    assert beyond["score"].to_list() == pytest.approx([10 / 3] * len(beyond))
+
+
+def test_the_first_is_an_event_and_in_json(tmp_path: Path) -> None:
+    found = diagnose(write(tmp_path / "run", corrupted))
+    assert (ONSET, f"early warning: X of {CULPRIT} is beyond what healthy runs do") in found.events
+    assert found.to_json()["early_warning"]["step"] == ONSET
+    assert diagnose(write(tmp_path / "clean", nothing)).to_json()["early_warning"] is None
+
+
+def test_a_run_of_few_samples_or_in_high_precision_has_none(tmp_path: Path) -> None:
+    run = Run.read(write(tmp_path / "run", corrupted, layers=LAYERS[:1]))
+    few = run.metrics.filter(run.metrics["step"] < 2 * EVERY)
+    for metrics in (few, run.metrics.clear()):
+        assert early_warning(Run(run.path, {}, metrics, run.loss)).is_empty()
+
+
+def test_on_runs_of_the_benchmark_it_comes_before_the_loss_and_not_for_nothing() -> None:
+    told = [one for one in truths("tune") if one["part"] in ("llama-002", "llama-003", "gpt-001")]
+    clean = [early_warning(read_run(one)) for one in told if one["kind"] == "none"]
+    assert not any((scores["score"] > 1).any() for scores in clean)
+    scored = Scored([scores["score"].to_numpy() for scores in clean])
+    for one in told:
+        if one["harmful"] and one["kind"] in ("drift_up", "drift_down", "corrupted"):
+            scores = early_warning(read_run(one))
+            scored.harmed.append((one, scores["step"].to_numpy(), scores["score"].to_numpy()))
+    assert scored.harmed and all(lead > 0 for _, lead in scored.leads(1.0)) and scored.area() > 0.95
