@@ -237,7 +237,7 @@ class TestCommandLine:
         found = diagnose(bad, baseline, reference)
         assert found.cause == "software"
         assert not [sentence for sentence in found.advice if "recipe" in sentence or "BF16" in sentence]
-        assert not found.notes
+        assert [note for note in found.notes if "are sampled every 8 steps" not in note] == []
 
     def test_operands_that_follow_the_divergence_are_said_to(self, tmp_path: Path, baseline: Path) -> None:
         """With a reference run that diverges as well; their scale jumps 16 steps before the loss, or 20 after it."""

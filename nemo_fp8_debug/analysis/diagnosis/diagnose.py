@@ -16,6 +16,7 @@ from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import MAX_GAP, LossOutcome
 from ..loss.step_change import rises_at
+from ..runs.grid import interval_of
 from ..runs.run import Run
 from .culprit import Evidence, blamed
 from .diagnosis import Diagnosis
@@ -131,7 +132,9 @@ def _added_up(
         *operands,
     ]
     findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
-    sampled = None if harmed_since is None else harmed_since + _interval(run.metrics)
+    sampled = (
+        None if harmed_since is None else harmed_since + int(interval_of(run.metrics["step"].unique().sort().to_numpy()))
+    )
     latest = None if sampled is None else sampled + _slack(run)
     judged = _judged(run, baseline, sampled)
     evidence = Evidence(findings, harmed_since, latest, judged, baseline is not None, covered)
@@ -151,12 +154,6 @@ def _with_rise(loss: LossOutcome, findings: Sequence[Finding]) -> LossOutcome:
 def _slack(run: Run) -> int:
     """Steps by which the noise of the loss may have its divergence found too early."""
     return max(2, len(run.loss.steps) // 30)
-
-
-def _interval(metrics: pl.DataFrame) -> int:
-    """Steps between samples."""
-    between = metrics["step"].unique().sort().diff().median()
-    return int(between) if isinstance(between, (int, float)) else 0
 
 
 def _judged(run: Run, baseline: Run | None, latest: int | None) -> bool:

@@ -12,8 +12,10 @@ import polars as pl
 from ...core.keys import SHOWN_AS
 from ...core.scale_sources import QUANTIZED, notice
 from ..comparison.comparison import Comparison
+from ..comparison.onset import IN_A_ROW
 from ..formatting import jsonable
 from ..loss.outcome import LossOutcome
+from ..runs.grid import interval_of
 from ..runs.run import Run
 from ..runs.settings import coverage_notes
 from .consequences import consequences
@@ -82,7 +84,18 @@ class Diagnosis:
         of_run = [*filter(None, [notice(self.run.quantization)]), *coverage_notes(self.run.fingerprint)]
         later = consequences(self.findings, self.divergence_step, self.run.unit) if self.cause in NOT_FP8 else []
         alone = [*of_run, *([self.judged_by] if self.judged_by and self.run.quantization == QUANTIZED else [])]
-        return [*(alone if self.comparison is None else self.comparison.notes), *later]
+        return [*(alone if self.comparison is None else self.comparison.notes), *self._between_samples(), *later]
+
+    def _between_samples(self) -> list[str]:
+        """What samples cannot show, where no operand is named."""
+        apart = interval_of(self.run.metrics["step"].unique().sort().to_numpy())
+        if self.culprit is not None or apart <= 1:
+            return []
+        unit = self.run.unit
+        return [
+            f"Operands are sampled every {apart:g} {unit}s: what lasted for less may lie between two samples, and what "
+            f"lasted for less than {IN_A_ROW * apart:g} {unit}s is seen only if it was far out."
+        ]
 
     @property
     def events(self) -> Sequence[tuple[int, str]]:

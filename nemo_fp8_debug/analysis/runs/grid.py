@@ -92,7 +92,7 @@ class Paired:
         nearest = _nearest(baseline, run, later=True)
         # Between two equally near, one run looks ahead and the other back, so that a shift by half an interval pairs all.
         mutual = _nearest(run, baseline, later=False)[nearest] == np.arange(len(baseline))
-        close = np.abs(run[nearest] - baseline) <= max(_interval(baseline), _interval(run)) / 2
+        close = np.abs(run[nearest] - baseline) <= max(interval_of(baseline), interval_of(run)) / 2
         kept = np.flatnonzero(mutual & close)
         return cls(kept, nearest[kept])
 
@@ -113,7 +113,8 @@ def _nearest(of: Ints, among: Ints, later: bool) -> Ints:
     return np.where(before < after if later else before <= after, left, right)
 
 
-def _interval(steps: Ints) -> float:
+def interval_of(steps: Ints) -> float:
+    """Steps between samples, the median; 0 where there is one at most."""
     return float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0
 
 
