@@ -33,6 +33,7 @@ class Triggers:
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._holds = [False] * len(rules)
         self._samples = 0
+        self._before: Sample | None = None
         #: what which rule found in samples, not yet known to all ranks; filled in the background
         self._found: deque[tuple[int, str]] = deque()
         self._pending: deque[tuple[int, torch.Tensor]] = deque()
@@ -41,10 +42,11 @@ class Triggers:
     def see_sample(self, sample: Sample) -> None:
         """Take a sample in; called in the background, on the rank that measures."""
         self._samples += 1
+        before, self._before = self._before, sample if self._samples > MADE_UP else None
         for i, rule in enumerate(self._rules):
             if isinstance(rule, LossSpike) or (isinstance(rule, EarlyWarning) and self._samples <= MADE_UP):
                 continue
-            found = rule.passed_by(sample)
+            found = rule.warned_by(sample, before) if isinstance(rule, EarlyWarning) else rule.passed_by(sample)
             if found and not self._holds[i]:
                 self._found.append((i, f"{found} at step {sample.step}"))
             self._holds[i] = found is not None

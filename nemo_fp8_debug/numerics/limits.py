@@ -15,6 +15,9 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
 }
 #: samples at the beginning of a run whose scales are still made up
 MADE_UP = 2
+#: how many times a limit a sample must show, if the one before it is within: a spike of gradients clips for a step, and a
+#: healthy run goes on
+FAR = 3.0
 
 
 def worst_of(role: str, metrics: Mapping[str, float | None]) -> tuple[str | None, float]:

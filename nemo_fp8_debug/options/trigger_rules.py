@@ -10,7 +10,7 @@ from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_key, aggregate_of, is_aggregate
 from ..core.sample import Sample
 from ..errors import ConfigError
-from ..numerics.limits import LIMITS, worst_of
+from ..numerics.limits import FAR, LIMITS, worst_of
 from ..numerics.metric_names import METRICS
 
 _RULE = re.compile(r"(?P<metric>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
@@ -63,19 +63,40 @@ class LossSpike:
 
 @dataclass(frozen=True)
 class EarlyWarning:
-    """An operand beyond what any healthy one does; not looked at in the first samples, whose scales are made up."""
+    """An operand beyond what any healthy one does, in two samples in a row or far beyond in one; looked at by `Triggers`,
+    which knows the sample before."""
 
     def passed_by(self, sample: Sample) -> str | None:
-        """The operand that is farthest beyond, in words; experts are tensors each, their aggregate is none."""
-        columns, names = sample.columns, list(LIMITS["input"])
-        found: tuple[float, str] | None = None
-        for i, (layer, role) in enumerate(zip(columns["layer"], columns["role"], strict=True)):
-            metric, times = worst_of(role, {name: columns[name][i] for name in names})
-            if metric is not None and times > max(1.0, found[0] if found else 0.0) and not is_aggregate(layer):
-                value, limit = columns[metric][i], LIMITS[role][metric]
+        """One sample does not tell."""
+        return None
+
+    def warned_by(self, sample: Sample, before: Sample | None) -> str | None:
+        """The operand that is farthest beyond, in words; experts are tensors each, their aggregate is none.
+
+        Args:
+            before: the sample before; None: there is none that counts.
+        """
+        earlier, strongest, found = _times(before), 1.0, None
+        for key, (times, metric, value) in _times(sample).items():
+            strength = max(min(times, earlier[key][0] if key in earlier else 0.0), times / FAR)
+            if strength > strongest:
+                (layer, role), strongest = key, strength
+                limit = LIMITS[role][metric]
                 told = f"{metric} of {SHOWN_AS[role]} of {layer} is {value:.4g}, which healthy runs keep within {limit:g}"
-                found = times, f"early warning: {told}"
-        return found[1] if found else None
+                found = f"early warning: {told}"
+        return found
+
+
+def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, float]]:
+    """By layer and role: how many times its limit the worst metric shows, its name and value."""
+    if sample is None:
+        return {}
+    columns, found = sample.columns, dict[tuple[str, str], tuple[float, str, float]]()
+    for i, (layer, role) in enumerate(zip(columns["layer"], columns["role"], strict=True)):
+        metric, times = worst_of(role, {name: columns[name][i] for name in LIMITS.get(role, ())})
+        if metric is not None and not is_aggregate(layer):
+            found[layer, role] = times, metric, columns[metric][i]
+    return found
 
 
 Rule = Threshold | NonFinite | LossSpike | EarlyWarning

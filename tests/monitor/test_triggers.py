@@ -239,18 +239,15 @@ class TestEarlyWarning:
 
     def test_of_an_operand_beyond_what_healthy_ones_do_and_once(self) -> None:
         lost = [{"underflow_pct": 30.0}, {"role": "grad_output", "underflow_pct": 24.0}]
-        quiet, first, again = [{}], [{}], lost
-        assert [bool(why) for why in self.fired(quiet, first, again, again, quiet, again)] == [
-            False,
-            False,
-            True,
-            False,
-            False,
-            True,
-        ]
-        why = self.fired(quiet, first, again)[2]
-        assert why and "early warning: underflow_pct of X of decoder.layers.0.mlp.linear_fc1 is 30" in why
-        assert "within 8 at step 2" in why
+        quiet = [{}]
+        found = self.fired(quiet, quiet, lost, lost, lost, quiet, lost, lost)
+        assert [bool(why) for why in found] == [False, False, True, False, False, False, True, False]
+        assert found[2] and "early warning: underflow_pct of X of decoder.layers.0.mlp.linear_fc1 is 30" in found[2]
+        assert "within 8 at step 2" in found[2]
+
+    def test_one_sample_must_be_three_times_beyond_and_two_in_a_row_need_not(self) -> None:
+        slightly = [{"underflow_pct": 12.0}]
+        assert [bool(why) for why in self.fired([{}], [{}], slightly, [{}], slightly, slightly)] == [False] * 5 + [True]
 
     def test_not_of_the_first_samples_whose_scales_are_made_up(self) -> None:
         lost = [{"scale_ratio_log2": -20.0}]

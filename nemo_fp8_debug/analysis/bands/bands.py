@@ -45,8 +45,8 @@ JUDGED = tuple(evidence for evidence in EVIDENCE if evidence.metric != "nonfinit
 class Bands:
     """What healthy runs do."""
 
-    #: a row a kind of operand and metric: _KIND, metric, sign, median, lasting (largest that lasted for three samples) and
-    #: highest, each scaled so that more is worse; runs, smallest and largest (values of W)
+    #: a row a kind of operand and metric: _KIND, metric, sign, median and lasting (largest that lasted for three
+    #: samples), each scaled so that more is worse; runs, smallest and largest (values of W)
     table: pl.DataFrame
     #: model classes that they were learned from
     families: Sequence[str]
@@ -69,7 +69,7 @@ class Bands:
         rows = pl.concat(tables)
         bands = rows.group_by(*_KIND, "metric", "sign", maintain_order=True).agg(
             pl.col("median").median(),
-            pl.col("lasting", "highest").max(),
+            pl.col("lasting").max(),
             pl.col("n").min().alias("smallest"),
             pl.col("n").max().alias("largest"),
             pl.len().alias("runs"),
@@ -115,19 +115,19 @@ class Bands:
         return family_of(run) in self.families
 
     def of(self, tensors: pl.DataFrame, metric: str, sign: int, phase: str) -> pl.DataFrame:
-        """`tensors` in their order with the median, lasting and highest of their bands; null where they have none that was
+        """`tensors` in their order with the median and lasting of their bands; null where they have none that was
         learned from enough runs with weights of such a size."""
         rows = self.table.filter(metric=metric, sign=sign, phase=phase).filter(pl.col("runs") >= FEWEST)
         joined = tensors.join(rows, on=["purpose", "role", "recipe", "part"], how="left", maintain_order="left")
         fits = pl.col("n").is_between(pl.col("smallest") / _SIZES, pl.col("largest") * _SIZES)
-        return joined.select(pl.when(fits).then(name).alias(name) for name in ("median", "lasting", "highest"))
+        return joined.select(pl.when(fits).then(name).alias(name) for name in ("median", "lasting"))
 
 
 _SCHEMA: Mapping[str, Any] = {
     **dict.fromkeys(_KIND, pl.String),
     "metric": pl.String,
     "sign": pl.Int32,
-    **dict.fromkeys(("median", "lasting", "highest"), pl.Float64),
+    **dict.fromkeys(("median", "lasting"), pl.Float64),
     **dict.fromkeys(("smallest", "largest", "runs"), pl.Int64),
 }
 
@@ -236,12 +236,12 @@ def _course(run: Run) -> pl.DataFrame:
             known = np.isfinite(here).any(axis=1)
             middle = np.full(len(here), np.nan)
             middle[known] = np.nanmedian(here[known], axis=1)
-            columns = {"median": middle, "lasting": lasting(here).max(axis=1), "highest": np.fmax.reduce(here, axis=1)}
+            columns = {"median": middle, "lasting": lasting(here).max(axis=1)}
             rows = kinds.tensors.with_columns(phase=pl.lit(phase), **{name: pl.Series(of) for name, of in columns.items()})
             tables.append(rows.filter(pl.Series(known)).with_columns(metric=pl.lit(evidence.metric), sign=evidence.sign))
     by = (*_KIND, "metric", "sign")
     if not tables:
-        floats = dict.fromkeys(("median", "lasting", "highest"), pl.Float64)
+        floats = dict.fromkeys(("median", "lasting"), pl.Float64)
         return pl.DataFrame(schema={name: _SCHEMA[name] for name in by} | {"n": pl.Int64} | floats)
     kinds_of_operands = pl.concat(tables).group_by(*by, maintain_order=True)
-    return kinds_of_operands.agg(pl.col("n").max(), pl.col("median").median(), pl.col("lasting", "highest").max())
+    return kinds_of_operands.agg(pl.col("n").max(), pl.col("median").median(), pl.col("lasting").max())

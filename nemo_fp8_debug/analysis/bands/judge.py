@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from ..comparison.onset import Evidence
 from ..runs.grid import Floats
 from ..runs.run import Run
 from .bands import JUDGED, Bands, Kinds, lasting
 
 Bools = npt.NDArray[np.bool_]
 _KEY = ["layer", "role"]
+#: how many times the least rise that counts else is the least here, for gradients: they differ from task to task
+_GRADIENTS = 4.0
 #: percent of values that underflow or overflow because of an outlier, at least
 _COSTS = 0.5
 #: how many times the least rise above all that healthy runs did counts
@@ -58,12 +59,13 @@ def told(judged: Judged | None) -> str:
 def judge(run: Run, bands: Bands) -> Judged:
     """Lay a run's operands against bands.
 
-    Beyond is what lasts for three samples, or is far out in one, above all that the healthy runs did, by as much again as
-    those rose above their median.
+    Beyond is what lasts for three samples above all that lasted in healthy runs, by as much again as that rose above their
+    median. A single sample is judged by fixed limits: a spike of one run is no measure for that of another.
     """
     kinds = Kinds.of(run)
     covered = np.zeros(len(kinds.tensors), dtype=bool)
     onset, excess = np.full(len(covered), np.iinfo(np.int64).max), np.zeros(len(covered))
+    least = np.where(kinds.tensors["role"].to_numpy() == "grad_output", _GRADIENTS, 1.0)
     for evidence in JUDGED:
         values = kinds.values(evidence)
         if evidence.metric == "outlier_log2":  # one that costs no values is no loss
@@ -74,7 +76,7 @@ def judge(run: Run, bands: Bands) -> Judged:
             covered |= known & (phase == "later")
             if not samples.any():
                 continue
-            for i, at, times in _out(evidence, values[:, samples], band, known):
+            for i, at, times in _out(least * evidence.least, values[:, samples], band, known):
                 step = int(kinds.grid.steps[samples][at])
                 onset[i], excess[i] = min(onset[i], step), max(excess[i], times)
     out = np.flatnonzero(excess > 0)
@@ -85,13 +87,15 @@ def judge(run: Run, bands: Bands) -> Judged:
     return Judged(beyond.sort("onset", -pl.col("excess"), maintain_order=True), covered_rows, operands, bands.runs)
 
 
-def _out(evidence: Evidence, values: Floats, band: pl.DataFrame, known: Bools) -> Iterator[tuple[int, int, float]]:
-    """Tensor, sample and excess of those that are out."""
-    median, most, highest = (band[name].to_numpy()[:, None] for name in ("median", "lasting", "highest"))
+def _out(least: Floats, values: Floats, band: pl.DataFrame, known: Bools) -> Iterator[tuple[int, int, float]]:
+    """Tensor, sample and excess of those that are out.
+
+    Args:
+        least: [T], the rise that counts.
+    """
+    median, most = (band[name].to_numpy()[:, None] for name in ("median", "lasting"))
     with np.errstate(invalid="ignore"):
-        times = (lasting(values) - most) / np.fmax(evidence.least, most - median)
-        alone = (values - highest) / np.fmax(evidence.least, highest - median) / evidence.transient
-    strength = np.nan_to_num(np.fmax(times, alone), nan=0.0)
+        strength = np.nan_to_num((lasting(values) - most) / np.fmax(least[:, None], most - median), nan=0.0)
     for i in np.flatnonzero(known & (strength > _BEYOND).any(axis=1)):
         at = int(np.argmax(strength[i] > _BEYOND))
         yield int(i), at, float(strength[i, at])

@@ -9,16 +9,16 @@ from ...numerics.limits import MADE_UP
 from ..comparison.compare import quantized, split_experts
 from ..runs.grid import Grid
 from ..runs.run import Run
-from .rules.beyond import times_of_limits
+from .rules.beyond import strengths, times_of_limits
 
 
 def early_warning(run: Run) -> pl.DataFrame:
-    """The score of each sample, and the operand that it is of. It looks at that sample alone, so it can be had while a run
-    goes on; the trigger of the same name does.
+    """The score of each sample, and the operand that it is of. It looks at that sample and the one before it, so it can be
+    had while a run goes on; the trigger of the same name does.
 
     Returns:
-        step, score (how many times its limit the farthest operand shows; above 1 is a warning), layer, role. The first
-        samples, whose scales are made up, are left out.
+        step, score (how many times its limit the farthest operand shows in both, or a third of what it shows in this one;
+        above 1 is a warning), layer, role. The first samples, whose scales are made up, are left out.
 
     Example:
         >>> scores = early_warning(Run.read("runs/bad"))
@@ -26,7 +26,7 @@ def early_warning(run: Run) -> pl.DataFrame:
         (['step', 'score', 'layer', 'role'], True)
     """
     grid = Grid.of_table(_tensors(quantized(run.metrics)))
-    times = times_of_limits(grid)[:, MADE_UP:]
+    times = strengths(times_of_limits(grid))[:, MADE_UP:]
     worst = np.argmax(times, axis=0) if len(times) else np.zeros(0, dtype=np.int64)
     operands = grid.tensors[worst.tolist()]
     columns = {"step": grid.steps[MADE_UP:], "score": times[worst, np.arange(times.shape[1])] if len(times) else []}

@@ -7,16 +7,17 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
+from ...core.keys import MIXED
 from ...core.layer_names import aggregate_of, is_aggregate
-from ...core.scale_sources import QUANTIZED
+from ...core.scale_sources import ENGINE, QUANTIZED
 from ..bands.judge import Judged
 from ..comparison.compare import quantized, split_experts
 from ..comparison.comparison import Comparison
-from ..comparison.onset import onsets
+from ..comparison.onset import IN_A_ROW, onsets
 from ..runs.run import Run
 from .rules.beyond import beyond
 from .rules.finding import Finding
-from .rules.operand import Course, severity, why
+from .rules.operand import BEHIND, Course, severity, why
 
 #: operands that are looked into
 _LOOKED_INTO = 8
@@ -30,6 +31,8 @@ _KEY = ["layer", "role"]
 _SOON, _OUTSTANDING = 2, 3.0
 #: samples by which an operand may move before it is beyond what is healthy
 _BEFORE = 4
+#: metrics that no recipe changes
+_OF_VALUES = ("nonfinite", "outlier_log2")
 #: causes that need no other run to be seen
 _PLAIN = ("nonfinite", "dead")
 
@@ -38,17 +41,48 @@ def against_baseline(comparison: Comparison) -> list[Finding]:
     """Why operands are out of a baseline's band: strong ones by onset, then others."""
     run, baseline = comparison.run, comparison.baseline
     found = []
-    for layer, role, since, excess in _first(comparison.out_of_band, run):
+    for layer, role, since, excess, samples in _first(_comparable(comparison), run):
         if (expert := _outstanding(comparison.experts_out_of_band, run, layer, role, since)) is not None:
             layer, since, excess = expert
         course = Course.of(run.metrics, layer, role)
-        cause = why(course, since, Course.of(baseline.metrics, layer, role))
+        cause = why(course, since, Course.of(baseline.metrics, layer, role), samples)
+        cause = _as_transient(cause, samples) if samples < IN_A_ROW and cause.cause != "nonfinite" else cause
         found.append(replace(cause, excess=excess, severity=severity(course, since)))
     # What the run alone has, or the run alone in FP8, has nothing to be compared with.
     only = run.metrics.join(baseline.metrics.select(_KEY).unique(), on=_KEY, how="anti")
     far = split_experts(beyond(quantized(only)))[0] if len(only) else only.clear()
     found += [replace(f, confidence="medium") for f in (_alone(run, far) if len(far) else [])]
     return _that_count(run, found)
+
+
+def _as_transient(found: Finding, samples: int) -> Finding:
+    told = f"{found.evidence}; it lasts for {samples} sample{'s' if samples > 1 else ''}, a transient"
+    return replace(found, evidence=told)
+
+
+def _comparable(comparison: Comparison) -> pl.DataFrame:
+    """What is out of the band of the baseline, without what another recipe brings about.
+
+    An operand that is cast under another recipe than in the baseline, or was not cast there, has other errors and scales. It
+    counts if its values stand out, or if it is beyond what any healthy one does.
+    """
+    mine, theirs = (_recipes(run.metrics) for run in (comparison.run, comparison.baseline))
+    both = mine.join(theirs, on=_KEY, suffix="_baseline")
+    alike = both.filter(pl.struct("recipe", "cast") == pl.struct(recipe="recipe_baseline", cast="cast_baseline"))
+    far = beyond(quantized(comparison.run.metrics)).select(_KEY)
+    rows = comparison.out_of_band
+    counts = pl.concat([alike.select(_KEY), far]).unique()
+    kept = rows.join(counts, on=_KEY, how="semi", maintain_order="left")
+    others = rows.join(counts, on=_KEY, how="anti", maintain_order="left")
+    return pl.concat([kept, others.filter(pl.col("metric").is_in(_OF_VALUES))]).sort("onset", maintain_order=True)
+
+
+def _recipes(metrics: pl.DataFrame) -> pl.DataFrame:
+    """layer, role, recipe, cast: how each operand is cast most of the time, and whether it is."""
+    casts = metrics.with_columns(cast=pl.col("scale_source").is_in([ENGINE, MIXED]))
+    return casts.group_by(_KEY, maintain_order=True).agg(
+        pl.col("recipe").drop_nulls().mode().sort().first(), pl.col("cast").mode().sort().last()
+    )
 
 
 def alone(run: Run, judged: Judged | None = None) -> list[Finding]:
@@ -109,7 +143,7 @@ def _outstanding(experts: pl.DataFrame, run: Run, layer: str, role: str, since: 
 
 
 def _alone(run: Run, rows: pl.DataFrame) -> list[Finding]:
-    courses = [(Course.of(run.metrics, layer, role), since, excess) for layer, role, since, excess in _first(rows, run)]
+    courses = [(Course.of(run.metrics, layer, role), since, excess) for layer, role, since, excess, _ in _first(rows, run)]
     return [replace(why(c, since), excess=excess, severity=severity(c, since)) for c, since, excess in courses]
 
 
@@ -124,14 +158,16 @@ def beginning(metrics: pl.DataFrame) -> pl.DataFrame:
     return metrics.filter(pl.col("step") <= steps[n - 1]).with_columns(step=spread)
 
 
-def _first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, float]]:
-    """layer, role, onset, excess: of the strong ones by onset, and of others, as many as are looked into."""
-    tensors = out_of_band.group_by(_KEY, maintain_order=True).agg(pl.col("onset").min(), pl.col("excess").max())
+def _first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, float, int]]:
+    """layer, role, onset, excess, samples in a row: of strong ones by onset, and of others, as many as are looked into."""
+    lasting = pl.col("samples").max() if "samples" in out_of_band.columns else pl.lit(BEHIND)
+    groups = out_of_band.group_by(_KEY, maintain_order=True)
+    tensors = groups.agg(pl.col("onset").min(), pl.col("excess").max(), samples=lasting)
     order = run.metrics.select(*_KEY, onset="step", order="nonfinite_order")
     tensors = tensors.join(order, on=[*_KEY, "onset"], how="left", maintain_order="left")
     tensors = tensors.with_columns(weak=pl.col("excess") < _STRONG * pl.col("excess").max())
     ordered = tensors.sort("weak", "onset", -pl.col("excess"), "order", nulls_last=True, maintain_order=True)
-    return ordered.head(_LOOKED_INTO).select(*_KEY, "onset", "excess").rows()
+    return ordered.head(_LOOKED_INTO).select(*_KEY, "onset", "excess", "samples").rows()
 
 
 def _that_count(run: Run, found: list[Finding]) -> list[Finding]:

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from ....numerics.limits import LIMITS, MADE_UP
+from ....numerics.limits import FAR, LIMITS, MADE_UP
 from ...runs.grid import Floats, Grid
-
-#: how many times a limit a single sample must show
-_FAR = 3.0
 
 
 def beyond(metrics: pl.DataFrame) -> pl.DataFrame:
@@ -32,17 +29,25 @@ def beyond(metrics: pl.DataFrame) -> pl.DataFrame:
     """
     grid = Grid.of_table(metrics)
     times = times_of_limits(grid)
-    after = np.concatenate([times[:, 1:], np.zeros((len(times), 1))], axis=1)[:, : times.shape[1]]
-    strength = np.fmax(np.fmin(times, after), times / _FAR)
+    strength = strengths(times)
     found = []
-    for i in np.flatnonzero((strength[:, MADE_UP:] > 1).any(axis=1)):
-        at = first = MADE_UP + int(np.argmax(strength[i, MADE_UP:] > 1))
+    for i in np.flatnonzero((strength > 1).any(axis=1)):
+        at = first = int(np.argmax(strength[i] > 1))
         while at > 0 and times[i, at - 1] > 1:
             at -= 1
         layer, role = grid.tensors.row(int(i))
         found.append((layer, role, int(grid.steps[at]), float(strength[i, first])))
     schema = {"layer": pl.String, "role": pl.String, "onset": pl.Int64, "excess": pl.Float64}
     return pl.DataFrame(found, schema=schema, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
+
+
+def strengths(times: Floats) -> Floats:
+    """[T, S] -> [T, S]: above 1 where a sample and the one before it are beyond a limit, or a sample is far beyond; 0 of the
+    first samples, whose scales are made up. It looks at nothing that comes later."""
+    judged = times[:, MADE_UP:]
+    before = np.concatenate([np.zeros((len(times), 1)), judged[:, :-1]], axis=1)[:, : judged.shape[1]]
+    strength = np.fmax(np.fmin(judged, before), judged / FAR)
+    return np.concatenate([np.zeros((len(times), times.shape[1] - judged.shape[1])), strength], axis=1)
 
 
 def times_of_limits(grid: Grid) -> Floats:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from ....numerics.limits import MADE_UP
 from ...formatting import number
 from ...runs.grid import Floats, Ints
 from .finding import Finding
@@ -25,7 +26,7 @@ _LOSES = 0.5
 #: percent of values that are most of them, and samples in which they must be lost, at least
 _MOST_LOST, _LASTING = 50.0, 6
 #: samples behind the onset that tell what happened
-_BEHIND = 4
+BEHIND = 4
 
 _ADVICE = {
     "stale_scale": "Let its scale follow: current scaling, or a shorter amax history; check that the history is updated.",
@@ -76,18 +77,21 @@ class Course:
         return cls(layer, role, steps, scale, off, broken, amax, outlier, underflow, overflow, nonfinite)
 
 
-def why(run: Course, since: int, baseline: Course | None = None) -> Finding:
+def why(run: Course, since: int, baseline: Course | None = None, samples: int = BEHIND) -> Finding:
     """The cause, from the samples around the onset.
 
     Args:
         since: step of the onset.
         baseline: the same operand of a baseline; None: the run's samples before the onset tell what is usual.
+        samples: in a row that are out; what came behind them has another cause.
     """
     at = int(np.searchsorted(run.steps, since))
-    behind = slice(at, at + _BEHIND)
+    behind = slice(at, at + min(BEHIND, samples))
     if not len(run.steps[behind]):
         return _found(run, since, "unknown", "low", f"it has no sample from {since} on")
-    reference, before = (run, slice(None, at)) if baseline is None else (baseline, slice(None))
+    # Scales of the first samples are made up, and tell nothing of what is usual.
+    alone = slice(min(MADE_UP, max(at - 1, 0)), at)
+    reference, before = (run, alone) if baseline is None else (baseline, slice(None))
     if (run.nonfinite[behind] > 0).any() and not (reference.nonfinite[before] > 0).any():
         most = int(np.nanmax(run.nonfinite[behind]))
         return _found(run, since, "nonfinite", "high", f"up to {most} values are NaN or infinite")
@@ -134,7 +138,7 @@ def _of_the_scale(run: Course, since: int, at: int, error: float, usual: float) 
     Args:
         error: bits by which it is off, above what is usual.
     """
-    around = slice(max(at - _BEHIND, 0), at + _BEHIND)
+    around = slice(min(max(at - BEHIND, MADE_UP), max(at - 1, 0)), at + BEHIND)
     scale, wanted = _moves(run.scale[around]), _moves((run.scale - run.off)[around])
     moved, asked = float(scale.sum()), float(wanted.sum())
     off = error + usual
@@ -176,7 +180,7 @@ def _of_the_values(run: Course, since: int, at: int, baseline: Course | None, sc
     Args:
         scaled: whether the scale is known.
     """
-    behind, before = slice(at, at + _BEHIND), slice(None, at) if baseline is None else slice(None)
+    behind, before = slice(at, at + BEHIND), slice(None, at) if baseline is None else slice(None)
     reference = run if baseline is None else baseline
     under, over = (_highest(metric[behind]) for metric in (run.underflow, run.overflow))
     usual = _usual(reference.outlier[before], np.nan)
@@ -200,7 +204,7 @@ def _of_the_values(run: Course, since: int, at: int, baseline: Course | None, sc
 
 def _at_once(run: Course, at: int) -> bool:
     """Whether values changed within few samples: metrics of runs that go well trend, and do not jump."""
-    behind, before = slice(at, at + _BEHIND), slice(max(at - _BEHIND, 0), at)
+    behind, before = slice(at, at + BEHIND), slice(max(at - BEHIND, 0), at)
     rises = ((run.outlier, JUMP), (run.underflow, MOST))
     return any(_highest(metric[behind]) - _usual(metric[before], np.nan) > least for metric, least in rises)
 
