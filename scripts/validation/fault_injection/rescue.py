@@ -24,8 +24,7 @@ from fault_injection.records import FOLDER, read_run, truths
 from fault_injection.run_part import surroundings
 from fault_injection.training import train
 from fault_injection.truth import HARM, gap_of
-from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.recommendation.recommend import recommend
+from nemo_fp8_debug.analysis.recommendation.of_records import recommend
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.writer import RunRecord
@@ -37,7 +36,7 @@ def rescued(family: str, part: int) -> list[dict[str, Any]]:
     made = {case.name: case for case in cases(family, part)}
     found = []
     for name, one in told.items():
-        if not (one["harmful"] and one["culprits"]):
+        if not (one["harmful"] and one["culprits"]) or one["kind"] == "nan_operand":  # which no precision helps against
             continue
         outcome: dict[str, Any] = {"part": one["part"], "name": name, "gap_pct": one["gap_pct"], "rescued": False}
         if plan := _recommended(made[name], read_run(told[str(baseline_of(one, "near"))])):
@@ -52,12 +51,11 @@ def rescued(family: str, part: int) -> list[dict[str, Any]]:
 
 
 def _recommended(case: Case, baseline: Run) -> Plan | None:
-    """What is recommended of a run, which is recorded whole for that; None where no operand is named."""
+    """What is recommended of a run, which is recorded whole for that; None where nothing is to be changed."""
     with tempfile.TemporaryDirectory() as folder:
         train(case.setup, case.fault, RunRecord(folder))
-        run = Run.read(folder)
-        culprit = diagnose(run, baseline).culprit
-        return recommend(run, [(culprit.layer, culprit.role)]).plan if culprit and culprit.layer and culprit.role else None
+        plan = recommend(Run.read(folder), baseline).plan
+        return plan if plan.changes else None
 
 
 def main() -> int:
