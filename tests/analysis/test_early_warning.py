@@ -20,7 +20,7 @@ def test_each_sample_behind_the_first_has_a_score_and_an_operand(tmp_path: Path)
     beyond = found.filter(found["score"] > 1)
     assert beyond["step"].to_list() == list(range(ONSET, 200, EVERY))
     assert set(beyond.select("layer", "role").rows()) == {(CULPRIT, "input")}
-    assert beyond["score"].to_list() == pytest.approx([10 / 3] * len(beyond))
+    assert beyond["score"].to_list() == pytest.approx([10 / 9, *[10 / 3] * (len(beyond) - 1)])
 
 
 def test_the_first_is_an_event_and_in_json(tmp_path: Path) -> None:
