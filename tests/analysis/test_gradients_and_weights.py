@@ -61,6 +61,10 @@ class TestGradientNorm:
         run = write(tmp_path / "run", grad_norm=norms(1 / 4), consumed_samples=consumed)
         assert not found(diagnose(run), "gradient norm")
 
+    def test_that_of_the_baseline_moves_is_not_the_run_s(self, tmp_path: Path) -> None:
+        run, baseline = write(tmp_path / "run", grad_norm=norms()), write(tmp_path / "b", grad_norm=norms(FACTOR))
+        assert not found(diagnose(run, baseline), "gradient norm")
+
     @pytest.mark.parametrize("norm", [norms(), norms(1.5), dict.fromkeys(range(8), 1.0), {0: float("nan")}])
     def test_noise_and_few_values_are_nothing(self, tmp_path: Path, norm: dict[int, float]) -> None:
         assert not found(diagnose(write(tmp_path / "run", grad_norm=norm)), "gradient norm")

@@ -26,6 +26,8 @@ _LEVEL, _CLOSE = 10, 3
 #: bits between two levels, at least, and in standard deviations of what the norm moves by from step to step; part of them
 #: that come at once
 _BITS, _SIGMAS, _AT_ONCE = 0.85, 6.0, 0.8
+#: part of a move against a baseline that the run's own norm must make
+_OWN = 0.5
 #: part of a run without a baseline in which the norm falls as the model begins to learn
 _BEGINNING = 0.1
 #: bits by which a dY may be off the others, and share of all dY that must agree
@@ -57,7 +59,7 @@ def norms(run: Run) -> pl.DataFrame:
 def gradient_norm(run: Run, baseline: Run | None) -> list[Finding]:
     """That it moves at once to a level that it keeps, or that it grows beyond the baseline's."""
     move = _move(*_levels(run, baseline))
-    if move is None or _follows_the_loss(run, baseline, move):
+    if move is None or _is_the_baselines(run, move) or _follows_the_loss(run, baseline, move):
         return _grows(run, baseline)
     times = 2**move.bits
     what = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
@@ -100,6 +102,14 @@ def _move(steps: Ints, bits: Floats) -> _Move | None:
     least = max(_BITS, _SIGMAS * noise)
     kept = min(close / move, lasting / move) >= _AT_ONCE if move else False
     return _Move(int(steps[at]), move) if abs(move) >= least and kept else None
+
+
+def _is_the_baselines(run: Run, move: _Move) -> bool:
+    """Whether the run's own norm does not move there."""
+    rows = _usable(run)
+    before = rows.filter(pl.col("step") < move.step).tail(_LEVEL)["grad_norm"].log(2).median()
+    after = rows.filter(pl.col("step") >= move.step).head(_LEVEL)["grad_norm"].log(2).median()
+    return not (isinstance(before, float) and isinstance(after, float) and (after - before) / move.bits > _OWN)
 
 
 def _follows_the_loss(run: Run, baseline: Run | None, move: _Move) -> bool:
