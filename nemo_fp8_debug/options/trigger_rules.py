@@ -10,7 +10,7 @@ from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_key, aggregate_of, is_aggregate
 from ..core.sample import Sample
 from ..errors import ConfigError
-from ..numerics.limits import FAR, LIMITS, worst_of
+from ..numerics.limits import FAR, FORMATS, LIMITS, worst_of
 from ..numerics.metric_names import METRICS
 
 _RULE = re.compile(r"(?P<metric>\w+)(/(?P<role>\w+))?\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)")
@@ -94,7 +94,7 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
     columns, found = sample.columns, dict[tuple[str, str], tuple[float, str, float]]()
     for i, (layer, role) in enumerate(zip(columns["layer"], columns["role"], strict=True)):
         metric, times = worst_of(role, {name: columns[name][i] for name in LIMITS.get(role, ())})
-        if metric is not None and not is_aggregate(layer):
+        if metric is not None and columns["format"][i] in FORMATS and not is_aggregate(layer):
             found[layer, role] = times, metric, columns[metric][i]
     return found
 

@@ -43,3 +43,8 @@ def test_since_when(underflow: list[float], onset: int | None) -> None:
 def test_of_roles_without_limits_and_of_nothing_there_is_none() -> None:
     assert beyond(metrics([99.0] * 7, "query")).is_empty() and beyond(metrics([99.0] * 7).clear()).is_empty()
     assert set(LIMITS) == {"input", "weight", "grad_output"}
+
+
+def test_fp4_has_no_limits() -> None:
+    assert beyond(metrics([99.0] * 7).with_columns(format=pl.lit("e2m1"))).is_empty()
+    assert len(beyond(metrics([99.0] * 7).with_columns(format=pl.lit("e4m3")))) == 1

@@ -4,6 +4,7 @@ to go by."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from samples import FINGERPRINT, sample
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError, RecordError
 from nemo_fp8_debug.record.writer import RunRecord
@@ -197,6 +199,13 @@ class TestAlone:
         record.close()
         found = diagnose(tmp_path / "one")
         assert (found.cause, found.harm) == ("unknown", "unknown")
+
+    def test_in_fp4_nothing_is_known_of_what_is_healthy(self, tmp_path: Path) -> None:
+        fp4 = {"format": "e2m1", "recipe": "nvfp4", "underflow_pct": 20.0, "scale_ratio_log2": None}
+        run = Run.read(write(tmp_path / "run", lambda step: fp4, culprit=LAYERS))
+        assert diagnose(run).culprit is None
+        found = diagnose(replace(run, metrics=run.metrics.filter(role="input")))
+        assert (found.cause, found.confidence) == ("unknown", "low")
 
     def test_of_no_sample(self, tmp_path: Path, baseline: Path) -> None:
         record = RunRecord(tmp_path / "none")

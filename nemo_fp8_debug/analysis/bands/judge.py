@@ -53,7 +53,10 @@ def told(judged: Judged | None) -> str:
             f"Bands of {judged.runs} healthy runs stand for a baseline of {len(judged.covered)} of {judged.operands} "
             "operands; they give medium confidence at most."
         )
-    return f"Operands are judged by fixed limits: {known}. `nemo-fp8-debug learn` makes bands of runs of your own."
+    return (
+        f"Operands in FP8 are judged by fixed limits, and others by nothing: {known}. `nemo-fp8-debug learn` makes bands of "
+        "runs of your own."
+    )
 
 
 def judge(run: Run, bands: Bands) -> Judged:

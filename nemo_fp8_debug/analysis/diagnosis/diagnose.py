@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import polars as pl
 
+from ...core.scale_sources import QUANTIZED
 from ...errors import RecordError
 from ..bands.bands import Bands, bands_for
 from ..bands.judge import judge, told
-from ..comparison.compare import compare
+from ..comparison.compare import compare, quantized
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import MAX_GAP, LossOutcome
@@ -21,6 +22,7 @@ from ..runs.run import Run
 from .culprit import Evidence, blamed
 from .diagnosis import Diagnosis
 from .operands import against_baseline, alone, beginning
+from .rules.beyond import with_limits
 from .rules.divergence import diverged_at_the_start, divergence
 from .rules.finding import Finding
 from .rules.grad_scale import multiplier
@@ -136,7 +138,7 @@ def _added_up(
         None if harmed_since is None else harmed_since + int(interval_of(run.metrics["step"].unique().sort().to_numpy()))
     )
     latest = None if sampled is None else sampled + _slack(run)
-    judged = _judged(run, baseline, sampled)
+    judged = _judged(run, baseline, sampled) and (baseline is not None or covered or _has_limits(run))
     evidence = Evidence(findings, harmed_since, latest, judged, baseline is not None, covered)
     return Diagnosis(run, baseline, comparison, findings, blamed(evidence), loss, stopped)
 
@@ -154,6 +156,11 @@ def _with_rise(loss: LossOutcome, findings: Sequence[Finding]) -> LossOutcome:
 def _slack(run: Run) -> int:
     """Steps by which the noise of the loss may have its divergence found too early."""
     return max(2, len(run.loss.steps) // 30)
+
+
+def _has_limits(run: Run) -> bool:
+    """Whether there is anything to judge a run by that has neither baseline nor bands."""
+    return run.quantization != QUANTIZED or not with_limits(quantized(run.metrics)).is_empty()
 
 
 def _judged(run: Run, baseline: Run | None, latest: int | None) -> bool:

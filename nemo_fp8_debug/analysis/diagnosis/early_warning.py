@@ -9,12 +9,14 @@ from ...numerics.limits import MADE_UP
 from ..comparison.compare import quantized, split_experts
 from ..runs.grid import Grid
 from ..runs.run import Run
-from .rules.beyond import strengths, times_of_limits
+from .rules.beyond import strengths, times_of_limits, with_limits
 
 
 def early_warning(run: Run) -> pl.DataFrame:
     """The score of each sample, and the operand that it is of. It looks at that sample and the one before it, so it can be
     had while a run goes on; the trigger of the same name does.
+
+    Operands in FP8 alone have limits; without any there are no scores.
 
     Returns:
         step, score (how many times its limit the farthest operand shows in both, or a third of what it shows in this one;
@@ -25,7 +27,7 @@ def early_warning(run: Run) -> pl.DataFrame:
         >>> scores.columns, scores["score"].max() > 1
         (['step', 'score', 'layer', 'role'], True)
     """
-    grid = Grid.of_table(_tensors(quantized(run.metrics)))
+    grid = Grid.of_table(_tensors(with_limits(quantized(run.metrics))))
     times = strengths(times_of_limits(grid))[:, MADE_UP:]
     worst = np.argmax(times, axis=0) if len(times) else np.zeros(0, dtype=np.int64)
     operands = grid.tensors[worst.tolist()]

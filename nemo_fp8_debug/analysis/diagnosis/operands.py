@@ -69,12 +69,14 @@ def _comparable(comparison: Comparison) -> pl.DataFrame:
     mine, theirs = (_recipes(run.metrics) for run in (comparison.run, comparison.baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline")
     alike = both.filter(pl.struct("recipe", "cast") == pl.struct(recipe="recipe_baseline", cast="cast_baseline"))
-    far = beyond(quantized(comparison.run.metrics)).select(_KEY)
-    rows = comparison.out_of_band
-    counts = pl.concat([alike.select(_KEY), far]).unique()
-    kept = rows.join(counts, on=_KEY, how="semi", maintain_order="left")
-    others = rows.join(counts, on=_KEY, how="anti", maintain_order="left")
-    return pl.concat([kept, others.filter(pl.col("metric").is_in(_OF_VALUES))]).sort("onset", maintain_order=True)
+    rows, run = comparison.out_of_band, comparison.run
+    others = rows.join(alike, on=_KEY, how="anti", maintain_order="left")
+    if others.is_empty():
+        return rows
+    far = beyond(quantized(run.metrics.join(others, on=_KEY, how="semi", maintain_order="left")))
+    counts = pl.concat([alike.select(_KEY), far.select(_KEY)])
+    known = counts.select(operand=pl.struct(_KEY))["operand"].implode()
+    return rows.filter(pl.col("metric").is_in(_OF_VALUES) | pl.struct(_KEY).is_in(known))
 
 
 def _recipes(metrics: pl.DataFrame) -> pl.DataFrame:

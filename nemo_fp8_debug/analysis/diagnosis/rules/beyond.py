@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from ....numerics.limits import FAR, LIMITS, MADE_UP
+from ....numerics.limits import FAR, FORMATS, LIMITS, MADE_UP
 from ...runs.grid import Floats, Grid
 
 
@@ -27,7 +27,7 @@ def beyond(metrics: pl.DataFrame) -> pl.DataFrame:
         >>> beyond(off).row(0)
         ('fc1', 'weight', 15, 2.3333333333333335)
     """
-    grid = Grid.of_table(metrics)
+    grid = Grid.of_table(with_limits(metrics))
     times = times_of_limits(grid)
     strength = strengths(times)
     found = []
@@ -39,6 +39,11 @@ def beyond(metrics: pl.DataFrame) -> pl.DataFrame:
         found.append((layer, role, int(grid.steps[at]), float(strength[i, first])))
     schema = {"layer": pl.String, "role": pl.String, "onset": pl.Int64, "excess": pl.Float64}
     return pl.DataFrame(found, schema=schema, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
+
+
+def with_limits(metrics: pl.DataFrame) -> pl.DataFrame:
+    """Rows of the operands that have limits: those in FP8."""
+    return metrics.filter(pl.col("format").is_in(FORMATS)) if "format" in metrics.columns else metrics
 
 
 def strengths(times: Floats) -> Floats:
