@@ -145,6 +145,12 @@ class TestLikelyHarm:
         told = diagnose(run, baseline)
         assert told.culprit and told.harm == harm
 
+    def test_a_gap_that_another_seed_may_explain_is_told_as_one(self, tmp_path: Path) -> None:
+        noise = [np.random.default_rng(seed).normal(1, 0.02, N) for seed in (1, 2)]
+        losses = [{i: 1.12 ** (1 - k) * loss * float(by[i]) for i, loss in falling().items()} for k, by in enumerate(noise)]
+        told = diagnose(write(tmp_path / "run", lost, losses[0]), write(tmp_path / "baseline", losses=losses[1]))
+        assert told.harm == "likely" and "Another seed may explain that; one pair cannot tell." in told.verdict()
+
     def test_what_follows_the_baseline_is_harmless_so_far(self, tmp_path: Path) -> None:
         assert diagnose(write(tmp_path / "run", lost), write(tmp_path / "baseline")).harm == "harmless so far"
 

@@ -121,6 +121,8 @@ class LossOutcome:
         visible = f"the smallest gap that could have been seen is {number(found.visible)}%"
         if self.harm == "none":
             return f"The loss follows the baseline's: {measured}; {visible}."
+        if not found.paired and found.interval()[0] > self.max_gap:
+            return f"The loss is above the baseline's: {measured}. Another seed may explain that; one pair cannot tell."
         return f"Whether the loss is {self.max_gap:g}% above the baseline's cannot be told: {measured}; {visible}."
 
 

@@ -104,7 +104,7 @@ def why(run: Course, since: int, baseline: Course | None = None, samples: int = 
     higher = _highest(run.outlier[behind]) - _usual(reference.outlier[before], np.nan)
     # A scale lags behind an outlier that has just come up.
     if abs(error) > OFF and not higher > max(HIGHER, abs(error)):
-        return _of_the_scale(run, since, at, error, usual)
+        return _of_the_scale(run, since, slice(at, behind.stop), error, usual)
     return replace(_of_the_values(run, since, at, baseline, np.isfinite(error)), may_follow_the_loss=True)
 
 
@@ -132,13 +132,15 @@ def _farthest(bits: Floats) -> float:
     return float(known[np.abs(known).argmax()]) if len(known) else np.nan
 
 
-def _of_the_scale(run: Course, since: int, at: int, error: float, usual: float) -> Finding:
+def _of_the_scale(run: Course, since: int, out: slice, error: float, usual: float) -> Finding:
     """The scale is not the one that the values ask for.
 
     Args:
+        out: samples that are out, from the onset on.
         error: bits by which it is off, above what is usual.
     """
-    around = slice(min(max(at - BEHIND, MADE_UP), max(at - 1, 0)), at + BEHIND)
+    at = out.start
+    around = slice(min(max(at - BEHIND, MADE_UP), max(at - 1, 0)), out.stop)
     scale, wanted = _moves(run.scale[around]), _moves((run.scale - run.off)[around])
     moved, asked = float(scale.sum()), float(wanted.sum())
     off = error + usual
