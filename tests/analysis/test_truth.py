@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import polars as pl
 import pytest
 import torch
+from fault_injection import rescue
 from fault_injection.cases import cases
 from fault_injection.draws import HELD_OUT_KINDS, OPERAND_KINDS, SOFTWARE_KINDS, Draw, drawn, possible
 from fault_injection.families import family
 from fault_injection.fault import Fault, Together
 from fault_injection.judge import BASELINES, LOG, baseline_of, judge, main
 from fault_injection.recorder import InMemory
-from fault_injection.records import Recorded, read_run, truths, write_part
+from fault_injection.records import FOLDER, Recorded, read_run, truths, write_part
 from fault_injection.sets import is_held_out
 from fault_injection.training import Setup, Training, train
 from fault_injection.truth import gap_of, truth
@@ -144,3 +146,10 @@ def test_held_out_runs_are_judged_whole_and_on_purpose(more: tuple[str, ...], mo
     with pytest.raises(SystemExit) as refused:
         main()
     assert refused.value.code == 2 and (LOG.read_text() if LOG.exists() else None) == before
+
+
+def test_what_pages_say_of_rescues_is_what_came_of_them() -> None:
+    rescued, of = rescue.told(FOLDER.parent / "rescues").split(" rescued")[0].split(" of ")
+    assert (
+        f"{rescued} of {of} come within 2%" in (Path(__file__).parents[2] / "docs/diagnose.md").read_text() and int(of) >= 18
+    )

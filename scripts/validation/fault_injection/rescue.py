@@ -1,5 +1,6 @@
 """Trains each run of a part that a fault in an operand has harmed again, with what is recommended from the onset on:
-`fault_injection/rescue.py --family llama --part 0`. The fault stays. A part that is there already is left alone."""
+`fault_injection/rescue.py --family llama --part 0`. The fault stays. A part that is there already is left alone. Without
+arguments it says how many were rescued so far."""
 
 from __future__ import annotations
 
@@ -58,12 +59,22 @@ def _recommended(case: Case, baseline: Run) -> Plan | None:
         return plan if plan.changes else None
 
 
+def told(folder: Path) -> str:
+    """How many runs were rescued, and those that were not, in sentences."""
+    found = [outcome for path in sorted(folder.glob("*.json")) for outcome in json.loads(path.read_text())]
+    left = [f"{one['part']}/{one['name']}: {one['gap_pct']:.1f}%" for one in found if not one["rescued"]]
+    return f"{len(found) - len(left)} of {len(found)} rescued" + (f"; not {', '.join(left)}" if left else "")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", choices=FAMILIES, required=True)
-    parser.add_argument("--part", type=int, nargs="+", required=True)
+    parser.add_argument("--family", choices=FAMILIES)
+    parser.add_argument("--part", type=int, nargs="+", default=())
     parser.add_argument("--output", type=Path, default=FOLDER.parent / "rescues")
     options = parser.parse_args()
+    if options.family is None:
+        print(told(options.output))
+        return 0
     torch.set_num_threads(1)
     options.output.mkdir(exist_ok=True)
     with surroundings(options.family):
