@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from .amax_reductions import AfterBackward, Forwards, Reduced, with_shared_amax
 from .backends.base import Args, Kwargs, ScaleInUse, StoredCodes, UnknownCast, as_multiplied, is_prepared_later, unknown_cast
 from .backends.transformer_engine import inspection
+from .before_backward import BeforeBackward
 from .gemms import Gemm
 from .masters import Masters
 from .operand_guard import Fault, OperandGuard
@@ -269,8 +270,8 @@ class Capture:
         # Of the arguments a hook that lives until backward keeps only those that are no activations.
         small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
         read = self._cast_reader(gemm, counted.arguments, "grad_output", out)
-        node = gemm.backend.node(y) if read and gemm.backend.shares_amax(module) else None
-        later = AfterBackward(node) if node is not None else None
+        node = gemm.backend.node(y) if read else None
+        later = node and (AfterBackward if gemm.backend.shares_amax(module) else BeforeBackward)(node)
 
         def take(grad: torch.Tensor) -> None:
             with self._guarded(gemm.name, "grad_output"):

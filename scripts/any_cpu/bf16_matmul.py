@@ -10,8 +10,9 @@ import os
 from typing import Any
 
 import torch
+from torch import library
 
-_library = torch.library.Library("aten", "IMPL")
+_operators = library.Library("aten", "IMPL")
 
 
 def install() -> None:
@@ -25,11 +26,11 @@ def install() -> None:
 
 
 def _replace(name: str) -> None:
-    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+    kernel = library.get_kernel(f"aten::{name}", "CPU")
 
     def product(keys: Any, *matrices: torch.Tensor, **factors: float) -> torch.Tensor:
         if matrices[0].dtype is not torch.bfloat16:
             return kernel.call_boxed(keys, *matrices, **factors)
         return kernel.call_boxed(keys, *(m.float() for m in matrices), **factors).bfloat16()
 
-    _library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
+    _operators.impl(name, product, "CPU", with_keyset=True, allow_override=True)

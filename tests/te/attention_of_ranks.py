@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated_te import CASTS, te
+from emulated_te import ATTENTION_CASTS, CASTS, te
 from processes import in_ranks
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
@@ -20,15 +20,6 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from nemo_fp8_debug import Monitor, read_record
 
 RECIPES = {"delayed": DelayedScaling(fp8_dpa=True), "current": Float8CurrentScaling(fp8_dpa=True)}
-#: roles of the casts of one call in the order in which kernels make them; three roles: cast as one tensor
-CAST_ROLES = [
-    ("query", "key", "value"),
-    ("probabilities",),
-    ("context",),
-    ("grad_context",),
-    ("grad_scores",),
-    ("grad_query", "grad_key", "grad_value"),
-]
 
 
 class Attention(nn.Module):
@@ -68,7 +59,7 @@ def of_recipe(name: str, rank: int, folder: Path) -> dict[str, dict[str, float]]
     monitor.close()
     found = {}
     casts = [cast for cast in CASTS if cast.module is not model.qkv]
-    for cast, roles in zip(casts, CAST_ROLES, strict=True):
+    for cast, roles in zip(casts, ATTENTION_CASTS, strict=True):
         for role, source, codes in zip(roles, *(t.reshape(len(roles), -1) for t in (cast.source, cast.codes)), strict=True):
             found[role] = {"n": source.numel(), "error2": error2(cast, source, codes)}
     return found

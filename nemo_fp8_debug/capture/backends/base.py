@@ -133,7 +133,7 @@ class Backend:
     arguments: Callable[[nn.Module, Args, Kwargs], Kwargs] = lambda module, args, kwargs: kwargs
     #: whether ranks may share amaxes of a module's calls
     shares_amax: Callable[[nn.Module], bool] = lambda module: False
-    #: from what forward returned: the autograd node of the call; only of modules that may share amaxes
+    #: from what forward returned: the autograd node in whose backward dY is cast; None: there is none, or it is not known
     node: Callable[[torch.Tensor], Any] = lambda out: None
     #: whether its modules quantize for themselves when told to
     has_own_fp8: bool = False

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .casts import CASTS, MODULES, Cast, casts_of, scales_of
+from .casts import ATTENTION_CASTS, CASTS, MODULES, Cast, casts_of, scales_of
 from .stubs import import_te, pretend_a_gpu
 
-__all__ = ["CASTS", "Cast", "casts_of", "scales_of", "te"]
+__all__ = ["ATTENTION_CASTS", "CASTS", "Cast", "casts_of", "scales_of", "te"]
 
 pretend_a_gpu()
 te: Any = import_te()

@@ -18,6 +18,15 @@ ROLES = {
 }
 SLOTS = {"scaling_fwd": 3, "scaling_bwd": 2}
 """Quantizers a GEMM has; those of LayerNormMLP's second GEMM, or of the next expert, follow."""
+ATTENTION_CASTS = [
+    ("query", "key", "value"),
+    ("probabilities",),
+    ("context",),
+    ("grad_context",),
+    ("grad_scores",),
+    ("grad_query", "grad_key", "grad_value"),
+]
+"""Roles of the casts of one call of attention in the order in which kernels make them; three roles: cast as one tensor."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated_te import CASTS, te
+from emulated_te import ATTENTION_CASTS, CASTS, te
 from polars.testing import assert_frame_equal
 from te_table.compare import _copy_error, _squared_error
 from torch import nn
@@ -23,15 +23,6 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.coverage.scan import ledger_of
 from nemo_fp8_debug.record.reader import read_table
 
-#: roles of the casts of one call in the order in which kernels make them; three roles: cast as one tensor
-CAST_ROLES = [
-    ("query", "key", "value"),
-    ("probabilities",),
-    ("context",),
-    ("grad_context",),
-    ("grad_scores",),
-    ("grad_query", "grad_key", "grad_value"),
-]
 LIMITS = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
@@ -124,8 +115,8 @@ def test_metrics_are_those_of_the_tensors_that_the_emulation_casts(tmp_path: Pat
     assert rows.height == 3 * 10 and set(rows["scale_source"]) == {"engine"}
     compared = 0
     for step, of_step in casts.items():
-        assert len(of_step) == len(CAST_ROLES)
-        for cast, roles in zip(of_step, CAST_ROLES, strict=True):
+        assert len(of_step) == len(ATTENTION_CASTS)
+        for cast, roles in zip(of_step, ATTENTION_CASTS, strict=True):
             for role, codes, source in parts(cast, roles):
                 (row,) = rows.filter(step=step, role=role).to_dicts()
                 assert row["format"] == cast.format
