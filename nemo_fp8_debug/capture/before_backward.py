@@ -13,7 +13,7 @@ from .amax_reductions import Reduced
 
 
 class BeforeBackward:
-    """Waits until the function of an autograd node, one that is written in Python, is about to run. Does not hold the node."""
+    """Waits until the function of an autograd node that is written in Python is about to run. Does not hold the node."""
 
     def __init__(self, node: Any) -> None:
         self._node = weakref.ref(node)  # which holds the hook of the tensor, which holds this
