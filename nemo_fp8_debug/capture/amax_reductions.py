@@ -8,59 +8,40 @@ amaxes. Nothing is waited for: an amax is looked at once the engine has waited f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import ScaleInUse, UnknownCast
+from .collectives import Collectives
 from .tracing import Hook
 
 #: group of ranks and amax, in order
 Reduced = Sequence[tuple[Any, torch.Tensor]]
 
 
-class AmaxReductions(TorchDispatchMode):
+class AmaxReductions(Collectives):
     """Sees what ranks reduce of a single float32 value."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: list[tuple[Any, torch.Tensor]] = []
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls `func` as it is."""
-        out = func(*args, **(kwargs or {}))
-        if getattr(func, "namespace", "") == "c10d":
-            with suppress(Exception):  # what was not noted is unknown
-                self._note(func, args)
-        return out
-
-    def _note(self, func: Any, args: Any) -> None:
+    def after(self, func: Any, args: Any) -> None:
+        """Notes a value that ranks reduce, which they may not have done yet."""
         if func.overloadpacket.__name__ == "allreduce_":
             values, group = args[:2]
             if len(values) == 1 and values[0].numel() == 1 and values[0].dtype == torch.float32:
                 self.seen.append((torch.distributed.ProcessGroup.unbox(group), values[0]))
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Look from now on, and forget what was seen."""
         self.seen = []
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> Reduced:
-        """Look no longer; what was seen."""
-        if _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return self.seen
+        super().begin()
 
 
 def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
@@ -98,7 +79,8 @@ class Forwards:
             mode.begin()
 
         def end(*_: Any) -> None:
-            self._reduced[module] = mode.end()
+            mode.end()
+            self._reduced[module] = mode.seen
 
         return [
             module.register_forward_pre_hook(Hook(begin, module), prepend=True),
@@ -125,7 +107,7 @@ class AfterBackward:
 
     def _end(self, *_: Any) -> None:
         if self._waiting:
-            reduced, waiting = self._mode.end(), self._waiting
-            self._waiting = []
+            self._mode.end()
+            waiting, self._waiting = self._waiting, []
             for take in waiting:
-                take(reduced)
+                take(self._mode.seen)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +27,7 @@ from .backends.base import Args, Kwargs, ScaleInUse, StoredCodes, UnknownCast, a
 from .backends.transformer_engine import inspection
 from .before_backward import BeforeBackward
 from .gemms import Gemm
-from .masters import Masters
+from .masters import Masters, beside_master
 from .operand_guard import Fault, OperandGuard
 from .output_samples import Products
 from .overrides import emulated
@@ -119,6 +118,8 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles, self._weights = [], {}
+        for products in self._products.values():
+            products.forget()
         if self._inside:
             inspection.unwatch()
         self._sinks, self._inside, self._products = {}, {}, {}
@@ -133,6 +134,9 @@ class Capture:
             noted.arguments = gemms[0].backend.arguments(module, args, kwargs)
         if counted is None:
             return
+        for gemm in gemms:
+            if products := self._products.get(gemm.name):
+                products.begin_call(args, kwargs)
         self._weights[module] = self._found_weights(gemms, module, args, kwargs)
         if any(is_prepared_later(module, weight) for weight in self._weights[module].values()):
             self._sharded.add(module)
@@ -240,28 +244,19 @@ class Capture:
             if (gemm.name, "grad_output") in self._sinks:
                 with self._guarded(gemm.name, "grad_output"):
                     self._hook_gradient(gemm, module, args, kwargs, out, counted)
+            if products := self._products.get(gemm.name):
+                with self._guarded(gemm.name, "input"):
+                    products.end_call(counted.order, (args, kwargs), weights.get(gemm.name), out)
 
     def _take_stored(self, gemm: Gemm, stored: StoredCodes, counted: Pass) -> None:
-        """W in codes, beside the master weight; where none is found, what the codes stand for."""
         key = gemm.name, "weight"
         if key in self._stored or not (sink := self._sinks.get(key)):
             return
         self._stored.add(key)
-        codes, use, parameter = stored.decoded(), stored.cast(), stored.parameter
-        if use.source == "not quantized":
-            sink.add(codes.values, counted.order + 1, use)
-            return
-        master = self._masters.of(parameter) if self._masters else None
-        if master is None:
-            sink.add(codes.values, counted.order + 1, replace(use, source="stored", decoded=codes))
-            return
-        x, start = master
-        whole = x.numel() == codes.values.numel()
-        x = x.reshape(codes.values.shape) if whole else x
-        use = replace(use, decoded=codes if whole else codes.part(start, x.numel()))
+        x, use, multiplied = beside_master(stored, self._masters)
         sink.add(x, counted.order + 1, use)
-        if whole:
-            self._multiply(gemm, "weight", x, counted, use)
+        whole = x if multiplied is use else stored.decoded().values
+        self._multiply(gemm, "weight", whole, counted, multiplied)
 
     def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any, counted: Pass) -> None:
         y = gemm.backend.output(out)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from .backends.base import ScaleInUse, StoredCodes
 
 #: under which optimizers keep it in their state, such as Transformer Engine's FusedAdam
 _STATES = ("master_param", "master_params", "master_weight")
@@ -68,6 +71,26 @@ class Masters:
                 for name in ("buffers", "expert_parallel_buffers"):
                     found = vars(module).get(name)
                     yield from found if isinstance(found, list) else ()
+
+
+def beside_master(stored: StoredCodes, masters: Masters | None) -> tuple[torch.Tensor, ScaleInUse, ScaleInUse]:
+    """W in codes: what is measured, its master weight or, if none is found, what the codes stand for; and how that was cast.
+
+    Returns:
+        What is measured, which may be a rank's part; its cast; and the cast of all that the codes stand for.
+    """
+    codes, use, parameter = stored.decoded(), stored.cast(), stored.parameter
+    as_stored = replace(use, source="stored", decoded=codes)
+    if use.source == "not quantized":
+        return codes.values, use, use
+    found = masters.of(parameter) if masters else None
+    if found is None:
+        return codes.values, as_stored, as_stored
+    x, start = found
+    if x.numel() == codes.values.numel():
+        use = replace(use, decoded=codes)
+        return x.reshape(codes.values.shape), use, use
+    return x, replace(use, decoded=codes.part(start, x.numel())), as_stored
 
 
 def _is_whole(master: Any, parameter: Any) -> bool:

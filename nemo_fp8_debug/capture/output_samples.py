@@ -1,4 +1,6 @@
-"""What quantization does to the outputs of a GEMM, from rows and columns of its operands as they pass.
+"""The products of a GEMM, from rows and columns of its operands as they pass.
+
+They tell what quantization does to each product, and whether what the GEMM returned is right.
 
 Only a few rows and columns of each operand are copied, and each is gone once its product is computed: what is kept from the
 forward of a layer to its backward is k columns of X and k of W.
@@ -8,15 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ..measurement.verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 from ..numerics.block_scaling import BlockRule, matrix
 from ..numerics.gemm_error import PRODUCTS, Rows, Side, product_sums, scale_of, spread, take_rows
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import ScaleInUse
+from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied
 from .dtensor import local
+from .gemms import Gemm
 from .operands import Operand
+from .overrides import emulated
+from .product_checks import ProductChecks, Used
+from .results import Results
 
 
 def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
@@ -26,29 +35,54 @@ def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
     return cast.scale.to(m.device) if isinstance(cast.scale, torch.Tensor) else cast.scale
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What is looked at of products."""
+
+    #: rows and columns of each whose errors are measured
+    errors: int = 0
+    #: rows and columns of each whose result is compared with what it ought to be
+    verify: int = 0
+
+    @property
+    def rows(self) -> int:
+        """One set of rows serves both."""
+        return max(self.errors, self.verify)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Rows of an operand until those of the other one are there."""
+
+    #: beside what quantization makes of them; None: that is not asked for, or not known
+    rows: Rows | None
+    used: Used
+
+
 class Products:
     """The three products of one GEMM in the first call of a step that counts."""
 
     def __init__(
         self,
-        name: str,
+        gemm: Gemm,
         operands: Mapping[str, Operand],
-        rows: int,
+        chosen: Chosen,
         guard: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         """
         Args:
-            name: of the GEMM.
             operands: by role.
-            rows: of each output that are computed, and as many columns.
             guard: a context that keeps an exception out of the training loop.
         """
-        self.name = name
-        self._operands, self._rows, self._guard = operands, rows, guard
+        self.name = gemm.name
+        self._gemm, self._operands, self._chosen, self._guard = gemm, operands, chosen, guard
         self._call: int | None = None
-        self._kept: dict[Side, Rows] = {}
+        self._kept: dict[Side, _Kept] = {}
+        self._done: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
         self._counted = False
+        self._checks = ProductChecks(chosen.rows) if chosen.verify else None
+        self._results: Results | None = None
 
     def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
         """Take what is needed of an operand; keeps no reference to it. X decides which call it is.
@@ -66,32 +100,108 @@ class Products:
                 self._counted |= role != "weight" and operand.is_counted(x)
                 self._take(role, m, use or operand.in_use)
 
+    def begin_call(self, args: Args, kwargs: Kwargs) -> None:
+        """A forward call that counts is about to run: what it returns is looked at if it is the first one."""
+        self.forget()
+        if self._checks and self._call is None:
+            with self._guard("while looking at what a GEMM returned"):
+                self._results = Results(self._gemm, self._checks, args, kwargs, self._guard)
+
+    def end_call(self, call: int, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
+        """The call has returned.
+
+        Args:
+            given: what the module was called with.
+            weight: that it multiplied.
+            out: what it returned.
+        """
+        results, self._results = self._results, None
+        if results:
+            with self._guard("while looking at what a GEMM returned"):
+                results.see(given, weight, out) if call == self._call else results.forget()
+
+    def forget(self) -> None:
+        """A call that is under way is not looked at any longer."""
+        if self._results:
+            self._results.forget()
+        self._results = None
+
     def _take(self, role: str, m: torch.Tensor, use: ScaleInUse) -> None:
         scales: dict[int, torch.Tensor | BlockRule] = {}  # most operands are cast alike in both of their products
         for product, sides in PRODUCTS.items():
             cast = use.in_product(product)
             for side in sides:
-                if side[0] == role and product not in self._sums and cast is not None:
-                    of = m.t() if side[1] else m
-                    at = spread(len(of), self._rows, m.device)
+                if side[0] != role or product in self._done:
+                    continue
+                of = m.t() if side[1] else m
+                at = spread(len(of), self._chosen.rows, m.device)
+                rows = None
+                if cast is not None and use.source != "stored" and (self._chosen.errors or _is_quantized(cast)):
                     if id(cast) not in scales:
                         scales[id(cast)] = _scale(m, cast)
-                    self._kept[side] = take_rows(of, at, scales[id(cast)], role, cast.format)
+                    rows = take_rows(of, at, scales[id(cast)], role, cast.format)
+                self._kept[side] = _Kept(rows, self._used(side, of, at, rows, use, cast))
             self._multiply(product, *sides)
+
+    def _used(
+        self, side: Side, of: torch.Tensor, at: torch.Tensor, rows: Rows | None, use: ScaleInUse, cast: ScaleInUse | None
+    ) -> Used:
+        """Rows as the GEMM multiplies them."""
+        if not self._checks:
+            return Used(None, len(of))
+        if reason := _untold(side, use, cast):
+            return Used(None, len(of), reason)
+        assert cast is not None
+        if use.decoded is not None:
+            codes = matrix(use.decoded.values)
+            return Used((codes.t() if side[1] else codes).index_select(0, at), len(of))
+        if not _is_quantized(cast):
+            return Used(as_multiplied(of.index_select(0, at) if rows is None else rows.values), len(of))
+        assert rows is not None
+        if not emulated(self._gemm.module):
+            return Used(rows.quantized, len(of))
+        if side[1] and isinstance(cast.scale, BlockRule):  # the emulation has one copy of an operand, in blocks of its rows
+            copy = cast.scale.quantize(of.t(), side[0], cast.format).dequantize()
+            return Used(copy.t().index_select(0, at).to(of.dtype), len(of))
+        return Used(rows.quantized.to(of.dtype), len(of))
 
     def _multiply(self, product: str, first: Side, second: Side) -> None:
         """Once both operands are there; where one is a part that does not belong to the other, nothing can be had."""
         if first in self._kept and second in self._kept:
             a, b = self._kept.pop(first), self._kept.pop(second)
-            if a.values.shape[1] == b.values.shape[1]:
-                self._sums[product] = product_sums(a, b)
+            self._done.add(product)
+            if self._checks:
+                self._checks.operands(product, a.used, b.used)
+            if self._chosen.errors and a.rows and b.rows and a.rows.values.shape[1] == b.rows.values.shape[1]:
+                self._sums[product] = product_sums(a.rows, b.rows)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each sum by what `to` gives for it."""
         self._sums = {product: to(sums) for product, sums in self._sums.items()}
+        if self._checks:
+            self._checks.move(to)
 
     def sums(self) -> dict[tuple[str, str], torch.Tensor]:
         """As `OutputSums`, in host memory, of this rank; empty where its X and dY are copies of another rank's."""
         if not self._counted:
             return {}
         return {(self.name, product): torch.cat([sums.cpu(), torch.ones(1)]) for product, sums in self._sums.items()}
+
+    def checks(self) -> dict[tuple[str, str], torch.Tensor]:
+        """As `ProductChecks.found`, of this rank, whose operands may be copies of another's."""
+        return {(self.name, product): found for product, found in self._checks.found().items()} if self._checks else {}
+
+
+def _is_quantized(cast: ScaleInUse) -> bool:
+    return cast.source in ("engine", "expected")
+
+
+def _untold(side: Side, use: ScaleInUse, cast: ScaleInUse | None) -> int:
+    """Why it is not known what the GEMM multiplies, as in `REASONS`."""
+    if use.decoded is not None and side[1] and isinstance(use.scale, BlockRule):
+        return STORED
+    if "unknown" in (use.source, cast and cast.source):
+        return UNKNOWN_CAST
+    if "expected" in (use.source, cast and cast.source):
+        return BY_CHANCE
+    return UNKNOWN_COPY if cast is None else 0

@@ -23,6 +23,8 @@ ATTENTION_BACKWARD = {
 ATTENTION = "attention of "
 #: how people write the operand roles
 SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"} | ATTENTION_FORWARD | ATTENTION_BACKWARD
+#: how people write what a GEMM returns, by product
+RESULTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}
 #: roles whose values are multiplied by the effective gradient scale
 GRADIENTS = ("grad_output", *ATTENTION_BACKWARD)
 #: source of the scales of experts that were not all found in the same way

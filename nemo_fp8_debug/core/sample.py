@@ -31,6 +31,8 @@ class Sample:
     copies: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: columns of equal length: what rows are about, and how the scales of their blocks are distributed
     block_scales: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: columns of equal length: layer, gemm, product and whether what it returned is right, where that was asked for
+    verification: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns["layer"])

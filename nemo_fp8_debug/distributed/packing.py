@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..measurement.operand_stats import BLOCK_SCALES, OperandStats
+from ..measurement.verification import ProductsFound
 from ..numerics.block_scale_counts import CODES
 from ..numerics.histogram import BINS
 from ..numerics.metrics import Moments, QuantizationSums
@@ -50,6 +51,7 @@ class PackedStats:
         known: int,
         what_if: Sequence[str],
         outputs: torch.Tensor,
+        products: ProductsFound | None = None,
     ) -> None:
         """
         Args:
@@ -59,8 +61,9 @@ class PackedStats:
             known: K.
             what_if: names of the what-if recipes.
             outputs: float64, sums over parts of outputs, which are added up as they are.
+            products: as `verification.FOUND`.
         """
-        self.outputs = outputs
+        self.outputs, self.products = outputs, products or {}
         self.rows = torch.tensor(rows, dtype=torch.int64)
         binades = [s.histogram.counts.view(BINADES, BINADE) for s in stats]
         #: bool [M, 256]: which binades of each histogram are occupied

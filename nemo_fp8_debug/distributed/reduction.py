@@ -18,11 +18,13 @@ import torch
 
 from ..core.keys import ATTENTION, ROLES, Key, roles_of
 from ..measurement.operand_stats import Cast, Collected, OperandStats, OutputSums
+from ..measurement.verification import ProductsFound
 from ..numerics.gemm_error import PRODUCTS, SUMS
 from ..numerics.histogram import Histogram
 from .packing import EXTREMES, NONE, Layout, PackedStats, SummedStats, recipes_of
 from .rank_store import Ranks
 from .shard_group import ShardGroup
+from .worst_products import WorstProducts
 
 
 class Mismatch(RuntimeError):
@@ -45,14 +47,17 @@ class Plan:
 class Reduction:
     """Reduces over the ranks of a shard group."""
 
-    def __init__(self, ranks: Ranks, shard_group: ShardGroup, outputs: bool) -> None:
+    def __init__(self, ranks: Ranks, shard_group: ShardGroup, outputs: bool, verify: bool) -> None:
         """
         Args:
             outputs: whether parts of outputs are added up as well; the same on all ranks.
+            verify: whether products are verified; the same on all ranks.
         """
         self._ranks, self._shard_group = ranks, shard_group
-        gemms = [name for name, kind in shard_group.kinds.items() if outputs and roles_of(kind) == ROLES]
-        self._products = [(name, product) for name in gemms for product in PRODUCTS]
+        gemms = [name for name, kind in shard_group.kinds.items() if roles_of(kind) == ROLES]
+        products = [(name, product) for name in gemms for product in PRODUCTS]
+        self._products = products if outputs else []
+        self._verified = WorstProducts(products if verify else [], ranks.rank)
         self.keys: list[Key] = shard_group.keys()
         self._index = {key: i for i, key in enumerate(self.keys)}
         self._casts: dict[int, Cast] = {}
@@ -66,7 +71,12 @@ class Reduction:
         """
         stats, outputs = found.operands, self._outputs_of(found.outputs)
         rows, casts = [self._index[s.key] for s in stats], [self._number_of(s.cast) for s in stats]
-        return PackedStats(stats, casts, rows, [self._index[key] for key in expected], len(self.keys), plan.what_if, outputs)
+        known = [self._index[key] for key in expected]
+        return PackedStats(stats, casts, rows, known, len(self.keys), plan.what_if, outputs, found.products)
+
+    def alone(self, found: ProductsFound) -> ProductsFound:
+        """What is known of products where no other rank computes them."""
+        return self._verified.alone(found)
 
     def _outputs_of(self, found: OutputSums) -> torch.Tensor:
         """float64 [products, 6], zeros where this rank has none."""
@@ -82,25 +92,29 @@ class Reduction:
         """
         group, checksum = self._shard_group.group, plan.checksum()
         assert group is not None
-        extremes = torch.cat([torch.tensor([checksum, -checksum], dtype=torch.int32), packed.extremes.flatten()])
+        severities = self._verified.severities(packed.products)
+        begins = [torch.tensor([checksum, -checksum], dtype=torch.int32), severities]
+        extremes = torch.cat([*begins, packed.extremes.flatten()])
         group.maximum(extremes)
         if extremes[0] != -extremes[1]:
             raise Mismatch(f"ranks do not agree on what is sampled at step {plan.step}")
-        table = extremes[2:].view(len(self.keys), -1)
+        worst, flat = extremes[2:].split([len(severities), packed.extremes.numel()])
+        table = flat.view(len(self.keys), -1)
         seen = (table[:, EXTREMES.index("cast")] != NONE).nonzero().flatten()
         table = table[seen]
         column = dict(zip(EXTREMES, table[:, : len(EXTREMES)].T, strict=True))
         layout = Layout(seen, table[:, len(EXTREMES) :] > 0, plan.what_if)
-        buffer = torch.cat([layout.packed(packed), packed.outputs.flatten()])
+        beside = [packed.outputs.flatten(), self._verified.rows(packed.products, worst).flatten()]
+        buffer = torch.cat([layout.packed(packed), *beside])
         group.add_up(buffer)
-        buffer, outputs = buffer.split([len(buffer) - packed.outputs.numel(), packed.outputs.numel()])
+        buffer, outputs, products = buffer.split([len(buffer) - sum(map(len, beside)), *map(len, beside)])
         keys = [self.keys[i] for i in seen.tolist()]
         amax = dict(zip(keys, _floats(column["amax"]).tolist(), strict=True))
         if self._ranks.rank != self._shard_group.ranks[0]:
             return None, amax
         parts = zip(self._products, outputs.view(-1, len(SUMS) + 1), strict=True)
         whole = self._whole(keys, column, layout.unpacked(buffer, plan.what_if), plan)
-        return Collected(whole, {key: sums for key, sums in parts if sums[-1] > 0}), amax
+        return Collected(whole, {key: of for key, of in parts if of[-1] > 0}, self._verified.of_all(products)), amax
 
     def _number_of(self, cast: Cast) -> int:
         """31 bits that stand for it on all ranks."""

@@ -48,6 +48,8 @@ class Measured:
     copies: Columns = field(default_factory=dict)
     #: columns of the scales of blocks
     block_scales: Columns = field(default_factory=dict)
+    #: columns of whether products are right
+    verification: Columns = field(default_factory=dict)
 
     def and_those_of(self, others: Sequence[Measured]) -> Measured:
         """The rows of all, as of the stages of a pipeline."""
@@ -64,6 +66,7 @@ class Measured:
             joined([m.outputs for m in every]),
             joined([m.copies for m in every]),
             joined([m.block_scales for m in every]),
+            joined([m.verification for m in every]),
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from ..core.keys import MIXED, Key
 from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums, merge
+from .verification import ProductsFound
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Collected:
 
     operands: list[OperandStats] = field(default_factory=list)
     outputs: OutputSums = field(default_factory=dict)
+    #: of a rank as `verification.FOUND`, of all together as `verification.OF_RANKS`
+    products: ProductsFound = field(default_factory=dict)
 
 
 def added_up(key: Key, stats: Sequence[OperandStats]) -> OperandStats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..capture.gemms import select
+from ..capture.output_samples import Chosen
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES
 from ..distributed import Ranks, ShardGroup
@@ -106,7 +107,7 @@ def assemble(
     recording.submit_job(live_control.read)
     shard_group, over = meet(ranks, model.kinds, errors)
     model.scales.emulate(shard_group.keys(ROLES))
-    pipeline = Pipeline(ranks, shard_group, model.scales, errors, config.output_rows > 0)
+    pipeline = Pipeline(ranks, shard_group, model.scales, errors, Chosen(config.output_rows, config.verify_rows))
     pipeline.over = over
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)
     delivery.report(None)

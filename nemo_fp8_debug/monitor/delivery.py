@@ -85,8 +85,9 @@ class Delivery:
             columns | unscaled(columns, scalars.get("grad_scale"))
             for columns in (measured.metrics, measured.what_if, measured.copies)
         )
-        why, outputs = steps[step].trigger, measured.outputs
-        sample = Sample(step, metrics, scalars, measured.histograms, what_if, why, outputs, copies, measured.block_scales)
+        of_products = {"outputs": measured.outputs, "verification": measured.verification}
+        tables = {"what_if": what_if, "copies": copies, "block_scales": measured.block_scales} | of_products
+        sample = Sample(step, metrics, scalars, measured.histograms, trigger=steps[step].trigger, **tables)
         self._live_control.see_sample(sample)
         if self._ranks.world > 1 and self._layers is not None and not len(sample):
             message = f"the sample of step {step} is empty: no layer on any rank matches {shown(self._layers)}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..capture.collect import collect
 from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.operands import Operand
-from ..capture.output_samples import Products
+from ..capture.output_samples import Chosen, Products
 from ..capture.scales import Scales
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES, SHOWN_AS, Key
@@ -23,6 +23,7 @@ from ..errors import warn
 from ..measurement.measure import Measured, measure
 from ..measurement.operand_stats import Collected, OperandStats
 from ..measurement.output_error import output_columns
+from ..measurement.verification import verification_columns
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
 
@@ -51,7 +52,8 @@ class Sampled:
     def collected(self) -> Collected:
         """What this rank found."""
         self.device_to_host.wait()
-        return Collected(collect(self.operands), {key: sums for p in self.products for key, sums in p.sums().items()})
+        sums = {key: of for p in self.products for key, of in p.sums().items()}
+        return Collected(collect(self.operands), sums, {key: of for p in self.products for key, of in p.checks().items()})
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,16 @@ class Outcome:
 class Pipeline:
     """Measures samples; on several ranks in a thread of its own, in step with the other ranks."""
 
-    def __init__(self, ranks: Ranks, shard_group: ShardGroup, scales: Scales, errors: ErrorGuard, outputs: bool) -> None:
+    def __init__(self, ranks: Ranks, shard_group: ShardGroup, scales: Scales, errors: ErrorGuard, chosen: Chosen) -> None:
         """
         Args:
-            outputs: whether parts of outputs are computed.
+            chosen: what is looked at of products.
         """
         self._ranks, self._shard_group, self._scales, self._errors = ranks, shard_group, scales, errors
         self._keys = shard_group.keys(ROLES)
         self._others: dict[str, EmulatedScales] = {}
-        self._reduction = Reduction(ranks, shard_group, outputs)
+        self._reduction = Reduction(ranks, shard_group, chosen.errors > 0, chosen.verify > 0)
+        self._verified_rows = chosen.rows
         self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
         #: of the sample under way: its outcome, or None as soon as ranks are out of sync
         self._last: Future[Outcome | None] | None = None
@@ -153,6 +156,7 @@ class Pipeline:
 
     def _alone(self, sampled: Sampled) -> Measured:
         found = sampled.collected()
+        found.products = self._reduction.alone(found.products)
         self._report(sampled, found.operands)
         self._scales.observe({stat.key: stat.amax for stat in found.operands if stat.key[1] in ROLES})
         return self._measured(found, sampled)
@@ -160,7 +164,8 @@ class Pipeline:
     def _measured(self, whole: Collected, sampled: Sampled) -> Measured:
         kinds, casts = self._shard_group.kinds, {stat.key: stat.cast for stat in whole.operands}
         of_operands = measure(whole.operands, self._what_if(sampled.what_if), {n for n in kinds if sampled.chosen(n)})
-        return replace(of_operands, outputs=output_columns(whole.outputs, kinds, casts))
+        verification = verification_columns(whole.products, kinds, self._verified_rows)
+        return replace(of_operands, outputs=output_columns(whole.outputs, kinds, casts), verification=verification)
 
     def _what_if(self, recipes: Sequence[Recipe]) -> list[EmulatedScales]:
         """Keep the histories of recipes that are tried as before, and begin those of new ones."""
@@ -207,7 +212,7 @@ class Pipeline:
         with self._errors.guard("while collecting a sample"):
             found = sampled.collected()
         if self._shard_group.group is None:
-            whole: Collected | None = found
+            whole: Collected | None = replace(found, products=self._reduction.alone(found.products))
             amax = {stat.key: stat.amax for stat in found.operands}
         else:
             packed = self._reduction.pack(plan, Collected(), sampled.expected)  # this rank takes part, whatever it has

@@ -22,7 +22,7 @@ from ..capture.grad_scale import GradScale
 from ..capture.hooks import Capture, OperandSink
 from ..capture.matmul_capture import MatmulCapture
 from ..capture.operands import Operand
-from ..capture.output_samples import Products
+from ..capture.output_samples import Chosen, Products
 from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
@@ -93,7 +93,8 @@ class SampledStep:
         known, plan, dump, rank = self._known, self._plan, self._watched.dump, self._watched.rank
         dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
         sampled = {g.name for g in matching(known, plan.layers)}
-        of_outputs = {g.name for g in known if g.name in sampled and not g.backend.in_forward} if plan.output_rows else set()
+        chosen = Chosen(plan.output_rows, plan.verify_rows)
+        of_outputs = {g.name: g for g in known if g.name in sampled and not g.backend.in_forward} if chosen.rows else {}
         sinks, seen = dict[Key, OperandSink](), defaultdict[str, dict[str, Operand]](dict)
         for role in plan.roles:
             for gemm in known:
@@ -105,7 +106,7 @@ class SampledStep:
                 first = self._watched.shard_group.first[gemm.name] if copied is None else None
                 if counted and first in (None, rank):
                     self._expected.add(key)
-                if not counted and gemm.name not in dumped | of_outputs:
+                if not counted and gemm.name not in dumped | set(of_outputs):
                     continue
                 counts = _never if copied else partial(is_counted, rank=rank, first=first)
                 in_use = self._watched.model.scales.in_use(gemm, role)
@@ -118,7 +119,9 @@ class SampledStep:
                     sinks[key] = Dumping(operand, dump, self._watched.attempt, self.step, rank)
         guard = self._watched.errors.guard
         self._products = {
-            name: Products(name, operands, plan.output_rows, guard) for name, operands in seen.items() if name in of_outputs
+            name: Products(of_outputs[name], operands, chosen, guard)
+            for name, operands in seen.items()
+            if name in of_outputs
         }
         self._expected |= self._compiled_elsewhere()
         if heard:

@@ -26,11 +26,12 @@ _NUMBERS = {
     "max_tags": 0,
     "table_rows": 0,
     "output_rows": 0,
+    "verify_rows": 0,
 }
 #: options by which ranks come to meet at a step
 SAME_ON_ALL_RANKS = (
     *("interval", "first_step", "last_step", "triggers", "trigger_steps"),
-    *("output_rows", "copies", "block_scales", "eager"),
+    *("output_rows", "verify_rows", "copies", "block_scales", "eager"),
 )
 
 
@@ -72,6 +73,9 @@ class Config:
             nothing. Default: `12`.
         output_rows: rows, and as many columns, of each GEMM's outputs whose error is measured too. An int, at least 0,
             which measures none. Default: `0`.
+        verify_rows: rows, and as many columns, of what each GEMM returns (Y, dX, dW) that are compared with the exact
+            product of its operands. An int, at least 0, which verifies nothing; with `output_rows`, the greater serves
+            both. Default: `0`.
         copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them differ. A
             sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
         block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A
@@ -106,6 +110,7 @@ class Config:
     max_tags: int = 5000
     table_rows: int = 12
     output_rows: int = 0
+    verify_rows: int = 0
     copies: bool = False
     block_scales: bool = False
     eager: bool = False

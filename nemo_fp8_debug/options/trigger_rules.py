@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.keys import ROLES, SHOWN_AS
+from ..core.keys import RESULTS, ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_key, aggregate_of, is_aggregate
 from ..core.sample import Sample
 from ..errors import ConfigError
@@ -99,12 +99,30 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
     return found
 
 
-Rule = Threshold | NonFinite | LossSpike | EarlyWarning
+@dataclass(frozen=True)
+class WrongProduct:
+    """A GEMM that returned what is not the product of its operands; needs `verify_rows`."""
+
+    def passed_by(self, sample: Sample) -> str | None:
+        """The one whose result is farthest off, in words."""
+        columns = sample.verification
+        wrong = [i for i, outcome in enumerate(columns.get("outcome", ())) if outcome == "beyond"]
+        if not wrong:
+            return None
+        layer, product, rank, times = (
+            columns[name][max(wrong, key=lambda i: columns["error_over_bound"][i])]
+            for name in ("layer", "product", "rank", "error_over_bound")
+        )
+        told = f"{RESULTS[product]} of {layer} is not the product of its operands on rank {rank}"
+        return f"{told} (error {times:.3g} times its bound)"
+
+
+Rule = Threshold | NonFinite | LossSpike | EarlyWarning | WrongProduct
 
 
 def parse_rule(text: Any) -> Rule:
-    """Read a rule: `loss_spike`, `nonfinite`, `early_warning`, or a metric past a limit as `underflow_pct > 20` or
-    `sqnr_db/input < 15`.
+    """Read a rule: `loss_spike`, `nonfinite`, `early_warning`, `wrong_product`, or a metric past a limit as
+    `underflow_pct > 20` or `sqnr_db/input < 15`.
 
     Raises:
         ConfigError: it is none.
@@ -115,6 +133,8 @@ def parse_rule(text: Any) -> Rule:
         return NonFinite()
     if text == "early_warning":
         return EarlyWarning()
+    if text == "wrong_product":
+        return WrongProduct()
     found = _RULE.fullmatch(text.strip()) if isinstance(text, str) else None
     try:
         if found and found["metric"] in METRICS and found["role"] in (None, *ROLES):
@@ -122,6 +142,6 @@ def parse_rule(text: Any) -> Rule:
     except ValueError:
         pass
     raise ConfigError(
-        f"invalid trigger {text!r}: expected loss_spike, nonfinite, early_warning, or METRIC > LIMIT or METRIC/ROLE < LIMIT "
-        f"with a metric of {', '.join(METRICS)} and a role of {', '.join(ROLES)}"
+        f"invalid trigger {text!r}: expected loss_spike, nonfinite, early_warning, wrong_product, or METRIC > LIMIT or "
+        f"METRIC/ROLE < LIMIT with a metric of {', '.join(METRICS)} and a role of {', '.join(ROLES)}"
     )

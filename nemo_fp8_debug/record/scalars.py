@@ -95,7 +95,9 @@ class ScalarRecorder:
                     continue
                 found, worst[metric, role] = self._streamed(metric, role, values, tensors)
                 tags |= found
-        return tags | self._outputs(sample, tensors) | _unscaled(sample) | _what_if(sample), worst
+        return tags | self._outputs(sample, tensors) | self._verification(sample, tensors) | _unscaled(sample) | _what_if(
+            sample
+        ), worst
 
     def _streamed(
         self, metric: str, of: str, values: Mapping[str, float], tensors: int
@@ -119,6 +121,15 @@ class ScalarRecorder:
             if error is not None:
                 values[product][layer] = error
         return {t: v for p, of in values.items() for t, v in self._streamed("output_error", p, of, tensors)[0].items()}
+
+    def _verification(self, sample: Sample, tensors: int) -> dict[str, float]:
+        """The error of what GEMMs returned over its bound, by product."""
+        columns, values = sample.verification, defaultdict[str, dict[str, float]](dict)
+        rows = zip(*(columns[name] for name in ("product", "layer", "error_over_bound")), strict=True) if columns else ()
+        for product, layer, ratio in rows:
+            if ratio is not None:
+                values[product][layer] = ratio
+        return {t: v for p, of in values.items() for t, v in self._streamed("error_over_bound", p, of, tensors)[0].items()}
 
 
 def _unscaled(sample: Sample) -> dict[str, float]:

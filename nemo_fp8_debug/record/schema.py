@@ -69,6 +69,14 @@ _OUTPUTS: dict[str, Any] = {
     "n": pl.Int64,
     **dict.fromkeys(OUTPUT_METRICS, pl.Float64),
 }
+#: one row for each product of a GEMM, where that was asked for
+_VERIFICATION: dict[str, Any] = {
+    **{name: _OUTPUTS[name] for name in (*_KEYS, "consumed_samples", "layer", "gemm", "product")},
+    **dict.fromkeys(("outcome", "reason", "shape"), pl.String),
+    **dict.fromkeys(("rank", "ranks", "ranks_beyond", "ranks_unknown", "values"), pl.Int64),
+    **dict.fromkeys(("error_over_bound", "factor"), pl.Float64),
+    **dict.fromkeys(("row", "column", "values_beyond", "rows_beyond", "columns_beyond"), pl.Int64),
+}
 #: one row for each operand that is cast in blocks, where that was asked for
 _BLOCK_SCALES: dict[str, Any] = {
     **{name: _METRICS[name] for name in (*_KEYS, "consumed_samples", "layer", "gemm", "role", "recipe", "format", "dtype")},
@@ -94,6 +102,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "outputs": _OUTPUTS,
     "copies": {**_METRICS, "product": pl.String},
     "block_scales": _BLOCK_SCALES,
+    "verification": _VERIFICATION,
     "steps": _STEPS,
     "validation": _VALIDATION,
 }

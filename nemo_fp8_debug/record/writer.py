@@ -31,7 +31,7 @@ from .storage import Storage
 #: parts that are merged into one
 MERGED = 64
 #: tables whose parts are small
-_MERGED_TABLES = ("metrics", "what_if", "outputs", "copies", "block_scales", "steps", "validation")
+_MERGED_TABLES = ("metrics", "what_if", "outputs", "copies", "block_scales", "verification", "steps", "validation")
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
 
@@ -101,6 +101,7 @@ class RunRecord:
             ("outputs", sample.outputs),
             ("copies", sample.copies),
             ("block_scales", sample.block_scales),
+            ("verification", sample.verification),
             ("histograms", sample.histograms),
         ):
             if columns:

@@ -92,6 +92,9 @@ def blamed(evidence: Evidence) -> Blame:
 
 
 def _blamed(evidence: Evidence) -> Blame:
+    wrong = evidence.of("product")
+    if wrong is not None and wrong.since is not None and (evidence.latest is None or wrong.since <= evidence.latest):
+        return Blame(wrong, wrong.cause, wrong.confidence)
     multiplied = next((f for f in evidence.findings if f.cause == "multiplier" and f.confidence == "high"), None)
     if multiplied is not None:
         return Blame(multiplied, "multiplier", "high")

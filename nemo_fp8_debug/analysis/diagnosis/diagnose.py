@@ -35,6 +35,7 @@ from .rules.recipe import recipes
 from .rules.settings import settings
 from .rules.spikes import compared
 from .rules.weights import weights
+from .rules.wrong_product import wrong_product
 
 
 def diagnose(
@@ -126,6 +127,7 @@ def _added_up(
         *divergence(loss, run.unit, reference),
         *around,
         *optimizer_steps(run, baseline),
+        *wrong_product(run),
         *gradient_norm(run, baseline),
         *weights(run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),

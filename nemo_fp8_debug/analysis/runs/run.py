@@ -96,6 +96,11 @@ class Run:
         return _with_names(_along(self.axis, read_table(self.path, "outputs")), self.renamed_to)
 
     @cached_property
+    def verification(self) -> pl.DataFrame:
+        """`verification` table, empty where nothing was verified; read when first asked for."""
+        return _with_names(_along(self.axis, read_table(self.path, "verification")), self.renamed_to)
+
+    @cached_property
     def validation(self) -> dict[str, LossCurve]:
         """Losses of evaluations by name; read when first asked for."""
         rows = _along(self.axis, read_table(self.path, "validation", ["step", "name", "loss"]))

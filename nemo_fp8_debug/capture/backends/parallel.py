@@ -50,14 +50,41 @@ def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
     return of_sequence
 
 
+def splits_inputs(module: nn.Module) -> bool:
+    """Whether ranks hold parts of what a module's product sums over, and the module adds up what they have computed."""
+    state = groups()
+    if state is None or _kind(module) != "row" or _others_communicate(module):
+        return False
+    if _is_expert(module):
+        size = getattr(state, "get_expert_tensor_parallel_world_size", state.get_tensor_model_parallel_world_size)()
+    else:
+        size = state.get_tensor_model_parallel_world_size()
+    return bool(size > 1)
+
+
+def sequence_part(module: nn.Module, kind: str) -> tuple[int, int] | None:
+    """This rank and the number of ranks that split the sequence between modules of a kind, `column` or `row`, which gather
+    it; None: it is no such module."""
+    state = groups()
+    if state is None or _kind(module) != kind or _is_expert(module) or not _splits_sequence(module):
+        return None
+    size: int = state.get_tensor_model_parallel_world_size()
+    return (state.get_tensor_model_parallel_rank(), size) if size > 1 else None
+
+
 def _splits_sequence(module: nn.Module) -> bool:
     """Whether what tensor-parallel ranks do not split by features, they split by the sequence."""
     if _kind(module) is None:  # Megatron marks weights whose gradients it has to add up over parts of the sequence
         return any(getattr(p, "sequence_parallel", False) for p in module._parameters.values() if p is not None)
-    if getattr(module, "explicit_expert_comm", False) or getattr(module, "parallel_mode", "") is None:
-        return False  # others gather for it, as for shared experts that overlap with the dispatcher
+    if _others_communicate(module):
+        return False
     config = getattr(module, "config", None)
     return bool(getattr(module, "sequence_parallel", getattr(config, "sequence_parallel", False)))
+
+
+def _others_communicate(module: nn.Module) -> bool:
+    """Whether others gather and add up for it, as for shared experts that overlap with the dispatcher."""
+    return bool(getattr(module, "explicit_expert_comm", False)) or getattr(module, "parallel_mode", "") is None
 
 
 def _kind(module: nn.Module) -> str | None:

@@ -1,0 +1,127 @@
+"""Whether what a GEMM returned is the product of its operands, of rows and columns of both as they pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..measurement.verification import GATHERED, NOT_SEEN
+from ..numerics.block_scaling import matrix
+from ..numerics.gemm_error import spread
+from ..numerics.product_check import CHECKED, FLOAT32, Accumulation, Exact, check_block
+from .dtensor import local
+
+
+@dataclass(frozen=True)
+class Used:
+    """Rows of an operand as the GEMM multiplied them."""
+
+    #: [k, c]; None: that is not known
+    rows: torch.Tensor | None
+    #: how many rows the operand has
+    of: int
+    #: in `REASONS`
+    reason: int = 0
+
+
+@dataclass(frozen=True)
+class _Returned:
+    """A block of what a GEMM returned."""
+
+    block: torch.Tensor
+    shape: tuple[int, int]
+    #: what was added to the product
+    added: torch.Tensor | None
+
+
+class ProductChecks:
+    """The three products of one GEMM in one call."""
+
+    def __init__(self, rows: int, how: Callable[[str], Accumulation] = lambda product: FLOAT32) -> None:
+        """
+        Args:
+            rows: and columns of each result that are looked at.
+            how: the GEMM adds up the terms of a product.
+        """
+        self._rows, self._how = rows, how
+        self._exact: dict[str, tuple[Exact, tuple[int, int]]] = {}
+        self._returned: dict[str, _Returned] = {}
+        self._found: dict[str, torch.Tensor] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._reasons: dict[str, int] = {}
+        self._not_computed: set[str] = set()
+
+    def operands(self, product: str, a: Used, b: Used) -> None:
+        """What was multiplied: A and B of A B^T."""
+        if a.rows is None or b.rows is None:
+            self.cannot_tell(product, a.reason or b.reason)
+        elif a.rows.shape[1] != b.rows.shape[1]:
+            self.cannot_tell(product, GATHERED)
+        else:
+            self._exact[product] = Exact.product(a.rows, b.rows), (a.of, b.of)
+            self._compare(product)
+
+    def returned(
+        self, product: str, result: torch.Tensor, bias: torch.Tensor | None = None, before: torch.Tensor | None = None
+    ) -> None:
+        """What came out, of which a block is copied.
+
+        Args:
+            result: [..., columns], as A B^T lies.
+            bias: [columns], what was added to the product.
+            before: a block, as of `block`, of what was there before the product was added to it.
+        """
+        m = matrix(local(result.detach()))
+        if self.is_returned(product) or not m.numel():
+            return
+        if bias is not None:
+            bias = local(bias.detach())
+            before = bias[spread(len(bias), self._rows, bias.device)]
+        self._returned[product] = _Returned(self.block(m), (m.shape[0], m.shape[1]), before)
+        self._compare(product)
+
+    def block(self, m: torch.Tensor) -> torch.Tensor:
+        """A copy of the rows and columns of a matrix that are looked at."""
+        rows, columns = (spread(n, self._rows, m.device) for n in m.shape)
+        return m.index_select(0, rows).index_select(1, columns)
+
+    def is_returned(self, product: str) -> bool:
+        """Whether what came out of a product was seen."""
+        return product in self._returned or product in self._found
+
+    def cannot_tell(self, product: str, reason: int) -> None:
+        """Nothing can be told of a product, for one of `REASONS`; the first one that is given stays."""
+        self._reasons.setdefault(product, reason)
+
+    def is_not_computed(self, product: str) -> None:
+        """The run does without it: its gradient is not needed."""
+        self._not_computed.add(product)
+
+    def _compare(self, product: str) -> None:
+        if product not in self._exact or product not in self._returned or product in self._reasons:
+            return
+        (exact, shape), returned = self._exact.pop(product), self._returned.pop(product)
+        if shape != returned.shape:
+            self.cannot_tell(product, GATHERED)
+        else:
+            self._shapes[product] = shape
+            self._found[product] = check_block(returned.block, exact, self._how(product), returned.added)
+
+    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace what was found by what `to` gives for it."""
+        self._found = {product: to(found) for product, found in self._found.items()}
+
+    def found(self) -> dict[str, torch.Tensor]:
+        """By product, in host memory, float64 as `measurement.verification.FOUND`."""
+        of = {
+            product: torch.cat([torch.tensor([0.0, *self._shapes[product]], dtype=torch.float64), found.cpu()])
+            for product, found in self._found.items()
+        }
+        untold = dict.fromkeys(self._exact, NOT_SEEN) | self._reasons
+        for product, reason in untold.items():
+            if product not in of and product not in self._not_computed:
+                of[product] = torch.zeros(3 + len(CHECKED), dtype=torch.float64)
+                of[product][0] = reason
+        return of

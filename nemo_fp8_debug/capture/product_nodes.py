@@ -1,0 +1,101 @@
+"""Where the gradients that a GEMM returns come out: at the autograd node of its product, before anything is done to them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+#: by name of a node: where X and W are among its inputs, and whether W is transposed there
+_PLACES = {
+    "AddmmBackward0": (1, 2, True),
+    "MmBackward0": (0, 1, True),
+    "LinearBackward0": (0, 1, False),
+    "LinearWithGradAccumulationAndAsyncCommunicationBackward": (0, 1, False),
+    "LinearWithFrozenWeightBackward": (0, 1, False),
+}
+#: of Transformer Engine's, whose inputs are told by what they are: the gradient of X is dX
+_OF_X = {"_LinearBackward", "_GroupedLinearBackward"}
+#: those that compute more than the product of what they are given, as a norm before it
+_WITHOUT_X = {"_LayerNormLinearBackward", "_LayerNormMLPBackward"}
+#: nodes between what a module returns and its product: views, an added bias, sums over ranks
+_FARTHEST = 8
+
+
+@dataclass(frozen=True)
+class ProductNode:
+    """The node of a product, and where among its inputs X and W are; None: what is returned there is no gradient of it."""
+
+    node: Any
+    x: int | None
+    weight: int | None
+    turned: bool = False
+
+    def needs(self, place: int) -> bool:
+        """Whether the gradient of an input is asked for."""
+        return self.node.next_functions[place][0] is not None
+
+
+def product_node(y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> ProductNode | None:
+    """The node that multiplies, from what a module returned; None: none that is known here.
+
+    Args:
+        x, weight: as the module was given them.
+    """
+    waiting, seen = deque([y.grad_fn] if y.grad_fn is not None else []), 0
+    while waiting and seen < _FARTHEST:
+        node, seen = waiting.popleft(), seen + 1
+        if (places := _PLACES.get(name := node.name())) is not None:
+            return ProductNode(node, *places)
+        if name in _OF_X | _WITHOUT_X:
+            return ProductNode(node, _place_of(node, x) if name in _OF_X else None, _place_of(node, weight))
+        waiting += [earlier for earlier, _ in node.next_functions if earlier is not None]
+    return None
+
+
+def _place_of(node: Any, x: torch.Tensor | None) -> int | None:
+    """Where a tensor is among the inputs of a node of Python's."""
+    for place, (earlier, number) in enumerate(node.next_functions):
+        if earlier is None or x is None:
+            continue
+        if getattr(earlier, "variable", None) is x or (earlier is x.grad_fn and number == x.output_nr):
+            return place
+    return None
+
+
+def watch(
+    found: ProductNode,
+    take: Callable[[str, torch.Tensor | None], None],
+    begin: Callable[[], None],
+    end: Callable[[], None],
+) -> None:
+    """Have `take` called with dX and dW as the node returns them, dW as W lies; None if it returns none.
+
+    Does not hold the node.
+
+    Args:
+        begin, end: called before and after the node runs.
+    """
+    places, turned = {"dgrad": found.x, "wgrad": found.weight}, found.turned
+
+    def after(grads: Any, _: Any) -> None:
+        end()
+        for product, place in places.items():
+            if place is not None:
+                grad = grads[place]
+                take(product, grad.t() if turned and product == "wgrad" and grad is not None else grad)
+
+    found.node.register_prehook(lambda _: begin())
+    found.node.register_hook(after)
+
+
+def bias_of(module: nn.Module) -> torch.Tensor | None:
+    """What a module adds to its product in what it returns; None: nothing."""
+    if getattr(module, "skip_bias_add", False) or getattr(module, "return_bias", False):
+        return None
+    bias = module._parameters.get("bias")
+    return bias if bias is not None and bias.numel() else None

@@ -1,0 +1,200 @@
+"""Shows the products of a call what its GEMM returned: Y as its module returns it, dX and dW at the autograd node.
+
+What ranks add up inside the module is taken before they do, by a mode that sees their collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.utils._pytree import tree_leaves
+
+from ..measurement.verification import ADDED_UP, INSIDE, NOT_SEEN
+from ..numerics.block_scaling import matrix
+from .backends.base import Args, Kwargs, as_multiplied, raw_weight
+from .backends.parallel import sequence_part, splits_inputs
+from .backends.transformer_engine.casts import call_of, is_quantized
+from .collectives import Collectives
+from .dtensor import is_dtensor, local
+from .gemms import Gemm
+from .product_checks import ProductChecks
+from .product_nodes import bias_of, product_node, watch
+
+_OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+Guard = Callable[[str], AbstractContextManager[None]]
+
+
+class Results:
+    """What the GEMM of one forward call returns, and its backward. Holds no activation and no node."""
+
+    def __init__(self, gemm: Gemm, checks: ProductChecks, args: Args, kwargs: Kwargs, guard: Guard) -> None:
+        """
+        Args:
+            args, kwargs: of the call, which is about to run.
+            guard: a context that keeps an exception out of the training loop.
+        """
+        self._gemm, self._checks, self._guard = gemm, checks, guard
+        # Of the arguments what lives until the backward keeps only those that are no activations.
+        self._args = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
+        self._kwargs = kwargs
+        for product, roles in _OPERANDS.items():
+            if set(roles) & set(gemm.unseen):
+                checks.cannot_tell(product, INSIDE)
+        self._mode = BeforeSums(checks, "fprop", self._shape(args, kwargs)) if splits_inputs(gemm.module) else None
+        if self._mode:
+            self._mode.begin()
+
+    def _shape(self, args: Args, kwargs: Kwargs) -> tuple[int, int]:
+        """Of Y as this rank computes it; of X and W as they are given."""
+        backend, module, part = self._gemm.backend, self._gemm.module, self._gemm.part
+        x, weight = backend.input(module, args, kwargs, part), backend.weight(module, args, kwargs, part)
+        if x is None or weight is None or is_dtensor(x) or weight.dim() != 2:
+            return 0, 0
+        return x.numel() // max(x.shape[-1], 1), weight.shape[0]
+
+    def see(self, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
+        """Look at what it has returned, and at its node in the graph of autograd.
+
+        Args:
+            given: what the module was called with.
+            weight: that it multiplied.
+            out: what it returned.
+        """
+        self.forget()
+        y = self._gemm.backend.output(out)
+        self._see_output(y)
+        if not y.requires_grad:
+            return
+        stored = self._gemm.backend.stored(self._gemm.module, self._gemm.part)
+        self._see_gradients(y, _first_tensor(given), stored.parameter if stored else weight)
+
+    def forget(self) -> None:
+        """Its forward is over."""
+        if self._mode:
+            self._mode.end()
+        self._mode = None
+
+    def _see_output(self, y: torch.Tensor) -> None:
+        if is_quantized(y) or self._gemm.part.startswith("fc1"):
+            self._checks.cannot_tell("fprop", INSIDE)
+        elif splits_inputs(self._gemm.module):
+            if not self._checks.is_returned("fprop"):
+                self._checks.cannot_tell("fprop", ADDED_UP)
+        elif (mine := self._part_of_sequence("column", self._mine(y))) is not None:
+            bias = bias_of(self._gemm.module)
+            self._checks.returned("fprop", mine, None if bias is None else as_multiplied(bias))
+
+    def _see_gradients(self, y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+        found = product_node(y, x, weight)
+        if found is None:
+            for product in ("dgrad", "wgrad"):
+                self._checks.cannot_tell(product, NOT_SEEN)
+            return
+        for product, place in (("dgrad", found.x), ("wgrad", found.weight)):
+            if product == "dgrad" and x is not None and not x.requires_grad:
+                self._checks.is_not_computed(product)
+            elif place is None:
+                self._checks.cannot_tell(product, INSIDE)
+            elif not found.needs(place):
+                self._checks.is_not_computed(product)
+        adds_up = has_ranks() and found.x is not None and weight is not None and weight.dim() == 2
+        shape = y.numel() // max(y.shape[-1], 1), weight.shape[1] if adds_up and weight is not None else 0
+        mode = BeforeSums(self._checks, "dgrad", shape) if adds_up else None
+        fused = MainGrad(self._gemm, self._checks, call_of(y)) if _adds_to_main_grad(self._gemm) else None
+        around = [part for part in (mode, fused) if part is not None]
+
+        def begin() -> None:
+            for part in around:
+                part.begin()
+
+        def end() -> None:
+            for part in around:
+                part.end()
+
+        watch(found, self._take, begin, end)
+
+    def _mine(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The rows that belong to this GEMM, of several that a module runs."""
+        return self._gemm.backend.grad(x, self._gemm.module, self._args, self._kwargs, self._gemm.part)
+
+    def _part_of_sequence(self, kind: str, x: torch.Tensor | None) -> torch.Tensor | None:
+        """The rows of this rank's operands, of a result that has those of all ranks that split the sequence."""
+        part = sequence_part(self._gemm.module, kind)
+        if part is None or x is None:
+            return x
+        rank, size = part
+        m = matrix(local(x.detach()))
+        return m.reshape(size, -1, m.shape[1])[rank] if m.shape[0] % size == 0 else m
+
+    def _take(self, product: str, grad: torch.Tensor | None) -> None:
+        with self._guard("while looking at what a GEMM returned"):
+            if self._checks.is_returned(product):
+                return
+            mine = grad if grad is None or product == "wgrad" else self._part_of_sequence("row", self._mine(grad))
+            if mine is None:
+                self._checks.cannot_tell(product, NOT_SEEN)
+            else:
+                self._checks.returned(product, mine)
+
+
+class BeforeSums(Collectives):
+    """Takes a result before ranks add it up."""
+
+    def __init__(self, checks: ProductChecks, product: str, shape: tuple[int, int]) -> None:
+        """
+        Args:
+            shape: of the result as this rank computes it.
+        """
+        super().__init__()
+        self._checks, self._product, self._shape = checks, product, shape
+
+    def before(self, func: Any, args: Any) -> None:
+        """Takes the first of its shape."""
+        for x in tree_leaves(args) if "reduce" in func.overloadpacket.__name__ else ():
+            is_matrix = isinstance(x, torch.Tensor) and x.dim() > 1 and x.is_floating_point() and x.element_size() > 1
+            if is_matrix and tuple(matrix(x).shape) == self._shape:
+                self._checks.returned(self._product, x)
+
+
+class MainGrad:
+    """The gradient of a weight that a GEMM adds to what is there already, and not to what autograd gets."""
+
+    def __init__(self, gemm: Gemm, checks: ProductChecks, call: Any) -> None:
+        self._module, self._checks = gemm.module, checks
+        self._overwrites = bool(getattr(call, "is_first_microbatch", False))
+        self._before: torch.Tensor | None = None
+
+    def _gradient(self) -> torch.Tensor | None:
+        grad = getattr(raw_weight(self._module), "main_grad", None)
+        return matrix(local(grad.detach())) if isinstance(grad, torch.Tensor) else None
+
+    def begin(self) -> None:
+        """Before the GEMM runs."""
+        grad = self._gradient()
+        self._before = None if grad is None or self._overwrites else self._checks.block(grad)
+
+    def end(self) -> None:
+        """After it has run."""
+        if (grad := self._gradient()) is not None:
+            self._checks.returned("wgrad", grad, before=self._before)
+        self._before = None
+
+
+def _first_tensor(given: tuple[Args, Kwargs]) -> torch.Tensor | None:
+    """X of all GEMMs that a module runs."""
+    args, kwargs = given
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+
+
+def _adds_to_main_grad(gemm: Gemm) -> bool:
+    names = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
+    return any(getattr(gemm.module, name, False) for name in names) and hasattr(raw_weight(gemm.module), "main_grad")
+
+
+def has_ranks() -> bool:
+    """Whether a process group of several ranks is there."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

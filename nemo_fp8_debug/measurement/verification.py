@@ -1,0 +1,141 @@
+"""Whether what GEMMs returned in a step is within what their arithmetic may do, and on which rank it is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..numerics.gemm_error import spread
+from ..numerics.product_check import CHECKED
+
+#: why nothing can be told of a product; the place of each is what ranks exchange
+REASONS = (
+    "",
+    "what the GEMM returned was not seen",
+    "how the engine casts an operand is unknown",
+    "codes are rounded by chance, in a way that cannot be repeated",
+    "its operands are gathered inside its module, over ranks that hold parts of them",
+    "ranks add up what it returned inside its module, where that was not seen",
+    "one of its operands, or what it returned, exists inside its module only",
+    "it multiplies a copy of an operand that is transformed first, or whose cast is not known",
+    "its weight is stored in blocks, with a copy for this product that was not read",
+)
+NOT_SEEN, UNKNOWN_CAST, BY_CHANCE, GATHERED, ADDED_UP, INSIDE, UNKNOWN_COPY, STORED = range(1, len(REASONS))
+
+#: what a rank knows of a product: why nothing can be told, 0 for none, the shape of what was returned, and of its block
+FOUND = ("reason", "result_rows", "result_columns", *CHECKED)
+#: what is known of a product on several ranks: how many of each outcome, and what the rank found that is farthest beyond
+OF_RANKS = ("ranks_within", "ranks_beyond", "ranks_unknown", "values_of_all", "rank", *FOUND)
+#: by (layer, product), float64 as `FOUND`, or as `OF_RANKS`
+ProductsFound = Mapping[tuple[str, str], torch.Tensor]
+_RATIOS = ("value_ratio", "row_ratio", "column_ratio", "block_ratio")
+#: ranks that a code of severity has room for
+_RANKS = 1 << 15
+
+
+def error_over_bound(found: Mapping[str, float]) -> float:
+    """Of the value, row, column or block that is farthest beyond, or nearest to it."""
+    return max(found[name] for name in _RATIOS)
+
+
+def severities(found: Sequence[torch.Tensor | None], rank: int) -> torch.Tensor:
+    """int32 [products], greater for what is farther beyond, and the same on no two ranks; -1 where there is nothing."""
+    codes = []
+    for one in found:
+        of = None if one is None else dict(zip(FOUND, one.tolist(), strict=True))
+        if of is None:
+            codes.append(-1)
+            continue
+        level = 0
+        if not of["reason"]:
+            ratio = error_over_bound(of)
+            octaves = math.log2(min(max(ratio, 2.0**-60), 2.0**60)) + 60
+            level = _RANKS - 1 if ratio == math.inf else 1 + int(256 * octaves)
+        codes.append(level * _RANKS + _RANKS - 1 - rank % _RANKS)
+    return torch.tensor(codes, dtype=torch.int32)
+
+
+def of_a_rank(found: torch.Tensor | None, rank: int, is_worst: bool) -> torch.Tensor:
+    """float64 as `OF_RANKS`, which adds up over ranks; one of them is the worst."""
+    row = torch.zeros(len(OF_RANKS), dtype=torch.float64)
+    if found is None:
+        return row
+    of = dict(zip(FOUND, found.tolist(), strict=True))
+    outcome = 2 if of["reason"] else int(error_over_bound(of) > 1)
+    row[outcome], row[3] = 1, of["values"]
+    if is_worst:
+        row[4], row[5:] = rank, found
+    return row
+
+
+def verification_columns(found: ProductsFound, kinds: Mapping[str, str], rows: int) -> dict[str, list[Any]]:
+    """Columns, a row a product.
+
+    Args:
+        found: as `OF_RANKS`.
+        kinds: of GEMMs, by name.
+        rows: and columns that are looked at.
+    """
+    named = {key: dict(zip(OF_RANKS, of.tolist(), strict=True)) for key, of in found.items()}
+    about = [{"layer": layer, "gemm": kinds[layer], "product": product} for layer, product in named]
+    table = [row | _row(of, rows) for row, of in zip(about, named.values(), strict=True)]
+    return {name: [row[name] for row in table] for name in table[0]} if table else {}
+
+
+def _row(of: Mapping[str, float], rows: int) -> dict[str, Any]:
+    known = not of["reason"]
+    ratio = error_over_bound(of) if known else None
+    told: dict[str, Any] = {
+        "outcome": "unknown" if ratio is None else "beyond" if ratio > 1 else "within",
+        "reason": REASONS[int(of["reason"])] or None,
+        "rank": int(of["rank"]),
+        "ranks": int(of["ranks_within"] + of["ranks_beyond"] + of["ranks_unknown"]),
+        "ranks_beyond": int(of["ranks_beyond"]),
+        "ranks_unknown": int(of["ranks_unknown"]),
+        "values": int(of["values_of_all"]),
+        "error_over_bound": ratio,
+    }
+    of_block = dict.fromkeys(("factor", "shape", "row", "column", "values_beyond", "rows_beyond", "columns_beyond"))
+    if known:
+        row, column = _place(of)
+        of_block |= {
+            "factor": of["factor"] if math.isfinite(of["factor"]) else None,
+            "shape": _shape(of) if ratio is not None and ratio > 1 else None,
+            "row": _in_whole(row, of["result_rows"], rows),
+            "column": _in_whole(column, of["result_columns"], rows),
+            **{name: int(of[name]) for name in ("values_beyond", "rows_beyond", "columns_beyond")},
+        }
+    return told | of_block
+
+
+def _place(of: Mapping[str, float]) -> tuple[float | None, float | None]:
+    """Row and column, among those that are looked at, of what is farthest beyond; None: all of them."""
+    places = {
+        "value_ratio": (of["row"], of["column"]),
+        "row_ratio": (of["worst_row"], None),
+        "column_ratio": (None, of["worst_column"]),
+        "block_ratio": (None, None),
+    }
+    return places["value_ratio" if of["value_ratio"] > 1 else max(_RATIOS, key=lambda name: of[name])]
+
+
+def _in_whole(place: float | None, n: float, rows: int) -> int | None:
+    """The place in the whole result."""
+    return None if place is None else int(spread(int(n), rows, torch.device("cpu"))[int(place)])
+
+
+def _shape(of: Mapping[str, float]) -> str:
+    """What is beyond, in words."""
+    if not of["values_beyond"]:
+        return {"row_ratio": "rows", "column_ratio": "columns"}.get(max(_RATIOS, key=lambda name: of[name]), "all")
+    rows, columns = of["rows_hit"], of["columns_hit"]
+    if of["values_beyond"] == 1:
+        return "one value"
+    if 4 * rows <= columns:
+        return "rows"
+    if 4 * columns <= rows:
+        return "columns"
+    return "values" if of["values_beyond"] <= 2 * max(rows, columns) and of["block_ratio"] <= 1 else "all"
