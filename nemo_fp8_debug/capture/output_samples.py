@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..kernels import quantize_dequantize
 from ..measurement.verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 from ..numerics.block_scaling import BlockRule, matrix
 from ..numerics.gemm_error import PRODUCTS, Rows, Side, product_sums, scale_of, spread, take_rows
@@ -140,11 +141,19 @@ class Products:
                     if id(cast) not in scales:
                         scales[id(cast)] = _scale(m, cast)
                     rows = take_rows(of, at, scales[id(cast)], role, cast.format)
-                self._kept[side] = _Kept(rows, self._used(side, of, at, rows, use, cast))
+                scale = scales.get(id(cast))
+                self._kept[side] = _Kept(rows, self._used(side, of, at, rows, scale, use, cast))
             self._multiply(product, *sides)
 
     def _used(
-        self, side: Side, of: torch.Tensor, at: torch.Tensor, rows: Rows | None, use: ScaleInUse, cast: ScaleInUse | None
+        self,
+        side: Side,
+        of: torch.Tensor,
+        at: torch.Tensor,
+        rows: Rows | None,
+        scale: torch.Tensor | BlockRule | None,
+        use: ScaleInUse,
+        cast: ScaleInUse | None,
     ) -> Used:
         """Rows as the GEMM multiplies them."""
         if not self._checks:
@@ -157,13 +166,10 @@ class Products:
             return Used((codes.t() if side[1] else codes).index_select(0, at), len(of))
         if not _is_quantized(cast):
             return Used(as_multiplied(of.index_select(0, at) if rows is None else rows.values), len(of))
-        assert rows is not None
+        assert rows is not None and scale is not None
         if not emulated(self._gemm.module):
             return Used(rows.quantized, len(of))
-        if side[1] and isinstance(cast.scale, BlockRule):  # the emulation has one copy of an operand, in blocks of its rows
-            copy = cast.scale.quantize(of.t(), side[0], cast.format).dequantize()
-            return Used(copy.t().index_select(0, at).to(of.dtype), len(of))
-        return Used(rows.quantized.to(of.dtype), len(of))
+        return Used(_emulated(side, of, at, rows, scale, cast), len(of))
 
     def _multiply(self, product: str, first: Side, second: Side) -> None:
         """Once both operands are there; where one is a part that does not belong to the other, nothing can be had."""
@@ -190,6 +196,17 @@ class Products:
     def checks(self) -> dict[tuple[str, str], torch.Tensor]:
         """As `ProductChecks.found`, of this rank, whose operands may be copies of another's."""
         return {(self.name, product): found for product, found in self._checks.found().items()} if self._checks else {}
+
+
+def _emulated(
+    side: Side, of: torch.Tensor, at: torch.Tensor, rows: Rows, scale: torch.Tensor | BlockRule, cast: ScaleInUse
+) -> torch.Tensor:
+    """As the emulation casts, which rounds once more to the operand's dtype, and has one copy for both products."""
+    if isinstance(scale, torch.Tensor):
+        return quantize_dequantize(rows.values, scale, cast.format)
+    if side[1]:
+        return scale.quantize(of.t(), side[0], cast.format).dequantize().t().index_select(0, at).to(of.dtype)
+    return rows.quantized.to(of.dtype)
 
 
 def _is_quantized(cast: ScaleInUse) -> bool:
