@@ -103,7 +103,7 @@ def _row(of: Mapping[str, float], rows: int) -> dict[str, Any]:
         row, column = _place(of)
         of_block |= {
             "factor": of["factor"] if math.isfinite(of["factor"]) else None,
-            "shape": _shape(of) if ratio is not None and ratio > 1 else None,
+            "shape": _shape(of, rows) if ratio is not None and ratio > 1 else None,
             "row": _in_whole(row, of["result_rows"], rows),
             "column": _in_whole(column, of["result_columns"], rows),
             **{name: int(of[name]) for name in ("values_beyond", "rows_beyond", "columns_beyond")},
@@ -127,15 +127,17 @@ def _in_whole(place: float | None, n: float, rows: int) -> int | None:
     return None if place is None else int(spread(int(n), rows, torch.device("cpu"))[int(place)])
 
 
-def _shape(of: Mapping[str, float]) -> str:
-    """What is beyond, in words."""
+def _shape(of: Mapping[str, float], rows: int) -> str:
+    """What is beyond: `one value`, `values`, `rows`, `columns` or `all`."""
     if not of["values_beyond"]:
         return {"row_ratio": "rows", "column_ratio": "columns"}.get(max(_RATIOS, key=lambda name: of[name]), "all")
-    rows, columns = of["rows_hit"], of["columns_hit"]
     if of["values_beyond"] == 1:
         return "one value"
-    if 4 * rows <= columns:
-        return "rows"
-    if 4 * columns <= rows:
-        return "columns"
-    return "values" if of["values_beyond"] <= 2 * max(rows, columns) and of["block_ratio"] <= 1 else "all"
+    high, wide = (min(of[name], rows) for name in ("result_rows", "result_columns"))
+    for shape, hit, lines, length in (
+        ("rows", of["rows_hit"], high, wide),
+        ("columns", of["columns_hit"], wide, high),
+    ):
+        if 2 * hit <= lines and 2 * of["values_beyond"] >= hit * length:
+            return shape
+    return "all" if of["block_ratio"] > 1 or 8 * of["values_beyond"] >= high * wide else "values"

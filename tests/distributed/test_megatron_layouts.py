@@ -191,6 +191,21 @@ def test_errors_of_outputs_are_those_of_what_each_rank_multiplies(trained: Path,
         assert metrics_of(rows[key]) == pytest.approx(of, rel=1e-4), key
 
 
+@of_all
+def test_what_gemms_returned_is_the_product_of_their_operands(trained: Path, layout: Layout) -> None:
+    """On every rank, but for dW of what sequence parallelism gathers inside the module: no rank has both its operands."""
+    found = read_table(find_run(trained / layout.name / "delayed"), "verification")
+    assert set(found["step"]) == set(range(STEPS)) and not found["ranks_beyond"].sum()
+    unknown = found.filter(pl.col("outcome") == "unknown")
+    assert found.filter(pl.col("outcome") == "within")["error_over_bound"].is_between(0, 1).all()
+    if not layout.of_sequence:
+        assert unknown.is_empty()
+        return
+    assert set(unknown["product"]) == {"wgrad"} and all("gathered inside" in why for why in unknown["reason"])
+    gathered = {"linear_qkv", "linear_proj", "output_layer"} | (set() if layout.experts else {"linear_fc1", "linear_fc2"})
+    assert gathered <= set(unknown["gemm"])
+
+
 @of_spread
 def test_operands_are_those_of_one_process_but_for_the_noise_of_the_layout(trained: Path, layout: Layout) -> None:
     """Sorting brings two sets of values as close as they get, so that histograms may not be further apart than the

@@ -28,7 +28,8 @@ def train(interval: int | None, options: dict[str, Any], recipe: str | None) -> 
     model = gpt(**options)
     emulation = attached(model, recipe, ["layers.*"]) if recipe else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    watched = {"interval": interval, "output_rows": 8 if interval == 1 else 0, "on_error": "raise"}
+    rows = 8 if interval == 1 else 0
+    watched = {"interval": interval, "output_rows": rows, "verify_rows": rows, "on_error": "raise"}
     monitor = Monitor(model, recorders=[Samples()], **watched) if interval else None
     losses = []
     for step in range(STEPS):

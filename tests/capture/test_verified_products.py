@@ -1,0 +1,169 @@
+"""What GEMMs return against their operands: right ones are within, and a kernel that multiplies wrongly is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from product_faults.faults import FAULTS, FaultyKernel
+from small_models.megatron import gpt, loss_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nemo_fp8_debug import Emulation, Monitor
+
+PRODUCTS = {"fprop", "dgrad", "wgrad"}
+
+
+class Rows:
+    """Keeps what was verified."""
+
+    in_callers_thread = True
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def open(self, fingerprint: Any) -> None: ...
+
+    def record(self, sample: Any) -> None:
+        self.rows += [
+            dict(zip(sample.verification, row, strict=True)) for row in zip(*sample.verification.values(), strict=True)
+        ]
+
+    def record_steps(self, steps: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def verified(model: nn.Module, loss: Callable[[], torch.Tensor], around: Any = None, **options: Any) -> list[dict[str, Any]]:
+    rows = Rows()
+    monitor = Monitor(model, recorders=[rows], interval=1, table_rows=0, on_error="raise", verify_rows=24, **options)
+    with monitor.step(0) as report:
+        with around or nullcontext():
+            found = loss()
+            found.backward()
+        report(loss=found)
+    monitor.close()
+    model.zero_grad()
+    return rows.rows
+
+
+def outcomes(rows: list[dict[str, Any]]) -> set[str]:
+    return {row["outcome"] for row in rows}
+
+
+def mlp(dtype: torch.dtype = torch.bfloat16, bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 96, bias=bias), nn.GELU(), nn.Linear(96, 48, bias=bias)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: model(x).float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(160, 64), (5, 32, 64)])
+def test_products_of_linear_layers_are_within(dtype: torch.dtype, bias: bool, shape: tuple[int, ...]) -> None:
+    model, x = mlp(dtype, bias), torch.randn(shape).to(dtype)
+    rows = verified(model, squares(model, x))
+    assert [(row["layer"], row["product"]) for row in rows] == [
+        ("0", "fprop"),
+        ("0", "wgrad"),  # X needs no gradient
+        *(("2", product) for product in ("fprop", "dgrad", "wgrad")),
+    ]
+    assert outcomes(rows) == {"within"} and {row["values"] for row in rows} == {24 * 24}
+    assert all(0 < row["error_over_bound"] <= 1 and abs(row["factor"] - 1) < 2e-3 for row in rows)
+
+
+def test_autocast_rounds_operands_and_bias() -> None:
+    model, x = mlp(torch.float32), torch.randn(160, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rows = verified(model, squares(model, x))
+    assert outcomes(rows) == {"within"}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "current-e5m2", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_operands_are_those_that_the_engine_multiplies(recipe: str, dtype: torch.dtype) -> None:
+    """Against what was before the cast, every product would be beyond."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 384), nn.GELU(), nn.Linear(384, 128)).to(dtype)
+    x = torch.randn(96, 256).to(dtype)
+    emulation = Emulation(model, recipe)
+    emulation.attach()
+    assert outcomes(verified(model, squares(model, x))) == {"within"}
+    emulation.detach()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_products_of_what_is_recomputed_are_within(reentrant: bool) -> None:
+    model, x = mlp(), torch.randn(160, 64).bfloat16().requires_grad_()
+    rows = verified(model, lambda: checkpoint(model, x, use_reentrant=reentrant).float().square().mean())
+    assert outcomes(rows) == {"within"} and len(rows) == 6
+
+
+@pytest.mark.usefixtures("megatron")
+def test_products_of_megatron_are_within() -> None:
+    model = gpt()
+    rows = verified(model, lambda: loss_of(model, 0))
+    assert outcomes(rows) == {"within"}
+    assert {row["product"] for row in rows if row["gemm"] == "linear_fc1"} == PRODUCTS
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_wrong_product_is_named_and_no_other(fault: str, dtype: torch.dtype) -> None:
+    model, x = mlp(dtype), torch.randn(160, 64).to(dtype)
+    order = [("0", "fprop"), ("2", "fprop"), ("2", "dgrad"), ("2", "wgrad"), ("0", "wgrad")]
+    for at, expected in enumerate(order):
+        kernel = FaultyKernel(FAULTS[fault], at)
+        rows = verified(model, squares(model, x), kernel)
+        assert len(kernel.log) == 1 and kernel.log[0][2] > 0
+        beyond = [row for row in rows if row["outcome"] == "beyond"]
+        assert [(row["layer"], row["product"]) for row in beyond] == [expected]
+        assert (beyond[0]["rank"], beyond[0]["ranks"], beyond[0]["ranks_beyond"]) == (0, 1, 1)
+
+
+def test_what_is_wrong_is_told_with_its_size_and_shape() -> None:
+    model, x = mlp(), torch.randn(160, 64).bfloat16()
+
+    def of(fault: str, at: int = 0) -> dict[str, Any]:
+        rows = verified(model, squares(model, x), FaultyKernel(FAULTS[fault], at))
+        return next(row for row in rows if row["outcome"] == "beyond")
+
+    doubled, some_rows = of("power_of_two"), of("wrong_rows")
+    assert doubled["shape"] == "all" and doubled["factor"] == pytest.approx(2, rel=1e-3)
+    assert some_rows["shape"] == "rows" and some_rows["row"] is not None
+    assert of("factor", 1)["factor"] == pytest.approx(1 + 2.0**-6, rel=1e-3)
+
+
+def test_a_frozen_weight_has_no_product_to_verify() -> None:
+    model, x = mlp(), torch.randn(160, 64).bfloat16()
+    model.get_submodule("2").requires_grad_(False)
+    assert {(row["layer"], row["product"]) for row in verified(model, squares(model, x))} == {
+        ("0", "fprop"),
+        ("0", "wgrad"),
+        ("2", "fprop"),
+        ("2", "dgrad"),
+    }
+
+
+def test_both_options_share_their_rows() -> None:
+    """The greater serves both, and neither changes what the other finds."""
+    model, x = mlp(), torch.randn(160, 64).bfloat16()
+    alone, both = (verified(model, squares(model, x), **options) for options in ({}, {"output_rows": 24}))
+    assert alone == both
+
+
+def test_a_linear_of_others_is_not_believed() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model, x = nn.Sequential(Doubled(64, 32)), torch.randn(40, 64)
+    assert "beyond" not in outcomes(verified(model, squares(model, x)))
