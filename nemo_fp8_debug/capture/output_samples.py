@@ -163,12 +163,12 @@ class Products:
         assert cast is not None
         if use.decoded is not None:
             codes = matrix(use.decoded.values)
-            return Used((codes.t() if side[1] else codes).index_select(0, at), len(of))
+            return Used((codes.t() if side[1] else codes).index_select(0, at), len(of), quantized=True)
         if not _is_quantized(cast):
             return Used(as_multiplied(of.index_select(0, at) if rows is None else rows.values), len(of))
         assert rows is not None and scale is not None
         if not emulated(self._gemm.module):
-            return Used(rows.quantized, len(of))
+            return Used(rows.quantized, len(of), quantized=True)
         return Used(_emulated(side, of, at, rows, scale, cast), len(of))
 
     def _multiply(self, product: str, first: Side, second: Side) -> None:
@@ -177,7 +177,8 @@ class Products:
             a, b = self._kept.pop(first), self._kept.pop(second)
             self._done.add(product)
             if self._checks:
-                self._checks.operands(product, a.used, b.used)
+                splits = self._gemm.backend.splits_accumulator(self._gemm.module, product)
+                self._checks.operands(product, a.used, b.used, splits)
             if self._chosen.errors and a.rows and b.rows and a.rows.values.shape[1] == b.rows.values.shape[1]:
                 self._sums[product] = product_sums(a.rows, b.rows)
 

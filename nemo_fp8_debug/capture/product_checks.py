@@ -10,7 +10,8 @@ import torch
 from ..measurement.verification import GATHERED, NOT_SEEN
 from ..numerics.block_scaling import matrix
 from ..numerics.gemm_error import spread
-from ..numerics.product_check import CHECKED, FLOAT32, Accumulation, Exact, check_block
+from ..numerics.product_check import CHECKED, Accumulation, Exact, check_block
+from .accumulation import accumulation_of
 from .dtensor import local
 
 
@@ -24,6 +25,8 @@ class Used:
     of: int
     #: in `REASONS`
     reason: int = 0
+    #: whether the engine has cast it
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,13 @@ class _Returned:
 class ProductChecks:
     """The three products of one GEMM in one call."""
 
-    def __init__(self, rows: int, how: Callable[[str], Accumulation] = lambda product: FLOAT32) -> None:
+    def __init__(self, rows: int) -> None:
         """
         Args:
             rows: and columns of each result that are looked at.
-            how: the GEMM adds up the terms of a product.
         """
-        self._rows, self._how = rows, how
+        self._rows = rows
+        self._how: dict[str, Accumulation] = {}
         self._exact: dict[str, tuple[Exact, tuple[int, int]]] = {}
         self._returned: dict[str, _Returned] = {}
         self._found: dict[str, torch.Tensor] = {}
@@ -53,13 +56,19 @@ class ProductChecks:
         self._reasons: dict[str, int] = {}
         self._not_computed: set[str] = set()
 
-    def operands(self, product: str, a: Used, b: Used) -> None:
-        """What was multiplied: A and B of A B^T."""
+    def operands(self, product: str, a: Used, b: Used, splits: bool = False) -> None:
+        """What was multiplied: A and B of A B^T.
+
+        Args:
+            splits: whether the engine asks for sums in float32 between those of an FP8 tensor core.
+        """
         if a.rows is None or b.rows is None:
             self.cannot_tell(product, a.reason or b.reason)
         elif a.rows.shape[1] != b.rows.shape[1]:
             self.cannot_tell(product, GATHERED)
         else:
+            fp8 = a.quantized and b.quantized
+            self._how[product] = accumulation_of(a.rows.device, a.rows.dtype, a.rows.shape[1], fp8, splits)
             self._exact[product] = Exact.product(a.rows, b.rows), (a.of, b.of)
             self._compare(product)
 
@@ -107,7 +116,7 @@ class ProductChecks:
             self.cannot_tell(product, GATHERED)
         else:
             self._shapes[product] = shape
-            self._found[product] = check_block(returned.block, exact, self._how(product), returned.added)
+            self._found[product] = check_block(returned.block, exact, self._how[product], returned.added)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace what was found by what `to` gives for it."""

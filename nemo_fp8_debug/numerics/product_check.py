@@ -60,8 +60,10 @@ class Accumulation:
     roundoff: float = 2.0**-24
     #: terms that are added up between two such additions, exactly
     exact_terms: int = 1
-    #: how far all sums may be off in the same direction, as a share of sum|a b|
+    #: how far all sums may be off in the same direction, as a share of sum|a b|: additions that truncate
     bias: float = 0.0
+    #: how far each value may be off besides, as a share of sum|a b|: operands that are rounded, partial sums in fewer bits
+    besides: float = 0.0
 
     def additions(self, terms: int) -> int:
         """Roundings on the way to one value, at the most."""
@@ -70,7 +72,7 @@ class Accumulation:
     def gamma(self, terms: int) -> float:
         """Bound of the error of a sum, as a share of sum|a b|; infinite where the bound does not hold."""
         n = self.additions(terms) * self.roundoff
-        return n / (1 - n) if n < 1 else math.inf
+        return n / (1 - n) + self.besides if n < 1 else math.inf
 
 
 FLOAT32 = Accumulation()
@@ -136,7 +138,8 @@ def check_block(
     error = torch.nan_to_num(error, nan=torch.inf)
     bound = torch.where(usable, bound, 1)
     ratio = error.abs() / bound
-    noise = torch.hypot(roundings, how.roundoff * math.sqrt(how.additions(exact.terms)) * sizes) + small
+    of_sums = how.roundoff * math.sqrt(how.additions(exact.terms)) + how.besides
+    noise = torch.hypot(roundings, of_sums * sizes) + small
     weight = usable & error.isfinite() & _first_of_its_kind(expected)[:, None] & _first_of_its_kind(expected.T)[None]
     aggregates = _Aggregates(
         torch.where(weight, error, 0),

@@ -135,6 +135,8 @@ class Backend:
     shares_amax: Callable[[nn.Module], bool] = lambda module: False
     #: from what forward returned: the autograd node in whose backward dY is cast; None: there is none, or it is not known
     node: Callable[[torch.Tensor], Any] = lambda out: None
+    #: whether a product of a module in FP8 is added up in float32 between the sums of the tensor core
+    splits_accumulator: Callable[[nn.Module, str], bool] = lambda module, product: False
     #: whether its modules quantize for themselves when told to
     has_own_fp8: bool = False
     #: whether a plan can put another recipe in force for a call of its modules

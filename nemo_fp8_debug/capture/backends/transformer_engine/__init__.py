@@ -16,7 +16,7 @@ from torch import nn
 from ..base import Backend
 from ..megatron import configured_recipe
 from . import grouped, layernorm_mlp, linear
-from .casts import first_microbatch, node_of, shares_amax
+from .casts import first_microbatch, node_of, shares_amax, splits_accumulator
 from .release import unread_release
 from .stored import stored_weight
 
@@ -47,6 +47,7 @@ LINEAR = Backend(
     shares_amax=shares_amax,
     node=node_of,
     untold=unread_release,
+    splits_accumulator=splits_accumulator,
     has_own_fp8=True,
     takes_plans=True,
     recipe=configured_recipe,
@@ -65,6 +66,7 @@ LAYERNORM_MLP = Backend(
     shares_amax=shares_amax,
     node=node_of,
     untold=unread_release,
+    splits_accumulator=splits_accumulator,
     has_own_fp8=True,
     takes_plans=True,
     recipe=configured_recipe,
@@ -82,6 +84,7 @@ GROUPED = Backend(
     cast=grouped.cast,
     arguments=partial(first_microbatch, place=2),
     untold=unread_release,
+    splits_accumulator=splits_accumulator,
     has_own_fp8=True,
     takes_plans=True,
     recipe=configured_recipe,

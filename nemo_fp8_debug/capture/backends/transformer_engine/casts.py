@@ -155,6 +155,16 @@ def node_of(out: torch.Tensor) -> Any:
     return None
 
 
+def splits_accumulator(module: Any, product: str) -> bool:
+    """Whether a product is added up in float32 between the sums of the tensor core, as the recipe in force says.
+
+    Without a word of the recipe as Transformer Engine does by itself: in dgrad and wgrad, and not in fprop.
+    """
+    te_recipe = module.fp8_meta.get("recipe")
+    option = getattr(getattr(te_recipe, f"fp8_gemm_{product}", None), "use_split_accumulator", None)
+    return product != "fprop" if option is None else bool(option)
+
+
 def shares_amax(module: Any) -> bool:
     """Whether ranks may share amaxes of a module's calls: they do under sequence parallelism."""
     return bool(getattr(module, "sequence_parallel", False)) and getattr(module, "tp_size", 1) > 1

@@ -1,0 +1,85 @@
+"""A kernel that multiplies wrongly is named from the record of its run alone; a healthy run is not accused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from product_faults.faults import FAULTS, FaultyKernel
+from torch import nn
+
+from nemo_fp8_debug import Emulation, Monitor, diagnose
+
+STEPS, INTERVAL, ONSET = 40, 5, 20
+#: place of this product in a step, behind those of the teacher and of the forward pass
+WGRAD_OF_2 = 4
+
+
+def trained(folder: Path, fault: str | None = None, last: int = STEPS, triggers: tuple[str, ...] = ()) -> str:
+    """The record of a run in emulated FP8 whose kernel is wrong from `ONSET` on, until `last`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 128), nn.GELU(), nn.Linear(128, 96)).bfloat16()
+    teacher = nn.Linear(96, 96).bfloat16()
+    emulation = Emulation(model, "current")
+    emulation.attach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    options = {"interval": INTERVAL, "table_rows": 0, "verify_rows": 32, "triggers": triggers, "trigger_steps": 2}
+    monitor = Monitor(model, str(folder), on_error="raise", **options)
+    for step in range(STEPS):
+        wrong = fault is not None and ONSET <= step < last
+        with monitor.step(step) as report, FaultyKernel(FAULTS[fault], WGRAD_OF_2) if wrong and fault else nullcontext():
+            x = torch.randn(160, 96).bfloat16()
+            with torch.no_grad():
+                target = teacher(x)
+            loss = (model(x) - target).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            emulation.end_step()
+            report(loss=loss)
+    monitor.close()
+    emulation.detach()
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        "healthy": trained(folder / "healthy"),
+        "factor": trained(folder / "factor", "factor"),
+        "once": trained(folder / "once", "wrong_rows", ONSET + 1),
+    }
+
+
+def test_a_kernel_that_is_wrong_by_1_in_64_is_named_without_a_baseline(runs: dict[str, str]) -> None:
+    found = diagnose(runs["factor"])
+    assert (found.cause, found.confidence) == ("wrong_product", "high")
+    verdict = found.verdict()
+    assert "dW of 2 on rank 0 is off by" in verdict and "by a factor of 1.015" in verdict
+    assert "3 of 3 later samples are wrong again" in verdict
+    assert (ONSET, "a product of 2 is wrong") in found.events
+    assert found.to_json()["about_fp8"] is False and found.advice
+
+
+def test_what_is_over_after_one_sample_is_told_as_transient(runs: dict[str, str]) -> None:
+    finding = next(f for f in diagnose(runs["once"]).findings if f.rule == "product")
+    assert finding.since == ONSET and "it is transient" in finding.evidence
+    assert "in some of its columns" in finding.evidence or "in some of its rows" in finding.evidence
+
+
+def test_a_healthy_run_is_not_accused(runs: dict[str, str]) -> None:
+    for baseline in (None, runs["factor"]):
+        found = diagnose(runs["healthy"], baseline)
+        assert found.cause != "wrong_product" and not [f for f in found.findings if f.rule == "product"]
+
+
+def test_the_trigger_has_the_next_steps_sampled(tmp_path: Path) -> None:
+    from nemo_fp8_debug import read_record
+
+    steps = read_record(trained(tmp_path, "power_of_two", triggers=("wrong_product",)), "steps")
+    told = steps.filter(steps["trigger"].is_not_null())
+    assert ONSET < told["step"].min() <= ONSET + INTERVAL
+    assert told["trigger"][0].startswith("dW of 2 is not the product of its operands on rank 0 (error ")
