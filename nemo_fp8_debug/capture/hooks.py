@@ -32,6 +32,7 @@ from .operand_guard import Fault, OperandGuard
 from .output_samples import Products
 from .overrides import emulated
 from .passes import Pass, Passes
+from .replicas import ReplicaChecks
 from .tracing import Hook
 
 
@@ -60,6 +61,7 @@ class Capture:
         products: Mapping[str, Products] | None = None,
         order: Iterator[int] | None = None,
         masters: Masters | None = None,
+        replicas: ReplicaChecks | None = None,
     ) -> None:
         """
         Args:
@@ -69,6 +71,7 @@ class Capture:
             products: by GEMM name: what gets the same operands, and which forward call each belongs to.
             order: gives out places in the order of execution; what is captured together shares it.
             masters: finds master weights of those that are stored in codes.
+            replicas: compares copies over ranks.
         """
         inside = {key for key, sink in sinks.items() if key[1] in sink.gemm.unseen}
         self._sinks = {key: sink for key, sink in sinks.items() if key not in inside}
@@ -78,7 +81,7 @@ class Capture:
         self._products = products or {}
         self._handles: list[RemovableHandle] = []
         self._passes = Passes(order)
-        self._masters = masters
+        self._masters, self._replicas = masters, replicas
         self._sharded: set[nn.Module] = set()  # whose operands are ready only between the hooks of a sharding engine
         self._under_way: dict[nn.Module, Pass | None] = {}  # of modules whose forward runs; None: not counted
         self._weights: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # of the same, by GEMM
@@ -171,6 +174,8 @@ class Capture:
             x = x if gemm.backend.has_own_fp8 else as_multiplied(x)
             use = (counted.casts or {}).get(key)
             sink.add(x, counted.order + (role == "weight"), use)
+            if self._replicas:
+                self._replicas.see(gemm.name, role, x)
             self._multiply(gemm, role, x, counted, use)
 
     def _multiply(self, gemm: Gemm, role: str, x: torch.Tensor, counted: Pass, use: ScaleInUse | None) -> None:

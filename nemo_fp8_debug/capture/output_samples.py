@@ -38,12 +38,14 @@ def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is looked at of products."""
+    """What is looked at beside operands."""
 
     #: rows and columns of each whose errors are measured
     errors: int = 0
     #: rows and columns of each whose result is compared with what it ought to be
     verify: int = 0
+    #: whether copies that ranks hold are compared
+    replicas: bool = False
 
     @property
     def rows(self) -> int:

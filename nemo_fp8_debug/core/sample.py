@@ -33,6 +33,8 @@ class Sample:
     block_scales: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: columns of equal length: layer, gemm, product and whether what it returned is right, where that was asked for
     verification: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: columns of equal length: layer, gemm, what, and whether the copies that ranks hold of it are equal
+    replicas: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns["layer"])

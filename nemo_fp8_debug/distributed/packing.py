@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..measurement.operand_stats import BLOCK_SCALES, OperandStats
+from ..measurement.replicas import Checksums
 from ..measurement.verification import ProductsFound
 from ..numerics.block_scale_counts import CODES
 from ..numerics.histogram import BINS
@@ -52,6 +53,7 @@ class PackedStats:
         what_if: Sequence[str],
         outputs: torch.Tensor,
         products: ProductsFound | None = None,
+        checksums: Checksums | None = None,
     ) -> None:
         """
         Args:
@@ -62,8 +64,9 @@ class PackedStats:
             what_if: names of the what-if recipes.
             outputs: float64, sums over parts of outputs, which are added up as they are.
             products: as `verification.FOUND`.
+            checksums: of copies that other ranks may have.
         """
-        self.outputs, self.products = outputs, products or {}
+        self.outputs, self.products, self.checksums = outputs, products or {}, checksums or {}
         self.rows = torch.tensor(rows, dtype=torch.int64)
         binades = [s.histogram.counts.view(BINADES, BINADE) for s in stats]
         #: bool [M, 256]: which binades of each histogram are occupied

@@ -23,6 +23,7 @@ from ..numerics.gemm_error import PRODUCTS, SUMS
 from ..numerics.histogram import Histogram
 from .packing import EXTREMES, NONE, Layout, PackedStats, SummedStats, recipes_of
 from .rank_store import Ranks
+from .replicas import ReplicaComparison
 from .shard_group import ShardGroup
 from .worst_products import WorstProducts
 
@@ -47,17 +48,19 @@ class Plan:
 class Reduction:
     """Reduces over the ranks of a shard group."""
 
-    def __init__(self, ranks: Ranks, shard_group: ShardGroup, outputs: bool, verify: bool) -> None:
+    def __init__(self, ranks: Ranks, shard_group: ShardGroup, outputs: bool, verify: bool, parts: Mapping[str, int]) -> None:
         """
         Args:
             outputs: whether parts of outputs are added up as well; the same on all ranks.
             verify: whether products are verified; the same on all ranks.
+            parts: of tensors whose copies are compared, by what; the same on all ranks.
         """
         self._ranks, self._shard_group = ranks, shard_group
         gemms = [name for name, kind in shard_group.kinds.items() if roles_of(kind) == ROLES]
         products = [(name, product) for name in gemms for product in PRODUCTS]
         self._products = products if outputs else []
         self._verified = WorstProducts(products if verify else [], ranks.rank)
+        self._copies = ReplicaComparison(gemms, parts, ranks.rank)
         self.keys: list[Key] = shard_group.keys()
         self._index = {key: i for i, key in enumerate(self.keys)}
         self._casts: dict[int, Cast] = {}
@@ -72,7 +75,7 @@ class Reduction:
         stats, outputs = found.operands, self._outputs_of(found.outputs)
         rows, casts = [self._index[s.key] for s in stats], [self._number_of(s.cast) for s in stats]
         known = [self._index[key] for key in expected]
-        return PackedStats(stats, casts, rows, known, len(self.keys), plan.what_if, outputs, found.products)
+        return PackedStats(stats, casts, rows, known, len(self.keys), plan.what_if, outputs, found.products, found.checksums)
 
     def alone(self, found: ProductsFound) -> ProductsFound:
         """What is known of products where no other rank computes them."""
@@ -92,29 +95,32 @@ class Reduction:
         """
         group, checksum = self._shard_group.group, plan.checksum()
         assert group is not None
-        severities = self._verified.severities(packed.products)
-        begins = [torch.tensor([checksum, -checksum], dtype=torch.int32), severities]
-        extremes = torch.cat([*begins, packed.extremes.flatten()])
+        severities, copies = self._verified.severities(packed.products), self._copies.extremes(packed.checksums)
+        plans = torch.tensor([checksum, -checksum], dtype=torch.int32)
+        extremes = torch.cat([plans, severities, copies, packed.extremes.flatten()])
         group.maximum(extremes)
         if extremes[0] != -extremes[1]:
             raise Mismatch(f"ranks do not agree on what is sampled at step {plan.step}")
-        worst, flat = extremes[2:].split([len(severities), packed.extremes.numel()])
+        worst, copies, flat = extremes[2:].split([len(severities), len(copies), packed.extremes.numel()])
         table = flat.view(len(self.keys), -1)
         seen = (table[:, EXTREMES.index("cast")] != NONE).nonzero().flatten()
         table = table[seen]
         column = dict(zip(EXTREMES, table[:, : len(EXTREMES)].T, strict=True))
         layout = Layout(seen, table[:, len(EXTREMES) :] > 0, plan.what_if)
-        beside = [packed.outputs.flatten(), self._verified.rows(packed.products, worst).flatten()]
+        of_products = self._verified.rows(packed.products, worst), self._copies.rows(packed.checksums, copies)
+        beside = [packed.outputs.flatten(), *(rows.flatten() for rows in of_products)]
         buffer = torch.cat([layout.packed(packed), *beside])
         group.add_up(buffer)
-        buffer, outputs, products = buffer.split([len(buffer) - sum(map(len, beside)), *map(len, beside)])
+        buffer, outputs, products, equal = buffer.split([len(buffer) - sum(map(len, beside)), *map(len, beside)])
         keys = [self.keys[i] for i in seen.tolist()]
         amax = dict(zip(keys, _floats(column["amax"]).tolist(), strict=True))
         if self._ranks.rank != self._shard_group.ranks[0]:
             return None, amax
         parts = zip(self._products, outputs.view(-1, len(SUMS) + 1), strict=True)
         whole = self._whole(keys, column, layout.unpacked(buffer, plan.what_if), plan)
-        return Collected(whole, {key: of for key, of in parts if of[-1] > 0}, self._verified.of_all(products)), amax
+        sums = {key: of for key, of in parts if of[-1] > 0}
+        found = Collected(whole, sums, self._verified.of_all(products), replicas=self._copies.of_all(equal))
+        return found, amax
 
     def _number_of(self, cast: Cast) -> int:
         """31 bits that stand for it on all ranks."""

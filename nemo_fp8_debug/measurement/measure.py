@@ -50,6 +50,8 @@ class Measured:
     block_scales: Columns = field(default_factory=dict)
     #: columns of whether products are right
     verification: Columns = field(default_factory=dict)
+    #: columns of whether copies that ranks hold are equal
+    replicas: Columns = field(default_factory=dict)
 
     def and_those_of(self, others: Sequence[Measured]) -> Measured:
         """The rows of all, as of the stages of a pipeline."""
@@ -67,6 +69,7 @@ class Measured:
             joined([m.copies for m in every]),
             joined([m.block_scales for m in every]),
             joined([m.verification for m in every]),
+            joined([m.replicas for m in every]),
         )
 
 

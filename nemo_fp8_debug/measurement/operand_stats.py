@@ -10,6 +10,7 @@ import torch
 from ..core.keys import MIXED, Key
 from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums, merge
+from .replicas import Checksums, Compared
 from .verification import ProductsFound
 
 
@@ -88,6 +89,10 @@ class Collected:
     outputs: OutputSums = field(default_factory=dict)
     #: of a rank as `verification.FOUND`, of all together as `verification.OF_RANKS`
     products: ProductsFound = field(default_factory=dict)
+    #: of a rank's copies
+    checksums: Checksums = field(default_factory=dict)
+    #: of the copies of all ranks, by (layer, what)
+    replicas: Mapping[tuple[str, str], Compared] = field(default_factory=dict)
 
 
 def added_up(key: Key, stats: Sequence[OperandStats]) -> OperandStats:

@@ -107,7 +107,8 @@ def assemble(
     recording.submit_job(live_control.read)
     shard_group, over = meet(ranks, model.kinds, errors)
     model.scales.emulate(shard_group.keys(ROLES))
-    pipeline = Pipeline(ranks, shard_group, model.scales, errors, Chosen(config.output_rows, config.verify_rows))
+    chosen = Chosen(config.output_rows, config.verify_rows, config.replicas)
+    pipeline = Pipeline(ranks, shard_group, model.scales, errors, chosen)
     pipeline.over = over
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)
     delivery.report(None)

@@ -85,7 +85,7 @@ class Delivery:
             columns | unscaled(columns, scalars.get("grad_scale"))
             for columns in (measured.metrics, measured.what_if, measured.copies)
         )
-        of_products = {"outputs": measured.outputs, "verification": measured.verification}
+        of_products = {"outputs": measured.outputs, "verification": measured.verification, "replicas": measured.replicas}
         tables = {"what_if": what_if, "copies": copies, "block_scales": measured.block_scales} | of_products
         sample = Sample(step, metrics, scalars, measured.histograms, trigger=steps[step].trigger, **tables)
         self._live_control.see_sample(sample)

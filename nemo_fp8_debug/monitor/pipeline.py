@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass, replace
 
+from ..capture.backends.parallel import parts_of
 from ..capture.collect import collect
 from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.operands import Operand
 from ..capture.output_samples import Chosen, Products
+from ..capture.replicas import ReplicaChecks
 from ..capture.scales import Scales
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES, SHOWN_AS, Key
@@ -23,6 +25,7 @@ from ..errors import warn
 from ..measurement.measure import Measured, measure
 from ..measurement.operand_stats import Collected, OperandStats
 from ..measurement.output_error import output_columns
+from ..measurement.replicas import replica_columns
 from ..measurement.verification import verification_columns
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
@@ -37,6 +40,8 @@ class Sampled:
     step: int
     operands: list[Operand]
     products: list[Products]
+    #: copies that are compared over ranks; None: that is not asked for
+    replicas: ReplicaChecks | None
     #: operands that this rank was to see
     expected: Collection[Key]
     what_if: Sequence[Recipe]
@@ -53,7 +58,8 @@ class Sampled:
         """What this rank found."""
         self.device_to_host.wait()
         sums = {key: of for p in self.products for key, of in p.sums().items()}
-        return Collected(collect(self.operands), sums, {key: of for p in self.products for key, of in p.checks().items()})
+        checks = {key: of for p in self.products for key, of in p.checks().items()}
+        return Collected(collect(self.operands), sums, checks, self.replicas.found() if self.replicas else {})
 
 
 @dataclass(frozen=True)
@@ -71,12 +77,14 @@ class Pipeline:
     def __init__(self, ranks: Ranks, shard_group: ShardGroup, scales: Scales, errors: ErrorGuard, chosen: Chosen) -> None:
         """
         Args:
-            chosen: what is looked at of products.
+            chosen: what is looked at beside operands.
         """
         self._ranks, self._shard_group, self._scales, self._errors = ranks, shard_group, scales, errors
         self._keys = shard_group.keys(ROLES)
         self._others: dict[str, EmulatedScales] = {}
-        self._reduction = Reduction(ranks, shard_group, chosen.errors > 0, chosen.verify > 0)
+        self._reduction = Reduction(
+            ranks, shard_group, chosen.errors > 0, chosen.verify > 0, parts_of() if chosen.replicas else {}
+        )
         self._verified_rows = chosen.rows
         self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
         #: of the sample under way: its outcome, or None as soon as ranks are out of sync
@@ -165,7 +173,8 @@ class Pipeline:
         kinds, casts = self._shard_group.kinds, {stat.key: stat.cast for stat in whole.operands}
         of_operands = measure(whole.operands, self._what_if(sampled.what_if), {n for n in kinds if sampled.chosen(n)})
         verification = verification_columns(whole.products, kinds, self._verified_rows)
-        return replace(of_operands, outputs=output_columns(whole.outputs, kinds, casts), verification=verification)
+        outputs, replicas = output_columns(whole.outputs, kinds, casts), replica_columns(whole.replicas, kinds)
+        return replace(of_operands, outputs=outputs, verification=verification, replicas=replicas)
 
     def _what_if(self, recipes: Sequence[Recipe]) -> list[EmulatedScales]:
         """Keep the histories of recipes that are tried as before, and begin those of new ones."""

@@ -15,7 +15,7 @@ from ..capture.attention import AttentionCapture
 from ..capture.backends.base import UnknownCast, raw_weight
 from ..capture.backends.parallel import copied_part
 from ..capture.backends.transformer_engine import inspection
-from ..capture.device_to_host import DeviceToHostCopy
+from ..capture.device_to_host import DeviceToHostCopy, Holder
 from ..capture.dtensor import is_counted, is_dtensor
 from ..capture.gemms import Gemm, matching, seen_in_forward
 from ..capture.grad_scale import GradScale
@@ -23,6 +23,7 @@ from ..capture.hooks import Capture, OperandSink
 from ..capture.matmul_capture import MatmulCapture
 from ..capture.operands import Operand
 from ..capture.output_samples import Chosen, Products
+from ..capture.replicas import ReplicaChecks
 from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
 from ..core.keys import SHOWN_AS, Key
@@ -72,6 +73,7 @@ class SampledStep:
         self._products: dict[str, Products] = {}
         self._captures: list[Capture | MatmulCapture] = []
         self._attention: AttentionCapture | None = None
+        self._replicas: ReplicaChecks | None = None
         self._multiplier: GradScale | None = None
         self._lost: dict[str, list[Key]] = {}
         self._eager: Any = None  # while compiled layers run in eager mode
@@ -171,11 +173,13 @@ class SampledStep:
         inside = {key: sink for key, sink in sinks.items() if seen_in_forward(sink.gemm)}
         outside = {key: sink for key, sink in sinks.items() if key not in inside}
         options = self._lose, model.scales.auto, self._products, order
+        if self._plan.replicas and self._watched.world > 1:
+            self._replicas = ReplicaChecks(list({sink.gemm.name: sink.gemm for sink in outside.values()}.values()), guard)
         if outside:
-            self._captures.append(Capture(outside, *options, model.masters))
+            self._captures.append(Capture(outside, *options, model.masters, self._replicas))
         if inside:
             self._captures.append(MatmulCapture(inside, *options))
-        for capture in self._captures:
+        for capture in (*self._captures, *([self._replicas] if self._replicas else [])):
             capture.attach()
         self._attention = attention_capture(model, self._plan, self._operands, self._lose, order)
 
@@ -201,7 +205,7 @@ class SampledStep:
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
             self._eager = None
-        for watching in (*self._captures, self._multiplier, self._attention):
+        for watching in (*self._captures, self._multiplier, self._attention, self._replicas):
             if watching is not None:
                 watching.detach()
         warn_of_unseen(self._attention, self._watched.errors)
@@ -264,10 +268,12 @@ class SampledStep:
         sampled, dumped = compile_patterns(self._plan.layers), compile_patterns(self._dumped)
         operands, products = list(self._operands.values()), list(self._products.values())
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
-        home = DeviceToHostCopy([*operands, *products], {device for operand in operands if (device := operand.device)})
+        copies, what_if = self._replicas, self._plan.what_if_recipes
+        holders: list[Holder] = [*operands, *products, *([copies] if copies else [])]
+        home = DeviceToHostCopy(holders, {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
         beside = [name for name, on in ((COPY, self._plan.copies), (BLOCK_SCALES, self._plan.block_scales)) if on]
-        return Sampled(self.step, operands, products, expected, self._plan.what_if_recipes, beside, of_sample, steps, home)
+        return Sampled(self.step, operands, products, copies, expected, what_if, beside, of_sample, steps, home)
 
 
 def _never(x: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ _NUMBERS = {
 #: options by which ranks come to meet at a step
 SAME_ON_ALL_RANKS = (
     *("interval", "first_step", "last_step", "triggers", "trigger_steps"),
-    *("output_rows", "verify_rows", "copies", "block_scales", "eager"),
+    *("output_rows", "verify_rows", "replicas", "copies", "block_scales", "eager"),
 )
 
 
@@ -76,6 +76,8 @@ class Config:
         verify_rows: rows, and as many columns, of what each GEMM returns (Y, dX, dW) that are compared with the exact
             product of its operands. An int, at least 0, which verifies nothing; with `output_rows`, the greater serves
             both. Default: `0`.
+        replicas: whether copies that ranks hold of W, of its gradient and, under tensor parallelism, of X are compared, bit
+            by bit. A sampled step reads those tensors once more. Default: `False`.
         copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them differ. A
             sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
         block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A
@@ -111,6 +113,7 @@ class Config:
     table_rows: int = 12
     output_rows: int = 0
     verify_rows: int = 0
+    replicas: bool = False
     copies: bool = False
     block_scales: bool = False
     eager: bool = False
@@ -130,7 +133,7 @@ class Config:
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(f"last_step {self.last_step} is before first_step {self.first_step}: nothing is sampled")
         check_choices("roles", self.roles, ROLES)
-        for name in ("copies", "block_scales", "eager"):
+        for name in ("replicas", "copies", "block_scales", "eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it is True or False")
         if self.on_error not in ("warn", "raise"):

@@ -77,6 +77,12 @@ _VERIFICATION: dict[str, Any] = {
     **dict.fromkeys(("error_over_bound", "factor"), pl.Float64),
     **dict.fromkeys(("row", "column", "values_beyond", "rows_beyond", "columns_beyond"), pl.Int64),
 }
+#: one row for each tensor that ranks may hold copies of, where that was asked for
+_REPLICAS: dict[str, Any] = {
+    **{name: _OUTPUTS[name] for name in (*_KEYS, "consumed_samples", "layer", "gemm")},
+    **dict.fromkeys(("what", "outcome"), pl.String),
+    **dict.fromkeys(("ranks", "ranks_apart", "rank"), pl.Int64),
+}
 #: one row for each operand that is cast in blocks, where that was asked for
 _BLOCK_SCALES: dict[str, Any] = {
     **{name: _METRICS[name] for name in (*_KEYS, "consumed_samples", "layer", "gemm", "role", "recipe", "format", "dtype")},
@@ -103,6 +109,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "copies": {**_METRICS, "product": pl.String},
     "block_scales": _BLOCK_SCALES,
     "verification": _VERIFICATION,
+    "replicas": _REPLICAS,
     "steps": _STEPS,
     "validation": _VALIDATION,
 }

@@ -25,13 +25,13 @@ import pyarrow as pa
 from ..core.sample import Sample
 from ..errors import ConfigError, warn
 from . import migration, parquet
-from .schema import STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
+from .schema import SCHEMAS, STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
 from .storage import Storage
 
 #: parts that are merged into one
 MERGED = 64
 #: tables whose parts are small
-_MERGED_TABLES = ("metrics", "what_if", "outputs", "copies", "block_scales", "verification", "steps", "validation")
+_MERGED_TABLES = tuple(table for table in SCHEMAS if table not in ("histograms", "replayed"))
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
 
@@ -102,6 +102,7 @@ class RunRecord:
             ("copies", sample.copies),
             ("block_scales", sample.block_scales),
             ("verification", sample.verification),
+            ("replicas", sample.replicas),
             ("histograms", sample.histograms),
         ):
             if columns:

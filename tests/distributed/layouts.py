@@ -92,7 +92,7 @@ BY_NAME = {layout.name: layout for layout in LAYOUTS}
 #: how each layout is watched
 WATCHED: dict[str, dict[str, Any]] = {
     "auto": {"recipe": "auto", "what_if": ["current-e5m2", "mxfp8"], "output_rows": 1000},
-    "delayed": {"recipe": "delayed", "verify_rows": 16},
+    "delayed": {"recipe": "delayed", "verify_rows": 16, "replicas": True},
 }
 
 

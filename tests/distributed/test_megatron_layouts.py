@@ -206,6 +206,23 @@ def test_what_gemms_returned_is_the_product_of_their_operands(trained: Path, lay
     assert gathered <= set(unknown["gemm"])
 
 
+@of_all
+def test_copies_of_a_run_that_goes_well_are_equal(trained: Path, layout: Layout) -> None:
+    """Ranks of data parallelism have copies of W, and of its gradient unless the optimizer shards it; ranks of tensor
+    parallelism have copies of X unless they split the sequence."""
+    found = read_table(find_run(trained / layout.name / "delayed"), "replicas")
+    outcomes = {what: set(found.filter(what=what)["outcome"]) for what in found["what"].unique()}
+    assert "apart" not in set().union(*outcomes.values())
+    if layout.name in ("dp", "dp-sharded", "dp-gathered-late", "cp"):
+        assert outcomes["weight"] == {"equal"}
+    if layout.name in ("tp", "tp-pp"):
+        assert outcomes["input"] == {"equal"} and outcomes["weight"] == {"no copy"}
+    if layout.name == "dp":
+        assert outcomes["weight_gradient"] == {"equal"}
+    if layout.ddp.get("use_distributed_optimizer"):
+        assert "equal" not in outcomes.get("weight_gradient", set())
+
+
 @of_spread
 def test_operands_are_those_of_one_process_but_for_the_noise_of_the_layout(trained: Path, layout: Layout) -> None:
     """Sorting brings two sets of values as close as they get, so that histograms may not be further apart than the

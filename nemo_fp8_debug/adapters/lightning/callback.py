@@ -71,6 +71,7 @@ class FP8DebugCallback(pl.Callback):
         table_rows: int = 12,
         output_rows: int = 0,
         verify_rows: int = 0,
+        replicas: bool = False,
         copies: bool = False,
         block_scales: bool = False,
         eager: bool = False,
@@ -112,6 +113,8 @@ class FP8DebugCallback(pl.Callback):
             verify_rows: rows, and as many columns, of what each GEMM returns (Y, dX, dW) that are compared with the exact
                 product of its operands. An int, at least 0, which verifies nothing; with `output_rows`, the greater serves
                 both. Default: `0`.
+            replicas: whether copies that ranks hold of W, of its gradient and, under tensor parallelism, of X are compared,
+                bit by bit. A sampled step reads those tensors once more. Default: `False`.
             copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them
                 differ. A sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
             block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A

@@ -92,8 +92,7 @@ def blamed(evidence: Evidence) -> Blame:
 
 
 def _blamed(evidence: Evidence) -> Blame:
-    wrong = evidence.of("product")
-    if wrong is not None and wrong.since is not None and (evidence.latest is None or wrong.since <= evidence.latest):
+    if (wrong := _wrong_by_proof(evidence)) is not None:
         return Blame(wrong, wrong.cause, wrong.confidence)
     multiplied = next((f for f in evidence.findings if f.cause == "multiplier" and f.confidence == "high"), None)
     if multiplied is not None:
@@ -120,6 +119,13 @@ def _blamed(evidence: Evidence) -> Blame:
     if stopped is not None and stopped.confidence == "high":
         return Blame(stopped, stopped.cause, "high")
     return _nothing_found(evidence, bool(before))
+
+
+def _wrong_by_proof(evidence: Evidence) -> Finding | None:
+    """What needs no comparison, in time to have caused the harm: a product that is none, copies that are not equal."""
+    found = [f for f in evidence.findings if f.rule in ("product", "replicas") and f.since is not None]
+    in_time = [f for f in found if evidence.latest is None or (f.since or 0) <= evidence.latest]
+    return min(in_time, key=lambda f: f.since or 0, default=None)
 
 
 def _learning_rate(evidence: Evidence, before: Sequence[Finding]) -> Finding | None:

@@ -32,6 +32,7 @@ from .rules.nonfinite import nonfinite
 from .rules.optimizer_steps import optimizer_steps, stopped_at
 from .rules.outputs import reach
 from .rules.recipe import recipes
+from .rules.replicas import replicas
 from .rules.settings import settings
 from .rules.spikes import compared
 from .rules.weights import weights
@@ -128,6 +129,7 @@ def _added_up(
         *around,
         *optimizer_steps(run, baseline),
         *wrong_product(run),
+        *replicas(run),
         *gradient_norm(run, baseline),
         *weights(run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),

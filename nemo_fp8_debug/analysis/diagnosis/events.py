@@ -43,6 +43,8 @@ def _events(findings: Sequence[Finding]) -> Iterator[tuple[int, str]]:
             yield found.since, f"{found.operand}: {found.cause.replace('_', ' ')}"
         elif found.rule == "product":
             yield found.since, f"a product of {found.layer} is wrong"
+        elif found.rule == "replicas":
+            yield found.since, f"ranks hold different copies of a tensor of {found.layer}"
         elif found.rule == "nonfinite":
             yield found.since, f"the first NaN or infinity, in {found.operand or 'no sampled operand'}"
         elif found.rule == "gradient norm" and found.cause == "multiplier":

@@ -101,6 +101,11 @@ class Run:
         return _with_names(_along(self.axis, read_table(self.path, "verification")), self.renamed_to)
 
     @cached_property
+    def replicas(self) -> pl.DataFrame:
+        """`replicas` table, empty where copies were not compared; read when first asked for."""
+        return _with_names(_along(self.axis, read_table(self.path, "replicas")), self.renamed_to)
+
+    @cached_property
     def validation(self) -> dict[str, LossCurve]:
         """Losses of evaluations by name; read when first asked for."""
         rows = _along(self.axis, read_table(self.path, "validation", ["step", "name", "loss"]))

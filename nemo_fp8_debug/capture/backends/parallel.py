@@ -50,6 +50,35 @@ def _is_split(module: nn.Module, role: str, expert: bool) -> bool:
     return of_sequence
 
 
+def part_of(module: nn.Module, what: str) -> int | None:
+    """The part of a tensor that this rank has, of which others have copies; None: it is not known that anybody has one.
+
+    Args:
+        what: `weight`, `weight_gradient`, or `input`, of which tensor-parallel ranks have copies in column-parallel layers.
+    """
+    state = groups()
+    expert = _is_expert(module)
+    if what == "input":
+        if state is None or expert or _kind(module) != "column" or _splits_sequence(module) or _others_communicate(module):
+            return None
+        return int(state.get_data_parallel_rank(with_context_parallel=True))
+    if state is None or _kind(module) is None:
+        return 0
+    return _expert_tensor_rank(state) if expert else int(state.get_tensor_model_parallel_rank())
+
+
+def parts_of() -> dict[str, int]:
+    """How many parts of a tensor there can be, by what is compared; the same on all ranks."""
+    state = groups()
+    if state is None:
+        return {"weight": 1, "weight_gradient": 1}
+    tensor = int(state.get_tensor_model_parallel_world_size())
+    of_experts = getattr(state, "get_expert_tensor_parallel_world_size", None)
+    parts = max(tensor, int(of_experts()) if of_experts else 1)
+    data = {"input": int(state.get_data_parallel_world_size(with_context_parallel=True))} if tensor > 1 else {}
+    return {"weight": parts, "weight_gradient": parts} | data
+
+
 def splits_inputs(module: nn.Module) -> bool:
     """Whether ranks hold parts of what a module's product sums over, and the module adds up what they have computed."""
     state = groups()

@@ -1,0 +1,107 @@
+"""Copies of a tensor that several ranks hold: checksums of their bits by position, which are equal only if the copies are.
+
+Histograms know neither sign nor place, so that two of them can be equal where the tensors are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..measurement.replicas import Checksums
+from .backends.base import raw_weight
+from .backends.parallel import part_of
+from .dtensor import is_dtensor, local
+from .gemms import Gemm
+
+#: values whose weights are made at once; bounds temporaries to some tens of MiB
+_CHUNK = 1 << 20
+_MULTIPLIER, _OFFSET = -7046029254386353131, 1442695040888963407  # 2^64 / golden ratio, odd; Knuth's increment
+#: as whose integers bits are read, of at most 32 so that the highest counts too
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def checksum(x: torch.Tensor) -> torch.Tensor:
+    """Of the bits of a tensor and their places: int64 scalar on its device, without host synchronization.
+
+    A change of a single value always changes it: each value is multiplied by an odd number of its own, modulo 2^64.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> bool(checksum(x) == checksum(x.clone())), bool(checksum(x) == checksum(x.flip(0)))
+        (True, False)
+    """
+    bits = x.detach().contiguous().view(_BITS[x.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for begin in range(0, len(bits), _CHUNK):
+        part = bits[begin : begin + _CHUNK].long()
+        place = torch.arange(begin, begin + len(part), device=bits.device)
+        total += (part * ((place * _MULTIPLIER + _OFFSET) | 1)).sum()
+    return total + len(bits)
+
+
+class ReplicaChecks:
+    """Checksums of one sampled step on this rank."""
+
+    def __init__(self, gemms: Sequence[Gemm], guard: Callable[[str], AbstractContextManager[None]]) -> None:
+        """
+        Args:
+            gemms: whose tensors are compared.
+            guard: a context that keeps an exception out of the training loop.
+        """
+        self._gemms, self._guard = {gemm.name: gemm for gemm in gemms}, guard
+        self._found: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
+        self._handle: RemovableHandle | None = None
+
+    def attach(self) -> None:
+        """Look at gradients as an optimizer steps by them."""
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def detach(self) -> None:
+        """Look no longer."""
+        if self._handle:
+            self._handle.remove()
+        self._handle = None
+
+    def see(self, name: str, role: str, x: torch.Tensor) -> None:
+        """Take a tensor in; its first call of a step counts."""
+        if (name, role) in self._found or name not in self._gemms:
+            return
+        with self._guard("while comparing copies over ranks"):
+            part = None if is_dtensor(x) else part_of(self._gemms[name].module, role)
+            if part is not None and x.numel():
+                self._found[name, role] = part, checksum(x)
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        for name, gemm in self._gemms.items():
+            weight = raw_weight(gemm.module, f"weight{gemm.part}") if not gemm.part or gemm.part.isdigit() else None
+            grad = None if weight is None else _whole_gradient(weight)
+            if grad is not None:
+                self.see(name, "weight_gradient", grad)
+
+    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace each checksum by what `to` gives for it."""
+        self._found = {key: (part, to(found)) for key, (part, found) in self._found.items()}
+
+    def found(self) -> Checksums:
+        """By (layer, what): which part it is a copy of, and 31 bits of its checksum."""
+        return {key: (part, _folded(int(found))) for key, (part, found) in self._found.items()}
+
+
+def _whole_gradient(weight: Any) -> torch.Tensor | None:
+    """What an optimizer steps by, if each rank has all of it: a sharded optimizer gives none a copy."""
+    main = getattr(weight, "main_grad", None)
+    if main is not None:
+        sharded = getattr(weight, "main_param_sharded", False) or getattr(weight, "main_param", None) is None
+        return None if sharded else local(main)
+    grad = getattr(weight, "grad", None)
+    return None if grad is None or is_dtensor(grad) or grad.shape != weight.shape else grad
+
+
+def _folded(checksum: int) -> int:
+    return ((checksum >> 33) ^ checksum) & 0x7FFFFFFF

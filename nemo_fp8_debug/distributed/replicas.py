@@ -1,0 +1,83 @@
+"""Whether copies that ranks hold of the same tensor are equal, within the two collectives of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..measurement.replicas import Checksums, Compared
+from .packing import NONE
+
+#: of a slot, added up over ranks: that hold it, whose checksum is the largest, the smallest, and the sums of both ranks
+_COLUMNS = 5
+
+
+class ReplicaComparison:
+    """What a rank adds to the two collectives."""
+
+    def __init__(self, names: Sequence[str], slots: Mapping[str, int], rank: int) -> None:
+        """
+        Args:
+            names: of GEMMs, the same on all ranks.
+            slots: how many parts there can be, by what is compared.
+        """
+        self._rank, self._place = rank, dict[tuple[str, str], tuple[int, int]]()
+        self.size = 0
+        for name in names:
+            for what, parts in slots.items():
+                self._place[name, what] = self.size, parts
+                self.size += parts
+
+    def extremes(self, found: Checksums) -> torch.Tensor:
+        """int32 [2 slots]: checksums and their negatives, whose maxima tell whether all are equal."""
+        made = torch.full((2, self.size), NONE, dtype=torch.int32)
+        for slot, checksum in self._slots(found):
+            made[0, slot], made[1, slot] = checksum, -checksum
+        return made.flatten()
+
+    def rows(self, found: Checksums, extremes: torch.Tensor) -> torch.Tensor:
+        """float64 [slots, columns], which add up over ranks.
+
+        Args:
+            extremes: their maxima over ranks.
+        """
+        largest, smallest = extremes.view(2, -1)
+        rows = torch.zeros(self.size, _COLUMNS, dtype=torch.float64)
+        for slot, checksum in self._slots(found):
+            top, bottom = checksum == int(largest[slot]), -checksum == int(smallest[slot])
+            rows[slot] = torch.tensor([1, top, bottom, top * self._rank, bottom * self._rank], dtype=torch.float64)
+        return rows
+
+    def of_all(self, added: torch.Tensor) -> dict[tuple[str, str], Compared]:
+        """By (layer, what), of all that any rank has.
+
+        Args:
+            added: float64 [slots * columns], over all ranks.
+        """
+        table = added.view(-1, _COLUMNS)
+        parts = {key: table[first : first + count] for key, (first, count) in self._place.items()}
+        return {key: _compared(rows) for key, rows in parts.items() if rows[:, 0].sum() > 0}
+
+    def _slots(self, found: Checksums) -> list[tuple[int, int]]:
+        places = [(self._place.get(key), part, checksum) for key, (part, checksum) in found.items()]
+        return [(place[0] + part, checksum) for place, part, checksum in places if place and part < place[1]]
+
+
+def _compared(rows: torch.Tensor) -> Compared:
+    ranks = apart = 0
+    alone: list[int] = []
+    for held, top, bottom, of_top, of_bottom in rows.tolist():
+        if held < 2:
+            continue
+        ranks += int(held)
+        if top == held:
+            continue  # all have the largest
+        most = max(top, bottom)
+        apart += int(held - most)
+        if held - most == 1 and held > 2:
+            alone.append(int(of_bottom if bottom == 1 else of_top) if 1 in (top, bottom) else -1)
+        else:
+            alone += [-1, -1]
+    known = len(alone) == 1 and alone[0] >= 0
+    return Compared(ranks, apart, alone[0] if known else None)
