@@ -25,7 +25,7 @@ from .dtensor import local
 from .gemms import Gemm
 from .operands import Operand
 from .overrides import emulated
-from .product_checks import ProductChecks, Used
+from .product_checks import CheckQueue, ProductChecks, Used
 from .results import Results
 
 
@@ -71,11 +71,13 @@ class Products:
         operands: Mapping[str, Operand],
         chosen: Chosen,
         guard: Callable[[str], AbstractContextManager[None]],
+        queue: CheckQueue,
     ) -> None:
         """
         Args:
             operands: by role.
             guard: a context that keeps an exception out of the training loop.
+            queue: checks what is verified.
         """
         self.name = gemm.name
         self._gemm, self._operands, self._chosen, self._guard = gemm, operands, chosen, guard
@@ -84,7 +86,7 @@ class Products:
         self._done: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
         self._counted = False
-        self._checks = ProductChecks(chosen.rows) if chosen.verify else None
+        self._checks = ProductChecks(chosen.rows, queue) if chosen.verify else None
         self._results: Results | None = None
 
     def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
@@ -187,8 +189,6 @@ class Products:
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each sum by what `to` gives for it."""
         self._sums = {product: to(sums) for product, sums in self._sums.items()}
-        if self._checks:
-            self._checks.move(to)
 
     def sums(self) -> dict[tuple[str, str], torch.Tensor]:
         """As `OutputSums`, in host memory, of this rank; empty where its X and dY are copies of another rank's."""

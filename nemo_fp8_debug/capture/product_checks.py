@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from ..measurement.verification import GATHERED, NOT_SEEN
 from ..numerics.block_scaling import matrix
 from ..numerics.gemm_error import spread
-from ..numerics.product_check import CHECKED, Accumulation, Exact, check_block
+from ..numerics.product_check import CHECKED, Accumulation, Block, Exact, check_blocks
 from .accumulation import accumulation_of
 from .dtensor import local
 
@@ -29,6 +30,37 @@ class Used:
     quantized: bool = False
 
 
+class CheckQueue:
+    """Blocks of a step that wait to be checked together, in the background if they are few."""
+
+    #: blocks that wait, at the most: some 60 KB each of 64 rows and columns
+    LONGEST = 512
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[ProductChecks, str, Block]] = []
+
+    def add(self, checks: ProductChecks, product: str, block: Block) -> None:
+        """Take a block in."""
+        self._waiting.append((checks, product, block))
+        if len(self._waiting) >= self.LONGEST:
+            self.run()
+
+    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace each tensor by what `to` gives for it."""
+        self._waiting = [(checks, product, block.moved(to)) for checks, product, block in self._waiting]
+
+    def run(self) -> None:
+        """Check what waits, and give what is found to whom it belongs."""
+        waiting, self._waiting = self._waiting, []
+        kinds: dict[tuple[object, ...], list[tuple[ProductChecks, str, Block]]] = defaultdict(list)
+        for entry in waiting:
+            kinds[entry[2].kind].append(entry)
+        for entries in kinds.values():
+            found = check_blocks([block for *_, block in entries])
+            for (checks, product, _), row in zip(entries, found, strict=True):
+                checks.found_of[product] = row
+
+
 @dataclass(frozen=True)
 class _Returned:
     """A block of what a GEMM returned."""
@@ -42,16 +74,18 @@ class _Returned:
 class ProductChecks:
     """The three products of one GEMM in one call."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, queue: CheckQueue) -> None:
         """
         Args:
             rows: and columns of each result that are looked at.
+            queue: checks blocks.
         """
-        self._rows = rows
+        self._rows, self._queue = rows, queue
         self._how: dict[str, Accumulation] = {}
         self._exact: dict[str, tuple[Exact, tuple[int, int]]] = {}
         self._returned: dict[str, _Returned] = {}
-        self._found: dict[str, torch.Tensor] = {}
+        #: by product, as `CHECKED`
+        self.found_of: dict[str, torch.Tensor] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, int] = {}
         self._not_computed: set[str] = set()
@@ -98,7 +132,7 @@ class ProductChecks:
 
     def is_returned(self, product: str) -> bool:
         """Whether what came out of a product was seen."""
-        return product in self._returned or product in self._found
+        return product in self._returned or product in self._shapes
 
     def cannot_tell(self, product: str, reason: int) -> None:
         """Nothing can be told of a product, for one of `REASONS`; the first one that is given stays."""
@@ -116,17 +150,14 @@ class ProductChecks:
             self.cannot_tell(product, GATHERED)
         else:
             self._shapes[product] = shape
-            self._found[product] = check_block(returned.block, exact, self._how[product], returned.added)
-
-    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace what was found by what `to` gives for it."""
-        self._found = {product: to(found) for product, found in self._found.items()}
+            self._queue.add(self, product, Block(returned.block, exact, self._how[product], returned.added))
 
     def found(self) -> dict[str, torch.Tensor]:
         """By product, in host memory, float64 as `measurement.verification.FOUND`."""
+        self._queue.run()
         of = {
             product: torch.cat([torch.tensor([0.0, *self._shapes[product]], dtype=torch.float64), found.cpu()])
-            for product, found in self._found.items()
+            for product, found in self.found_of.items()
         }
         untold = dict.fromkeys(self._exact, NOT_SEEN) | self._reasons
         for product, reason in untold.items():

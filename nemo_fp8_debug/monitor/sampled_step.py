@@ -23,6 +23,7 @@ from ..capture.hooks import Capture, OperandSink
 from ..capture.matmul_capture import MatmulCapture
 from ..capture.operands import Operand
 from ..capture.output_samples import Chosen, Products
+from ..capture.product_checks import CheckQueue
 from ..capture.replicas import ReplicaChecks
 from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
@@ -71,6 +72,7 @@ class SampledStep:
         self._expected: set[Key] = set()
         self._operands: dict[Key, Operand] = {}
         self._products: dict[str, Products] = {}
+        self._queue = CheckQueue()
         self._captures: list[Capture | MatmulCapture] = []
         self._attention: AttentionCapture | None = None
         self._replicas: ReplicaChecks | None = None
@@ -121,7 +123,7 @@ class SampledStep:
                     sinks[key] = Dumping(operand, dump, self._watched.attempt, self.step, rank)
         guard = self._watched.errors.guard
         self._products = {
-            name: Products(of_outputs[name], operands, chosen, guard)
+            name: Products(of_outputs[name], operands, chosen, guard, self._queue)
             for name, operands in seen.items()
             if name in of_outputs
         }
@@ -269,7 +271,7 @@ class SampledStep:
         operands, products = list(self._operands.values()), list(self._products.values())
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
         copies, what_if = self._replicas, self._plan.what_if_recipes
-        holders: list[Holder] = [*operands, *products, *([copies] if copies else [])]
+        holders: list[Holder] = [*operands, *products, self._queue, *([copies] if copies else [])]
         home = DeviceToHostCopy(holders, {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
         beside = [name for name, on in ((COPY, self._plan.copies), (BLOCK_SCALES, self._plan.block_scales)) if on]

@@ -14,6 +14,7 @@ Blocks of a block recipe run along what is summed over, as Transformer Engine qu
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,11 @@ class Rows:
     quantized: torch.Tensor
 
 
+@functools.lru_cache(1024)
 def spread(n: int, k: int, device: torch.device) -> torch.Tensor:
     """k of n places, int64, ascending and distinct: one in each of k equal parts, or all where there are no more than k.
+
+    To be read only: the same tensor is given again.
 
     Where in its part a place lies moves by the golden ratio from part to part, so that what repeats in a model (heads,
     sequences, batches) is not always met at the same point. No random number, no host synchronization.

@@ -14,6 +14,7 @@ no sign of their own, so that a sum of errors e_i with |e_i| <= s_i exceeds t sq
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ _FLUSHED = 2.0**-126
 #: A run of 500 GEMMs and 1,000 samples, whose three products have a block of 64 rows and columns with two limits each, is
 #: to expect 0.01 false alarms: how many standard bounds a sum of errors may reach.
 TIMES = math.sqrt(2 * math.log(2 * 500 * 1000 * 3 * (2 * 128 + 2) / 0.01))
-#: What is known of a block, in the order of `check_block`. Rows that are hit have a value beyond its bound, rows that are
+#: What is known of a block, in the order of `check_blocks`. Rows that are hit have a value beyond its bound, rows that are
 #: beyond are so as a whole.
 CHECKED = (
     "values",
@@ -74,19 +75,25 @@ class Accumulation:
         n = self.additions(terms) * self.roundoff
         return n / (1 - n) + self.besides if n < 1 else math.inf
 
+    def noise(self, terms: int) -> float:
+        """What bounds the errors of independent additions together, as a share of sum|a b|."""
+        return self.roundoff * math.sqrt(self.additions(terms)) + self.besides
+
 
 FLOAT32 = Accumulation()
 
 
 @dataclass(frozen=True)
 class Exact:
-    """A block of a product in float64, and what bounds the errors of whoever computes it."""
+    """A block of a product, and what bounds the errors of whoever computes it."""
 
-    #: [k, l] each: the product, and the same of magnitudes
+    #: float64 [k, l]: the product
     values: torch.Tensor
+    #: float32 [k, l]: the product of magnitudes, rounded up
     magnitudes: torch.Tensor
-    #: of what may be lost of operands that are taken as zero
-    flushed: torch.Tensor
+    #: float64 [k] and [l]: sums of the magnitudes of each row
+    rows: torch.Tensor
+    columns: torch.Tensor
     terms: int
 
     @classmethod
@@ -99,21 +106,40 @@ class Exact:
         """
         a, b = a.double(), b.double()
         size_a, size_b = a.abs(), b.abs()
-        flushed = _FLUSHED * (size_a.sum(1)[:, None] + size_b.sum(1)[None] + a.shape[1])
-        return cls(a @ b.T, size_a @ size_b.T, flushed, a.shape[1])
+        magnitudes = (size_a @ size_b.T) * (1 + 2.0**-22)
+        return cls(a @ b.T, magnitudes.float(), size_a.sum(1), size_b.sum(1), a.shape[1])
+
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Exact:
+        """With what `to` gives for each tensor."""
+        return Exact(to(self.values), to(self.magnitudes), to(self.rows), to(self.columns), self.terms)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block that was computed, and the exact one."""
+
+    #: [k, l], in the dtype that the GEMM returned
+    actual: torch.Tensor
+    exact: Exact
+    how: Accumulation = FLOAT32
+    #: [l] or [k, l], what was added to the product; that may have been a rounding of its own
+    added: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Blocks of the same kind can be checked together."""
+        return self.actual.shape, self.actual.dtype, self.actual.device, self.added is None
+
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Block:
+        """With what `to` gives for each tensor."""
+        added = None if self.added is None else to(self.added)
+        return Block(to(self.actual), self.exact.moved(to), self.how, added)
 
 
 def check_block(
-    actual: torch.Tensor, exact: Exact, how: Accumulation = FLOAT32, bias: torch.Tensor | None = None
+    actual: torch.Tensor, exact: Exact, how: Accumulation = FLOAT32, added: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """How a block that was computed compares with the exact one: float64 as `CHECKED`, without host synchronization.
-
-    Ratios are error over bound: 1 is what arithmetic may do, and `factor` is the slope of what was computed on what is
-    exact. Values are passed over, and counted as unchecked, whose exact one is not finite or is beyond the dtype.
-
-    Args:
-        actual: [k, l], in the dtype that the GEMM returned.
-        bias: [l], what was added to the product; that may have been a rounding of its own.
+    """As `check_blocks`, of one.
 
     Example:
         >>> a, b = torch.randn(8, 256).bfloat16(), torch.randn(8, 256).bfloat16()
@@ -124,82 +150,99 @@ def check_block(
         >>> round(wrong["factor"], 2), wrong["block_ratio"] > 1
         (1.5, True)
     """
-    roundoff, smallest = _DTYPES[actual.dtype]
-    computed, expected, sizes = actual.double(), exact.values, exact.magnitudes
+    return check_blocks([Block(actual, exact, how, added)])[0]
+
+
+def check_blocks(blocks: Sequence[Block]) -> torch.Tensor:
+    """How blocks of one kind compare with the exact ones: float64 [blocks, `CHECKED`], without host synchronization.
+
+    Ratios are error over bound: 1 is what arithmetic may do, and `factor` is the slope of what was computed on what is
+    exact. Values are passed over, and counted as unchecked, whose exact one is not finite or is beyond the dtype.
+    """
+    first = blocks[0]
+    roundoff, smallest = _DTYPES[first.actual.dtype]
+
+    def each(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=first.actual.device)[:, None, None]
+
+    computed = torch.stack([block.actual for block in blocks]).double()
+    expected = torch.stack([block.exact.values for block in blocks])
+    sizes = torch.stack([block.exact.magnitudes for block in blocks]).double()
+    rows, columns = (torch.stack([getattr(block.exact, name) for block in blocks]) for name in ("rows", "columns"))
     roundings = roundoff * expected.abs()
-    if bias is not None:
-        expected, sizes = expected + bias.double(), sizes + bias.double().abs()
+    if first.added is not None:
+        added = torch.stack([block.added for block in blocks if block.added is not None]).double()
+        added = added[:, None] if added.dim() == 2 else added
+        expected, sizes = expected + added, sizes + added.abs()
         roundings = roundings + roundoff * expected.abs()
-    small = exact.flushed + 2 * smallest
-    bound = (1 + roundoff) * how.gamma(exact.terms) * sizes + roundings + small
-    usable = bound.isfinite() & ((expected.abs() + bound) < torch.finfo(actual.dtype).max)
+    terms = each([block.exact.terms for block in blocks])
+    small = _FLUSHED * (rows[:, :, None] + columns[:, None] + terms) + 2 * smallest
+    gamma = each([block.how.gamma(block.exact.terms) for block in blocks])
+    bound = (1 + roundoff) * gamma * sizes + roundings + small
+    usable = bound.isfinite() & ((expected.abs() + bound) < torch.finfo(first.actual.dtype).max)
     error = torch.where(usable, computed - expected, 0)
-    # What is not finite and ought to be is as wrong as can be; the greatest finite number keeps sums of it comparable.
+    # What is not finite and ought to be is as wrong as can be.
     error = torch.nan_to_num(error, nan=torch.inf)
-    bound = torch.where(usable, bound, 1)
-    ratio = error.abs() / bound
-    of_sums = how.roundoff * math.sqrt(how.additions(exact.terms)) + how.besides
-    noise = torch.hypot(roundings, of_sums * sizes) + small
-    weight = usable & error.isfinite() & _first_of_its_kind(expected)[:, None] & _first_of_its_kind(expected.T)[None]
-    aggregates = _Aggregates(
-        torch.where(weight, error, 0),
-        torch.where(weight, expected, 0),
-        torch.where(weight, noise, 0),
-        torch.where(weight, how.bias * sizes, 0),
-    )
-    rows, columns, whole = aggregates.ratios(1), aggregates.ratios(0), aggregates.ratios(None)
-    worst = ratio.flatten().argmax()
-    fits = torch.where(weight, expected, 0)
-    factor = 1 + (fits * torch.where(weight, error, 0)).sum() / fits.square().sum()
-    beyond = ratio > 1
-    return torch.stack(
-        [
-            usable.sum().double(),
-            beyond.sum().double(),
-            beyond.any(1).sum().double(),
-            beyond.any(0).sum().double(),
-            (rows > 1).sum().double(),
-            (columns > 1).sum().double(),
-            ratio.max(),
-            (worst // ratio.shape[1]).double(),
-            (worst % ratio.shape[1]).double(),
-            rows.max(),
-            rows.argmax().double(),
-            columns.max(),
-            columns.argmax().double(),
-            whole,
-            factor,
-            (~usable).sum().double(),
-        ]
-    )
+    ratio = error.abs() / torch.where(usable, bound, 1)
+    noise = torch.hypot(roundings, each([block.how.noise(block.exact.terms) for block in blocks]) * sizes) + small
+    weight = usable & error.isfinite()
+    weight &= _first_of_its_kind(expected)[:, :, None] & _first_of_its_kind(expected.transpose(1, 2))[:, None]
+    bias = each([block.how.bias for block in blocks]) * sizes
+    sums = _Sums(*(torch.where(weight, x, 0) for x in (error, expected, noise, bias)))
+    of_rows, of_columns, whole = sums.ratios(2), sums.ratios(1), sums.ratios((1, 2))
+    beyond, flat = ratio > 1, ratio.flatten(1)
+    worst = flat.argmax(1)
+    found = [
+        usable.sum((1, 2)),
+        beyond.sum((1, 2)),
+        beyond.any(2).sum(1),
+        beyond.any(1).sum(1),
+        (of_rows > 1).sum(1),
+        (of_columns > 1).sum(1),
+        flat.amax(1),
+        worst // ratio.shape[2],
+        worst % ratio.shape[2],
+        of_rows.amax(1),
+        of_rows.argmax(1),
+        of_columns.amax(1),
+        of_columns.argmax(1),
+        whole,
+        1 + (sums.expected * sums.error).sum((1, 2)) / sums.expected.square().sum((1, 2)),
+        (~usable).sum((1, 2)),
+    ]
+    return torch.stack([x.double() for x in found], 1)
 
 
 @dataclass(frozen=True)
-class _Aggregates:
-    """Errors of a block, zero where they do not count."""
+class _Sums:
+    """Errors of blocks, [blocks, k, l] each, zero where they do not count."""
 
     error: torch.Tensor
     expected: torch.Tensor
     noise: torch.Tensor
     bias: torch.Tensor
 
-    def ratios(self, dim: int | None) -> torch.Tensor:
-        """Of rows (1), columns (0) or all: the greater of how a slope and a mean compare with their limits."""
-        return torch.maximum(self._ratio(self.expected, dim), self._ratio(torch.ones_like(self.expected), dim))
+    def ratios(self, dim: int | tuple[int, ...]) -> torch.Tensor:
+        """Over dimensions: the greater of how a slope and a mean compare with their limits."""
+        return torch.maximum(self._ratio(self.expected, dim), self._ratio(None, dim))
 
-    def _ratio(self, weights: torch.Tensor, dim: int | None) -> torch.Tensor:
-        total = (self.error * weights).sum(dim).abs()
-        limit = TIMES * (self.noise * weights).square().sum(dim).sqrt() + (self.bias * weights.abs()).sum(dim)
-        return torch.where(limit > 0, total / limit, 0)
+    def _ratio(self, weights: torch.Tensor | None, dim: int | tuple[int, ...]) -> torch.Tensor:
+        error, noise, bias = self.error, self.noise, self.bias
+        if weights is not None:
+            error, noise, bias = error * weights, noise * weights, bias * weights.abs()
+        limit = TIMES * noise.square().sum(dim).sqrt() + bias.sum(dim)
+        return torch.where(limit > 0, error.sum(dim).abs() / limit, 0)
 
 
 def _first_of_its_kind(rows: torch.Tensor) -> torch.Tensor:
-    """bool [k]: no row before it is the same but for a power of two and its sign; None of them is if it is zero."""
-    size = rows.abs().amax(1, keepdim=True)
-    _, exponent = torch.frexp(torch.nan_to_num(size, posinf=1.0))
-    normed = torch.ldexp(torch.nan_to_num(rows), -exponent)
-    signs = normed.gather(1, normed.abs().argmax(1, keepdim=True)).sign()
-    normed = normed * signs
-    same = (normed[:, None] == normed[None]).all(2)
-    earlier = torch.ones_like(same).tril(-1)
-    return ~(same & earlier).any(1)
+    """bool [blocks, k]: no row before it is the same but for a power of two and its sign."""
+    kept = torch.nan_to_num(rows)
+    at = kept.abs().argmax(2, keepdim=True)
+    largest = kept.gather(2, at)
+    _, exponent = torch.frexp(largest)
+    normed = torch.ldexp(kept, -exponent) * largest.sign()
+    # Rows that are the same have the same sum with any weights; those that are not have it by no chance that counts.
+    weights = torch.arange(1, rows.shape[2] + 1, device=rows.device, dtype=torch.float64).sqrt()
+    told = (normed * weights).sum(2)
+    same = told[:, :, None] == told[:, None]
+    return ~same.tril(-1).any(2)

@@ -62,7 +62,8 @@ def test_the_exact_block_is_that_of_rational_numbers() -> None:
     for i, j in ((0, 0), (47, 39), (20, 7)):
         terms = [Fraction(float(x)) * Fraction(float(y)) for x, y in zip(a[i], b[j], strict=True)]
         assert exact.values[i, j].item() == pytest.approx(float(sum(terms)), rel=1e-14)
-        assert exact.magnitudes[i, j].item() == pytest.approx(float(sum(map(abs, terms))), rel=1e-14)
+        magnitude = float(sum(map(abs, terms)))
+        assert magnitude <= exact.magnitudes[i, j].item() <= magnitude * (1 + 2.0**-20)
 
 
 def test_the_bound_is_the_one_that_docs_give() -> None:
@@ -72,7 +73,7 @@ def test_the_bound_is_the_one_that_docs_give() -> None:
     bound = (1 + u) * (roundings / (1 - roundings)) * 6 + u * 6
     off = 0.03125
     found = checked(torch.full((1, 1), 6 + off).bfloat16(), a, b)
-    assert found["value_ratio"] == pytest.approx(off / bound, rel=1e-9)
+    assert found["value_ratio"] == pytest.approx(off / bound, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
