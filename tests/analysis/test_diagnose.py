@@ -137,11 +137,14 @@ class TestNan:
         assert culprit and culprit.layer == LAYERS[-1]
 
     def test_an_overflow_that_the_optimizer_skipped_is_none(self, tmp_path: Path, baseline: Path) -> None:
-        skipped, scale = {s: float(s == ONSET) for s in range(N)}, dict.fromkeys(range(N), 1024.0)
+        skipped, scale = {s: float(s == ONSET) for s in range(N)}, {s: 1024.0 if s <= ONSET else 512.0 for s in range(N)}
         sought = write(tmp_path / "bad", lambda s: {"inf": 7} if s == ONSET else {}, skipped=skipped, loss_scale=scale)
         assert diagnose(sought, baseline).cause == "none"
         without = write(tmp_path / "without", lambda s: {"inf": 7} if s == ONSET else {}, skipped=skipped)
         assert diagnose(without, baseline).cause == "nonfinite"  # no loss scale is sought
+        constant = dict.fromkeys(range(N), 1024.0)
+        never = write(tmp_path / "never", lambda s: {"inf": 7} if s == ONSET else {}, skipped=skipped, loss_scale=constant)
+        assert diagnose(never, baseline).cause == "nonfinite"
         ever = {s: float(s >= ONSET) for s in range(N)}
         found = diagnose(write(tmp_path / "ever", lambda s: {"inf": 7} if s >= ONSET else {}, skipped=ever), baseline)
         assert found.cause == "nonfinite"

@@ -102,7 +102,8 @@ class TestRules:
     )
     def test_others_are_refused(self, text: Any) -> None:
         with pytest.raises(
-            ConfigError, match=r"invalid trigger .*: expected loss_spike, nonfinite, early_warning, or METRIC > LIMIT"
+            ConfigError,
+            match=r"invalid trigger .*: expected loss_spike, nonfinite, early_warning, wrong_product, or METRIC > LIMIT",
         ):
             parse_rule(text)
 

@@ -136,8 +136,9 @@ def _learning_rate(evidence: Evidence, before: Sequence[Finding]) -> Finding | N
     told = [f for f in before if f.confidence != "low" and f.since is not None]
     if any(f.since < rate.since for f in told if f.since is not None and not f.may_follow_the_loss):
         return None
-    # Without harm that is known, it explains operands that went out after it.
-    return rate if (told if evidence.latest is None else rate.since <= evidence.latest) else None
+    if evidence.latest is None:  # it explains operands that went out after it, or is so high that nothing else is needed
+        return rate if told or rate.severity == 2 else None
+    return rate if rate.since <= evidence.latest else None
 
 
 def _besides_operands(evidence: Evidence, first: Finding | None) -> Finding | None:

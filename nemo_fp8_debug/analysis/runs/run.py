@@ -80,9 +80,11 @@ class Run:
 
     @cached_property
     def made_up_for(self) -> pl.Series:
-        """Steps that the optimizer skipped while it took a later one, where there is a loss scale: gradients that overflow
+        """Steps that the optimizer skipped while it took a later one, where the loss scale moves: gradients that overflow
         while one is sought have changed nothing."""
         steps = self.steps.with_columns(skipped=pl.col("skipped").fill_null(0) != 0)
+        if steps["loss_scale"].drop_nulls().n_unique() < 2:
+            return steps["step"].clear()
         last = pl.col("step").filter(~pl.col("skipped")).max()
         return steps.filter(pl.col("skipped") & (pl.col("step") < last) & pl.col("loss_scale").is_not_null())["step"]
 

@@ -37,6 +37,8 @@ def right_causes(told: Mapping[str, Any], interval: int) -> set[str]:
         return set().union(*(_of_operand(part, interval) for part in fault["parts"]))
     if kind == "gradient_sum":
         return {"multiplier"} if fault["at_the_loss"] else {"multiplier", "software"}
+    if kind == "nan_operand" and not told["harmful"] and not is_sampled(told, interval):
+        return {"nonfinite", "none", "unknown"}  # one step between two samples, whose loss may be finite all the same
     if kind in _OF_KIND:
         # What the record does not show need not be told if it did no harm.
         return _OF_KIND[kind] | ({"none"} if "software" in _OF_KIND[kind] and not told["harmful"] else set())
