@@ -1,4 +1,7 @@
-"""Measures how surely wrong products are found, and that right ones are not called wrong; writes results.json beside it.
+"""Measures how surely wrong products are found, and that right ones are not called wrong.
+
+Results of a CPU with and of one without AVX-512 lie beside each other in results.json; `SIMULATE_CPU=avx2
+ATEN_CPU_CAPABILITY=avx2` makes any CPU behave as the latter.
 
 PYTHONPATH=scripts/any_cpu:scripts/validation:recipes OMP_NUM_THREADS=1 .venv/bin/python -m product_faults.run
 """
@@ -149,8 +152,9 @@ def main() -> int:
         "flips": flips(300),
         "touched": touched(),
     }
-    results["cpu"] = "AVX-512" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "without AVX-512"
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
+    cpu = "AVX-512" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "without AVX-512"
+    known = json.loads(options.output.read_text()) if options.output.exists() else {}
+    options.output.write_text(json.dumps(known | {cpu: results}, indent=1) + "\n")
     print(json.dumps({k: v for k, v in results.items() if k != "flips"}, indent=1))
     return 0
 
