@@ -18,6 +18,7 @@ from .backends.base import raw_weight
 from .backends.parallel import part_of
 from .dtensor import is_dtensor, local
 from .gemms import Gemm
+from .masters import Masters
 
 #: values whose weights are made at once; bounds temporaries to some tens of MiB
 _CHUNK = 1 << 20
@@ -48,25 +49,28 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
 class ReplicaChecks:
     """Checksums of one sampled step on this rank."""
 
-    def __init__(self, gemms: Sequence[Gemm], guard: Callable[[str], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, gemms: Sequence[Gemm], masters: Masters, guard: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
         """
         Args:
             gemms: whose tensors are compared.
+            masters: finds master weights.
             guard: a context that keeps an exception out of the training loop.
         """
-        self._gemms, self._guard = {gemm.name: gemm for gemm in gemms}, guard
+        self._gemms, self._masters, self._guard = {gemm.name: gemm for gemm in gemms}, masters, guard
         self._found: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
-        self._handle: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Look at gradients as an optimizer steps by them."""
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._handles = [register_optimizer_step_pre_hook(self._before_step), self._masters.watch()]
 
     def detach(self) -> None:
         """Look no longer."""
-        if self._handle:
-            self._handle.remove()
-        self._handle = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def see(self, name: str, role: str, x: torch.Tensor) -> None:
         """Take a tensor in; its first call of a step counts."""
@@ -76,6 +80,20 @@ class ReplicaChecks:
             part = None if is_dtensor(x) else part_of(self._gemms[name].module, role)
             if part is not None and x.numel():
                 self._found[name, role] = part, checksum(x)
+            if role == "weight":
+                self._see_master(self._gemms[name])
+
+    def _see_master(self, gemm: Gemm) -> None:
+        """Compare a parameter with what this rank has of its master weight: 0 if it is that, rounded, and 1 if it is not."""
+        parameter: Any = raw_weight(gemm.module) if not gemm.part else None
+        if parameter is None or is_dtensor(parameter) or parameter.dtype not in (torch.bfloat16, torch.float16):
+            return
+        master = self._masters.of(parameter)
+        if master is not None and master[0].numel():
+            values, start = master
+            mine = parameter.detach().reshape(-1)[start : start + values.numel()]
+            differs = (values.to(mine.dtype) != mine) & values.isfinite()
+            self._found[gemm.name, "master"] = 0, differs.any().long()
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         for name, gemm in self._gemms.items():
@@ -90,7 +108,10 @@ class ReplicaChecks:
 
     def found(self) -> Checksums:
         """By (layer, what): which part it is a copy of, and 31 bits of its checksum."""
-        return {key: (part, _folded(int(found))) for key, (part, found) in self._found.items()}
+        return {
+            key: (part, int(found) if key[1] == "master" else _folded(int(found)))
+            for key, (part, found) in self._found.items()
+        }
 
 
 def _whole_gradient(weight: Any) -> torch.Tensor | None:

@@ -119,7 +119,7 @@ class Reduction:
         parts = zip(self._products, outputs.view(-1, len(SUMS) + 1), strict=True)
         whole = self._whole(keys, column, layout.unpacked(buffer, plan.what_if), plan)
         sums = {key: of for key, of in parts if of[-1] > 0}
-        found = Collected(whole, sums, self._verified.of_all(products), replicas=self._copies.of_all(equal))
+        found = Collected(whole, sums, self._verified.of_all(products), replicas=self._copies.of_all(equal, copies))
         return found, amax
 
     def _number_of(self, cast: Cast) -> int:

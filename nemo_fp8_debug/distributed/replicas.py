@@ -49,19 +49,31 @@ class ReplicaComparison:
             rows[slot] = torch.tensor([1, top, bottom, top * self._rank, bottom * self._rank], dtype=torch.float64)
         return rows
 
-    def of_all(self, added: torch.Tensor) -> dict[tuple[str, str], Compared]:
+    def of_all(self, added: torch.Tensor, extremes: torch.Tensor) -> dict[tuple[str, str], Compared]:
         """By (layer, what), of all that any rank has.
 
         Args:
             added: float64 [slots * columns], over all ranks.
+            extremes: as of `rows`.
         """
-        table = added.view(-1, _COLUMNS)
-        parts = {key: table[first : first + count] for key, (first, count) in self._place.items()}
-        return {key: _compared(rows) for key, rows in parts.items() if rows[:, 0].sum() > 0}
+        table, largest = added.view(-1, _COLUMNS), extremes.view(2, -1)[0].tolist()
+        found = {}
+        for key, (first, count) in self._place.items():
+            rows = table[first : first + count]
+            if rows[:, 0].sum() > 0:
+                found[key] = _wrong(rows[0], largest[first] > 0) if key[1] == "master" else _compared(rows)
+        return found
 
     def _slots(self, found: Checksums) -> list[tuple[int, int]]:
         places = [(self._place.get(key), part, checksum) for key, (part, checksum) in found.items()]
         return [(place[0] + part, checksum) for place, part, checksum in places if place and part < place[1]]
+
+
+def _wrong(row: torch.Tensor, any_is: bool) -> Compared:
+    """Of what each rank compares for itself, which gives 1 where it is wrong."""
+    held, top, _, of_top, _ = row.tolist()
+    apart = int(top) if any_is else 0
+    return Compared(int(held), apart, int(of_top) if apart == 1 else None)
 
 
 def _compared(rows: torch.Tensor) -> Compared:

@@ -176,7 +176,9 @@ class SampledStep:
         outside = {key: sink for key, sink in sinks.items() if key not in inside}
         options = self._lose, model.scales.auto, self._products, order
         if self._plan.replicas and self._watched.world > 1:
-            self._replicas = ReplicaChecks(list({sink.gemm.name: sink.gemm for sink in outside.values()}.values()), guard)
+            self._replicas = ReplicaChecks(
+                list({sink.gemm.name: sink.gemm for sink in outside.values()}.values()), model.masters, guard
+            )
         if outside:
             self._captures.append(Capture(outside, *options, model.masters, self._replicas))
         if inside:

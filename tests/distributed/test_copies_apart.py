@@ -56,6 +56,14 @@ def test_a_gathered_weight_that_is_stale_is_named_with_its_rank(trained: Path) -
     assert apart(trained / "gathered") == [(ONSET, "2", "weight", WRONG_RANK)]
 
 
+def test_a_weight_that_missed_an_update_is_held_against_its_master(trained: Path) -> None:
+    assert apart(trained / "master")[:2] == [(ONSET, "2", "master", WRONG_RANK), (ONSET, "2", "weight", WRONG_RANK)]
+    rows = read_record(str(trained / "master"), "replicas").filter(pl.col("what") == "master")
+    assert set(rows["ranks"]) == {WORLD} and set(rows.filter(pl.col("step") != ONSET)["outcome"]) == {"equal"}
+    verdict = diagnose(str(trained / "master")).verdict()
+    assert f"W of 2 is not its master weight, rounded, on 1 of 4 ranks: rank {WRONG_RANK} is apart" in verdict
+
+
 def test_a_kernel_that_is_wrong_on_one_rank_is_named_with_it(trained: Path) -> None:
     rows = read_record(str(trained / "kernel"), "verification").filter(pl.col("outcome") == "beyond")
     assert rows.select("step", "layer", "product", "rank", "ranks", "ranks_beyond").rows() == [
@@ -87,5 +95,5 @@ def test_of_several_parts_each_is_compared_alone() -> None:
     made = [ReplicaComparison(["fc"], {"weight": 2}, rank) for rank in range(6)]
     largest = torch.stack([one.extremes(of) for one, of in zip(made, found, strict=True)]).amax(0)
     added = torch.stack([one.rows(of, largest) for one, of in zip(made, found, strict=True)]).sum(0)
-    (compared,) = made[0].of_all(added.flatten()).values()
+    (compared,) = made[0].of_all(added.flatten(), largest).values()
     assert (compared.outcome, compared.ranks, compared.apart, compared.rank) == ("apart", 6, 1, 3)

@@ -71,12 +71,12 @@ def parts_of() -> dict[str, int]:
     """How many parts of a tensor there can be, by what is compared; the same on all ranks."""
     state = groups()
     if state is None:
-        return {"weight": 1, "weight_gradient": 1}
+        return {"weight": 1, "weight_gradient": 1, "master": 1}
     tensor = int(state.get_tensor_model_parallel_world_size())
     of_experts = getattr(state, "get_expert_tensor_parallel_world_size", None)
     parts = max(tensor, int(of_experts()) if of_experts else 1)
     data = {"input": int(state.get_data_parallel_world_size(with_context_parallel=True))} if tensor > 1 else {}
-    return {"weight": parts, "weight_gradient": parts} | data
+    return {"weight": parts, "weight_gradient": parts, "master": 1} | data
 
 
 def splits_inputs(module: nn.Module) -> bool:

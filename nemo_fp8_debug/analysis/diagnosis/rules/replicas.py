@@ -12,9 +12,9 @@ _ADVICE = (
     "weights, all-reduce of gradients, broadcast at the start) and at the hardware of the rank that is apart."
 )
 #: what is compared, as people write it
-_SHOWN = {"weight": "W", "weight_gradient": "the reduced dW", "input": "X"}
+_SHOWN = {"master": "the master weight", "weight": "W", "weight_gradient": "the reduced dW", "input": "X"}
 #: within a step: what is there before what
-_ORDER = {"weight": 0, "input": 1, "weight_gradient": 2}
+_ORDER = {"master": -1, "weight": 0, "input": 1, "weight_gradient": 2}
 
 
 def replicas(run: Run) -> list[Finding]:
@@ -26,7 +26,13 @@ def replicas(run: Run) -> list[Finding]:
     row = apart.sort("step", order, maintain_order=True).row(0, named=True)
     of_step = apart.filter(pl.col("step") == row["step"])
     rank = f"rank {row['rank']} is apart" if row["rank"] is not None else f"{row['ranks_apart']} are apart"
-    told = f"{_SHOWN[row['what']]} of {row['layer']} is not the same on the {row['ranks']} ranks that hold copies: {rank}"
+    if row["what"] == "master":
+        told = (
+            f"W of {row['layer']} is not its master weight, rounded, on {row['ranks_apart']} of {row['ranks']} ranks: {rank}"
+        )
+    else:
+        copies = f"the {row['ranks']} ranks that hold copies"
+        told = f"{_SHOWN[row['what']]} of {row['layer']} is not the same on {copies}: {rank}"
     if len(of_step) > 1:
         told += f"; so it is of {len(of_step) - 1} more tensors in the same sample"
     equal = run.replicas.filter((pl.col("step") < row["step"]) & (pl.col("outcome") == "equal"))
