@@ -103,6 +103,7 @@ def collect(which: str) -> dict[str, Scored]:
         run = read_run(told, INTERVAL)
         steps = run.grid.steps[FIRST:]
         for name, of in scores(run).items():
+            of = of if len(of) == len(steps) else np.zeros(len(steps))  # FP4 has no limits, and no score
             if told["kind"] == "none":
                 found[name].clean.append(of)
             else:
