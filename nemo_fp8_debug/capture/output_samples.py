@@ -8,7 +8,7 @@ forward of a layer to its backward is k columns of X and k of W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +46,8 @@ class Chosen:
     verify: int = 0
     #: whether copies that ranks hold are compared
     replicas: bool = False
+    #: of the optimizer's tensors, as in `core.keys.STATES`
+    states: Sequence[str] = ()
 
     @property
     def rows(self) -> int:

@@ -33,6 +33,10 @@ class Sample:
     block_scales: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: columns of equal length: layer, gemm, product and whether what it returned is right, where that was asked for
     verification: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: as `columns`, of what optimizers keep of weights, in use and under what-if recipes
+    states: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: as `histograms`, of the same
+    state_histograms: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: columns of equal length: layer, gemm, what, and whether the copies that ranks hold of it are equal
     replicas: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 

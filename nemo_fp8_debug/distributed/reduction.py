@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..capture.output_samples import Chosen
 from ..core.keys import ATTENTION, ROLES, Key, roles_of
 from ..measurement.operand_stats import Cast, Collected, OperandStats, OutputSums
 from ..measurement.verification import ProductsFound
@@ -48,20 +49,19 @@ class Plan:
 class Reduction:
     """Reduces over the ranks of a shard group."""
 
-    def __init__(self, ranks: Ranks, shard_group: ShardGroup, outputs: bool, verify: bool, parts: Mapping[str, int]) -> None:
+    def __init__(self, ranks: Ranks, shard_group: ShardGroup, chosen: Chosen, parts: Mapping[str, int]) -> None:
         """
         Args:
-            outputs: whether parts of outputs are added up as well; the same on all ranks.
-            verify: whether products are verified; the same on all ranks.
+            chosen: what is added up beside operands; the same on all ranks.
             parts: of tensors whose copies are compared, by what; the same on all ranks.
         """
         self._ranks, self._shard_group = ranks, shard_group
         gemms = [name for name, kind in shard_group.kinds.items() if roles_of(kind) == ROLES]
         products = [(name, product) for name in gemms for product in PRODUCTS]
-        self._products = products if outputs else []
-        self._verified = WorstProducts(products if verify else [], ranks.rank)
-        self._copies = ReplicaComparison(gemms, parts, ranks.rank)
-        self.keys: list[Key] = shard_group.keys()
+        self._products = products if chosen.errors else []
+        self._verified = WorstProducts(products if chosen.verify else [], ranks.rank)
+        self._copies = ReplicaComparison(gemms if chosen.replicas else [], parts, ranks.rank)
+        self.keys: list[Key] = [*shard_group.keys(), *((name, role) for name in gemms for role in chosen.states)]
         self._index = {key: i for i, key in enumerate(self.keys)}
         self._casts: dict[int, Cast] = {}
         self._numbers: dict[Cast, int] = {}

@@ -32,6 +32,8 @@ OF_RANKS = ("ranks_within", "ranks_beyond", "ranks_unknown", "values_of_all", "r
 #: by (layer, product), float64 as `FOUND`, or as `OF_RANKS`
 ProductsFound = Mapping[tuple[str, str], torch.Tensor]
 _RATIOS = ("value_ratio", "row_ratio", "column_ratio", "block_ratio")
+#: columns that are null where nothing is known
+_OF_BLOCK = ("factor", "relative_error", "shape", "row", "column", "values_beyond", "rows_beyond", "columns_beyond")
 #: ranks that a code of severity has room for
 _RANKS = 1 << 15
 
@@ -98,10 +100,11 @@ def _row(of: Mapping[str, float], rows: int) -> dict[str, Any]:
         "values": int(of["values_of_all"]),
         "error_over_bound": ratio,
     }
-    of_block = dict.fromkeys(("factor", "shape", "row", "column", "values_beyond", "rows_beyond", "columns_beyond"))
+    of_block = dict.fromkeys(_OF_BLOCK)
     if known:
         row, column = _place(of)
         of_block |= {
+            "relative_error": math.sqrt(of["error2"] / of["exact2"]) if of["exact2"] > 0 else None,
             "factor": of["factor"] if math.isfinite(of["factor"]) else None,
             "shape": _shape(of, rows) if ratio is not None and ratio > 1 else None,
             "row": _in_whole(row, of["result_rows"], rows),

@@ -107,7 +107,7 @@ def assemble(
     recording.submit_job(live_control.read)
     shard_group, over = meet(ranks, model.kinds, errors)
     model.scales.emulate(shard_group.keys(ROLES))
-    chosen = Chosen(config.output_rows, config.verify_rows, config.replicas)
+    chosen = Chosen(config.output_rows, config.verify_rows, config.replicas, tuple(config.states))
     pipeline = Pipeline(ranks, shard_group, model.scales, errors, chosen)
     pipeline.over = over
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)

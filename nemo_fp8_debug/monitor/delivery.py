@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.arguments import shown
 from ..core.error_guard import ErrorGuard
+from ..core.keys import STATES
 from ..core.sample import Sample
 from ..distributed import Ranks
 from ..numerics.metric_columns import unscaled
@@ -85,9 +86,13 @@ class Delivery:
             columns | unscaled(columns, scalars.get("grad_scale"))
             for columns in (measured.metrics, measured.what_if, measured.copies)
         )
-        of_products = {"outputs": measured.outputs, "verification": measured.verification, "replicas": measured.replicas}
-        tables = {"what_if": what_if, "copies": copies, "block_scales": measured.block_scales} | of_products
-        sample = Sample(step, metrics, scalars, measured.histograms, trigger=steps[step].trigger, **tables)
+        of_operands, tried, states = _apart(metrics, what_if)
+        histograms = measured.histograms
+        tables: dict[str, Mapping[str, Sequence[Any]]] = {"what_if": tried, "states": states, "copies": copies}
+        tables |= {name: getattr(measured, name) for name in ("outputs", "verification", "replicas", "block_scales")}
+        if states:
+            tables["state_histograms"], histograms = (_rows(histograms, states=of) for of in (True, False))
+        sample = Sample(step, of_operands, scalars, histograms, trigger=steps[step].trigger, **tables)
         self._live_control.see_sample(sample)
         if self._ranks.world > 1 and self._layers is not None and not len(sample):
             message = f"the sample of step {step} is empty: no layer on any rank matches {shown(self._layers)}"
@@ -115,3 +120,22 @@ class Delivery:
         with self._errors.guard("while recording"):
             self._pipeline.settle()
             self._recording.deliver(wait=True)
+
+
+def _apart(
+    metrics: Mapping[str, Sequence[Any]], what_if: Mapping[str, Sequence[Any]]
+) -> tuple[Mapping[str, Sequence[Any]], Mapping[str, Sequence[Any]], Mapping[str, Sequence[Any]]]:
+    """Rows of operands, in use and under what-if recipes, and those of optimizer states, of both."""
+    of_states = [_rows(columns, states=True) for columns in (metrics, what_if)]
+    if not any(of_states):
+        return metrics, what_if, {}
+    in_use, tried = of_states
+    none = [None] * len(tried.get("layer", ()))
+    both = {name: [*values, *tried.get(name, none)] for name, values in in_use.items()}
+    return _rows(metrics, states=False), _rows(what_if, states=False), both
+
+
+def _rows(columns: Mapping[str, Sequence[Any]], states: bool) -> dict[str, list[Any]]:
+    """The rows of optimizer states, or those of operands; empty if there are none."""
+    kept = [i for i, role in enumerate(columns.get("role", ())) if (role in STATES) == states]
+    return {name: [values[i] for i in kept] for name, values in columns.items()} if kept else {}

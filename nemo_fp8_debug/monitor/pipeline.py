@@ -82,9 +82,7 @@ class Pipeline:
         self._ranks, self._shard_group, self._scales, self._errors = ranks, shard_group, scales, errors
         self._keys = shard_group.keys(ROLES)
         self._others: dict[str, EmulatedScales] = {}
-        self._reduction = Reduction(
-            ranks, shard_group, chosen.errors > 0, chosen.verify > 0, parts_of() if chosen.replicas else {}
-        )
+        self._reduction = Reduction(ranks, shard_group, chosen, parts_of())
         self._verified_rows = chosen.rows
         self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
         #: of the sample under way: its outcome, or None as soon as ranks are out of sync

@@ -22,6 +22,7 @@ from ..capture.grad_scale import GradScale
 from ..capture.hooks import Capture, OperandSink
 from ..capture.matmul_capture import MatmulCapture
 from ..capture.operands import Operand
+from ..capture.optimizer_states import StateCapture
 from ..capture.output_samples import Chosen, Products
 from ..capture.product_checks import CheckQueue
 from ..capture.replicas import ReplicaChecks
@@ -38,6 +39,7 @@ from .dump_tap import Dumping
 from .model_scan import ModelScan
 from .pipeline import Sampled, Steps
 from .schedule import Schedule
+from .states import state_capture
 
 #: operands that a warning names, at the most
 _NAMED = 4
@@ -76,6 +78,7 @@ class SampledStep:
         self._captures: list[Capture | MatmulCapture] = []
         self._attention: AttentionCapture | None = None
         self._replicas: ReplicaChecks | None = None
+        self._states: StateCapture | None = None
         self._multiplier: GradScale | None = None
         self._lost: dict[str, list[Key]] = {}
         self._eager: Any = None  # while compiled layers run in eager mode
@@ -183,8 +186,11 @@ class SampledStep:
             self._captures.append(Capture(outside, *options, model.masters, self._replicas))
         if inside:
             self._captures.append(MatmulCapture(inside, *options))
-        for capture in (*self._captures, *([self._replicas] if self._replicas else [])):
-            capture.attach()
+        shard_group, rank = self._watched.shard_group, self._watched.rank
+        self._states = state_capture(self._known, self._plan, self._operands, shard_group, rank, guard)
+        for capture in (*self._captures, self._replicas, self._states):
+            if capture is not None:
+                capture.attach()
         self._attention = attention_capture(model, self._plan, self._operands, self._lose, order)
 
     @property
@@ -209,7 +215,7 @@ class SampledStep:
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
             self._eager = None
-        for watching in (*self._captures, self._multiplier, self._attention, self._replicas):
+        for watching in (*self._captures, self._multiplier, self._attention, self._replicas, self._states):
             if watching is not None:
                 watching.detach()
         warn_of_unseen(self._attention, self._watched.errors)

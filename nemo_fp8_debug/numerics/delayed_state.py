@@ -11,7 +11,7 @@ from ..core.keys import Key
 from .block_scaling import BlockRule
 from .formats import FloatFormat
 from .recipe import Recipe
-from .tensor_scaling import CurrentScaling, DelayedScaling, scales_of
+from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled, scales_of
 
 #: (layer, role)
 
@@ -84,6 +84,8 @@ class EmulatedScales:
         rule = self.recipe.scaling
         if isinstance(rule, (CurrentScaling, BlockRule)):
             return rule
+        if isinstance(rule, Unscaled):
+            return torch.ones(())
         if isinstance(rule, DelayedScaling) and key not in self._seen:
             return CurrentScaling()
         return self._state.scale[self._state.index[key]]

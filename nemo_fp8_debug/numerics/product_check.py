@@ -50,6 +50,8 @@ CHECKED = (
     "block_ratio",
     "factor",
     "unchecked",
+    "error2",
+    "exact2",
 )
 
 
@@ -209,6 +211,8 @@ def check_blocks(blocks: Sequence[Block]) -> torch.Tensor:
         whole,
         1 + (sums.expected * sums.error).sum((1, 2)) / sums.expected.square().sum((1, 2)),
         (~usable).sum((1, 2)),
+        torch.where(usable, error, 0).square().sum((1, 2)),
+        torch.where(usable, expected, 0).square().sum((1, 2)),
     ]
     return torch.stack([x.double() for x in found], 1)
 

@@ -23,6 +23,11 @@ _WEIGHED = ("underflow_pct", "overflow_pct", "relative_error")
 Write = Callable[[dict[str, float], int], None]
 
 
+#: metrics of optimizer states, and what of all layers is streamed
+_OF_STATES = ("amax", "underflow_pct", "relative_error")
+_KINDS: dict[str, Callable[[list[float]], float]] = {"worst": max, "median": statistics.median}
+
+
 class TagBudget:
     """Which tensors get tags of their own when not all can: the worst of each role, kept once chosen.
 
@@ -95,9 +100,8 @@ class ScalarRecorder:
                     continue
                 found, worst[metric, role] = self._streamed(metric, role, values, tensors)
                 tags |= found
-        return tags | self._outputs(sample, tensors) | self._verification(sample, tensors) | _unscaled(sample) | _what_if(
-            sample
-        ), worst
+        of_products = self._outputs(sample, tensors) | self._verification(sample, tensors)
+        return tags | of_products | _states(sample) | _unscaled(sample) | _what_if(sample), worst
 
     def _streamed(
         self, metric: str, of: str, values: Mapping[str, float], tensors: int
@@ -130,6 +134,18 @@ class ScalarRecorder:
             if ratio is not None:
                 values[product][layer] = ratio
         return {t: v for p, of in values.items() for t, v in self._streamed("error_over_bound", p, of, tensors)[0].items()}
+
+
+def _states(sample: Sample) -> dict[str, float]:
+    """The worst and the median of what optimizers keep, as it is and under each what-if recipe."""
+    columns, values = sample.states, defaultdict[str, list[float]](list)
+    rows = zip(*(columns[name] for name in ("role", "recipe", "scale_source", *_OF_STATES)), strict=True) if columns else ()
+    for role, recipe, source, *found in rows:
+        under = f"/{recipe}" if source == "what-if" else ""
+        for metric, value in zip(_OF_STATES, found, strict=True):
+            if value is not None and math.isfinite(value):
+                values[f"fp8_states/{metric}/{role}{under}"].append(value)
+    return {f"{tag}/{kind}": of(found) for tag, found in values.items() for kind, of in _KINDS.items()}
 
 
 def _unscaled(sample: Sample) -> dict[str, float]:

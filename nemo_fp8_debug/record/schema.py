@@ -74,7 +74,7 @@ _VERIFICATION: dict[str, Any] = {
     **{name: _OUTPUTS[name] for name in (*_KEYS, "consumed_samples", "layer", "gemm", "product")},
     **dict.fromkeys(("outcome", "reason", "shape"), pl.String),
     **dict.fromkeys(("rank", "ranks", "ranks_beyond", "ranks_unknown", "values"), pl.Int64),
-    **dict.fromkeys(("error_over_bound", "factor"), pl.Float64),
+    **dict.fromkeys(("error_over_bound", "factor", "relative_error"), pl.Float64),
     **dict.fromkeys(("row", "column", "values_beyond", "rows_beyond", "columns_beyond"), pl.Int64),
 }
 #: one row for each tensor that ranks may hold copies of, where that was asked for
@@ -110,6 +110,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "block_scales": _BLOCK_SCALES,
     "verification": _VERIFICATION,
     "replicas": _REPLICAS,
+    "states": _METRICS,
+    "state_histograms": _HISTOGRAMS,
     "steps": _STEPS,
     "validation": _VALIDATION,
 }

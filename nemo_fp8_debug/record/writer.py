@@ -31,7 +31,8 @@ from .storage import Storage
 #: parts that are merged into one
 MERGED = 64
 #: tables whose parts are small
-_MERGED_TABLES = tuple(table for table in SCHEMAS if table not in ("histograms", "replayed"))
+_HISTOGRAMS = ("histograms", "state_histograms")
+_MERGED_TABLES = tuple(table for table in SCHEMAS if table not in (*_HISTOGRAMS, "replayed"))
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
 
@@ -103,12 +104,14 @@ class RunRecord:
             ("block_scales", sample.block_scales),
             ("verification", sample.verification),
             ("replicas", sample.replicas),
+            ("states", sample.states),
+            ("state_histograms", sample.state_histograms),
             ("histograms", sample.histograms),
         ):
             if columns:
                 rows = len(columns["layer"])
                 keys: dict[str, list[Any]] = {"attempt": [self.attempt] * rows, "step": [sample.step] * rows}
-                if table != "histograms":
+                if table not in _HISTOGRAMS:
                     keys["consumed_samples"] = [sample.scalars.get("consumed_samples")] * rows
                 self.write_part(table, {**keys, **columns}, sample.step)
         self.samples += 1
@@ -170,7 +173,7 @@ class RunRecord:
             )
         while sum(len(content) for _, _, content in self._backlog) > BACKLOG:
             # Histograms are large, and what is lost with one is least.
-            doomed = next((entry for entry in self._backlog if entry[0] == "histograms"), self._backlog[0])
+            doomed = next((entry for entry in self._backlog if entry[0] in _HISTOGRAMS), self._backlog[0])
             self._backlog.remove(doomed)
             self.lost += 1
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
+import ml_dtypes
 import pytest
 import torch
 from product_faults.faults import FAULTS, FaultyKernel
@@ -83,3 +85,48 @@ def test_the_trigger_has_the_next_steps_sampled(tmp_path: Path) -> None:
     told = steps.filter(steps["trigger"].is_not_null())
     assert ONSET < told["step"].min() <= ONSET + INTERVAL
     assert told["trigger"][0].startswith("dW of 2 is not the product of its operands on rank 0 (error ")
+
+
+def test_the_error_of_a_product_is_divided_among_its_causes(tmp_path: Path) -> None:
+    """Against the squares of the errors themselves: of each operand alone, of both, and of what the kernel returned."""
+    from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
+    from nemo_fp8_debug.analysis.diagnosis.rules.outputs import error_budget
+    from nemo_fp8_debug.analysis.runs.run import Run
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 96, bias=False)).bfloat16(), torch.randn(128, 64).bfloat16()
+    emulation = Emulation(model, "current")
+    emulation.attach()
+    options = {"interval": 1, "table_rows": 0, "output_rows": 1000, "verify_rows": 1000}
+    monitor = Monitor(model, str(tmp_path), on_error="raise", **options)
+    with monitor.step(0) as report:
+        y = model(x)
+        (loss := y.float().square().mean()).backward()
+        report(loss=loss)
+    monitor.close()
+    emulation.detach()
+    found = Finding("operand", "underflow", "high", "", "", "0", "input", 0)
+    run = Run.read(str(tmp_path))
+    budget = error_budget(found, run.outputs, run.verification)
+    assert budget is not None
+    of_y = next(part for part in budget.evidence.split("; ") if "error of Y" in part)
+    shares = {what: float(share) for share, what in re.findall(r"(-?\d+)% ((?:of |joint)[^,]*)", of_y)}
+    assert set(shares) == {"of X", "of W", "joint", "of accumulation and rounding"}
+    assert sum(shares.values()) == pytest.approx(100, abs=2)
+    w = model[0].weight.detach()
+    cast = {role: emulated_cast(tensor) for role, tensor in (("X", x), ("W", w))}
+    exact = x.double() @ w.double().t()
+    alone = {"of X": (cast["X"] - x.double()) @ w.double().t(), "of W": x.double() @ (cast["W"] - w.double()).t()}
+    both = cast["X"] @ cast["W"].t()
+    squares = {what: float(error.square().sum()) for what, error in alone.items()}
+    squares["joint"] = float((both - exact).square().sum()) - sum(squares.values())
+    total = sum(squares.values()) + float((y.detach().double() - both.bfloat16().double()).square().sum())
+    for what in ("of X", "of W"):
+        assert shares[what] == pytest.approx(100 * squares[what] / total, abs=2)
+
+
+def emulated_cast(x: torch.Tensor) -> torch.Tensor:
+    """E4M3 with a scale from the largest value, by ml_dtypes."""
+    scale = 448.0 / float(x.abs().max())
+    codes = (x.float().numpy() * scale).astype(ml_dtypes.float8_e4m3fn).astype("float32")
+    return (torch.from_numpy(codes) / scale).bfloat16().double()

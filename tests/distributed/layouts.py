@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from nemo_fp8_debug.core.keys import STATES
+
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH, VOCABULARY = 4, 64, 32, 2, 64
 #: over all data-parallel ranks
 MICRO_BATCHES = 2
@@ -91,7 +93,7 @@ SPREAD = [layout for layout in LAYOUTS if layout.world > 1 and layout.name != "c
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 #: how each layout is watched
 WATCHED: dict[str, dict[str, Any]] = {
-    "auto": {"recipe": "auto", "what_if": ["current-e5m2", "mxfp8"], "output_rows": 1000},
+    "auto": {"recipe": "auto", "what_if": ["current-e5m2", "mxfp8"], "output_rows": 1000, "states": tuple(STATES)},
     "delayed": {"recipe": "delayed", "verify_rows": 16, "replicas": True},
 }
 

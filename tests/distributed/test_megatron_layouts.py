@@ -18,6 +18,7 @@ from layouts import BY_NAME, LAYOUTS, SPREAD, STEPS, WATCHED, Layout, sequences
 from processes import run_script
 from products import errors, metrics_of, quantized
 
+from nemo_fp8_debug.core.keys import STATES
 from nemo_fp8_debug.record.reader import find_run, read_table
 
 Key = tuple[str, str]
@@ -219,10 +220,26 @@ def test_copies_of_a_run_that_goes_well_are_equal(trained: Path, layout: Layout)
         assert outcomes["input"] == {"equal"} and outcomes["weight"] == {"no copy"}
     if layout.name == "dp":
         assert outcomes["weight_gradient"] == {"equal"}
-    if layout.name != "cp":  # which has no optimizer
+    if outcomes and layout.name != "cp":  # which has no optimizer
         assert outcomes["master"] == {"equal"}
     if layout.ddp.get("use_distributed_optimizer"):
         assert "equal" not in outcomes.get("weight_gradient", set())
+
+
+@pytest.mark.parametrize("layout", [found for found in SPREAD if found.noise == 0], ids=lambda layout: layout.name)
+def test_optimizer_states_are_those_of_one_process(trained: Path, layout: Layout) -> None:
+    """Whole, or put together from the parts that ranks of a distributed optimizer keep."""
+    mine, its = (read_table(find_run(trained / name / "auto"), "states") for name in (layout.name, like(layout)))
+    keys = ["step", "layer", "role", "recipe"]
+    both = mine.join(its, on=keys, suffix="_of_one", how="full", coalesce=True).filter(pl.col("step") < layout.alike)
+    assert set(its["role"]) == set(STATES) and set(its["recipe"]) == {"current-hybrid", "current-e5m2", "mxfp8-e4m3"}
+    known = both.filter(~pl.col("layer").str.contains("experts"))
+    assert len(known) and not known["n_of_one"].is_null().any()
+    assert known["n"].equals(known["n_of_one"].alias("n")) and known["amax"].equals(known["amax_of_one"].alias("amax"))
+    if layout.ddp.get("use_distributed_optimizer"):
+        return  # parts have scales of their own, and blocks that end where they do
+    for metric in ("underflow_pct", "relative_error", "kurtosis"):
+        assert known[metric].to_list() == pytest.approx(known[f"{metric}_of_one"].to_list(), rel=1e-9)
 
 
 @of_spread

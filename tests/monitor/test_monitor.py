@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning, Monitor
+from nemo_fp8_debug.core.keys import STATES
 from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -29,7 +30,8 @@ def train(interval: int | None, options: dict[str, Any], recipe: str | None) -> 
     emulation = attached(model, recipe, ["layers.*"]) if recipe else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = 8 if interval == 1 else 0
-    watched = {"interval": interval, "output_rows": rows, "verify_rows": rows, "on_error": "raise"}
+    states = tuple(STATES) if interval == 1 else ()
+    watched = {"interval": interval, "output_rows": rows, "verify_rows": rows, "states": states, "on_error": "raise"}
     monitor = Monitor(model, recorders=[Samples()], **watched) if interval else None
     losses = []
     for step in range(STEPS):

@@ -30,7 +30,7 @@ from .rules.gradient_norm import gradient_norm
 from .rules.learning_rate import learning_rate
 from .rules.nonfinite import nonfinite
 from .rules.optimizer_steps import optimizer_steps, stopped_at
-from .rules.outputs import reach
+from .rules.outputs import error_budget, reach
 from .rules.recipe import recipes
 from .rules.replicas import replicas
 from .rules.settings import settings
@@ -138,6 +138,7 @@ def _added_up(
         *operands,
     ]
     findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
+    findings += filter(None, [error_budget(f, run.outputs, run.verification) for f in operands[:1]])
     sampled = (
         None if harmed_since is None else harmed_since + int(interval_of(run.metrics["step"].unique().sort().to_numpy()))
     )

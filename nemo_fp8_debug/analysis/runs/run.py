@@ -103,6 +103,11 @@ class Run:
         return _with_names(_along(self.axis, read_table(self.path, "verification")), self.renamed_to)
 
     @cached_property
+    def states(self) -> pl.DataFrame:
+        """`states` table, empty where optimizer states were not asked for; read when first asked for."""
+        return _with_names(_along(self.axis, read_table(self.path, "states")), self.renamed_to)
+
+    @cached_property
     def replicas(self) -> pl.DataFrame:
         """`replicas` table, empty where copies were not compared; read when first asked for."""
         return _with_names(_along(self.axis, read_table(self.path, "replicas")), self.renamed_to)

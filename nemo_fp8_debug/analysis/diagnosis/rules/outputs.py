@@ -1,9 +1,13 @@
-"""Does the error of an operand reach what GEMMs put out? An operand can lose most of its values and hurt nothing."""
+"""Does the error of an operand reach what GEMMs put out, and whose is that error?
+
+An operand can lose most of its values and hurt nothing.
+"""
 
 from __future__ import annotations
 
 import polars as pl
 
+from ....core.keys import RESULTS, ROLES, SHOWN_AS
 from ...formatting import number
 from .finding import Finding
 
@@ -36,3 +40,40 @@ def reach(found: Finding, run: pl.DataFrame, baseline: pl.DataFrame | None = Non
     what = "reaches" if grown else "does not reach"
     facts = f"its error {what} what the GEMMs put out: {', '.join(told)}"
     return Finding("outputs", found.cause if grown else "none", "high", facts, "", found.layer, found.role, found.since)
+
+
+def error_budget(found: Finding, outputs: pl.DataFrame, verification: pl.DataFrame) -> Finding | None:
+    """Whose the error of each product of a layer is, in parts of its square that sum to 100%; None if it was not measured.
+
+    Args:
+        found: about an operand, whose layer it is.
+        outputs, verification: tables of the run; without the latter nothing is known of accumulation.
+    """
+    told = []
+    for product, result in RESULTS.items():
+        here = (pl.col("layer") == found.layer) & (pl.col("product") == product) & (pl.col("step") >= (found.since or 0))
+        shares = _shares(outputs.filter(here), verification.filter(here))
+        if shares:
+            parts = ", ".join(f"{share:.0f}% {what}" for what, share in shares.items())
+            told.append(f"of the error of {result}: {parts}")
+    if not told:
+        return None
+    return Finding("error budget", "none", "high", "; ".join(told), "", found.layer, found.role, found.since)
+
+
+def _shares(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str, float]:
+    """In percent, largest first; what two operands do together is joint, and may be less than nothing where they cancel."""
+    rows = outputs.filter(pl.col("relative_error").is_not_null()).with_columns(pl.col("^.*error.*$") ** 2)
+    if rows.is_empty():
+        return {}
+    squares = {role: rows[f"error_of_{role}"].mean() for role in ROLES}
+    parts = {f"of {SHOWN_AS[role]}": float(value) for role, value in squares.items() if isinstance(value, float)}
+    both = rows["relative_error"].mean()
+    assert isinstance(both, float)
+    parts["joint"] = both - sum(parts.values())
+    rounding = (verification["relative_error"] ** 2).mean() if len(verification) else None
+    if isinstance(rounding, float):
+        parts["of accumulation and rounding"] = rounding
+    total = sum(parts.values())
+    shares = {what: 100 * value / total for what, value in parts.items()} if total > 0 else {}
+    return dict(sorted(shares.items(), key=lambda part: -part[1]))

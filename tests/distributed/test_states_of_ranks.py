@@ -1,0 +1,79 @@
+"""Weight gradients and optimizer states against float64 figures of the whole tensors, under DDP and FSDP2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from processes import run_script
+from states_of_ranks import STEPS, WORLDS
+from torch import nn
+
+from nemo_fp8_debug import Monitor, diagnose, read_record
+from nemo_fp8_debug.core.keys import ROLES, STATES
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("states")
+    run_script(Path(__file__).with_name("states_of_ranks.py"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_states_are_those_of_the_whole_tensors(trained: Path, kind: str, world: int) -> None:
+    run = trained / f"{kind}-{world}"
+    oracle = json.loads((run / "oracle.json").read_text())
+    rows = read_record(str(run), "states").filter(recipe="current-hybrid")
+    assert len(rows) == len(oracle) == STEPS * 2 * 3
+    for row in rows.iter_rows(named=True):
+        expected = oracle[f"{row['step']}/{row['layer']}/{row['role']}"]
+        assert (row["n"], row["amax"]) == (expected["n"], expected["amax"])
+        assert row["kurtosis"] == pytest.approx(expected["kurtosis"], rel=1e-6)
+        assert row["scale_source"] == "not quantized" and row["dtype"] == "float32"
+
+
+def test_what_bf16_would_do_is_told(trained: Path) -> None:
+    rows = read_record(str(trained / "ddp-2"), "states").filter(recipe="bf16")
+    assert len(rows) == STEPS * 2 * 3 and rows["relative_error"].is_between(5e-4, 4e-3).all()
+
+
+def test_operands_and_states_are_kept_apart(trained: Path) -> None:
+    for table in ("metrics", "what_if"):
+        assert set(read_record(str(trained / "ddp-2"), table)["role"]) == set(ROLES)
+    assert diagnose(str(trained / "ddp-2")).culprit is None
+
+
+def test_a_master_weight_is_what_the_optimizer_steps_by(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8).bfloat16()
+    for parameter in model.parameters():
+        parameter.main_param = nn.Parameter(parameter.detach().float())  # type: ignore[attr-defined]
+    masters = [parameter.main_param for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.5, momentum=0.9)
+    monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, on_error="raise", states=tuple(STATES))
+    with monitor.step(0):
+        model(torch.randn(4, 16).bfloat16()).float().square().mean().backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        optimizer.step()
+    monitor.close()
+    rows = read_record(str(tmp_path), "states")
+    assert set(rows["role"]) == {"weight_gradient", "first_moment", "master_weight"}
+    amax = dict(rows.select("role", "amax").rows())
+    assert amax["master_weight"] == masters[0].detach().abs().max().item()
+    assert amax["first_moment"] == amax["weight_gradient"] == masters[0].grad.abs().max().item()
+
+
+def test_nothing_is_looked_at_unless_asked_for(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    with Monitor(model, str(tmp_path), interval=1, table_rows=0, on_error="raise").step(0):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert read_record(str(tmp_path), "states").is_empty()
+    assert isinstance(read_record(str(tmp_path), "states"), pl.DataFrame)
