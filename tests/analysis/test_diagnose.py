@@ -3,16 +3,20 @@ to go by."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from diagnosed_runs import CULPRIT, EVERY, LAYERS, ONSET, STEPS, N, corrupted, falling, nothing, trending, write
+from diagnosed_runs import CULPRIT, EVERY, FIRST, LAYERS, ONSET, STEPS, N, corrupted, falling, nothing, trending, write
 from samples import FINGERPRINT, sample
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.recommendation.recommend import flagged_by
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError, RecordError
@@ -42,6 +46,19 @@ class TestAPair:
         )
         (also,) = found.to_json()["also_wrong"]
         assert (also["layer"], also["cause"]) == (CULPRIT, "corrupted_scale")
+
+    def test_a_scale_that_went_wrong_after_the_loss_is_to_be_changed_too(self, tmp_path: Path, baseline: Path) -> None:
+        """No loss brings that about, so that the run would not come back without it."""
+        turns = itertools.cycle((0, 5 * EVERY))  # of the two operands, in the order of layers
+
+        def one_later(step: int) -> Mapping[str, Any]:
+            return corrupted(step - next(turns))
+
+        both = write(tmp_path / "both", one_later, falling(left=112), culprit=[FIRST, CULPRIT])
+        found = diagnose(both, baseline)
+        assert found.divergence_step is not None and found.divergence_step < ONSET + 5 * EVERY
+        assert found.culprit and found.culprit.layer == FIRST
+        assert list(flagged_by(found)) == [(FIRST, "input"), (CULPRIT, "input")]
 
     def test_without_a_rise_it_is_harmless_so_far(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted), baseline)

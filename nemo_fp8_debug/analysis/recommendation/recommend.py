@@ -175,7 +175,8 @@ def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, Errors]) -> list[
 
 def flagged_by(found: Diagnosis) -> dict[Key, str]:
     """The operands that left the baseline's band before the loss diverged, earliest first, and by which metric; all of them
-    where it stays, and none where they are not to blame."""
+    where it stays, and none where they are not to blame. A scale that surely went wrong counts whenever it did: no loss
+    brings that about."""
     flagged: dict[Key, str] = {}
     if found.cause in NOT_FP8 or found.comparison is None:
         return flagged
@@ -185,6 +186,10 @@ def flagged_by(found: Diagnosis) -> dict[Key, str]:
             continue
         what = f"{row['metric']} {number(row['expected'])} -> {number(row['value'])} from step {row['onset']}"
         flagged.setdefault((row["layer"], row["role"]), what)
+    for each in found.findings:
+        wrong_by_itself = each.rule == "operand" and each.confidence == "high" and not each.may_follow_the_loss
+        if wrong_by_itself and each.layer and each.role and each.cause != "nonfinite":
+            flagged.setdefault((each.layer, each.role), f"{each.cause}: {each.evidence}")
     return flagged
 
 
