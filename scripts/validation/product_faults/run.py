@@ -1,9 +1,9 @@
 """Measures how surely wrong products are found, and that right ones are not called wrong.
 
-Results of a CPU with and of one without AVX-512 lie beside each other in results.json; `SIMULATE_CPU=avx2
-ATEN_CPU_CAPABILITY=avx2` makes any CPU behave as the latter.
+    PYTHONPATH=scripts/validation:recipes OMP_NUM_THREADS=1 .venv/bin/python -m product_faults.run
 
-PYTHONPATH=scripts/any_cpu:scripts/validation:recipes OMP_NUM_THREADS=1 .venv/bin/python -m product_faults.run
+Results of a CPU with and of one without AVX-512 lie beside each other in results.json; ATEN_CPU_CAPABILITY=avx2 makes torch
+behave as on the latter.
 """
 
 from __future__ import annotations
