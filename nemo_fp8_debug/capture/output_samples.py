@@ -105,6 +105,8 @@ class Products:
             if call == self._call and m.numel():
                 operand = self._operands[role]
                 self._counted |= role != "weight" and operand.is_counted(x)
+                if role == "grad_output" and self._checks:
+                    self._checks.gradient(m)
                 self._take(role, m, use or operand.in_use)
 
     def begin_call(self, args: Args, kwargs: Kwargs) -> None:

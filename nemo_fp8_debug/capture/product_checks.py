@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..measurement.verification import GATHERED, NOT_SEEN
+from ..measurement.verification import CHANGED, GATHERED, NOT_SEEN
 from ..numerics.block_scaling import matrix
 from ..numerics.gemm_error import spread
 from ..numerics.product_check import CHECKED, Accumulation, Block, Exact, check_blocks
@@ -38,6 +38,11 @@ class CheckQueue:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[ProductChecks, str, Block]] = []
+        self._checks: list[ProductChecks] = []
+
+    def serve(self, checks: ProductChecks) -> None:
+        """Move what a GEMM keeps with the blocks that wait."""
+        self._checks.append(checks)
 
     def add(self, checks: ProductChecks, product: str, block: Block) -> None:
         """Take a block in."""
@@ -48,6 +53,8 @@ class CheckQueue:
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by what `to` gives for it."""
         self._waiting = [(checks, product, block.moved(to)) for checks, product, block in self._waiting]
+        for checks in self._checks:
+            checks.move(to)
 
     def run(self) -> None:
         """Check what waits, and give what is found to whom it belongs."""
@@ -81,6 +88,7 @@ class ProductChecks:
             queue: checks blocks.
         """
         self._rows, self._queue = rows, queue
+        queue.serve(self)
         self._how: dict[str, Accumulation] = {}
         self._exact: dict[str, tuple[Exact, tuple[int, int]]] = {}
         self._returned: dict[str, _Returned] = {}
@@ -89,6 +97,30 @@ class ProductChecks:
         self._shapes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, int] = {}
         self._not_computed: set[str] = set()
+        #: of dY as it was looked at, and whether the GEMM got another one: bool scalar
+        self._gradient: tuple[torch.Tensor, tuple[int, int]] | None = None
+        self._changed: torch.Tensor | None = None
+
+    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace each tensor that was found by what `to` gives for it."""
+        self._changed = None if self._changed is None else to(self._changed)
+        self.found_of = {product: to(found) for product, found in self.found_of.items()}
+
+    def gradient(self, dy: torch.Tensor) -> None:
+        """dY as it was looked at.
+
+        Args:
+            dy: [rows, columns].
+        """
+        self._gradient = self.block(dy), (dy.shape[0], dy.shape[1])
+
+    def multiplied_gradient(self, dy: torch.Tensor) -> None:
+        """dY as the GEMM gets it, which hooks may have changed; without host synchronization."""
+        m = matrix(local(dy.detach()))
+        if self._gradient is not None and tuple(m.shape) == self._gradient[1]:
+            (seen, _), now = self._gradient, self.block(m)
+            self._changed = ~((seen == now) | (seen.isnan() & now.isnan())).all()
+        self._gradient = None
 
     def operands(self, product: str, a: Used, b: Used, splits: bool = False) -> None:
         """What was multiplied: A and B of A B^T.
@@ -155,6 +187,10 @@ class ProductChecks:
     def found(self) -> dict[str, torch.Tensor]:
         """By product, in host memory, float64 as `measurement.verification.FOUND`."""
         self._queue.run()
+        if self._changed is not None and bool(self._changed):
+            for product in ("dgrad", "wgrad"):
+                self.found_of.pop(product, None)
+                self.cannot_tell(product, CHANGED)
         of = {
             product: torch.cat([torch.tensor([0.0, *self._shapes[product]], dtype=torch.float64), found.cpu()])
             for product, found in self.found_of.items()

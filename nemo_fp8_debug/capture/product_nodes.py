@@ -70,7 +70,7 @@ def _place_of(node: Any, x: torch.Tensor | None) -> int | None:
 def watch(
     found: ProductNode,
     take: Callable[[str, torch.Tensor | None], None],
-    begin: Callable[[], None],
+    begin: Callable[[Any], None],
     end: Callable[[], None],
 ) -> None:
     """Have `take` called with dX and dW as the node returns them, dW as W lies; None if it returns none.
@@ -78,7 +78,7 @@ def watch(
     Does not hold the node.
 
     Args:
-        begin, end: called before and after the node runs.
+        begin, end: called before the node runs, with the gradients that it gets, and after it has run.
     """
     places, turned = {"dgrad": found.x, "wgrad": found.weight}, found.turned
 
@@ -89,7 +89,7 @@ def watch(
                 grad = grads[place]
                 take(product, grad.t() if turned and product == "wgrad" and grad is not None else grad)
 
-    found.node.register_prehook(lambda _: begin())
+    found.node.register_prehook(begin)
     found.node.register_hook(after)
 
 

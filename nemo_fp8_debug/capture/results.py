@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 from torch.utils._pytree import tree_leaves
 
-from ..measurement.verification import ADDED_UP, INSIDE, NOT_SEEN
+from ..measurement.verification import ADDED_UP, HOOKED, INSIDE, NOT_SEEN
 from ..numerics.block_scaling import matrix
 from .backends.base import Args, Kwargs, as_multiplied, raw_weight
 from .backends.parallel import sequence_part, splits_inputs
@@ -21,6 +21,7 @@ from .backends.transformer_engine.casts import call_of, is_quantized
 from .collectives import Collectives
 from .dtensor import is_dtensor, local
 from .gemms import Gemm
+from .overrides import emulated
 from .product_checks import ProductChecks
 from .product_nodes import bias_of, product_node, watch
 
@@ -44,6 +45,9 @@ class Results:
         for product, roles in _OPERANDS.items():
             if set(roles) & set(gemm.unseen):
                 checks.cannot_tell(product, INSIDE)
+        if changes_operands(gemm.module):
+            for product in _OPERANDS:
+                checks.cannot_tell(product, HOOKED)
         self._mode = BeforeSums(checks, "fprop", self._shape(args, kwargs)) if splits_inputs(gemm.module) else None
         if self._mode:
             self._mode.begin()
@@ -107,7 +111,9 @@ class Results:
         fused = MainGrad(self._gemm, self._checks, call_of(y)) if _adds_to_main_grad(self._gemm) else None
         around = [part for part in (mode, fused) if part is not None]
 
-        def begin() -> None:
+        def begin(grads: Any) -> None:
+            with self._guard("while looking at what a GEMM returned"):
+                self._see_multiplied_gradient(grads)
             for part in around:
                 part.begin()
 
@@ -116,6 +122,12 @@ class Results:
                 part.end()
 
         watch(found, self._take, begin, end)
+
+    def _see_multiplied_gradient(self, grads: Any) -> None:
+        if emulated(self._gemm.module) is None and grads and isinstance(grads[0], torch.Tensor):
+            mine = self._mine(grads[0])
+            if mine is not None:
+                self._checks.multiplied_gradient(mine)
 
     def _mine(self, x: torch.Tensor) -> torch.Tensor | None:
         """The rows that belong to this GEMM, of several that a module runs."""
@@ -193,6 +205,22 @@ def _first_tensor(given: tuple[Args, Kwargs]) -> torch.Tensor | None:
 def _adds_to_main_grad(gemm: Gemm) -> bool:
     names = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
     return any(getattr(gemm.module, name, False) for name in names) and hasattr(raw_weight(gemm.module), "main_grad")
+
+
+#: packages whose hooks before a forward gather or count operands, and do not change them
+_HARMLESS = ("torch", "megatron", "transformer_engine", "deepspeed", "lightning", "nemo", "nemo_fp8_debug")
+
+
+def changes_operands(module: Any) -> bool:
+    """Whether hooks of somebody else's run before the forward, which may change its arguments or its weight."""
+    hooks = getattr(module, "_forward_pre_hooks", {}).values()
+    return any(_package_of(hook) not in _HARMLESS for hook in hooks)
+
+
+def _package_of(hook: Any) -> str:
+    function = getattr(hook, "func", hook)  # of a partial
+    name = getattr(function, "__module__", None) or type(function).__module__
+    return str(name).partition(".")[0]
 
 
 def has_ranks() -> bool:

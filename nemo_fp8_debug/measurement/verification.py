@@ -22,8 +22,10 @@ REASONS = (
     "one of its operands, or what it returned, exists inside its module only",
     "it multiplies a copy of an operand that is transformed first, or whose cast is not known",
     "its weight is stored in blocks, with a copy for this product that was not read",
+    "a hook of somebody else's may change X or W after they were looked at",
+    "a hook of somebody else's changed dY after it was looked at",
 )
-NOT_SEEN, UNKNOWN_CAST, BY_CHANCE, GATHERED, ADDED_UP, INSIDE, UNKNOWN_COPY, STORED = range(1, len(REASONS))
+NOT_SEEN, UNKNOWN_CAST, BY_CHANCE, GATHERED, ADDED_UP, INSIDE, UNKNOWN_COPY, STORED, HOOKED, CHANGED = range(1, len(REASONS))
 
 #: what a rank knows of a product: why nothing can be told, 0 for none, the shape of what was returned, and of its block
 FOUND = ("reason", "result_rows", "result_columns", *CHECKED)

@@ -167,3 +167,22 @@ def test_a_linear_of_others_is_not_believed() -> None:
 
     model, x = nn.Sequential(Doubled(64, 32)), torch.randn(40, 64)
     assert "beyond" not in outcomes(verified(model, squares(model, x)))
+
+
+def test_hooks_of_others_that_may_change_operands_leave_nothing_to_tell() -> None:
+    """Noise that a user adds to X, or a gradient that a user scales, is no fault of a kernel."""
+    model, x = mlp(), torch.randn(160, 64).bfloat16()
+    handle = model.get_submodule("2").register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    found = {(row["layer"], row["product"]): row for row in verified(model, squares(model, x))}
+    assert {found["2", product]["outcome"] for product in PRODUCTS} == {"unknown"}
+    assert "hook of somebody else's may change X" in found["2", "fprop"]["reason"]
+    assert found["0", "fprop"]["outcome"] == found["0", "wgrad"]["outcome"] == "within"
+    handle.remove()
+    model.get_submodule("2").register_forward_hook(lambda module, args, out: out.register_hook(lambda dy: 2 * dy) and None)
+    found = {(row["layer"], row["product"]): row for row in verified(model, squares(model, x))}
+    assert {product: found["2", product]["outcome"] for product in PRODUCTS} == {
+        "fprop": "within",
+        "dgrad": "unknown",
+        "wgrad": "unknown",
+    }
+    assert "changed dY after it was looked at" in found["2", "wgrad"]["reason"]
