@@ -19,9 +19,10 @@ from ..core.keys import STATES, Key
 from ..kernels import quantization_sums
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import ScaleInUse, not_quantized, raw_weight
+from .backends.base import ScaleInUse, not_quantized
 from .gemms import Gemm
 from .operands import Operand
+from .stepped import stepped_by
 
 #: under which optimizers keep each state; the first one that is there counts
 _NAMES = {
@@ -78,6 +79,7 @@ class StateCapture:
         self._operands, self._guard = operands, guard
         self._gemms = {name: operand.gemm for (name, _), operand in operands.items()}
         self._seen: set[Key] = set()
+        self._stepped = False
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -97,32 +99,21 @@ class StateCapture:
     @property
     def unseen(self) -> bool:
         """Whether no optimizer stepped by any of the weights."""
-        return bool(self._operands) and not self._seen
+        return bool(self._operands) and not self._stepped
 
     def _before(self, optimizer: Any) -> None:
-        for name, parameter in self._parameters(optimizer):
+        for name, _, parameter in stepped_by(optimizer, self._gemms):
+            self._stepped = True
             self._take(name, "weight_gradient", getattr(parameter, "grad", None))
 
     def _after(self, optimizer: Any) -> None:
-        for name, parameter in self._parameters(optimizer):
+        for name, weight, parameter in stepped_by(optimizer, self._gemms):
             with self._guard("while looking at an optimizer's states"):
                 state = optimizer.state.get(parameter, {})
                 for role, names in _NAMES.items():
                     self._take(name, role, next((state[n] for n in names if n in state), None), optimizer, parameter)
-                if parameter is not raw_weight(self._gemms[name].module):
+                if parameter is not weight:
                     self._take(name, "master_weight", parameter)
-
-    def _parameters(self, optimizer: Any) -> list[tuple[str, Any]]:
-        """Of the GEMMs that are looked at, what an optimizer steps by."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        found = []
-        for name, gemm in self._gemms.items():
-            weight = raw_weight(gemm.module, f"weight{gemm.part}" if gemm.part.isdigit() else "weight")
-            for parameter in (weight, getattr(weight, "main_param", None)):
-                if parameter is not None and id(parameter) in held:
-                    found.append((name, parameter))
-                    break
-        return found
 
     def _take(self, name: str, role: str, x: Any, optimizer: Any = None, parameter: Any = None) -> None:
         operand = self._operands.get((name, role))

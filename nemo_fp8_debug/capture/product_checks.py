@@ -97,8 +97,9 @@ class ProductChecks:
         self._shapes: dict[str, tuple[int, int]] = {}
         self._reasons: dict[str, int] = {}
         self._not_computed: set[str] = set()
-        #: of dY as it was looked at, and whether the GEMM got another one: bool scalar
-        self._gradient: tuple[torch.Tensor, tuple[int, int]] | None = None
+        #: of dY a block and the shape, as it was looked at and as the GEMM gets it, in either order; and whether those
+        #: differ: bool scalar
+        self._gradients: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._changed: torch.Tensor | None = None
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -112,15 +113,18 @@ class ProductChecks:
         Args:
             dy: [rows, columns].
         """
-        self._gradient = self.block(dy), (dy.shape[0], dy.shape[1])
+        self._note_gradient("seen", dy)
 
     def multiplied_gradient(self, dy: torch.Tensor) -> None:
         """dY as the GEMM gets it, which hooks may have changed; without host synchronization."""
-        m = matrix(local(dy.detach()))
-        if self._gradient is not None and tuple(m.shape) == self._gradient[1]:
-            (seen, _), now = self._gradient, self.block(m)
-            self._changed = ~((seen == now) | (seen.isnan() & now.isnan())).all()
-        self._gradient = None
+        self._note_gradient("multiplied", matrix(local(dy.detach())))
+
+    def _note_gradient(self, which: str, m: torch.Tensor) -> None:
+        self._gradients.setdefault(which, (self.block(m), tuple(m.shape)))
+        if len(self._gradients) == 2 and self._changed is None:
+            (seen, shape), (now, other) = self._gradients["seen"], self._gradients["multiplied"]
+            if shape == other:
+                self._changed = ~((seen == now) | (seen.isnan() & now.isnan())).all()
 
     def operands(self, product: str, a: Used, b: Used, splits: bool = False) -> None:
         """What was multiplied: A and B of A B^T.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,13 @@ _PLACES = {
 _OF_X = {"_LinearBackward", "_GroupedLinearBackward"}
 #: those that compute more than the product of what they are given, as a norm before it
 _WITHOUT_X = {"_LayerNormLinearBackward", "_LayerNormMLPBackward"}
-#: nodes between what a module returns and its product: views, an added bias, sums over ranks
-_FARTHEST = 8
+#: nodes that may lie between what a module returns and its product: views, an added bias, sums over ranks. Behind any other
+#: lies what is not known here, and may be the product of the layer before.
+_BETWEEN = {
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "AddBackward0"),
+    *("_ReduceFromModelParallelRegionBackward", "_ReduceScatterToSequenceParallelRegionBackward"),
+    *("_ReduceScatterToTensorParallelRegionBackward", "_GatherFromModelParallelRegionBackward"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,15 @@ def product_node(y: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor |
     Args:
         x, weight: as the module was given them.
     """
-    waiting, seen = deque([y.grad_fn] if y.grad_fn is not None else []), 0
-    while waiting and seen < _FARTHEST:
-        node, seen = waiting.popleft(), seen + 1
+    node: Any = y.grad_fn
+    while node is not None and (x is None or node is not x.grad_fn):
         if (places := _PLACES.get(name := node.name())) is not None:
             return ProductNode(node, *places)
         if name in _OF_X | _WITHOUT_X:
             return ProductNode(node, _place_of(node, x) if name in _OF_X else None, _place_of(node, weight))
-        waiting += [earlier for earlier, _ in node.next_functions if earlier is not None]
+        if name not in _BETWEEN:
+            return None
+        node = node.next_functions[0][0]
     return None
 
 

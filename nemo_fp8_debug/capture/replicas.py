@@ -19,6 +19,7 @@ from .backends.parallel import part_of
 from .dtensor import is_dtensor, local
 from .gemms import Gemm
 from .masters import Masters
+from .stepped import stepped_by
 
 #: values whose weights are made at once; bounds temporaries to some tens of MiB
 _CHUNK = 1 << 20
@@ -96,10 +97,8 @@ class ReplicaChecks:
             self._found[gemm.name, "master"] = 0, differs.any().long()
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        for name, gemm in self._gemms.items():
-            weight = raw_weight(gemm.module, f"weight{gemm.part}") if not gemm.part or gemm.part.isdigit() else None
-            grad = None if weight is None else _whole_gradient(weight)
-            if grad is not None:
+        for name, weight, _parameter in stepped_by(optimizer, self._gemms):
+            if (grad := _whole_gradient(weight)) is not None:
                 self.see(name, "weight_gradient", grad)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:

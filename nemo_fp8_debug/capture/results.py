@@ -10,13 +10,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.utils._pytree import tree_leaves
 
 from ..measurement.verification import ADDED_UP, HOOKED, INSIDE, NOT_SEEN
 from ..numerics.block_scaling import matrix
 from .backends.base import Args, Kwargs, as_multiplied, raw_weight
-from .backends.parallel import sequence_part, splits_inputs
+from .backends.parallel import adds_up, sequence_part
 from .backends.transformer_engine.casts import call_of, is_quantized
 from .collectives import Collectives
 from .dtensor import is_dtensor, local
@@ -48,7 +47,7 @@ class Results:
         if changes_operands(gemm.module):
             for product in _OPERANDS:
                 checks.cannot_tell(product, HOOKED)
-        self._mode = BeforeSums(checks, "fprop", self._shape(args, kwargs)) if splits_inputs(gemm.module) else None
+        self._mode = BeforeSums(checks, "fprop", self._shape(args, kwargs)) if adds_up(gemm.module, "fprop") else None
         if self._mode:
             self._mode.begin()
 
@@ -85,7 +84,7 @@ class Results:
     def _see_output(self, y: torch.Tensor) -> None:
         if is_quantized(y) or self._gemm.part.startswith("fc1"):
             self._checks.cannot_tell("fprop", INSIDE)
-        elif splits_inputs(self._gemm.module):
+        elif adds_up(self._gemm.module, "fprop"):
             if not self._checks.is_returned("fprop"):
                 self._checks.cannot_tell("fprop", ADDED_UP)
         elif (mine := self._part_of_sequence("column", self._mine(y))) is not None:
@@ -105,9 +104,9 @@ class Results:
                 self._checks.cannot_tell(product, INSIDE)
             elif not found.needs(place):
                 self._checks.is_not_computed(product)
-        adds_up = has_ranks() and found.x is not None and weight is not None and weight.dim() == 2
-        shape = y.numel() // max(y.shape[-1], 1), weight.shape[1] if adds_up and weight is not None else 0
-        mode = BeforeSums(self._checks, "dgrad", shape) if adds_up else None
+        mode = None
+        if adds_up(self._gemm.module, "dgrad") and weight is not None and weight.dim() == 2:
+            mode = BeforeSums(self._checks, "dgrad", (y.numel() // max(y.shape[-1], 1), weight.shape[1]))
         fused = MainGrad(self._gemm, self._checks, call_of(y)) if _adds_to_main_grad(self._gemm) else None
         around = [part for part in (mode, fused) if part is not None]
 
@@ -149,6 +148,8 @@ class Results:
             mine = grad if grad is None or product == "wgrad" else self._part_of_sequence("row", self._mine(grad))
             if mine is None:
                 self._checks.cannot_tell(product, NOT_SEEN)
+            elif adds_up(self._gemm.module, product):  # and no collective was seen before which it could be taken
+                self._checks.cannot_tell(product, ADDED_UP)
             else:
                 self._checks.returned(product, mine)
 
@@ -221,8 +222,3 @@ def _package_of(hook: Any) -> str:
     function = getattr(hook, "func", hook)  # of a partial
     name = getattr(function, "__module__", None) or type(function).__module__
     return str(name).partition(".")[0]
-
-
-def has_ranks() -> bool:
-    """Whether a process group of several ranks is there."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -39,7 +39,7 @@ from .dump_tap import Dumping
 from .model_scan import ModelScan
 from .pipeline import Sampled, Steps
 from .schedule import Schedule
-from .states import state_capture
+from .states import state_capture, warn_of_unseen_states
 
 #: operands that a warning names, at the most
 _NAMED = 4
@@ -219,8 +219,9 @@ class SampledStep:
             if watching is not None:
                 watching.detach()
         warn_of_unseen(self._attention, self._watched.errors)
+        warn_of_unseen_states(self._states, self._watched.errors)
         self._warn_of_what_is_not_multiplied()
-        self._captures, self._multiplier, self._attention = [], None, None
+        self._captures, self._multiplier, self._attention, self._states = [], None, None, None
         with self._watched.errors.guard("while looking for compiled layers"):
             self._leave_out_compiled()
         if self._watched.world == 1:  # else another rank may see them

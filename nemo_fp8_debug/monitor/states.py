@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 
-from ..capture.backends.base import raw_weight
 from ..capture.backends.parallel import copied_part
 from ..capture.dtensor import is_counted
 from ..capture.gemms import Gemm, matching
 from ..capture.operands import Operand
 from ..capture.optimizer_states import StateCapture, state_operands
+from ..capture.stepped import weight_of
+from ..core.error_guard import ErrorGuard
 from ..core.keys import Key
 from ..distributed import ShardGroup
 from ..options.config import Config
@@ -36,16 +36,22 @@ def state_capture(
     """
     if not plan.states:
         return None
-    gemms = [g for g in matching(known, plan.layers) if raw_weight(g.module) is not None or g.part.isdigit()]
+    gemms = [gemm for gemm in matching(known, plan.layers) if weight_of(gemm) is not None]
     found = state_operands(gemms, plan.states, plan.what_if_recipes, partial(_counts, shard_group, rank))
     operands |= found
     return StateCapture(found, guard)
 
 
+def warn_of_unseen_states(capture: StateCapture | None, errors: ErrorGuard) -> None:
+    """Say that no optimizer stepped by any of the weights."""
+    if capture is not None and capture.unseen:
+        why = "it skipped the step, or steps by tensors that are neither the model's parameters nor their `main_param`"
+        errors.warn(f"no states of an optimizer were seen: {why}", kind="states")
+
+
 def _counts(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
     """Whether this rank counts a tensor that lies as a weight does: a part that no other has, or the first of copies."""
-    weight: Any = raw_weight(gemm.module)
-    if getattr(weight, "main_param_sharded", False):
+    if getattr(weight_of(gemm), "main_param_sharded", False):
         is_copy = copied_part(gemm.module)
         return lambda x: not is_copy
     copied = gemm.backend.copied(gemm.module, "weight")

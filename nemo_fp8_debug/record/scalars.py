@@ -100,8 +100,9 @@ class ScalarRecorder:
                     continue
                 found, worst[metric, role] = self._streamed(metric, role, values, tensors)
                 tags |= found
-        of_products = self._outputs(sample, tensors) | self._verification(sample, tensors)
-        return tags | of_products | _states(sample) | _unscaled(sample) | _what_if(sample), worst
+        tags |= self._of_products(sample.outputs, "relative_error", "output_error", tensors)
+        tags |= self._of_products(sample.verification, "error_over_bound", "error_over_bound", tensors)
+        return tags | _states(sample) | _unscaled(sample) | _what_if(sample), worst
 
     def _streamed(
         self, metric: str, of: str, values: Mapping[str, float], tensors: int
@@ -117,23 +118,14 @@ class ScalarRecorder:
             tags[f"fp8/{metric}/{of}/median"] = statistics.median(single)
         return tags, shown
 
-    def _outputs(self, sample: Sample, tensors: int) -> dict[str, float]:
-        """The relative error of what GEMMs put out, by product."""
-        columns, values = sample.outputs, defaultdict[str, dict[str, float]](dict)
-        rows = zip(*(columns[name] for name in ("product", "layer", "relative_error")), strict=True) if columns else ()
-        for product, layer, error in rows:
-            if error is not None:
-                values[product][layer] = error
-        return {t: v for p, of in values.items() for t, v in self._streamed("output_error", p, of, tensors)[0].items()}
-
-    def _verification(self, sample: Sample, tensors: int) -> dict[str, float]:
-        """The error of what GEMMs returned over its bound, by product."""
-        columns, values = sample.verification, defaultdict[str, dict[str, float]](dict)
-        rows = zip(*(columns[name] for name in ("product", "layer", "error_over_bound")), strict=True) if columns else ()
-        for product, layer, ratio in rows:
-            if ratio is not None:
-                values[product][layer] = ratio
-        return {t: v for p, of in values.items() for t, v in self._streamed("error_over_bound", p, of, tensors)[0].items()}
+    def _of_products(self, columns: Mapping[str, Sequence[Any]], metric: str, tag: str, tensors: int) -> dict[str, float]:
+        """A metric of what GEMMs put out, by product."""
+        values = defaultdict[str, dict[str, float]](dict)
+        rows = zip(*(columns[name] for name in ("product", "layer", metric)), strict=True) if columns else ()
+        for product, layer, value in rows:
+            if value is not None:
+                values[product][layer] = value
+        return {t: v for p, of in values.items() for t, v in self._streamed(tag, p, of, tensors)[0].items()}
 
 
 def _states(sample: Sample) -> dict[str, float]:

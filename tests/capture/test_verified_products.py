@@ -9,37 +9,19 @@ from typing import Any
 import pytest
 import torch
 from product_faults.faults import FAULTS, FaultyKernel
+from product_faults.models import Verified
 from small_models.megatron import gpt, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_fp8_debug import Emulation, Monitor
+from nemo_fp8_debug.capture.product_nodes import product_node
 
 PRODUCTS = {"fprop", "dgrad", "wgrad"}
 
 
-class Rows:
-    """Keeps what was verified."""
-
-    in_callers_thread = True
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def open(self, fingerprint: Any) -> None: ...
-
-    def record(self, sample: Any) -> None:
-        self.rows += [
-            dict(zip(sample.verification, row, strict=True)) for row in zip(*sample.verification.values(), strict=True)
-        ]
-
-    def record_steps(self, steps: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def verified(model: nn.Module, loss: Callable[[], torch.Tensor], around: Any = None, **options: Any) -> list[dict[str, Any]]:
-    rows = Rows()
+    rows = Verified()
     monitor = Monitor(model, recorders=[rows], interval=1, table_rows=0, on_error="raise", verify_rows=24, **options)
     with monitor.step(0) as report:
         with around or nullcontext():
@@ -186,3 +168,23 @@ def test_hooks_of_others_that_may_change_operands_leave_nothing_to_tell() -> Non
         "wgrad": "unknown",
     }
     assert "changed dY after it was looked at" in found["2", "wgrad"]["reason"]
+
+
+class Halved(torch.autograd.Function):
+    """A function that nobody here knows, as a later release of an engine may have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return dy / 2
+
+
+def test_the_node_of_the_layer_before_is_never_taken_for_ones_own() -> None:
+    first, x = nn.Linear(32, 32), torch.randn(8, 32, requires_grad=True)
+    y = first(x)
+    assert product_node(y, x, first.weight) is not None
+    assert product_node(Halved.apply(y), y, None) is None
+    assert product_node(y.view(2, 4, 32), y, None) is None

@@ -12,7 +12,7 @@ from processes import run_script
 from states_of_ranks import STEPS, WORLDS
 from torch import nn
 
-from nemo_fp8_debug import Monitor, diagnose, read_record
+from nemo_fp8_debug import FP8DebugWarning, Monitor, diagnose, read_record
 from nemo_fp8_debug.core.keys import ROLES, STATES
 
 
@@ -77,3 +77,13 @@ def test_nothing_is_looked_at_unless_asked_for(tmp_path: Path) -> None:
         optimizer.step()
     assert read_record(str(tmp_path), "states").is_empty()
     assert isinstance(read_record(str(tmp_path), "states"), pl.DataFrame)
+
+
+def test_an_optimizer_whose_parameters_are_its_own_is_said_not_to_be_seen(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(16))])  # a flat copy, as of DeepSpeed ZeRO
+    monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, states=("first_moment",))
+    with pytest.warns(FP8DebugWarning, match="no states of an optimizer were seen"), monitor.step(0):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    monitor.close()

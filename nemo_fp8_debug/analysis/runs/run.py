@@ -95,22 +95,22 @@ class Run:
     @cached_property
     def outputs(self) -> pl.DataFrame:
         """`outputs` table, empty where outputs were not asked for; read when first asked for."""
-        return _with_names(_along(self.axis, read_table(self.path, "outputs")), self.renamed_to)
+        return self._table("outputs")
 
     @cached_property
     def verification(self) -> pl.DataFrame:
         """`verification` table, empty where nothing was verified; read when first asked for."""
-        return _with_names(_along(self.axis, read_table(self.path, "verification")), self.renamed_to)
+        return self._table("verification")
 
     @cached_property
     def states(self) -> pl.DataFrame:
         """`states` table, empty where optimizer states were not asked for; read when first asked for."""
-        return _with_names(_along(self.axis, read_table(self.path, "states")), self.renamed_to)
+        return self._table("states")
 
     @cached_property
     def replicas(self) -> pl.DataFrame:
         """`replicas` table, empty where copies were not compared; read when first asked for."""
-        return _with_names(_along(self.axis, read_table(self.path, "replicas")), self.renamed_to)
+        return self._table("replicas")
 
     @cached_property
     def validation(self) -> dict[str, LossCurve]:
@@ -123,6 +123,9 @@ class Run:
         """Metrics under recipes that were not in use, measured in the run or added by replay; read when first asked for."""
         rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")])
         return _with_names(_along(self.axis, rows), self.renamed_to)
+
+    def _table(self, name: str) -> pl.DataFrame:
+        return _with_names(_along(self.axis, read_table(self.path, name)), self.renamed_to)
 
     def renamed(self, names: Mapping[str, str]) -> Run:
         """The same with other names for its layers."""

@@ -79,10 +79,11 @@ def parts_of() -> dict[str, int]:
     return {"weight": parts, "weight_gradient": parts, "master": 1} | data
 
 
-def splits_inputs(module: nn.Module) -> bool:
-    """Whether ranks hold parts of what a module's product sums over, and the module adds up what they have computed."""
+def adds_up(module: nn.Module, product: str) -> bool:
+    """Whether a module adds up a product over ranks: Y of row-parallel layers, dX of column-parallel ones."""
     state = groups()
-    if state is None or _kind(module) != "row" or _others_communicate(module):
+    kind = {"fprop": "row", "dgrad": "column"}.get(product)
+    if state is None or kind is None or _kind(module) != kind or _others_communicate(module):
         return False
     if _is_expert(module):
         size = getattr(state, "get_expert_tensor_parallel_world_size", state.get_tensor_model_parallel_world_size)()

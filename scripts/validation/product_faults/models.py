@@ -55,7 +55,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Models of a dtype, with random weights."""
     yield _mlp(dtype)
     yield _llama(dtype)
-    yield _gpt2(dtype)
+    yield _gpt_neox(dtype)
     yield _bert(dtype)
 
 
@@ -93,7 +93,7 @@ def _llama(dtype: torch.dtype) -> Case:
     return Case("Llama", model, lambda step: model(input_ids=(t := _tokens(step, 512)), labels=t).loss)
 
 
-def _gpt2(dtype: torch.dtype) -> Case:
+def _gpt_neox(dtype: torch.dtype) -> Case:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     torch.manual_seed(1)

@@ -150,3 +150,13 @@ def test_a_cached_weight_that_is_stale_is_named(tmp_path: Path) -> None:
     assert set(found.filter(step=0)["outcome"]) == {"within"}
     beyond = found.filter(pl.col("outcome") == "beyond").select("step", "product").rows()
     assert (1, "fprop") in beyond and (1, "wgrad") not in beyond
+
+
+@of_recipes
+def test_a_gradient_that_a_hook_changes_accuses_no_kernel(tmp_path: Path, recipe: str) -> None:
+    torch.manual_seed(0)
+    model = te.Linear(128, 128, bias=False, **BF16)
+    model.register_forward_hook(lambda module, args, out: out.register_hook(lambda dy: 2 * dy) and None)
+    found = rows_of(tmp_path, model, recipe)
+    outcomes = {product: set(found.filter(product=product)["outcome"]) for product in ("fprop", "dgrad", "wgrad")}
+    assert outcomes == {"fprop": {"within"}, "dgrad": {"unknown"}, "wgrad": {"unknown"}}

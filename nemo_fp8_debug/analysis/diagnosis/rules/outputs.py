@@ -71,7 +71,8 @@ def _shares(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str, floa
     both = rows["relative_error"].mean()
     assert isinstance(both, float)
     parts["joint"] = both - sum(parts.values())
-    rounding = (verification["relative_error"] ** 2).mean() if len(verification) else None
+    known = verification["relative_error"].drop_nulls()
+    rounding = (known.filter(known.is_finite()) ** 2).mean()
     if isinstance(rounding, float):
         parts["of accumulation and rounding"] = rounding
     total = sum(parts.values())
