@@ -108,6 +108,8 @@ class Capture:
                 self._handles.append(self._masters.watch())
             if self._read_casts and own[0].backend.shares_amax(module):
                 self._handles += self._reduced.attach(module)
+        for products in self._products.values():
+            self._handles += products.attach()
         if self._inside:
             with self._guarded(*next(iter(self._inside))):
                 inspection.watch([(sink.gemm, role) for (_, role), sink in self._inside.items()], self._take_inside)
@@ -121,8 +123,6 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles, self._weights = [], {}
-        for products in self._products.values():
-            products.forget()
         if self._inside:
             inspection.unwatch()
         self._sinks, self._inside, self._products = {}, {}, {}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ..kernels import quantize_dequantize
 from ..measurement.verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
@@ -21,12 +22,14 @@ from ..numerics.block_scaling import BlockRule, matrix
 from ..numerics.gemm_error import PRODUCTS, Rows, Side, product_sums, scale_of, spread, take_rows
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied
+from .backends.parallel import adds_up
 from .dtensor import local
 from .gemms import Gemm
 from .operands import Operand
 from .overrides import emulated
 from .product_checks import CheckQueue, ProductChecks, Used
-from .results import Results
+from .results import BeforeSums, Results
+from .tracing import Hook
 
 
 def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
@@ -109,9 +112,29 @@ class Products:
                     self._checks.gradient(m)
                 self._take(role, m, use or operand.in_use)
 
+    def attach(self) -> list[RemovableHandle]:
+        """Hooks on a module that adds up its output over ranks; they come after those that tell which call counts."""
+        module = self._gemm.module
+        if not self._checks or not adds_up(module, "fprop"):
+            return []
+        mode = BeforeSums(self._checks, "fprop")
+
+        def begin(*_: Any) -> None:
+            if self._results:
+                mode.shape = self._results.shape
+                mode.begin()
+
+        def end(*_: Any) -> None:
+            mode.end()
+
+        return [
+            module.register_forward_pre_hook(Hook(begin, module)),
+            module.register_forward_hook(Hook(end, module), prepend=True, always_call=True),
+        ]
+
     def begin_call(self, args: Args, kwargs: Kwargs) -> None:
         """A forward call that counts is about to run: what it returns is looked at if it is the first one."""
-        self.forget()
+        self._results = None
         if self._checks and self._call is None:
             with self._guard("while looking at what a GEMM returned"):
                 self._results = Results(self._gemm, self._checks, args, kwargs, self._guard)
@@ -125,15 +148,9 @@ class Products:
             out: what it returned.
         """
         results, self._results = self._results, None
-        if results:
+        if results and call == self._call:
             with self._guard("while looking at what a GEMM returned"):
-                results.see(given, weight, out) if call == self._call else results.forget()
-
-    def forget(self) -> None:
-        """A call that is under way is not looked at any longer."""
-        if self._results:
-            self._results.forget()
-        self._results = None
+                results.see(given, weight, out)
 
     def _take(self, role: str, m: torch.Tensor, use: ScaleInUse) -> None:
         scales: dict[int, torch.Tensor | BlockRule] = {}  # most operands are cast alike in both of their products

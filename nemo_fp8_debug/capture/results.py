@@ -47,12 +47,11 @@ class Results:
         if changes_operands(gemm.module):
             for product in _OPERANDS:
                 checks.cannot_tell(product, HOOKED)
-        self._mode = BeforeSums(checks, "fprop", self._shape(args, kwargs)) if adds_up(gemm.module, "fprop") else None
-        if self._mode:
-            self._mode.begin()
+        #: of Y as this rank computes it
+        self.shape = self._shape(args, kwargs)
 
     def _shape(self, args: Args, kwargs: Kwargs) -> tuple[int, int]:
-        """Of Y as this rank computes it; of X and W as they are given."""
+        """Of X and W as they are given."""
         backend, module, part = self._gemm.backend, self._gemm.module, self._gemm.part
         x, weight = backend.input(module, args, kwargs, part), backend.weight(module, args, kwargs, part)
         if x is None or weight is None or is_dtensor(x) or weight.dim() != 2:
@@ -67,19 +66,12 @@ class Results:
             weight: that it multiplied.
             out: what it returned.
         """
-        self.forget()
         y = self._gemm.backend.output(out)
         self._see_output(y)
         if not y.requires_grad:
             return
         stored = self._gemm.backend.stored(self._gemm.module, self._gemm.part)
         self._see_gradients(y, _first_tensor(given), stored.parameter if stored else weight)
-
-    def forget(self) -> None:
-        """Its forward is over."""
-        if self._mode:
-            self._mode.end()
-        self._mode = None
 
     def _see_output(self, y: torch.Tensor) -> None:
         if is_quantized(y) or self._gemm.part.startswith("fc1"):
@@ -113,12 +105,13 @@ class Results:
         def begin(grads: Any) -> None:
             with self._guard("while looking at what a GEMM returned"):
                 self._see_multiplied_gradient(grads)
-            for part in around:
-                part.begin()
+                for part in around:
+                    part.begin()
 
         def end() -> None:
-            for part in around:
-                part.end()
+            with self._guard("while looking at what a GEMM returned"):
+                for part in around:
+                    part.end()
 
         watch(found, self._take, begin, end)
 
@@ -157,19 +150,19 @@ class Results:
 class BeforeSums(Collectives):
     """Takes a result before ranks add it up."""
 
-    def __init__(self, checks: ProductChecks, product: str, shape: tuple[int, int]) -> None:
+    def __init__(self, checks: ProductChecks, product: str, shape: tuple[int, int] = (0, 0)) -> None:
         """
         Args:
             shape: of the result as this rank computes it.
         """
         super().__init__()
-        self._checks, self._product, self._shape = checks, product, shape
+        self._checks, self._product, self.shape = checks, product, shape
 
     def before(self, func: Any, args: Any) -> None:
         """Takes the first of its shape."""
         for x in tree_leaves(args) if "reduce" in func.overloadpacket.__name__ else ():
             is_matrix = isinstance(x, torch.Tensor) and x.dim() > 1 and x.is_floating_point() and x.element_size() > 1
-            if is_matrix and tuple(matrix(x).shape) == self._shape:
+            if is_matrix and tuple(matrix(x).shape) == self.shape:
                 self._checks.returned(self._product, x)
 
 

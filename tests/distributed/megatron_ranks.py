@@ -41,6 +41,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron_models import PLAIN, chunks_of, global_name, set_weights
 from megatron_on_cpu import megatron_on_cpu
 from processes import in_ranks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from nemo_fp8_debug import Monitor
 
@@ -132,6 +133,7 @@ def train(layout: Layout, folder: Path, watch: dict[str, Any] | None) -> dict[st
         losses.append(None if loss is None else loss.item())
         if monitor:
             monitor.end_step(loss=loss)
+        assert not _get_current_dispatch_mode_stack()  # none of ours is left behind
     if monitor:
         monitor.close()
     if kept:
