@@ -32,6 +32,9 @@ _NAMES = {
 }
 
 
+_LOOKING = "while looking at an optimizer's states"
+
+
 @dataclass
 class StateOperand(Operand):
     """A tensor of the optimizer's, which nothing casts; float32 ones are measured under what-if recipes that follow them."""
@@ -102,13 +105,14 @@ class StateCapture:
         return bool(self._operands) and not self._stepped
 
     def _before(self, optimizer: Any) -> None:
-        for name, _, parameter in stepped_by(optimizer, self._gemms):
-            self._stepped = True
-            self._take(name, "weight_gradient", getattr(parameter, "grad", None))
+        with self._guard(_LOOKING):
+            for name, _, parameter in stepped_by(optimizer, self._gemms):
+                self._stepped = True
+                self._take(name, "weight_gradient", getattr(parameter, "grad", None))
 
     def _after(self, optimizer: Any) -> None:
-        for name, weight, parameter in stepped_by(optimizer, self._gemms):
-            with self._guard("while looking at an optimizer's states"):
+        with self._guard(_LOOKING):
+            for name, weight, parameter in stepped_by(optimizer, self._gemms):
                 state = optimizer.state.get(parameter, {})
                 for role, names in _NAMES.items():
                     self._take(name, role, next((state[n] for n in names if n in state), None), optimizer, parameter)
@@ -119,7 +123,7 @@ class StateCapture:
         operand = self._operands.get((name, role))
         if operand is None or not isinstance(x, torch.Tensor) or (name, role) in self._seen:
             return
-        with self._guard("while looking at an optimizer's states"):
+        with self._guard(_LOOKING):
             x = _dequantized(x, optimizer, parameter, role)
             self._seen.add((name, role))
             operand.add(x, 0)

@@ -97,9 +97,10 @@ class ReplicaChecks:
             self._found[gemm.name, "master"] = 0, differs.any().long()
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
-        for name, weight, _parameter in stepped_by(optimizer, self._gemms):
-            if (grad := _whole_gradient(weight)) is not None:
-                self.see(name, "weight_gradient", grad)
+        with self._guard("while comparing copies over ranks"):
+            for name, weight, _ in stepped_by(optimizer, self._gemms):
+                if (grad := _whole_gradient(weight)) is not None:
+                    self.see(name, "weight_gradient", grad)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each checksum by what `to` gives for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -87,3 +88,26 @@ def test_an_optimizer_whose_parameters_are_its_own_is_said_not_to_be_seen(tmp_pa
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     monitor.close()
+
+
+def test_an_optimizer_that_cannot_be_read_costs_the_states_and_not_the_run(tmp_path: Path) -> None:
+    class Broken(torch.optim.SGD):
+        @property
+        def param_groups(self) -> Any:
+            raise RuntimeError("not now")
+
+        @param_groups.setter
+        def param_groups(self, groups: Any) -> None: ...
+
+        def add_param_group(self, group: Any) -> None: ...
+
+        def step(self, closure: Any = None) -> None: ...
+
+    model = nn.Linear(4, 4)
+    optimizer = Broken(model.parameters(), lr=0.1)
+    monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, states=("weight_gradient",))
+    with pytest.warns(FP8DebugWarning, match="while looking at an optimizer's states"), monitor.step(0):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    monitor.close()
+    assert len(read_record(str(tmp_path))) == 3
