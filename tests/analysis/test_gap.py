@@ -135,6 +135,11 @@ class TestRise:
         assert rises_at(curve(risen), None, 200) == pytest.approx(15, abs=5)
         assert rises_at(curve(falls), None, 200) is None
 
+    def test_a_loss_that_is_lost_for_a_step_has_not_risen(self) -> None:
+        losses = np.linspace(3, 2, 400) + np.random.default_rng(0).normal(0, 0.05, 400)
+        assert rises_at(curve(np.where(np.arange(400) == 200, np.nan, losses)), None, 200) is None
+        assert rises_at(curve(np.where(np.arange(400) >= 200, np.nan, losses)), None, 200) == float("inf")
+
     def test_that_a_baseline_lies_lower_all_along_is_none(self) -> None:
         run, baseline = pair(600, 1.1, False, 0)
         assert all(rises_at(run, baseline, step) is None for step in range(100, 500, 50))

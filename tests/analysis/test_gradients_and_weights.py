@@ -145,11 +145,36 @@ class TestLikelyHarm:
         told = diagnose(run, baseline)
         assert told.culprit and told.harm == harm
 
-    def test_a_gap_that_another_seed_may_explain_is_told_as_one(self, tmp_path: Path) -> None:
+    @staticmethod
+    def apart(folder: Path, percent: float, layers: list[str] = LAYERS, change: Any = lost) -> Diagnosis:
+        """Two runs of other batches, of which one lies above the other all along."""
         noise = [np.random.default_rng(seed).normal(1, 0.02, N) for seed in (1, 2)]
-        losses = [{i: 1.12 ** (1 - k) * loss * float(by[i]) for i, loss in falling().items()} for k, by in enumerate(noise)]
-        told = diagnose(write(tmp_path / "run", lost, losses[0]), write(tmp_path / "baseline", losses=losses[1]))
+        by = 1 + percent / 100
+        losses = [{i: by ** (1 - k) * loss * float(of[i]) for i, loss in falling().items()} for k, of in enumerate(noise)]
+        baseline = write(folder / "baseline", losses=losses[1], layers=layers)
+        return diagnose(write(folder / "run", change, losses[0]), baseline)
+
+    def test_a_gap_that_another_seed_may_explain_is_told_as_one(self, tmp_path: Path) -> None:
+        told = self.apart(tmp_path, 10)
         assert told.harm == "likely" and "Another seed may explain that; one pair cannot tell." in told.verdict()
+
+    def test_another_seed_explains_less_than_another_model(self, tmp_path: Path) -> None:
+        deeper = [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
+        assert self.apart(tmp_path / "one", 15).harm == "harmful"
+        assert self.apart(tmp_path / "other", 15, deeper).harm == "likely"
+
+    @pytest.mark.parametrize(("percent", "harm"), [(11, "likely"), (7, "unknown")])
+    def test_what_may_do_nothing_needs_a_larger_gap(self, tmp_path: Path, percent: float, harm: str) -> None:
+        told = self.apart(tmp_path, percent, change=lambda step: lost(step) if step < ONSET + 3 * EVERY else {})
+        assert told.culprit and told.blame.finding and told.blame.finding.severity == 0 and told.harm == harm
+
+    @pytest.mark.parametrize(("until", "harm"), [(N, "harmful"), (ONSET + 40, "unknown")])
+    def test_a_rise_that_is_gone_by_the_end_is_no_harm(self, tmp_path: Path, until: int, harm: str) -> None:
+        noise = [np.random.default_rng(seed).normal(1, 0.03, N) for seed in (1, 2)]
+        losses = [{i: loss * float(of[i]) for i, loss in falling().items()} for of in noise]
+        risen = {i: loss * (1.1 if ONSET <= i < until else 1) for i, loss in losses[0].items()}
+        told = diagnose(write(tmp_path / "run", corrupted, risen), write(tmp_path / "baseline", losses=losses[1]))
+        assert told.culprit and told.harm == harm
 
     def test_what_follows_the_baseline_is_harmless_so_far(self, tmp_path: Path) -> None:
         assert diagnose(write(tmp_path / "run", lost), write(tmp_path / "baseline")).harm == "harmless so far"

@@ -41,6 +41,10 @@ def run(seed: int, steps: range = STEPS, since: int | None = None, **rise: float
     return pl.DataFrame(rows)
 
 
+#: arguments of a healthy run, and of one in which three points more underflow
+RISEN: list[tuple[int, dict[str, Any]]] = [(0, {}), (1, {"since": 200, "underflow_pct": 3.0})]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_runs_that_differ_by_noise_alone_have_none(seed: int) -> None:
     assert onsets(run(seed), run(seed + 100)).is_empty()
@@ -78,6 +82,29 @@ def test_a_lone_sample_is_no_onset() -> None:
             underflow_pct=pl.when(culprit & pl.col("step").is_in(steps)).then(20).otherwise("underflow_pct")
         )
         assert len(steps) <= IN_A_ROW and onsets(run(0), once).is_empty()
+
+
+@pytest.mark.parametrize(("usual", "out"), [(0.3, True), (20.0, False)])
+def test_a_rise_of_three_points_is_much_of_little_and_little_of_much(usual: float, out: bool) -> None:
+    """FP8 loses 0.3% to underflow, and FP4 20%."""
+    levels = [run(seed, **given).with_columns(pl.col("underflow_pct") + usual - 0.3) for seed, given in RISEN]
+    assert onsets(*levels).is_empty() != out
+
+
+@pytest.mark.parametrize(("bits", "out"), [(5.0, False), (9.0, True)])
+def test_an_outlier_that_costs_nothing_counts_if_it_is_far_out(bits: float, out: bool) -> None:
+    found = onsets(run(0), run(1, since=200, outlier_log2=bits, mse=1.0))
+    assert (CULPRIT in found.select("layer", "role").rows()) == out
+
+
+def test_an_outlier_of_one_sample_is_a_transient() -> None:
+    one = run(1).with_columns(
+        pl.when((pl.col("step") == 200) & (pl.col("layer") == CULPRIT[0]) & (pl.col("role") == CULPRIT[1]))
+        .then(16.0)
+        .otherwise("outlier_log2")
+        .alias("outlier_log2")
+    )
+    assert onsets(run(0), one).select("layer", "role", "onset", "samples").rows() == [(*CULPRIT, 200, 1)]
 
 
 def test_a_gradient_that_vanishes_is_no_culprit() -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from fault_injection import rescue
 from fault_injection.cases import cases
-from fault_injection.draws import HELD_OUT_KINDS, OPERAND_KINDS, SOFTWARE_KINDS, Draw, drawn, possible
+from fault_injection.draws import OPERAND_KINDS, SOFTWARE_KINDS, Draw, drawn, possible
 from fault_injection.families import family
 from fault_injection.fault import Fault, Together
 from fault_injection.judge import BASELINES, LOG, baseline_of, judge, main
 from fault_injection.recorder import InMemory
 from fault_injection.records import FOLDER, Recorded, read_run, truths, write_part
-from fault_injection.sets import is_held_out
+from fault_injection.sets import HELD_OUT_KINDS, set_of
 from fault_injection.training import Setup, Training, train
 from fault_injection.truth import gap_of, truth
 
@@ -79,10 +79,25 @@ def test_cases_are_drawn_alike_each_time_and_held_out_kinds_only_where_nothing_i
     drawn_kinds = {case.fault.kind for part in range(30) for case in cases("llama", part)}
     assert drawn_kinds == {"none", *OPERAND_KINDS, *SOFTWARE_KINDS} - set(HELD_OUT_KINDS)
     judged = [(case.fault.kind, case.setup) for part in range(100, 130) for case in cases("moe", part)]
-    assert set(HELD_OUT_KINDS) <= {kind for kind, _ in judged} and is_held_out("moe", 100) and is_held_out("vit", 0)
+    assert set(HELD_OUT_KINDS) <= {kind for kind, _ in judged}
     assert all(possible(kind, setup) for kind, setup in judged if kind != "none")
     clean = [case.setup for part in range(30) for case in cases("llama", part) if case.fault.kind == "none"]
     assert len({(s.seed, s.order, s.depth, s.shaken) for s in clean}) == len(clean) == 180
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "kind", "expected"),
+    [
+        ("moe", 0, "outlier", "tune"),
+        ("moe", 100, "none", "tune"),
+        ("moe", 100, "stale", "spent"),
+        ("vit", 0, "none", "spent"),
+        ("moe", 200, "none", "held-out"),
+        ("vit", 200, "stale", "held-out"),
+    ],
+)
+def test_what_was_judged_once_is_held_out_no_more(family: str, part: int, kind: str, expected: str) -> None:
+    assert set_of(family, part, kind) == expected
 
 
 def test_a_record_comes_back_as_it_was_measured(tmp_path: object) -> None:

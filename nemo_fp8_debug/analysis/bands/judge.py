@@ -79,7 +79,8 @@ def judge(run: Run, bands: Bands) -> Judged:
             covered |= known & (phase == "later")
             if not samples.any():
                 continue
-            for i, at, times in _out(least * evidence.least, values[:, samples], band, known):
+            rise = least * evidence.least_of(band["median"].to_numpy())
+            for i, at, times in _out(rise, values[:, samples], band, known):
                 step = int(kinds.grid.steps[samples][at])
                 onset[i], excess[i] = min(onset[i], step), max(excess[i], times)
     out = np.flatnonzero(excess > 0)

@@ -13,6 +13,7 @@ from ..runs.run import Run
 from ..runs.settings import differences
 from .drift import TAIL
 from .groups import groups
+from .layer_matching import sizes_of_weights
 
 #: metrics that are shown under other recipes
 _WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
@@ -49,7 +50,8 @@ class Comparison:
     @cached_property
     def loss(self) -> LossOutcome:
         """What the run's loss came to."""
-        return LossOutcome.of(self.run.loss, self.baseline.loss, self.max_gap)
+        same_model = sizes_of_weights(self.run.metrics) == sizes_of_weights(self.baseline.metrics)
+        return LossOutcome.of(self.run.loss, self.baseline.loss, self.max_gap, same_model)
 
     def groups(self) -> pl.DataFrame:
         """Where the tensors out of band are; see `groups`."""

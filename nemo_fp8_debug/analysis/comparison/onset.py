@@ -27,8 +27,10 @@ class Evidence:
     metric: str
     #: the least rise that counts, however steady the baseline is; on a log2 scale where `log2`
     least: float
-    #: whether it is what a loss of precision looks like, and counts only where more is lost
+    #: whether it is what a loss of precision looks like, and counts only where more is lost, or above `anyway`
     of_error: bool = False
+    #: how many times the least rise counts even if no more is lost
+    anyway: float = np.inf
     #: whether equal ratios mean the same, and not equal differences; what is below 1% is rounding
     log2: bool = False
     #: 1: a rise counts; -1: a fall
@@ -37,6 +39,13 @@ class Evidence:
     transient: float = 6.0
     #: values of a tensor that must be affected at least, where `least` is in percent of them
     least_values: int = 0
+    #: part of what is usual that a rise must be at least: FP4 loses so much that its noise is points
+    least_part: float = 0.0
+
+    def least_of(self, usual: Floats) -> Floats:
+        """The least rise that counts, above what is usual (scaled)."""
+        least: Floats = np.fmax(self.least, self.least_part * usual)
+        return least
 
     def scaled(self, x: Floats) -> Floats:
         """To a scale on which equal steps mean the same."""
@@ -53,10 +62,10 @@ EVIDENCE = (
     Evidence("nonfinite", 0.5),
     Evidence("scale_ratio_log2", 1.0),
     Evidence("scale_ratio_log2", 6.0, sign=-1, transient=2.0),
-    Evidence("overflow_pct", 0.05, of_error=True, least_values=24),
-    Evidence("underflow_pct", 1.0, of_error=True),
+    Evidence("overflow_pct", 0.05, of_error=True, least_values=24, least_part=0.5),
+    Evidence("underflow_pct", 1.0, of_error=True, least_part=0.5),
     Evidence("relative_error", 0.585, of_error=True, log2=True),  # half as much again
-    Evidence("outlier_log2", 3.0, of_error=True),
+    Evidence("outlier_log2", 3.0, of_error=True, transient=3.0, anyway=2.5),
 )
 #: spreads of the baseline that count
 SPREADS = 6.0
@@ -168,6 +177,10 @@ class Pair:
             most: Floats = np.fmax.reduce(self._run.of("n"), axis=1, initial=0.0)
         return np.where(most > 0, most, np.inf)
 
+    def typical(self, evidence: Evidence) -> Floats:
+        """[T]: a median over what the baseline's metric has, scaled."""
+        return lower_median(evidence.scaled(self._of_baseline(evidence.metric)[1]))
+
     def spread(self, evidence: Evidence) -> Floats:
         """[T]: what the baseline's metric moves by around its median, as a standard deviation."""
         spread: Floats = np.nan_to_num(1.4826 * lower_median(self._moves(evidence)))
@@ -199,7 +212,9 @@ def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metri
 
 def _least_rise(evidence: Evidence, pair: Pair) -> Floats:
     """[T]: that counts."""
-    least = np.maximum(evidence.least, np.fmax(SPREADS * pair.spread(evidence), pair.farthest(evidence)))
+    least = np.fmax(
+        evidence.least_of(pair.typical(evidence)), np.fmax(SPREADS * pair.spread(evidence), pair.farthest(evidence))
+    )
     return np.maximum(least, 100 * evidence.least_values / pair.sizes) if evidence.least_values else least
 
 
@@ -215,7 +230,7 @@ def measured(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
     expected, found = pair.of(evidence.metric)
     excess = evidence.scaled(found) - _usual(evidence, expected, pair)
     excess /= _least_rise(evidence, pair)[:, None]
-    counts = ~np.isnan(excess) & (pair.loses_more | (not evidence.of_error))
+    counts = ~np.isnan(excess) & (pair.loses_more | (not evidence.of_error) | (excess > evidence.anyway))
     return expected, found, np.where(counts, excess, -np.inf)
 
 

@@ -13,9 +13,9 @@ from .step_change import rises_at
 
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
 MAX_GAP = 2.0
-#: how many times that a run of other batches may lie above all along, and rise by at a step that was searched for, before
-#: another seed does not explain it
-OTHER_SEEDS, SEARCHED = 10.0, 5.0
+#: how many times that a run of other batches may lie above all along before another seed does not explain it, of the same
+#: model and of another; and rise by at a step that was searched for
+OTHER_SEEDS, OTHER_MODELS, SEARCHED = 6.0, 10.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,16 @@ class LossOutcome:
     max_gap: float = MAX_GAP
     #: step at which something else went wrong and the loss rose, and by how many percent; None: none is known
     rise: tuple[int, float] | None = None
+    #: whether the baseline is of the same model, as far as can be told
+    same_model: bool = False
 
     @classmethod
-    def of(cls, run: LossCurve, baseline: LossCurve | None, max_gap: float = MAX_GAP) -> LossOutcome:
+    def of(
+        cls, run: LossCurve, baseline: LossCurve | None, max_gap: float = MAX_GAP, same_model: bool = False
+    ) -> LossOutcome:
         """Against a baseline, if it has enough losses to be one."""
-        return cls(run, baseline if baseline is not None and baseline.has_enough else None, max_gap)
+        known = baseline is not None and baseline.has_enough
+        return cls(run, baseline if known else None, max_gap, same_model=same_model)
 
     @cached_property
     def gap(self) -> Gap | None:
@@ -71,7 +76,7 @@ class LossOutcome:
             return "harmful"
         if found.percent <= self.max_gap:
             return "gap"
-        if found.paired or found.percent > OTHER_SEEDS * self.max_gap:
+        if found.paired or found.percent > (OTHER_SEEDS if self.same_model else OTHER_MODELS) * self.max_gap:
             return "harmful"
         assert self.since is not None
         rise = rises_at(self.run, self.baseline, self.since)

@@ -41,9 +41,8 @@ def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | N
     before, after = losses[max(at - width, 0) : at], losses[at : at + width]
     if min(len(before), len(after)) < _FEWEST or not np.isfinite(before).all() or before.mean() <= 0:
         return None
-    if not np.isfinite(after).all():
-        return float("inf")
-    return _rise(before, after)
+    back = after[np.isfinite(after)]  # one that was lost for a few steps has not risen by that
+    return _rise(before, back) if len(back) >= _FEWEST else float("inf")
 
 
 def _rise(before: Floats, after: Floats) -> float | None:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fault_injection.draws import HELD_OUT_KINDS, OPERAND_KINDS, SOFTWARE_KINDS, Draw, drawn, possible
+from fault_injection.draws import OPERAND_KINDS, SOFTWARE_KINDS, Draw, drawn, possible
 from fault_injection.families import family
 from fault_injection.fault import Fault
-from fault_injection.sets import HELD_OUT, is_held_out
+from fault_injection.sets import ALL_KINDS, HELD_OUT_KINDS, has_all_kinds
 from fault_injection.training import Setup
 from nemo_fp8_debug.capture.gemms import find_gemms, select
 
@@ -23,7 +23,7 @@ _HOSTS = ("plain", "skipping", "scaled", "plain", "skipping")
 #: what the learning rate is multiplied by
 _RATES = (1.0, 0.5, 0.75)
 #: faults of operands and of software in a part
-_TUNED, _JUDGED = (5, 3), (3, 2)
+_MANY, _FEW = (5, 3), (3, 2)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Case:
 def cases(family_name: str, part: int) -> list[Case]:
     """The runs of a part."""
     chosen = random.Random(f"{family_name} {part}")
-    at = part % HELD_OUT
+    at = part % ALL_KINDS
     seeds = [chosen.randrange(1, 1 << 30) for _ in range(6)]
     depth, engines = family(family_name).depth, family(family_name).engines
     made = Setup(
@@ -64,14 +64,14 @@ def _faulted(chosen: random.Random, kind: str, number: int, setup: Setup) -> Cas
 
 def _kinds(family_name: str, part: int, setup: Setup) -> Iterator[str]:
     """In turn over the parts of an engine, so that each comes as often as any other that is possible."""
-    held_out, at, engines = is_held_out(family_name, part), part % HELD_OUT, family(family_name).engines
+    all_kinds, at, engines = has_all_kinds(family_name, part), part % ALL_KINDS, family(family_name).engines
     earlier = sum(engines[i % len(engines)] == setup.engine for i in range(at))
-    for kinds, count in zip((OPERAND_KINDS, SOFTWARE_KINDS), _JUDGED if held_out else _TUNED, strict=True):
-        known = [kind for kind in kinds if (held_out or kind not in HELD_OUT_KINDS) and possible(kind, setup)]
+    for kinds, count in zip((OPERAND_KINDS, SOFTWARE_KINDS), _FEW if all_kinds else _MANY, strict=True):
+        known = [kind for kind in kinds if (all_kinds or kind not in HELD_OUT_KINDS) and possible(kind, setup)]
         shuffled = random.Random(f"{family_name} {setup.engine} {len(known)}").sample(known, len(known))
         chosen = [shuffled[(earlier * count + i) % len(shuffled)] for i in range(count)]
-        if held_out and at % 2 and not set(chosen) & set(HELD_OUT_KINDS):
-            # In one of two parts that judge, one is of a kind that no threshold was set on.
+        if all_kinds and at % 2 and not set(chosen) & set(HELD_OUT_KINDS):
+            # In one of two parts, one is of a kind that no threshold was set on.
             chosen[-1] = next((kind for kind in HELD_OUT_KINDS[at // 2 % 2 :] if kind in known), chosen[-1])
         yield from chosen
 

@@ -172,8 +172,6 @@ SOFTWARE_KINDS: dict[str, Callable[[Draw, str], Fault]] = {
     "nan_loss": lambda draw, kind: _once(draw, software.NaNInLoss(kind, _nan_onset(draw))),
     "nan_gradient": lambda draw, kind: _once(draw, software.NaNInGradient(kind, _nan_onset(draw), prefix=draw.prefix)),
 }
-#: drawn for nothing that thresholds are set on
-HELD_OUT_KINDS = ("stale", "two_at_once", "wrong_labels")
 #: what only some engines can have
 _ONLY = {
     "drift_up": _SCALED_BY_TENSOR,

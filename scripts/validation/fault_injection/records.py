@@ -21,7 +21,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fault_injection.sets import is_held_out
+from fault_injection.sets import set_of
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -100,13 +100,13 @@ def _lists(columns: Sequence[pl.Series]) -> pa.Array:
 
 
 def truths(which: str, folder: Path = FOLDER) -> Iterator[dict[str, Any]]:
-    """What is true of each run of a set (`tune`, `held-out` or `all`), with the file and row that it lies in."""
+    """What is true of each run of a set (of `sets.set_of`, or `all`), with the file and row that it lies in."""
     for path in sorted(folder.glob("*.parquet")):
         family, _, part = path.stem.rpartition("-")
-        if which != "all" and is_held_out(family, int(part)) != (which == "held-out"):
-            continue
         for row, text in enumerate(pq.read_table(path, columns=["truth"])["truth"].to_pylist()):
-            yield json.loads(text) | {"path": str(path), "row": row, "part": path.stem}
+            told = json.loads(text)
+            if which in ("all", set_of(family, int(part), told["kind"])):
+                yield told | {"path": str(path), "row": row, "part": path.stem}
 
 
 @dataclass(frozen=True)
