@@ -106,18 +106,20 @@ class StateCapture:
 
     def _before(self, optimizer: Any) -> None:
         with self._guard(_LOOKING):
-            for name, _, parameter in stepped_by(optimizer, self._gemms):
+            for stepped in stepped_by(optimizer, self._gemms):
                 self._stepped = True
-                self._take(name, "weight_gradient", getattr(parameter, "grad", None))
+                self._take(stepped.name, "weight_gradient", stepped.of(getattr(stepped.parameter, "grad", None)))
 
     def _after(self, optimizer: Any) -> None:
         with self._guard(_LOOKING):
-            for name, weight, parameter in stepped_by(optimizer, self._gemms):
+            for stepped in stepped_by(optimizer, self._gemms):
+                parameter = stepped.parameter
                 state = optimizer.state.get(parameter, {})
                 for role, names in _NAMES.items():
-                    self._take(name, role, next((state[n] for n in names if n in state), None), optimizer, parameter)
-                if parameter is not weight:
-                    self._take(name, "master_weight", parameter)
+                    found = stepped.of(next((state[n] for n in names if n in state), None))
+                    self._take(stepped.name, role, found, optimizer, parameter)
+                if parameter is not stepped.weight:
+                    self._take(stepped.name, "master_weight", stepped.of(parameter))
 
     def _take(self, name: str, role: str, x: Any, optimizer: Any = None, parameter: Any = None) -> None:
         operand = self._operands.get((name, role))

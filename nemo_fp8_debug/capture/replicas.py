@@ -19,7 +19,7 @@ from .backends.parallel import part_of
 from .dtensor import is_dtensor, local
 from .gemms import Gemm
 from .masters import Masters
-from .stepped import stepped_by
+from .stepped import is_split_by_zero, stepped_by
 
 #: values whose weights are made at once; bounds temporaries to some tens of MiB
 _CHUNK = 1 << 20
@@ -98,9 +98,9 @@ class ReplicaChecks:
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         with self._guard("while comparing copies over ranks"):
-            for name, weight, _ in stepped_by(optimizer, self._gemms):
-                if (grad := _whole_gradient(weight)) is not None:
-                    self.see(name, "weight_gradient", grad)
+            for stepped in stepped_by(optimizer, self._gemms):
+                if (grad := _whole_gradient(stepped.weight)) is not None:
+                    self.see(stepped.name, "weight_gradient", grad)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each checksum by what `to` gives for it."""
@@ -116,6 +116,8 @@ class ReplicaChecks:
 
 def _whole_gradient(weight: Any) -> torch.Tensor | None:
     """What an optimizer steps by, if each rank has all of it: a sharded optimizer gives none a copy."""
+    if is_split_by_zero(weight):
+        return None
     main = getattr(weight, "main_grad", None)
     if main is not None:
         sharded = getattr(weight, "main_param_sharded", False) or getattr(weight, "main_param", None) is None

@@ -13,7 +13,7 @@ from ..capture.dtensor import is_counted
 from ..capture.gemms import Gemm, matching
 from ..capture.operands import Operand
 from ..capture.optimizer_states import StateCapture, state_operands
-from ..capture.stepped import weight_of
+from ..capture.stepped import is_split_by_zero, weight_of
 from ..core.error_guard import ErrorGuard
 from ..core.keys import Key
 from ..distributed import ShardGroup
@@ -45,15 +45,18 @@ def state_capture(
 def warn_of_unseen_states(capture: StateCapture | None, errors: ErrorGuard) -> None:
     """Say that no optimizer stepped by any of the weights."""
     if capture is not None and capture.unseen:
-        why = "it skipped the step, or steps by tensors that are neither the model's parameters nor their `main_param`"
+        why = "it skipped the step, or steps by flattened parameters (FSDP1), or by others that are not the model's"
         errors.warn(f"no states of an optimizer were seen: {why}", kind="states")
 
 
 def _counts(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
     """Whether this rank counts a tensor that lies as a weight does: a part that no other has, or the first of copies."""
-    if getattr(weight_of(gemm), "main_param_sharded", False):
-        is_copy = copied_part(gemm.module)
+    is_copy, weight = copied_part(gemm.module), weight_of(gemm)
+    if getattr(weight, "main_param_sharded", False):
         return lambda x: not is_copy
     copied = gemm.backend.copied(gemm.module, "weight")
     first = shard_group.first[gemm.name] if copied is None else None
-    return partial(is_counted, rank=rank, first=first) if not copied else lambda x: False
+    if copied:
+        return lambda x: False
+    # An engine may split states only after the monitor was made.
+    return lambda x: not is_copy if is_split_by_zero(weight_of(gemm)) else is_counted(x, rank, first)

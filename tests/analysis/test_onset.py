@@ -8,7 +8,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from nemo_fp8_debug.analysis.comparison.onset import EVIDENCE, IN_A_ROW, onsets
+from nemo_fp8_debug.analysis.comparison.evidence import EVIDENCE
+from nemo_fp8_debug.analysis.comparison.onset import IN_A_ROW, onsets
 
 STEPS = range(0, 400, 10)
 LAYERS = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"]

@@ -24,18 +24,41 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_states_are_those_of_the_whole_tensors(trained: Path, kind: str, world: int) -> None:
-    run = trained / f"{kind}-{world}"
+@pytest.fixture(scope="module")
+def trained_by_zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("zero")
+    run_script(Path(__file__).with_name("zero_states.py"), folder, DS_ACCELERATOR="cpu")
+    return folder
+
+
+def equal_the_oracle(run: Path) -> int:
+    """How many rows there are, all of which must."""
     oracle = json.loads((run / "oracle.json").read_text())
     rows = read_record(str(run), "states").filter(recipe="current-hybrid")
-    assert len(rows) == len(oracle) == STEPS * 2 * 3
     for row in rows.iter_rows(named=True):
         expected = oracle[f"{row['step']}/{row['layer']}/{row['role']}"]
         assert (row["n"], row["amax"]) == (expected["n"], expected["amax"])
         assert row["kurtosis"] == pytest.approx(expected["kurtosis"], rel=1e-6)
         assert row["scale_source"] == "not quantized" and row["dtype"] == "float32"
+    assert len(rows) == len(oracle)
+    return len(rows)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_states_are_those_of_the_whole_tensors(trained: Path, kind: str, world: int) -> None:
+    assert equal_the_oracle(trained / f"{kind}-{world}") == STEPS * 2 * 3
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parts_of_zero_are_those_of_the_whole_tensors(trained_by_zero: Path, stage: int, world: int) -> None:
+    assert equal_the_oracle(trained_by_zero / f"zero-{stage}-{world}") == STEPS * 2 * 4
+
+
+def test_what_zero_splits_is_no_copy(trained_by_zero: Path) -> None:
+    found = read_record(str(trained_by_zero / "zero-1-2"), "replicas")
+    assert set(found.filter(what="weight_gradient")["outcome"]) <= {"no copy"}
 
 
 def test_what_bf16_would_do_is_told(trained: Path) -> None:
@@ -82,7 +105,7 @@ def test_nothing_is_looked_at_unless_asked_for(tmp_path: Path) -> None:
 
 def test_an_optimizer_whose_parameters_are_its_own_is_said_not_to_be_seen(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(16))])  # a flat copy, as of DeepSpeed ZeRO
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(16))])  # a flat copy of its own
     monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, states=("first_moment",))
     with pytest.warns(FP8DebugWarning, match="no states of an optimizer were seen"), monitor.step(0):
         model(torch.ones(2, 4)).sum().backward()

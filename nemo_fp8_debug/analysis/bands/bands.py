@@ -17,9 +17,10 @@ import pyarrow.parquet as pq
 
 from ...core.keys import ROLES
 from ...errors import RecordError
+from ..comparison.evidence import EVIDENCE, Evidence
 from ..comparison.groups import placed
 from ..comparison.layer_matching import sizes_of_weights
-from ..comparison.onset import EVIDENCE, IN_A_ROW, Evidence
+from ..comparison.onset import IN_A_ROW
 from ..runs.grid import Floats, Grid
 from ..runs.run import Run
 from .purpose import purpose_of

@@ -14,7 +14,7 @@ from .step_change import rises_at
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
 MAX_GAP = 2.0
 #: how many times that a run of other batches may lie above all along before another seed does not explain it, of the same
-#: model and of another; and rise by at a step that was searched for
+#: model and of another; and, of the same model, rise by at a step that was searched for
 OTHER_SEEDS, OTHER_MODELS, SEARCHED = 6.0, 10.0, 5.0
 
 
@@ -80,7 +80,8 @@ class LossOutcome:
             return "harmful"
         assert self.since is not None
         rise = rises_at(self.run, self.baseline, self.since)
-        return "harmful" if rise is not None and rise > SEARCHED * self.max_gap else "unknown"
+        least = SEARCHED if self.same_model else OTHER_MODELS
+        return "harmful" if rise is not None and rise > least * self.max_gap else "unknown"
 
     @property
     def harmful_since(self) -> int | None:
