@@ -20,9 +20,10 @@ from ..kernels import quantization_sums
 from ..numerics.recipe import Recipe
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import ScaleInUse, not_quantized
+from .dtensor import is_dtensor
 from .gemms import Gemm
 from .operands import Operand
-from .stepped import stepped_by
+from .stepped import Stepped, stepped_by
 
 #: under which optimizers keep each state; the first one that is there counts
 _NAMES = {
@@ -82,6 +83,8 @@ class StateCapture:
         self._operands, self._guard = operands, guard
         self._gemms = {name: operand.gemm for (name, _), operand in operands.items()}
         self._seen: set[Key] = set()
+        #: weights as they were before the step, by layer
+        self._earlier: dict[str, Any] = {}
         self._stepped = False
         self._handles: list[RemovableHandle] = []
 
@@ -98,6 +101,7 @@ class StateCapture:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._earlier = {}
 
     @property
     def unseen(self) -> bool:
@@ -108,37 +112,63 @@ class StateCapture:
         with self._guard(_LOOKING):
             for stepped in stepped_by(optimizer, self._gemms):
                 self._stepped = True
-                self._take(stepped.name, "weight_gradient", stepped.of(getattr(stepped.parameter, "grad", None)))
+                self._take(stepped, "weight_gradient", _gradient(optimizer, stepped.parameter))
+                if (stepped.name, "update") in self._operands:
+                    self._earlier[stepped.name] = stepped.of(stepped.parameter).detach().clone()
 
     def _after(self, optimizer: Any) -> None:
         with self._guard(_LOOKING):
             for stepped in stepped_by(optimizer, self._gemms):
-                parameter = stepped.parameter
-                state = optimizer.state.get(parameter, {})
-                for role, names in _NAMES.items():
-                    found = stepped.of(next((state[n] for n in names if n in state), None))
-                    self._take(stepped.name, role, found, optimizer, parameter)
-                if parameter is not stepped.weight:
-                    self._take(stepped.name, "master_weight", stepped.of(parameter))
+                for role in _NAMES:
+                    self._take_state(stepped, role, optimizer)
+                if stepped.parameter is not stepped.weight:
+                    self._take(stepped, "master_weight", stepped.parameter)
+                if (earlier := self._earlier.pop(stepped.name, None)) is not None:
+                    self._take(
+                        stepped, "update", stepped.of(stepped.parameter).detach().float() - earlier.float(), whole=False
+                    )
 
-    def _take(self, name: str, role: str, x: Any, optimizer: Any = None, parameter: Any = None) -> None:
-        operand = self._operands.get((name, role))
-        if operand is None or not isinstance(x, torch.Tensor) or (name, role) in self._seen:
-            return
-        with self._guard(_LOOKING):
-            x = _dequantized(x, optimizer, parameter, role)
-            self._seen.add((name, role))
-            operand.add(x, 0)
+    def _take_state(self, stepped: Stepped, role: str, optimizer: Any) -> None:
+        state = optimizer.state.get(stepped.parameter, {})
+        name = next((name for name in _NAMES[role] if name in state), None)
+        if name is not None and self._wants(stepped, role):
+            with self._guard(_LOOKING):
+                self._take(stepped, role, _decoded(state[name], optimizer, stepped.parameter, name))
+
+    def _wants(self, stepped: Stepped, role: str) -> bool:
+        return (stepped.name, role) in self._operands and (stepped.name, role) not in self._seen
+
+    def _take(self, stepped: Stepped, role: str, x: Any, whole: bool = True) -> None:
+        """
+        Args:
+            x: of the optimizer; None: there is none.
+            whole: whether it lies as what the optimizer steps by, and not as the weight's part in that.
+        """
+        if isinstance(x, torch.Tensor) and self._wants(stepped, role):
+            with self._guard(_LOOKING):
+                self._seen.add((stepped.name, role))
+                self._operands[stepped.name, role].add(stepped.of(x) if whole else x, 0)
 
 
-def _dequantized(x: Any, optimizer: Any, parameter: Any, role: str) -> torch.Tensor:
-    """A state in float32 of an optimizer that keeps it in fewer bits: torchao's and Transformer Engine's."""
+def _gradient(optimizer: Any, parameter: Any) -> Any:
+    """What an optimizer steps by; Transformer Engine's FusedAdam may be told to keep it apart from `.grad`."""
+    return getattr(parameter, "decoupled_grad" if getattr(optimizer, "use_decoupled_grad", False) else "grad", None)
+
+
+def _decoded(x: Any, optimizer: Any, parameter: Any, name: str) -> Any:
+    """A state in the numbers that it stands for: torchao's and Transformer Engine's optimizers keep it in fewer bits, or
+    scaled.
+
+    Raises:
+        TypeError: it is one of Transformer Engine's over ranks, whose parts only that knows.
+    """
     if type(x).__module__.partition(".")[0] == "torchao":
-        decoded: torch.Tensor = x.dequantize()
-        return decoded
-    scaled = getattr(optimizer, "get_unscaled_state", None)
-    if scaled is not None and x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        unscaled: torch.Tensor = scaled(parameter, next(n for n in _NAMES[role] if n in optimizer.state[parameter]))
-        return unscaled
-    plain: torch.Tensor = x
-    return plain
+        return x.dequantize()
+    unscaled = getattr(optimizer, "get_unscaled_state", None)
+    if unscaled is None or (x.dtype in (torch.float32, torch.bfloat16) and type(x) in (torch.Tensor, torch.nn.Parameter)):
+        return x
+    if is_dtensor(x):
+        if x.dtype in (torch.float32, torch.bfloat16):
+            return x
+        raise TypeError(f"{name} is a DTensor of {x.dtype}, which is read only where ranks keep no parts of it")
+    return unscaled(parameter, name)

@@ -22,7 +22,13 @@ ATTENTION_BACKWARD = {
 #: before the kind of a module that is an attention and no GEMM, where ranks tell each other what they have
 ATTENTION = "attention of "
 #: tensors of the optimizer's that lie as a weight does, and how people write them
-STATES = {"weight_gradient": "dW", "first_moment": "m", "second_moment": "v", "master_weight": "master W"}
+STATES = {
+    "weight_gradient": "dW",
+    "first_moment": "m",
+    "second_moment": "v",
+    "master_weight": "master W",
+    "update": "step of W",
+}
 #: how people write the operand roles, and those
 SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"} | ATTENTION_FORWARD | ATTENTION_BACKWARD | STATES
 #: how people write what a GEMM returns, by product

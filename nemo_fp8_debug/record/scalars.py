@@ -137,7 +137,32 @@ def _states(sample: Sample) -> dict[str, float]:
         for metric, value in zip(_OF_STATES, found, strict=True):
             if value is not None and math.isfinite(value):
                 values[f"fp8_states/{metric}/{role}{under}"].append(value)
-    return {f"{tag}/{kind}": of(found) for tag, found in values.items() for kind, of in _KINDS.items()}
+    tags = {f"{tag}/{kind}": of(found) for tag, found in values.items() for kind, of in _KINDS.items()}
+    if ratios := _update_to_weight(sample):
+        tags |= {"fp8_states/update_to_weight/smallest": min(ratios), "fp8_states/update_to_weight/largest": max(ratios)}
+        tags["fp8_states/update_to_weight/median"] = statistics.median(ratios)
+    return tags
+
+
+def _update_to_weight(sample: Sample) -> list[float]:
+    """The root mean square of each step of a weight over that of the weight."""
+    if not sample.states or not sample.columns:
+        return []
+    steps, weights = (
+        _root_mean_squares(columns, of) for columns, of in ((sample.states, "update"), (sample.columns, "weight"))
+    )
+    return [step / weights[layer] for layer, step in steps.items() if weights.get(layer)]
+
+
+def _root_mean_squares(columns: Mapping[str, Sequence[Any]], of: str) -> dict[str, float]:
+    """Of the tensors of a role, by layer."""
+    names = ("layer", "role", "scale_source", "mse", "relative_error")
+    rows = zip(*(columns[name] for name in names), strict=True)
+    return {
+        layer: math.sqrt(mse) / error
+        for layer, role, source, mse, error in rows
+        if role == of and source != "what-if" and mse and error and not is_aggregate(layer)
+    }
 
 
 def _unscaled(sample: Sample) -> dict[str, float]:

@@ -181,3 +181,24 @@ class TestLikelyHarm:
 
     def test_nothing_found_makes_nothing_likely(self, tmp_path: Path) -> None:
         assert diagnose(write(tmp_path / "run", nothing)).harm == "unknown"
+
+
+class TestOtherDepth:
+    """Gradients of a layer at another depth differ more, and count from four times the least rise on."""
+
+    @pytest.mark.parametrize(
+        ("role", "bits", "named"), [("grad_output", 9.0, False), ("grad_output", 15.0, True), ("input", 9.0, True)]
+    )
+    def test_a_gradient_must_be_farther_out(self, tmp_path: Path, role: str, bits: float, named: bool) -> None:
+        def outlier(step: int) -> Mapping[str, Any]:
+            wrong = {"outlier_log2": 4.0 + bits}
+            return wrong if step >= ONSET else {"outlier_log2": 4.0}
+
+        def usual(step: int) -> Mapping[str, Any]:
+            return {"outlier_log2": 4.0}
+
+        deeper = [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
+        of: dict[str, Any] = {"culprit": LAYERS[0], "changed": role}
+        run = write(tmp_path / "run", outlier, **of)
+        assert (diagnose(run, write(tmp_path / "deeper", usual, layers=deeper, **of)).culprit is not None) == named
+        assert diagnose(run, write(tmp_path / "same", usual, **of)).culprit is not None

@@ -51,12 +51,14 @@ def train(rank: int, world: int, folder: Path, kind: str) -> None:
             x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step * world + rank))
             loss = model(x).square().mean()
             loss.backward()
+            earlier = {name: whole(layer.weight.detach()).clone() for name, layer in layers.items()}
             optimizer.step()
             report(loss=loss)
         for name, layer in layers.items():
             state = optimizer.state[layer.weight]
             known = {"first_moment": state["exp_avg"], "second_moment": state["exp_avg_sq"]}
             known["weight_gradient"] = layer.weight.grad
+            known["update"] = whole(layer.weight.detach()) - earlier[name]
             oracle |= {f"{step}/{name}/{role}": figures(whole(tensor)) for role, tensor in known.items()}
         optimizer.zero_grad()
     monitor.close()

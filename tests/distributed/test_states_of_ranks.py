@@ -47,13 +47,13 @@ def equal_the_oracle(run: Path) -> int:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_states_are_those_of_the_whole_tensors(trained: Path, kind: str, world: int) -> None:
-    assert equal_the_oracle(trained / f"{kind}-{world}") == STEPS * 2 * 3
+    assert equal_the_oracle(trained / f"{kind}-{world}") == STEPS * 2 * 4
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parts_of_zero_are_those_of_the_whole_tensors(trained_by_zero: Path, stage: int, world: int) -> None:
-    assert equal_the_oracle(trained_by_zero / f"zero-{stage}-{world}") == STEPS * 2 * 4
+    assert equal_the_oracle(trained_by_zero / f"zero-{stage}-{world}") == STEPS * 2 * 5
 
 
 def test_what_zero_splits_is_no_copy(trained_by_zero: Path) -> None:
@@ -63,7 +63,7 @@ def test_what_zero_splits_is_no_copy(trained_by_zero: Path) -> None:
 
 def test_what_bf16_would_do_is_told(trained: Path) -> None:
     rows = read_record(str(trained / "ddp-2"), "states").filter(recipe="bf16")
-    assert len(rows) == STEPS * 2 * 3 and rows["relative_error"].is_between(5e-4, 4e-3).all()
+    assert len(rows) == STEPS * 2 * 4 and rows["relative_error"].is_between(5e-4, 4e-3).all()
 
 
 def test_operands_and_states_are_kept_apart(trained: Path) -> None:
@@ -87,10 +87,11 @@ def test_a_master_weight_is_what_the_optimizer_steps_by(tmp_path: Path) -> None:
         optimizer.step()
     monitor.close()
     rows = read_record(str(tmp_path), "states")
-    assert set(rows["role"]) == {"weight_gradient", "first_moment", "master_weight"}
+    assert set(rows["role"]) == {"weight_gradient", "first_moment", "master_weight", "update"}
     amax = dict(rows.select("role", "amax").rows())
     assert amax["master_weight"] == masters[0].detach().abs().max().item()
     assert amax["first_moment"] == amax["weight_gradient"] == masters[0].grad.abs().max().item()
+    assert amax["update"] == pytest.approx(0.5 * amax["first_moment"], rel=1e-4)
 
 
 def test_nothing_is_looked_at_unless_asked_for(tmp_path: Path) -> None:

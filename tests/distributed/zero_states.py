@@ -63,6 +63,7 @@ def of_stage(rank: int, world: int, stage: int, run: Path) -> None:
             loss = engine(x).float().square().mean()
             engine.backward(loss)
             gradients = {name: safe_get_full_grad(layer.weight) for name, layer in layers.items()}
+            earlier = {name: safe_get_full_fp32_param(layer.weight).clone() for name, layer in layers.items()}
             engine.step()
             report(loss=loss)
         for name, layer in layers.items():
@@ -72,6 +73,7 @@ def of_stage(rank: int, world: int, stage: int, run: Path) -> None:
                 "second_moment": safe_get_full_optimizer_state(layer.weight, "exp_avg_sq"),
                 "master_weight": safe_get_full_fp32_param(layer.weight),
             }
+            known["update"] = known["master_weight"] - earlier[name]
             oracle |= {f"{step}/{name}/{role}": figures(tensor) for role, tensor in known.items()}
     monitor.close()
     if rank == 0:

@@ -117,7 +117,7 @@ class FP8DebugCallback(pl.Callback):
             replicas: whether copies that ranks hold of W, of its gradient and, under tensor parallelism, of X are compared,
                 bit by bit. A sampled step reads those tensors once more. Default: `False`.
             states: tensors of the optimizer's to look at too, of the weights of all GEMMs. A list of `weight_gradient`,
-                `first_moment`, `second_moment` and `master_weight`. Default: `()`.
+                `first_moment`, `second_moment`, `master_weight` and `update`. Default: `()`.
             copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them
                 differ. A sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
             block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A

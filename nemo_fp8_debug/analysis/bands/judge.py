@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from ..comparison.evidence import OF_GRADIENTS
 from ..runs.grid import Floats
 from ..runs.run import Run
 from .bands import JUDGED, Bands, Kinds, lasting
 
 Bools = npt.NDArray[np.bool_]
 _KEY = ["layer", "role"]
-#: how many times the least rise that counts else is the least here, for gradients: they differ from task to task
-_GRADIENTS = 4.0
 #: percent of values that underflow or overflow because of an outlier, at least
 _COSTS = 0.5
 #: how many times the least rise above all that healthy runs did counts
@@ -68,7 +67,7 @@ def judge(run: Run, bands: Bands) -> Judged:
     kinds = Kinds.of(run)
     covered = np.zeros(len(kinds.tensors), dtype=bool)
     onset, excess = np.full(len(covered), np.iinfo(np.int64).max), np.zeros(len(covered))
-    least = np.where(kinds.tensors["role"].to_numpy() == "grad_output", _GRADIENTS, 1.0)
+    least = np.where(kinds.tensors["role"].to_numpy() == "grad_output", OF_GRADIENTS, 1.0)
     for evidence in JUDGED:
         values = kinds.values(evidence)
         if evidence.metric == "outlier_log2":  # one that costs no values is no loss

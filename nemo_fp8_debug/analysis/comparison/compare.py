@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from ...core.keys import MIXED
+from ...core.keys import GRADIENTS, MIXED
 from ...core.layer_names import aggregate_key, is_aggregate
 from ...core.scale_sources import ENGINE
 from ..loss.divergence import above
@@ -17,6 +17,7 @@ from ..runs.run import Run
 from ..runs.settings import coverage_notes, remarks
 from .comparison import Comparison
 from .drift import SHOWN, drifts
+from .evidence import OF_GRADIENTS
 from .groups import depth_of
 from .layer_matching import named_alike
 from .onset import IN_A_ROW, onsets_of
@@ -75,13 +76,20 @@ def compare(
     ranked = drifts(first, second)
     judged = quantized(second.metrics)
     out_of_band = onsets_of(first.grid, second.grid if judged is second.metrics else Grid.of_table(judged))
-    out_of_band = _with_lead(out_of_band, above(second.loss, first.loss))
+    depths = _depths(first, second)
+    out_of_band = _with_lead(_that_count(out_of_band, bool(depths)), above(second.loss, first.loss))
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = split_experts(ranked)
-    notes = [*_mistaken(first, second), *_depths(first, second), *notes, *_coverage(first, second), *remarks(first, second)]
+    notes = [*_mistaken(first, second), *depths, *notes, *_coverage(first, second), *remarks(first, second)]
     notes += [f"Of the run's model: {text}" for text in coverage_notes(second.fingerprint)]
     return Comparison(first, second, other, tensors, experts, *split_experts(out_of_band), tuple(notes), max_gap)
+
+
+def _that_count(out_of_band: pl.DataFrame, other_depths: bool) -> pl.DataFrame:
+    """Gradients of a layer at another depth differ more."""
+    weak = pl.col("role").is_in(GRADIENTS) & (pl.col("metric") != "nonfinite") & (pl.col("excess") < OF_GRADIENTS)
+    return out_of_band.filter(~weak) if other_depths else out_of_band
 
 
 def _with_lead(out_of_band: pl.DataFrame, divergence_step: int | None) -> pl.DataFrame:

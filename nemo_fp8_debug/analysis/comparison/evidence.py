@@ -46,6 +46,8 @@ class Evidence:
 
 
 _ROUNDING = 0.01
+#: how many times the least rise counts of gradients, against healthy ones of another model: they differ from task to task
+OF_GRADIENTS = 4.0
 #: in the order in which one explains the next: a stale scale clips, and clipping is an error
 EVIDENCE = (
     Evidence("nonfinite", 0.5),

@@ -1,0 +1,71 @@
+"""What optimizers keep: states in fewer bits than they stand for, and what a step adds to a weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+
+from nemo_fp8_debug import Monitor, read_record
+from nemo_fp8_debug.core.keys import STATES
+from nemo_fp8_debug.record.scalars import ScalarRecorder
+
+IN, OUT = 128, 64
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, monitor: Monitor, step: int) -> None:
+    with monitor.step(step):
+        model(torch.randn(16, IN)).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, AdamWFp8, AdamW4bit], ids=lambda kind: kind.__name__)
+def test_moments_of_torchaos_optimizers_are_those_that_they_stand_for(tmp_path: Path, kind: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(IN, OUT, bias=False)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    monitor = Monitor(
+        model, str(tmp_path), interval=1, table_rows=0, on_error="raise", states=("first_moment", "second_moment")
+    )
+    expected = {}
+    for step in range(2):
+        step_once(model, optimizer, monitor, step)
+        state = optimizer.state[model.weight]
+        for role, name in (("first_moment", "exp_avg"), ("second_moment", "exp_avg_sq")):
+            assert type(state[name]) is not torch.Tensor
+            expected[step, role] = state[name].dequantize().abs().max().item()
+    monitor.close()
+    rows = read_record(str(tmp_path), "states")
+    assert {(step, role): amax for step, role, amax in rows.select("step", "role", "amax").iter_rows()} == expected
+
+
+def test_a_step_of_a_weight_and_how_large_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(IN, OUT, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tags: dict[str, float] = {}
+    recorder = ScalarRecorder(lambda found, step: tags.update(found), max_tags=1000)
+    monitor = Monitor(model, recorders=[recorder], interval=1, on_error="raise", states=("update",))
+    before = model.weight.detach().double().clone()
+    step_once(model, optimizer, monitor, 0)
+    monitor.close()
+    ratio = (model.weight.detach().double() - before).norm() / before.norm()
+    for kind in ("smallest", "median", "largest"):
+        assert tags[f"fp8_states/update_to_weight/{kind}"] == pytest.approx(ratio.item(), rel=1e-5)
+
+
+def test_without_moments_there_are_gradient_and_step(tmp_path: Path) -> None:
+    model = nn.Linear(IN, OUT, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, on_error="raise", states=tuple(STATES))
+    step_once(model, optimizer, monitor, 0)
+    monitor.close()
+    rows = read_record(str(tmp_path), "states")
+    assert set(rows["role"]) == {"weight_gradient", "update"}
+    gradient, update = (rows.filter(role=role)["amax"].item() for role in ("weight_gradient", "update"))
+    assert update == pytest.approx(0.1 * gradient, rel=1e-4)
