@@ -191,7 +191,7 @@ class TestOtherDepth:
     )
     def test_a_gradient_must_be_farther_out(self, tmp_path: Path, role: str, bits: float, named: bool) -> None:
         def outlier(step: int) -> Mapping[str, Any]:
-            wrong = {"outlier_log2": 4.0 + bits}
+            wrong = {"outlier_log2": 4.0 + bits, "underflow_pct": 1.0}
             return wrong if step >= ONSET else {"outlier_log2": 4.0}
 
         def usual(step: int) -> Mapping[str, Any]:
