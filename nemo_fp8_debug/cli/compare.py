@@ -63,6 +63,8 @@ def _print(found: Comparison, top: int) -> None:
     if len(found.out_of_band):
         out.print(_order(found, top))
         out.print(_where(found))
+    if len(found.states):
+        out.print(_states(found, top))
     if len(found.differences()):
         out.print(_differences(found, top))
     for note in found.notes:
@@ -129,6 +131,17 @@ def _where(found: Comparison) -> Table:
         counts = str(row["tensors"]), str(row["out_of_band"]), _count(row["onset"])
         where.add_row(row["by"], escape(row["group"]), *counts, number(row["drift_log2"]))
     return where
+
+
+def _states(found: Comparison, top: int) -> Table:
+    title = "What the optimizers keep, baseline -> run, medians over the later half of the run"
+    headings = ("layer", "tensor", "size (log2 of the ratio)", "root mean square", f"NaN or infinity from {found.run.unit}")
+    table = _table(title, *headings, texts=("tensor",))
+    for row in found.states.head(top).iter_rows(named=True):
+        sizes = f"{number(row['rms_baseline'])} -> {number(row['rms_run'])}"
+        name = escape(row["layer"]), row["tensor"]
+        table.add_row(*name, number(row["size_log2"]), sizes, _count(row["nonfinite_since"]))
+    return table
 
 
 def _differences(found: Comparison, top: int) -> Table:

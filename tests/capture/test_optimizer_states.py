@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+from typer.testing import CliRunner
 
-from nemo_fp8_debug import Monitor, read_record
+from nemo_fp8_debug import Monitor, compare, read_record
+from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.keys import STATES
 from nemo_fp8_debug.record.scalars import ScalarRecorder
 
@@ -69,3 +72,35 @@ def test_without_moments_there_are_gradient_and_step(tmp_path: Path) -> None:
     assert set(rows["role"]) == {"weight_gradient", "update"}
     gradient, update = (rows.filter(role=role)["amax"].item() for role in ("weight_gradient", "update"))
     assert update == pytest.approx(0.1 * gradient, rel=1e-4)
+
+
+class TestCompare:
+    @staticmethod
+    def trained(folder: Path, rate: float = 1e-3, spoiled: bool = False) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(IN, OUT, bias=False), nn.Linear(OUT, OUT, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        monitor = Monitor(model, str(folder), interval=1, table_rows=0, on_error="raise", states=tuple(STATES))
+        for step in range(6):
+            if spoiled and step == 3:
+                optimizer.state[model[0].weight]["momentum_buffer"][0, 0] = float("nan")
+            step_once(model, optimizer, monitor, step)
+        monitor.close()
+        return folder
+
+    def test_a_step_of_another_size_comes_first(self, tmp_path: Path) -> None:
+        found = compare(self.trained(tmp_path / "baseline"), self.trained(tmp_path / "run", rate=8e-3)).states
+        assert len(found) == 2 * 3 and found["tensor"].to_list()[:2] == ["step of W"] * 2
+        assert found["size_log2"].to_list()[:2] == pytest.approx([3.0, 3.0], abs=0.2)
+        assert found["nonfinite_since"].is_null().all()
+
+    def test_a_state_that_is_lost_comes_before_all(self, tmp_path: Path) -> None:
+        found = compare(self.trained(tmp_path / "baseline"), self.trained(tmp_path / "run", spoiled=True)).states
+        first = found.row(0, named=True)
+        assert (first["layer"], first["nonfinite_since"]) == ("0", 3)
+
+    def test_it_is_printed_and_in_the_json(self, tmp_path: Path) -> None:
+        both = [str(self.trained(tmp_path / "baseline")), str(self.trained(tmp_path / "run", rate=8e-3))]
+        assert "What the optimizers keep" in CliRunner().invoke(app, ["compare", *both]).stdout
+        told = json.loads(CliRunner().invoke(app, ["compare", *both, "--json"]).stdout)
+        assert told["states"][0]["tensor"] == "step of W"

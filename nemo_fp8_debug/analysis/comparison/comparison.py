@@ -14,6 +14,7 @@ from ..runs.settings import differences
 from .drift import TAIL
 from .groups import groups
 from .layer_matching import sizes_of_weights
+from .states import states_apart
 
 #: metrics that are shown under other recipes
 _WEIGHED = ("relative_error", "underflow_pct", "overflow_pct", "mse")
@@ -60,6 +61,11 @@ class Comparison:
     def differences(self) -> pl.DataFrame:
         """In what the runs' settings differ; see `differences`."""
         return differences(self.baseline.fingerprint, self.run.fingerprint)
+
+    @cached_property
+    def states(self) -> pl.DataFrame:
+        """What the runs' optimizers keep; see `states_apart`."""
+        return states_apart(self.baseline, self.run)
 
     def what_if(self) -> pl.DataFrame:
         """The run's tensors under recipes that were tried or replayed: medians over its later half, a row a recipe."""

@@ -1,0 +1,47 @@
+"""What optimizers keep, of two runs side by side."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from ...core.keys import SHOWN_AS
+from ..runs.run import Run
+from .drift import TAIL
+
+_KEY = ["layer", "role"]
+
+
+def states_apart(baseline: Run, run: Run) -> pl.DataFrame:
+    """How far the optimizer's tensors are apart, over the later half of the samples that both runs have.
+
+    Returns:
+        A row a weight and state: layer, role, tensor (as people write the role), rms_baseline, rms_run (root mean squares,
+        medians), size_log2 (the median of the log2 of their ratio), nonfinite_since (first step at which it holds NaN or
+        infinity in the run alone); those that are not finite first, then the farthest apart. Empty where a record has none.
+
+    Example:
+        >>> from nemo_fp8_debug.analysis.runs.run import Run
+        >>> states_apart(Run.read("runs/baseline"), Run.read("runs/bad")).columns[:3]
+        ['layer', 'role', 'tensor']
+    """
+    rows = _sizes(baseline).join(_sizes(run), on=["step", *_KEY], suffix="_run")
+    steps = rows["step"].unique().sort()
+    later = pl.col("step").is_in(steps.tail(max(1, round(len(steps) * TAIL))).implode())
+    lost = pl.col("step").filter((pl.col("lost_run") > 0) & (pl.col("lost") == 0)).min()
+    found = rows.group_by(_KEY, maintain_order=True).agg(
+        pl.col("rms").filter(later).median().alias("rms_baseline"),
+        pl.col("rms_run").filter(later).median(),
+        (pl.col("rms_run") / pl.col("rms")).log(2).filter(later).median().alias("size_log2"),
+        lost.alias("nonfinite_since"),
+    )
+    named = found.with_columns(tensor=pl.col("role").replace_strict(SHOWN_AS, return_dtype=pl.String))
+    ordered = named.sort("nonfinite_since", -pl.col("size_log2").abs(), nulls_last=True, maintain_order=True)
+    return ordered.select(*_KEY, "tensor", "rms_baseline", "rms_run", "size_log2", "nonfinite_since")
+
+
+def _sizes(run: Run) -> pl.DataFrame:
+    """step, layer, role, rms (null where it is zero or not known), lost (NaN and infinite values)."""
+    rows = run.states.filter(pl.col("scale_source") != "what-if")
+    known = (pl.col("mse") > 0) & (pl.col("relative_error") > 0)
+    rms = pl.when(known).then(pl.col("mse").sqrt() / pl.col("relative_error"))
+    return rows.select("step", *_KEY, rms=rms, lost=pl.col("nan") + pl.col("inf"))
