@@ -49,6 +49,13 @@ class TestOperand:
         assert found.cause == cause and found.confidence in ("high", "medium") and found.advice
         assert (found.layer, found.role, found.since, found.operand) == (LAYER, "input", ONSET, f"X of {LAYER}")
 
+    @pytest.mark.parametrize("since", [STEPS[0], STEPS[2]])
+    @pytest.mark.parametrize(("bits", "named"), [(14.0, True), (5.0, False)])
+    def test_one_that_is_so_from_the_start_is_told_by_what_others_have(self, since: int, bits: float, named: bool) -> None:
+        so = course(outlier_log2=bits, underflow_pct=9.0)
+        assert (why(so, since, outlier=6.5).cause == "outlier") == named
+        assert why(so, since).cause != "outlier"
+
     def test_a_scale_that_jumps_back_to_what_values_ask_for_is_not_corrupted(self) -> None:
         scale = np.where(AFTER, 2.0, 12.0)
         assert why(course(scale=scale, scale_ratio_log2=np.where(AFTER, 2.0, 0.0)), ONSET, course()).cause == "clipping"

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from ...core.keys import GRADIENTS
 from .rules.finding import Finding
 
-#: how many times as far out as any other operand one must be, to be blamed if it is first seen with the loss
-STANDS_OUT = 4.0
+#: how many times as far out as others an operand must be, to be blamed if it is first seen with the loss; and how many may
+#: be as far out as it, of those that are first seen with it
+STANDS_OUT, TOGETHER = 4.0, 1
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,12 @@ class Evidence:
         return [f for f in self.findings if f.rule == "operand" and (self.latest is None or self._precedes(f))]
 
     def besides(self, culprit: Finding) -> list[Finding]:
-        """Other operands whose scale surely went wrong in time to add to the harm; no loss brings that about."""
-        own = [f for f in self.before() if f.confidence == "high" and not f.may_follow_the_loss and f.cause != "nonfinite"]
-        return [f for f in own if f.operand != culprit.operand]
+        """Other operands that surely went wrong in time to add to the harm: their scale did, which no loss brings about, or
+        their values as those of the culprit, at the same sample and as far."""
+        sure = [
+            f for f in self.before() if f.confidence == "high" and f.cause != "nonfinite" and f.operand != culprit.operand
+        ]
+        return [f for f in sure if not f.may_follow_the_loss or _alike(f, culprit)]
 
     def _precedes(self, found: Finding) -> bool:
         """Whether it can have caused the harm: what that itself may cause must be there before it."""
@@ -69,20 +73,35 @@ class Evidence:
         return found.since <= self.latest and self._stands_out(found)
 
     def _stands_out(self, found: Finding) -> bool:
-        """Whether no other operand is nearly as far out by then: a loss that diverges changes many."""
+        """Whether hardly another operand is nearly as far out by then: a loss that diverges changes many."""
         assert self.latest is not None and found.excess is not None
-        others = [
-            f.excess
+        near = [
+            f
             for f in self.findings
-            if f.rule == "operand" and not _same_tensor(f, found) and (f.since or 0) <= self.latest
+            if f.rule == "operand"
+            and not _same_tensor(f, found)
+            and (f.since or 0) <= self.latest
+            and f.excess is not None
+            and STANDS_OUT * f.excess >= found.excess
         ]
-        return all(excess is None or STANDS_OUT * excess < found.excess for excess in others)
+        tensors = {_tensor(f) for f in near}
+        return len(tensors) <= TOGETHER and all(f.cause == found.cause and f.since == found.since for f in near)
+
+
+def _alike(found: Finding, culprit: Finding) -> bool:
+    """Whether both show the same since the same sample, and about as far."""
+    near = found.excess is not None and culprit.excess is not None and STANDS_OUT * found.excess >= culprit.excess
+    return near and (found.cause, found.since) == (culprit.cause, culprit.since)
 
 
 def _same_tensor(one: Finding, other: Finding) -> bool:
     """Whether both are an X that several GEMMs read, or the same operand."""
-    shown = [(f.role, f.since, f.excess, f.layer and f.layer.rpartition(".")[0]) for f in (one, other)]
-    return shown[0] == shown[1]
+    return _tensor(one) == _tensor(other)
+
+
+def _tensor(found: Finding) -> tuple[object, ...]:
+    """The same of all findings about one tensor."""
+    return found.role, found.since, found.excess, found.layer and found.layer.rpartition(".")[0]
 
 
 def blamed(evidence: Evidence) -> Blame:

@@ -31,6 +31,8 @@ _KEY = ["layer", "role"]
 _SOON, _OUTSTANDING = 2, 3.0
 #: samples by which an operand may move before it is beyond what is healthy
 _BEFORE = 4
+#: bits by which operands of a role stand apart where all is well
+_OTHERS = 4.0
 #: metrics that no recipe changes
 _OF_VALUES = ("nonfinite", "outlier_log2")
 #: causes that need no other run to be seen
@@ -145,8 +147,18 @@ def _outstanding(experts: pl.DataFrame, run: Run, layer: str, role: str, since: 
 
 
 def _alone(run: Run, rows: pl.DataFrame) -> list[Finding]:
-    courses = [(Course.of(run.metrics, layer, role), since, excess) for layer, role, since, excess, _ in _first(rows, run)]
-    return [replace(why(c, since), excess=excess, severity=severity(c, since)) for c, since, excess in courses]
+    found = []
+    for layer, role, since, excess, _ in _first(rows, run):
+        course = Course.of(run.metrics, layer, role)
+        cause = why(course, since, outlier=_of_others(run, role))
+        found.append(replace(cause, excess=excess, severity=severity(course, since)))
+    return found
+
+
+def _of_others(run: Run, role: str) -> float:
+    """How high the largest value may stand above the median, in bits, from what operands of a role have in this run."""
+    usual = run.metrics.filter(role=role)["outlier_log2"].fill_nan(None).median()
+    return float(usual) + _OTHERS if isinstance(usual, float) else np.nan
 
 
 def beginning(metrics: pl.DataFrame) -> pl.DataFrame:

@@ -77,13 +77,14 @@ class Course:
         return cls(layer, role, steps, scale, off, broken, amax, outlier, underflow, overflow, nonfinite)
 
 
-def why(run: Course, since: int, baseline: Course | None = None, samples: int = BEHIND) -> Finding:
+def why(run: Course, since: int, baseline: Course | None = None, samples: int = BEHIND, outlier: float = np.nan) -> Finding:
     """The cause, from the samples around the onset.
 
     Args:
         since: step of the onset.
         baseline: the same operand of a baseline; None: the run's samples before the onset tell what is usual.
         samples: in a row that are out; what came behind them has another cause.
+        outlier: bits above the median that are usual where no sample tells; NaN: it is not known.
     """
     at = int(np.searchsorted(run.steps, since))
     behind = slice(at, at + min(BEHIND, samples))
@@ -101,11 +102,11 @@ def why(run: Course, since: int, baseline: Course | None = None, samples: int = 
         return replace(_found(run, since, "dead", "high", "all values are zero"), may_follow_the_loss=True)
     usual = _usual(reference.off[before])
     error = _farthest(run.off[behind] - usual)
-    higher = _highest(run.outlier[behind]) - _usual(reference.outlier[before], np.nan)
+    higher = _highest(run.outlier[behind]) - _usual_outlier(run, at, baseline, outlier)
     # A scale lags behind an outlier that has just come up.
     if abs(error) > OFF and not higher > max(HIGHER, abs(error)):
         return _of_the_scale(run, since, slice(at, behind.stop), error, usual)
-    return replace(_of_the_values(run, since, at, baseline, np.isfinite(error)), may_follow_the_loss=True)
+    return replace(_of_the_values(run, since, at, baseline, np.isfinite(error), outlier), may_follow_the_loss=True)
 
 
 def severity(run: Course, since: int) -> int:
@@ -174,7 +175,7 @@ def _jumped(scale: Floats, wanted: Floats, error: float) -> bool:
     return bool(most * error > 0 and abs(most) >= JUMP and abs(most) > 2 * abs(rest) and abs(asked) < abs(most) / 2)
 
 
-def _of_the_values(run: Course, since: int, at: int, baseline: Course | None, scaled: bool) -> Finding:
+def _of_the_values(run: Course, since: int, at: int, baseline: Course | None, scaled: bool, outlier: float) -> Finding:
     """The scale is right, or there is none to tell by, and the values are such that it does not serve them.
 
     Without a baseline that is no more than a hint, unless it happened at once.
@@ -185,7 +186,7 @@ def _of_the_values(run: Course, since: int, at: int, baseline: Course | None, sc
     behind, before = slice(at, at + BEHIND), slice(None, at) if baseline is None else slice(None)
     reference = run if baseline is None else baseline
     under, over = (_highest(metric[behind]) for metric in (run.underflow, run.overflow))
-    usual = _usual(reference.outlier[before], np.nan)
+    usual = _usual_outlier(run, at, baseline, outlier)
     more_under, more_over = (
         known - _usual(metric[before]) for known, metric in ((under, reference.underflow), (over, reference.overflow))
     )
@@ -202,6 +203,13 @@ def _of_the_values(run: Course, since: int, at: int, baseline: Course | None, sc
     if more_under > _UNDERFLOW:
         return _found(run, since, "underflow", "medium" if surely else "low", facts)
     return _found(run, since, "unknown", "low", f"{facts}: neither tells why more is lost than before")
+
+
+def _usual_outlier(run: Course, at: int, baseline: Course | None, otherwise: float) -> float:
+    """Bits above the median: of the baseline, or else of the samples before, unless they are the first."""
+    if baseline is not None:
+        return _usual(baseline.outlier, np.nan)
+    return _usual(run.outlier[:at], np.nan) if at > MADE_UP or np.isnan(otherwise) else otherwise
 
 
 def _at_once(run: Course, at: int) -> bool:
