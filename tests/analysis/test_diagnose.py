@@ -47,6 +47,20 @@ class TestAPair:
         (also,) = found.to_json()["also_wrong"]
         assert (also["layer"], also["cause"]) == (CULPRIT, "corrupted_scale")
 
+    @pytest.mark.parametrize(("how_many", "named"), [(1, True), (2, True), (3, False)])
+    def test_two_outliers_with_the_loss_are_named_and_more_are_its_doing(
+        self, tmp_path: Path, how_many: int, named: bool
+    ) -> None:
+        def outlier(step: int) -> Mapping[str, Any]:
+            wrong = {"outlier_log2": 14.0, "underflow_pct": 60.0, "mse": 1e-2, "relative_error": 0.3}
+            return wrong if step >= ONSET else {}
+
+        layers = [f"decoder.layers.{i}.mlp.linear_fc2" for i in range(6)]
+        run = write(tmp_path / "run", outlier, falling(left=ONSET), layers=layers, culprit=layers[1 : 1 + how_many])
+        found = diagnose(run, write(tmp_path / "baseline", layers=layers))
+        assert (found.culprit is not None) == named
+        assert len(found.blame.besides) == (how_many - 1 if named else 0)
+
     def test_a_scale_that_went_wrong_after_the_loss_is_to_be_changed_too(self, tmp_path: Path, baseline: Path) -> None:
         """No loss brings that about, so that the run would not come back without it."""
         turns = itertools.cycle((0, 5 * EVERY))  # of the two operands, in the order of layers
