@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from processes import in_ranks
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_fp8_debug import Monitor
@@ -67,7 +67,27 @@ def train(rank: int, world: int, folder: Path, kind: str) -> None:
     dist.destroy_process_group()
 
 
+def train_flattened(rank: int, world: int, folder: Path) -> None:
+    """Under FSDP1, whose parameters are flat parts."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 24))
+    model = FullyShardedDataParallel(layers, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"interval": 1, "table_rows": 0, "states": tuple(STATES), "replicas": True}
+    monitor = Monitor(model, str(folder / f"fsdp1-{world}"), **options)
+    for step in range(STEPS):
+        with monitor.step(step):
+            model(torch.randn(16, 32)).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    monitor.close()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
+    in_ranks(2, train_flattened, Path(sys.argv[1]), frees_memory=False)
     for world in WORLDS:
         for kind in ("ddp", "fsdp2"):
             in_ranks(world, train, Path(sys.argv[1]), kind, frees_memory=False)

@@ -61,6 +61,13 @@ def test_what_zero_splits_is_no_copy(trained_by_zero: Path) -> None:
     assert set(found.filter(what="weight_gradient")["outcome"]) <= {"no copy"}
 
 
+def test_of_flattened_parts_nothing_is_claimed(trained: Path) -> None:
+    """Each rank has a part of FSDP1's flat parameter, of which others may have copies: neither whole nor apart."""
+    assert read_record(str(trained / "fsdp1-2"), "states").is_empty()
+    copies = read_record(str(trained / "fsdp1-2"), "replicas")
+    assert "weight_gradient" not in copies["what"].to_list() and (copies["ranks_apart"].fill_null(0) == 0).all()
+
+
 def test_what_bf16_would_do_is_told(trained: Path) -> None:
     rows = read_record(str(trained / "ddp-2"), "states").filter(recipe="bf16")
     assert len(rows) == STEPS * 2 * 4 and rows["relative_error"].is_between(5e-4, 4e-3).all()
