@@ -56,8 +56,22 @@ def scores(run: Run) -> dict[str, Floats]:
         "cosine, against its past": _of_own_past(off),
         "kurtosis, against its past": _of_own_past(kurtosis),
         "outlier, against its past": _of_own_past(grid.of("outlier_log2")),
+        "shrinkage": _largest(_shrinkage(grid)),
+        "shrinkage, against its past": _of_own_past(_shrinkage(grid)),
     }
     return {"early_warning": early_warning(run)["score"].to_numpy()} | {name: of[FIRST:] for name, of in others.items()}
+
+
+def _shrinkage(grid: Grid) -> Floats:
+    """[T, S]: 1 - sum(x q) / sum(x^2), of values x that are cast to q.
+
+    With c their cosine, e the relative error and r = |q| / |x|, e^2 = 1 - 2 c r + r^2 has two solutions; it is the smaller
+    r, since what underflows or is clipped shrinks.
+    """
+    c, e = grid.of("cosine"), grid.of("relative_error")
+    r = c - np.sqrt(np.maximum(e**2 - (1 - c**2), 0))
+    shrinkage: Floats = 1 - c * r
+    return shrinkage
 
 
 @dataclass
