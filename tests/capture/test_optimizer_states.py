@@ -12,7 +12,7 @@ from torch import nn
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from typer.testing import CliRunner
 
-from nemo_fp8_debug import Monitor, compare, read_record
+from nemo_fp8_debug import Monitor, compare, diagnose, read_record
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.keys import STATES
 from nemo_fp8_debug.record.scalars import ScalarRecorder
@@ -74,9 +74,14 @@ def test_without_moments_there_are_gradient_and_step(tmp_path: Path) -> None:
     assert update == pytest.approx(0.1 * gradient, rel=1e-4)
 
 
-class TestCompare:
+def spoil(weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad[0] = float("nan")
+
+
+class TestTwoRuns:
     @staticmethod
-    def trained(folder: Path, rate: float = 1e-3, spoiled: bool = False) -> Path:
+    def trained(folder: Path, rate: float = 1e-3, spoiled: bool = False, spoiled_gradient: bool = False) -> Path:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(IN, OUT, bias=False), nn.Linear(OUT, OUT, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -84,9 +89,20 @@ class TestCompare:
         for step in range(6):
             if spoiled and step == 3:
                 optimizer.state[model[0].weight]["momentum_buffer"][0, 0] = float("nan")
+            if spoiled_gradient and step == 3:
+                model[1].weight.register_post_accumulate_grad_hook(spoil)
             step_once(model, optimizer, monitor, step)
         monitor.close()
         return folder
+
+    def test_a_gradient_that_is_lost_behind_the_backward_pass_is_named(self, tmp_path: Path) -> None:
+        told = diagnose(self.trained(tmp_path / "run", spoiled_gradient=True))
+        assert (told.cause, told.culprit and told.culprit.operand) == ("nonfinite", "dW of 1")
+        assert told.culprit and told.culprit.since == 3 and "then in W of 1 at 4" in told.verdict()
+
+    def test_a_moment_that_is_lost_is_named(self, tmp_path: Path) -> None:
+        told = diagnose(self.trained(tmp_path / "run", spoiled=True), self.trained(tmp_path / "baseline"))
+        assert told.culprit and (told.culprit.operand, told.culprit.since) == ("m of 0", 3)
 
     def test_a_step_of_another_size_comes_first(self, tmp_path: Path) -> None:
         found = compare(self.trained(tmp_path / "baseline"), self.trained(tmp_path / "run", rate=8e-3)).states

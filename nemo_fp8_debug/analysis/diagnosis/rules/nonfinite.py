@@ -1,4 +1,4 @@
-"""Where did the first NaN or infinity come up: in an operand, in the loss, or in the gradient norm?"""
+"""Where did the first NaN or infinity come up: in an operand, the loss, the gradient norm, or what an optimizer keeps?"""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from ....core.keys import SHOWN_AS
+from ....core.keys import ROLES, SHOWN_AS, STATES
 from ...loss.curve import LossCurve
 from ...runs.run import Run
 from .finding import Finding
 from .gradient_norm import norms
 
-#: order within a step: the forward pass, the loss, the backward pass, the gradient norm
-_LOSS, _BACKWARD, _NORM = 1, 2, 3
+#: order within a step: the forward pass, the loss, the backward pass, the gradient norm, the optimizer
+_LOSS, _BACKWARD, _NORM, _OPTIMIZER = 1, 2, 3, 4
 _ADVICE = "Dump what comes up next: `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
 
 
@@ -35,14 +35,15 @@ def nonfinite(run: Run, baseline: Run | None) -> list[Finding]:
 
     What a skipped step had and later steps made good is not among them: `diagnose` leaves it out.
     """
-    found = sorted([*_operand(run, baseline), *_loss(run.loss, baseline), *_gradients(run, baseline)])
+    kinds = _operand(run, baseline), _loss(run.loss, baseline), _gradients(run, baseline), _state(run, baseline)
+    found = sorted(each for of_kind in kinds for each in of_kind)
     if not found:
         return []
     first, others = found[0], found[1:]
     told = f"the first NaN or infinity is in {first.what} at {run.unit} {first.step}"
     if others:
         told += "; then in " + ", in ".join(f"{each.what} at {each.step}" for each in others)
-    operand = next((each for each in others if each.layer), None)
+    operand = next((each for each in others if each.role in ROLES), None)
     sure = "high" if run.loss.lost_at is not None or first.layer is not None or _lasts(run) else "low"
     if first.layer is None and operand is not None:
         told += "; no operand was sampled in between"
@@ -68,6 +69,28 @@ def _operand(run: Run, baseline: Run | None) -> list[First]:
     name = f"{SHOWN_AS[first['role']]} of {first['layer']}"
     backward = _BACKWARD if first["role"] == "grad_output" else 0
     return [First(int(first["step"]), (backward, first["nonfinite_order"] or 0), name, first["layer"], first["role"])]
+
+
+def _state(run: Run, baseline: Run | None) -> list[First]:
+    """Of what an optimizer keeps; a weight gradient comes behind all of the backward pass, and before the gradient norm."""
+    rows, usual = (_lost_states(each) for each in (run, baseline))
+    rows = rows.join(usual.select("layer", "role").unique(), on=["layer", "role"], how="anti", maintain_order="left")
+    if rows.is_empty():
+        return []
+    order = pl.col("role").replace_strict({role: i for i, role in enumerate(STATES)}, return_dtype=pl.Int64)
+    first = rows.sort("step", order, maintain_order=True).row(0, named=True)
+    within = (_BACKWARD, 1 << 62) if first["role"] == "weight_gradient" else (_OPTIMIZER, 0)
+    return [
+        First(int(first["step"]), within, f"{SHOWN_AS[first['role']]} of {first['layer']}", first["layer"], first["role"])
+    ]
+
+
+def _lost_states(run: Run | None) -> pl.DataFrame:
+    """step, layer, role of those that are not finite."""
+    if run is None:
+        return pl.DataFrame(schema={"step": pl.Int64, "layer": pl.String, "role": pl.String})
+    states = run.states.filter((pl.col("scale_source") != "what-if") & (pl.col("nan") + pl.col("inf") > 0))
+    return states.filter(~pl.col("step").is_in(run.made_up_for.implode())).select("step", "layer", "role")
 
 
 def _loss(loss: LossCurve, baseline: Run | None) -> list[First]:
