@@ -112,7 +112,7 @@ class StateCapture:
         with self._guard(_LOOKING):
             for stepped in stepped_by(optimizer, self._gemms):
                 self._stepped = True
-                self._take(stepped, "weight_gradient", _gradient(optimizer, stepped.parameter))
+                self._take(stepped.name, "weight_gradient", stepped.of(_gradient(optimizer, stepped.parameter)))
                 if (stepped.name, "update") in self._operands:
                     self._earlier[stepped.name] = stepped.of(stepped.parameter).detach().clone()
 
@@ -121,33 +121,27 @@ class StateCapture:
             for stepped in stepped_by(optimizer, self._gemms):
                 for role in _NAMES:
                     self._take_state(stepped, role, optimizer)
+                now = stepped.of(stepped.parameter).detach()
                 if stepped.parameter is not stepped.weight:
-                    self._take(stepped, "master_weight", stepped.parameter)
+                    self._take(stepped.name, "master_weight", now)
                 if (earlier := self._earlier.pop(stepped.name, None)) is not None:
-                    self._take(
-                        stepped, "update", stepped.of(stepped.parameter).detach().float() - earlier.float(), whole=False
-                    )
+                    self._take(stepped.name, "update", now.float() - earlier.float())
 
     def _take_state(self, stepped: Stepped, role: str, optimizer: Any) -> None:
         state = optimizer.state.get(stepped.parameter, {})
         name = next((name for name in _NAMES[role] if name in state), None)
-        if name is not None and self._wants(stepped, role):
+        if name is not None and self._wants(stepped.name, role):
             with self._guard(_LOOKING):
-                self._take(stepped, role, _decoded(state[name], optimizer, stepped.parameter, name))
+                self._take(stepped.name, role, stepped.of(_decoded(state[name], optimizer, stepped.parameter, name)))
 
-    def _wants(self, stepped: Stepped, role: str) -> bool:
-        return (stepped.name, role) in self._operands and (stepped.name, role) not in self._seen
+    def _wants(self, name: str, role: str) -> bool:
+        return (name, role) in self._operands and (name, role) not in self._seen
 
-    def _take(self, stepped: Stepped, role: str, x: Any, whole: bool = True) -> None:
-        """
-        Args:
-            x: of the optimizer; None: there is none.
-            whole: whether it lies as what the optimizer steps by, and not as the weight's part in that.
-        """
-        if isinstance(x, torch.Tensor) and self._wants(stepped, role):
+    def _take(self, name: str, role: str, x: Any) -> None:
+        if isinstance(x, torch.Tensor) and self._wants(name, role):
             with self._guard(_LOOKING):
-                self._seen.add((stepped.name, role))
-                self._operands[stepped.name, role].add(stepped.of(x) if whole else x, 0)
+                self._seen.add((name, role))
+                self._operands[name, role].add(x, 0)
 
 
 def _gradient(optimizer: Any, parameter: Any) -> Any:

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from .backends.base import raw_weight
 from .gemms import Gemm
 
+#: the class whose parts of weights are no copies of each other
+_STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
+
 
 @dataclass(frozen=True)
 class Stepped:
@@ -68,14 +71,17 @@ def is_split_by_zero(weight: Any) -> bool:
 
 
 def _in_a_flat_one(weight: Any, held: Mapping[int, Any]) -> tuple[Any, tuple[int, int]] | None:
-    """The flat tensor that ZeRO steps by, and the place in it of this rank's part of a weight; None: it has none there."""
+    """The flat tensor that ZeRO steps by, and the place in it of this rank's part of a weight; None: it has none there, or
+    ranks may hold copies of it (MiCS)."""
     stage_3 = getattr(weight, "_z3_optimizer", None)
     if stage_3 is not None:
+        if type(stage_3).__name__ != _STAGE_3:
+            return None
         group, begin, padded = stage_3.grad_position[stage_3.get_param_id(weight)]
         flat = stage_3.fp32_partitioned_groups_flat[group]
         behind = dist.get_rank(weight.ds_process_group) * padded  # the last parts are filled up with zeros
         count = min(max(weight.ds_numel - behind, 0), padded)
-        return (flat, (begin, count)) if id(flat) in held and count else None
+        return (flat, (begin, count)) if id(flat) in held and count and begin + count <= flat.numel() else None
     mapping = getattr(weight, "_hp_mapping", None)
     if mapping is None:
         return None

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from diagnosed_runs import EVERY, LAYERS, ONSET, N, corrupted, falling, nothing, write
 
+from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
+from nemo_fp8_debug.analysis.runs.run import Run
 
 #: dY of all layers moves with the gradient norm from here on
 FACTOR = 8.0
@@ -162,6 +166,11 @@ class TestLikelyHarm:
         deeper = [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
         assert self.apart(tmp_path / "one", 15).harm == "harmful"
         assert self.apart(tmp_path / "other", 15, deeper).harm == "likely"
+
+    def test_without_sizes_of_weights_models_are_not_taken_for_the_same(self, tmp_path: Path) -> None:
+        runs = [Run.read(write(tmp_path / name)) for name in ("baseline", "run")]
+        blind = [replace(run, metrics=run.metrics.filter(pl.col("role") != "weight")) for run in runs]
+        assert compare(*runs).loss.same_model and not compare(*blind).loss.same_model
 
     @pytest.mark.parametrize(("percent", "harm"), [(11, "likely"), (7, "unknown")])
     def test_what_may_do_nothing_needs_a_larger_gap(self, tmp_path: Path, percent: float, harm: str) -> None:

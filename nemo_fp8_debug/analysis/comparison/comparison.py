@@ -51,7 +51,8 @@ class Comparison:
     @cached_property
     def loss(self) -> LossOutcome:
         """What the run's loss came to."""
-        same_model = sizes_of_weights(self.run.metrics) == sizes_of_weights(self.baseline.metrics)
+        sizes = sizes_of_weights(self.run.metrics)
+        same_model = None not in sizes.values() and sizes == sizes_of_weights(self.baseline.metrics)
         return LossOutcome.of(self.run.loss, self.baseline.loss, self.max_gap, same_model)
 
     def groups(self) -> pl.DataFrame:

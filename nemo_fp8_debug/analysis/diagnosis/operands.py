@@ -147,10 +147,11 @@ def _outstanding(experts: pl.DataFrame, run: Run, layer: str, role: str, since: 
 
 
 def _alone(run: Run, rows: pl.DataFrame) -> list[Finding]:
-    found = []
-    for layer, role, since, excess, _ in _first(rows, run):
+    found, first = [], _first(rows, run)
+    usual = {role: _of_others(run, role) for role in {role for _, role, *_ in first}}
+    for layer, role, since, excess, _ in first:
         course = Course.of(run.metrics, layer, role)
-        cause = why(course, since, outlier=_of_others(run, role))
+        cause = why(course, since, outlier=usual[role])
         found.append(replace(cause, excess=excess, severity=severity(course, since)))
     return found
 

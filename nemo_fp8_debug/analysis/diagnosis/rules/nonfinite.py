@@ -13,8 +13,8 @@ from ...runs.run import Run
 from .finding import Finding
 from .gradient_norm import norms
 
-#: order within a step: the forward pass, the loss, the backward pass, the gradient norm, the optimizer
-_LOSS, _BACKWARD, _NORM, _OPTIMIZER = 1, 2, 3, 4
+#: order within a step: the forward pass, the loss, the backward pass, weight gradients, the gradient norm, the optimizer
+_LOSS, _BACKWARD, _WEIGHT_GRADIENT, _NORM, _OPTIMIZER = 1, 2, 3, 4, 5
 _ADVICE = "Dump what comes up next: `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
 
 
@@ -72,17 +72,16 @@ def _operand(run: Run, baseline: Run | None) -> list[First]:
 
 
 def _state(run: Run, baseline: Run | None) -> list[First]:
-    """Of what an optimizer keeps; a weight gradient comes behind all of the backward pass, and before the gradient norm."""
+    """Of what an optimizer steps by and keeps."""
     rows, usual = (_lost_states(each) for each in (run, baseline))
     rows = rows.join(usual.select("layer", "role").unique(), on=["layer", "role"], how="anti", maintain_order="left")
     if rows.is_empty():
         return []
     order = pl.col("role").replace_strict({role: i for i, role in enumerate(STATES)}, return_dtype=pl.Int64)
     first = rows.sort("step", order, maintain_order=True).row(0, named=True)
-    within = (_BACKWARD, 1 << 62) if first["role"] == "weight_gradient" else (_OPTIMIZER, 0)
-    return [
-        First(int(first["step"]), within, f"{SHOWN_AS[first['role']]} of {first['layer']}", first["layer"], first["role"])
-    ]
+    place = _WEIGHT_GRADIENT if first["role"] == "weight_gradient" else _OPTIMIZER
+    name = f"{SHOWN_AS[first['role']]} of {first['layer']}"
+    return [First(int(first["step"]), (place, 0), name, first["layer"], first["role"])]
 
 
 def _lost_states(run: Run | None) -> pl.DataFrame:
