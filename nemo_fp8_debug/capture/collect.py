@@ -40,6 +40,7 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
         scales=mine and mine[1],
         parts=mine[2] if mine else [(cast, None, total)],
         block_scales=operand.block_scales if all(use == operand.casts[0] for use in operand.casts) else None,
+        further=operand.further,
         calls=operand.calls,
         nonfinite_order=operand.nonfinite_order,
     )

@@ -5,22 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from .operator_mode import OperatorMode
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(OperatorMode):
     """Sees the collectives between `begin` and `end`."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled."""
-        return True
 
     def before(self, func: Any, args: Any) -> None:
         """A collective is about to run."""
@@ -38,18 +29,3 @@ class Collectives(TorchDispatchMode):
         with suppress(Exception):
             self.after(func, args)
         return out
-
-    def begin(self) -> None:
-        """Look from now on."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> None:
-        """Look no longer; modes that were entered since stay."""
-        if not any(mode is self for mode in _python_dispatch._get_current_dispatch_mode_stack()):
-            return
-        later = []
-        while _python_dispatch._get_current_dispatch_mode() is not self:
-            later.append(_python_dispatch._pop_mode())
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        for mode in reversed(later):
-            _python_dispatch._push_mode(mode)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from .backends.in_forward import parameter_of
 from .dataflow import COMPUTED, MOVED, UNTOLD, Dataflow, Origin
 from .dtensor import is_dtensor
+from .operator_mode import over_dtensors
 from .unseen_operators import enter_again, leave_modes
 
 #: where each product has its two operands
@@ -93,8 +94,8 @@ class Matmuls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls `func` as it is."""
         kwargs = kwargs or {}
-        if self._on and any(map(_is_class_of_dtensor, types)):
-            return NotImplemented  # it then calls what this rank computes, which comes here
+        if self._on and over_dtensors(types):
+            return NotImplemented
         if not self._on or any(isinstance(x, FakeTensor) for x in args):
             return func(*args, **kwargs)
         modes = leave_modes()
@@ -190,10 +191,6 @@ class GradientHook:
     def __call__(self, grad: torch.Tensor) -> None:
         """What autograd calls."""
         self._call(grad)
-
-
-def _is_class_of_dtensor(kind: type) -> bool:
-    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
 
 
 def local_of(x: Any) -> torch.Tensor:

@@ -62,6 +62,8 @@ class Operand:
     #: whether the scales of blocks are counted, and how many there were of each, as `numerics.block_scale_counts` has them
     counts_block_scales: bool = False
     block_scales: torch.Tensor | None = None
+    #: float64, sums of all calls that a histogram cannot tell, as `measurement.activations` has them; None: there are none
+    further: torch.Tensor | None = None
     calls: int = 0
     #: calls with a copy of what another rank counts
     copies: int = 0
@@ -99,6 +101,10 @@ class Operand:
         self._nonfinite.append((order, self._nonfinite_count(counted)))
         self.dtype = x.dtype
         self.calls += 1
+
+    def add_further(self, sums: torch.Tensor) -> None:
+        """Add sums of one more call; float64, of the same length in each."""
+        self.further = sums if self.further is None else self.further + sums
 
     def _count(self, x: torch.Tensor, use: ScaleInUse) -> Histogram:
         """Count a call in; returns its histogram, or that of several calls where none is measured in blocks."""
@@ -178,6 +184,7 @@ class Operand:
         self.sums, self.rest_sums = [s.moved(to) for s in self.sums], [s.moved(to) for s in self.rest_sums]
         self.copy_sums = [s.moved(to) for s in self.copy_sums]
         self.block_scales = None if self.block_scales is None else to(self.block_scales)
+        self.further = None if self.further is None else to(self.further)
         self.what_if_sums = {name: [s.moved(to) for s in sums] for name, sums in self.what_if_sums.items()}
         self._nonfinite = [(order, to(n) if isinstance(n, torch.Tensor) else n) for order, n in self._nonfinite]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from ..core.keys import STATES, Key
-from ..kernels import quantization_sums
 from ..numerics.recipe import Recipe
-from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import ScaleInUse, not_quantized
+from .backends.base import not_quantized
 from .dtensor import is_dtensor
 from .gemms import Gemm
 from .operands import Operand
 from .stepped import Stepped, stepped_by
+from .uncast import UncastOperand
 
 #: under which optimizers keep each state; the first one that is there counts
 _NAMES = {
@@ -34,20 +32,6 @@ _NAMES = {
 
 
 _LOOKING = "while looking at an optimizer's states"
-
-
-@dataclass
-class StateOperand(Operand):
-    """A tensor of the optimizer's, which nothing casts; float32 ones are measured under what-if recipes that follow them."""
-
-    def _measure_directly(self, x: torch.Tensor, use: ScaleInUse, counted: Any) -> None:
-        super()._measure_directly(x, use, counted)
-        for recipe in self.what_if if x.dtype == torch.float32 else ():
-            if isinstance(recipe.scaling, CurrentScaling):
-                fmt = recipe.format_of(self.role)
-                scale = recipe.scaling.scale(self.moments[-1].amax[0].float(), fmt.max)
-                sums = quantization_sums(x, scale, self.role, fmt, counted)
-                self.what_if_sums.setdefault(recipe.name, []).append(sums)
 
 
 def state_operands(
@@ -64,7 +48,7 @@ def state_operands(
         counts: of a GEMM: whether this rank counts a tensor that lies as its weight does.
     """
     return {
-        (gemm.name, role): StateOperand(gemm, role, not_quantized(role), what_if, counts(gemm))
+        (gemm.name, role): UncastOperand(gemm, role, not_quantized(role), what_if, counts(gemm))
         for gemm in gemms
         for role in STATES
         if role in roles

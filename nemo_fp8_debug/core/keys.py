@@ -29,8 +29,23 @@ STATES = {
     "master_weight": "master W",
     "update": "step of W",
 }
+#: what lies between GEMMs, by what is asked for
+ACTIVATIONS = {
+    "norm": {"norm_input": "input", "norm_output": "output"},
+    "router": {"router_logits": "logits"},
+    "attention": {"attention_logits": "logits"},
+}
+_OF_ACTIVATIONS = {role: shown for roles in ACTIVATIONS.values() for role, shown in roles.items()}
+#: roles of tensors that nothing casts, by the table of the record that has them
+UNCAST = {"states": tuple(STATES), "activations": tuple(_OF_ACTIVATIONS)}
 #: how people write the operand roles, and those
-SHOWN_AS = {"input": "X", "weight": "W", "grad_output": "dY"} | ATTENTION_FORWARD | ATTENTION_BACKWARD | STATES
+SHOWN_AS = {
+    **{"input": "X", "weight": "W", "grad_output": "dY"},
+    **ATTENTION_FORWARD,
+    **ATTENTION_BACKWARD,
+    **STATES,
+    **_OF_ACTIVATIONS,
+}
 #: how people write what a GEMM returns, by product
 RESULTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}
 #: roles whose values are multiplied by the effective gradient scale

@@ -37,6 +37,10 @@ class Sample:
     states: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: as `histograms`, of the same
     state_histograms: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: as `columns`, of what lies between GEMMs, in use and under what-if recipes, with metrics of its own
+    activations: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    #: as `histograms`, of the same
+    activation_histograms: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: columns of equal length: layer, gemm, what, and whether the copies that ranks hold of it are equal
     replicas: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 

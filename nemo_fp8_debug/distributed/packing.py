@@ -21,8 +21,8 @@ BINADES = BINS // BINADE
 #: less than any number whose maximum is sought
 NONE = torch.iinfo(torch.int32).min
 #: what the maximum is taken of, for each operand; a minimum is that of the negated number, and floats that are not negative
-#: are ordered as their bits are
-EXTREMES = ("amax", "scale_max", "amin", "scale_min", "order", "cast", "dtype_max", "dtype_min")
+#: are ordered as their bits are; `further` is how many sums there are beside those of all operands
+EXTREMES = ("amax", "scale_max", "amin", "scale_min", "order", "cast", "dtype_max", "dtype_min", "further")
 _MOMENTS = ("n", "nan", "inf", "sum_x2", "sum_x4")
 _SUMS = tuple(f.name for f in fields(QuantizationSums))
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -68,6 +68,8 @@ class PackedStats:
         """
         self.outputs, self.products, self.checksums = outputs, products or {}, checksums or {}
         self.rows = torch.tensor(rows, dtype=torch.int64)
+        #: by row, float64: sums beside those of all operands
+        self.further = {row: s.further for row, s in zip(rows, stats, strict=True) if s.further is not None}
         binades = [s.histogram.counts.view(BINADES, BINADE) for s in stats]
         #: bool [M, 256]: which binades of each histogram are occupied
         self.occupied = torch.zeros(len(stats), BINADES, dtype=torch.bool)
@@ -77,7 +79,7 @@ class PackedStats:
         self.counts = torch.zeros(0, BINADE, dtype=torch.int64)
         if stats:
             self.counts = torch.cat([b[o] for b, o in zip(binades, self.occupied, strict=True)])
-        #: int32 [K, 8 + 256]
+        #: int32 [K, 9 + 256]
         self.extremes = torch.full((known, len(EXTREMES) + BINADES), NONE, dtype=torch.int32)
         self.extremes[:, len(EXTREMES) :] = 0
         self.extremes[self.rows] = torch.cat([_extremes(stats, casts), self.occupied.int()], 1)
@@ -88,7 +90,7 @@ class PackedStats:
 
 
 def _extremes(stats: Sequence[OperandStats], casts: Sequence[int]) -> torch.Tensor:
-    """int32 [M, 8]"""
+    """int32 [M, 9]"""
     absent = (np.nan, np.nan)
     amin = [s.moments.amin.item() if s.moments else np.nan for s in stats]
     scales = [s.scales or absent for s in stats]
@@ -97,7 +99,8 @@ def _extremes(stats: Sequence[OperandStats], casts: Sequence[int]) -> torch.Tens
     bits = np.where(np.isnan(values), NONE, values.view(np.int32) * np.array([1, 1, -1, -1], dtype=np.int32))
     orders = [NONE if s.nonfinite_order is None else -s.nonfinite_order for s in stats]
     dtypes = [_DTYPES.index(s.cast.dtype) for s in stats]
-    rest = np.array([orders, casts, dtypes, [-d for d in dtypes]], dtype=np.int32)
+    further = [0 if s.further is None else len(s.further) for s in stats]
+    rest = np.array([orders, casts, dtypes, [-d for d in dtypes], further], dtype=np.int32)
     return torch.from_numpy(np.concatenate([bits, rest.T], 1).astype(np.int32))
 
 
@@ -127,16 +130,19 @@ def _numbers(stats: Sequence[OperandStats], what_if: Sequence[str]) -> torch.Ten
 
 
 class Layout:
-    """Where everything lies in the buffer of sums: a row of numbers for each of S operands, then their occupied binades."""
+    """Where everything lies in the buffer of sums: a row of numbers for each of S operands, further sums of some, and the
+    occupied binades of all."""
 
-    def __init__(self, seen: torch.Tensor, occupied: torch.Tensor, what_if: Sequence[str]) -> None:
+    def __init__(self, seen: torch.Tensor, occupied: torch.Tensor, what_if: Sequence[str], further: Sequence[int]) -> None:
         """
         Args:
             seen: int64 [S], which operands any rank has, ascending.
             occupied: bool [S, 256], by anyone.
+            further: how many sums each has beside those of all.
         """
         self._seen, self._occupied, self._columns = seen, occupied, _columns(what_if)
-        self._numbers = len(seen) * len(self._columns)
+        self._further, self._table = list(further), len(seen) * len(self._columns)
+        self._numbers = self._table + sum(self._further)
         #: places in the order of binades, of each operand its own
         self._lengths = occupied.sum(1).tolist()
         self._size = self._numbers + sum(self._lengths) * BINADE
@@ -144,7 +150,10 @@ class Layout:
     def packed(self, packed: PackedStats) -> torch.Tensor:
         """float64: what this rank adds."""
         buffer = torch.zeros(self._size, dtype=torch.float64)
-        buffer[: self._numbers] = packed.numbers[self._seen].flatten()
+        buffer[: self._table] = packed.numbers[self._seen].flatten()
+        for row, part in zip(self._seen.tolist(), buffer[self._table : self._numbers].split(self._further), strict=True):
+            if (mine := packed.further.get(row)) is not None:
+                part[: len(mine)] = mine
         place = (self._occupied.flatten().cumsum(0) - 1).view_as(self._occupied)
         mine = place[torch.searchsorted(self._seen, packed.rows)][packed.occupied]
         buffer[self._numbers :].view(-1, BINADE)[mine] = packed.counts.double()
@@ -152,7 +161,8 @@ class Layout:
 
     def unpacked(self, buffer: torch.Tensor, what_if: Sequence[str]) -> SummedStats:
         """The sums of all ranks."""
-        table = buffer[: self._numbers].view(-1, len(self._columns))
+        table = buffer[: self._table].view(-1, len(self._columns))
+        further = [part if len(part) else None for part in buffer[self._table : self._numbers].split(self._further)]
         numbers = dict(zip(self._columns, table.T, strict=True))
         counts = []
         for occupied, found in zip(
@@ -163,7 +173,7 @@ class Layout:
             counts.append(dense.flatten())
         sums = {prefix: _sums(numbers, prefix) for prefix in ("", *recipes_of(what_if))}
         whole = {p: (numbers[f"{p}measured"] == numbers["made"]).tolist() for p in sums}
-        return SummedStats(numbers, counts, sums, whole)
+        return SummedStats(numbers, counts, sums, whole, further)
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,8 @@ class SummedStats:
     sums: Mapping[str, QuantizationSums]
     #: whether those are sums of all ranks that have a shard
     whole: Mapping[str, Sequence[bool]]
+    #: float64, sums beside those
+    further: Sequence[torch.Tensor | None]
 
     def sums_of(self, i: int, name: str = "") -> QuantizationSums | None:
         """One row; None where a rank that has a stat has no sums."""

@@ -61,7 +61,8 @@ class Reduction:
         self._products = products if chosen.errors else []
         self._verified = WorstProducts(products if chosen.verify else [], ranks.rank)
         self._copies = ReplicaComparison(gemms if chosen.replicas else [], parts, ranks.rank)
-        self.keys: list[Key] = [*shard_group.keys(), *((name, role) for name in gemms for role in chosen.states)]
+        states = [(name, role) for name in gemms for role in chosen.states]
+        self.keys: list[Key] = [*shard_group.keys(), *states, *shard_group.activations]
         self._index = {key: i for i, key in enumerate(self.keys)}
         self._casts: dict[int, Cast] = {}
         self._numbers: dict[Cast, int] = {}
@@ -106,7 +107,7 @@ class Reduction:
         seen = (table[:, EXTREMES.index("cast")] != NONE).nonzero().flatten()
         table = table[seen]
         column = dict(zip(EXTREMES, table[:, : len(EXTREMES)].T, strict=True))
-        layout = Layout(seen, table[:, len(EXTREMES) :] > 0, plan.what_if)
+        layout = Layout(seen, table[:, len(EXTREMES) :] > 0, plan.what_if, column["further"].tolist())
         of_products = self._verified.rows(packed.products, worst), self._copies.rows(packed.checksums, copies)
         beside = [packed.outputs.flatten(), *(rows.flatten() for rows in of_products)]
         buffer = torch.cat([layout.packed(packed), *beside])
@@ -135,6 +136,10 @@ class Reduction:
             self._casts[number] = Cast(**self._ranks.read(f"cast/{number}"))
         return self._casts[number]
 
+    def _kind_of(self, key: Key) -> str:
+        group = self._shard_group
+        return group.activations.get(key) or group.kinds[key[0]].removeprefix(ATTENTION)
+
     def _whole(
         self, keys: Sequence[Key], column: Mapping[str, torch.Tensor], added: SummedStats, plan: Plan
     ) -> list[OperandStats]:
@@ -154,7 +159,7 @@ class Reduction:
             stats.append(
                 OperandStats(
                     key=key,
-                    kind=self._shard_group.kinds[key[0]].removeprefix(ATTENTION),
+                    kind=self._kind_of(key),
                     cast=cast,
                     histogram=histogram,
                     amax=top,
@@ -164,6 +169,7 @@ class Reduction:
                     scales=scales,
                     parts=[(cast, lowest if lowest == highest else None, histogram)],
                     block_scales=added.block_scales_of(i),
+                    further=added.further[i],
                     calls=calls[i],
                     nonfinite_order=None if order == NONE else -order,
                     ranks=made[i],

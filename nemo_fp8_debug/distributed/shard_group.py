@@ -10,12 +10,15 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.keys import Key, roles_of
 from . import patience
 from .gloo import Group
 from .rank_store import Ranks
+
+#: between the name of a module and a role, which are names of Python
+_MARK = " "
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class ShardGroup:
     kinds: Mapping[str, str]
     #: the first rank that has each GEMM
     first: Mapping[str, int]
+    #: activations that are looked at, and the kind of the module of each
+    activations: Mapping[Key, str] = field(default_factory=dict)
     #: None where there is nobody to reduce with
     group: Group | None = None
     #: the first ranks of all shard groups, and the rank that writes
@@ -42,7 +47,8 @@ class ShardGroup:
     @classmethod
     def alone(cls, rank: int, kinds: Mapping[str, str]) -> ShardGroup:
         """One rank that shares nothing."""
-        return cls([rank], dict(sorted(kinds.items())), dict.fromkeys(kinds, rank))
+        gemms, activations = _parted(dict(sorted(kinds.items())))
+        return cls([rank], gemms, dict.fromkeys(gemms, rank), activations)
 
     @staticmethod
     def publish(ranks: Ranks, kinds: Mapping[str, str]) -> None:
@@ -72,14 +78,28 @@ class ShardGroup:
         mine = ranks.read(f"shard-group/{told}") if told is not None else None
         if mine is None:  # no GEMM here
             mine = {"ranks": [ranks.rank], "kinds": {}, "first": {}}
+        gemms, activations = _parted(mine["kinds"])
         return cls(
             mine["ranks"],
-            mine["kinds"],
+            gemms,
             mine["first"],
+            activations,
             _group(f"shard-group-{told}", ranks, mine["ranks"]),
             leaders,
             _group("leaders", ranks, leaders),
         )
+
+
+def name_of_activation(key: Key) -> str:
+    """What an activation is called among the names that ranks tell each other."""
+    return _MARK.join(key)
+
+
+def _parted(kinds: Mapping[str, str]) -> tuple[dict[str, str], dict[Key, str]]:
+    """GEMMs and attentions, and activations."""
+    gemms = {name: kind for name, kind in kinds.items() if _MARK not in name}
+    apart = {tuple(name.split(_MARK, 1)): kind for name, kind in kinds.items() if _MARK in name}
+    return gemms, {(layer, role): kind for (layer, role), kind in apart.items()}
 
 
 def digest_of(kinds: Mapping[str, str]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.keys import ROLES
+from ..core.keys import ROLES, UNCAST
 from ..core.layer_names import aggregate_of, is_aggregate
 from ..kernels.cpu.histograms import Histograms
 from ..numerics.block_scale_counts import distributions
@@ -19,7 +19,8 @@ from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.metric_columns import rows
 from ..numerics.metrics import Moments, QuantizationSums
 from ..numerics.recipe import parse_recipe
-from ..numerics.tensor_scaling import CurrentScaling
+from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling
+from .activations import activation_columns
 from .expert_groups import ExpertAggregates
 from .operand_stats import COPY, OperandStats, added_up
 
@@ -28,6 +29,8 @@ Columns = dict[str, list[Any]]
 PRODUCT_OF_COPY = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
 
 
+#: what recipes are tried on
+_TRIED = {*ROLES, *(role for roles in UNCAST.values() for role in roles)}
 #: metrics of what a cast did
 _OF_ERRORS = ("underflow_pct", "overflow_pct", "mse", "relative_error", "sqnr_db", "cosine")
 
@@ -52,6 +55,8 @@ class Measured:
     verification: Columns = field(default_factory=dict)
     #: columns of whether copies that ranks hold are equal
     replicas: Columns = field(default_factory=dict)
+    #: columns of what histograms of activations do not tell
+    activations: Columns = field(default_factory=dict)
 
     def and_those_of(self, others: Sequence[Measured]) -> Measured:
         """The rows of all, as of the stages of a pipeline."""
@@ -61,16 +66,7 @@ class Measured:
             return {name: [v for part in filled for v in part[name]] for name in filled[0]} if filled else {}
 
         every = [self, *others]
-        return Measured(
-            joined([m.metrics for m in every]),
-            joined([m.histograms for m in every]),
-            joined([m.what_if for m in every]),
-            joined([m.outputs for m in every]),
-            joined([m.copies for m in every]),
-            joined([m.block_scales for m in every]),
-            joined([m.verification for m in every]),
-            joined([m.replicas for m in every]),
-        )
+        return Measured(**{f.name: joined([getattr(m, f.name) for m in every]) for f in fields(self)})
 
 
 def measure(
@@ -101,6 +97,7 @@ def measure(
     measured = operands.columns(range(len(stats)), sums, scale, lambda rows: [formats[i] for i in rows]) | described
     _leave_out_errors_of_stored(measured)
     tables = {"copies": _copies(stats, operands), "block_scales": _block_scales(operands)}
+    tables["activations"] = activation_columns(stats)
     return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others), **tables)
 
 
@@ -239,17 +236,17 @@ def _what_if(stats: Sequence[OperandStats], operands: _Operands, others: Sequenc
 def _what_if_by_histograms(
     stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]
 ) -> list[Columns]:
-    chosen = [i for i, s in enumerate(stats) if not s.moments and s.key[1] in ROLES]
-    if not chosen or not others:
-        return []
-    histograms = operands.histograms.select(chosen)
-    keys, amax = [stats[i].key for i in chosen], operands.moments.amax[chosen].float()
     tables = []
     for other in others:
-        scale = other.scales_for(keys, amax)
-        sums = histograms.quantization_sums(scale, other.formats(keys))
-        tables.append(_table(other, operands, chosen, sums, scale))
-        other.observe(keys, amax)
+        # What is no operand has no history.
+        roles = ROLES if isinstance(other.recipe.scaling, DelayedScaling) else _TRIED
+        chosen = [i for i, s in enumerate(stats) if not s.moments and s.key[1] in roles]
+        if chosen:
+            keys, amax = [stats[i].key for i in chosen], operands.moments.amax[chosen].float()
+            scale = other.scales_for(keys, amax)
+            sums = operands.histograms.select(chosen).quantization_sums(scale, other.formats(keys))
+            tables.append(_table(other, operands, chosen, sums, scale))
+            other.observe(keys, amax)
     return tables
 
 

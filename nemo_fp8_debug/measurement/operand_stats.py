@@ -63,6 +63,8 @@ class OperandStats:
     parts: Sequence[tuple[Cast, float | None, Histogram]] = ()
     #: int64 [257], how often each scale of a block occurs, where that was asked for
     block_scales: torch.Tensor | None = None
+    #: float64, sums that a histogram cannot tell, as `activations` has them
+    further: torch.Tensor | None = None
     calls: int = 0
     #: place in the order of execution of the first call that held NaN or infinity
     nonfinite_order: int | None = None

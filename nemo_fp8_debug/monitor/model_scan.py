@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.activations.sites import Site
 from ..capture.attention import attentions
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_gemms, matching, seen_in_forward, select, unknown_gemms
@@ -19,8 +20,10 @@ from ..core.arguments import shown
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ATTENTION
 from ..coverage.scan import ledger_of
+from ..distributed.shard_group import name_of_activation
 from ..errors import ConfigError
 from ..options.config import Config
+from .activations import find_sites
 from .fingerprint import fingerprint
 
 
@@ -38,6 +41,8 @@ class ModelScan:
     gemms: Sequence[Gemm]
     #: attentions of Transformer Engine, which may run in FP8
     attentions: Sequence[Gemm]
+    #: modules whose activations are looked at
+    sites: Sequence[Site]
     scales: Scales
     #: of weights that are stored in codes
     masters: Masters
@@ -46,8 +51,10 @@ class ModelScan:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """By name what there is to look at: of a GEMM its kind, of an attention that with a mark before it."""
-        return {g.name: g.kind for g in self.known} | {g.name: f"{ATTENTION}{g.kind}" for g in self.attentions}
+        """By name what there is to look at: of a GEMM or activation its kind, of an attention that with a mark before it."""
+        gemms = {g.name: g.kind for g in self.known} | {g.name: f"{ATTENTION}{g.kind}" for g in self.attentions}
+        sites = {name_of_activation((s.gemm.name, role)): s.gemm.kind for s in self.sites for role in s.roles}
+        return gemms | sites
 
 
 def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
@@ -78,7 +85,8 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
     scales = Scales(known, config.measured_recipe, config.recipe)
     setup = fingerprint(roots, gemms, config, scales.description)
     setup["coverage"] = _coverage(roots, gemms, config, errors)
-    return ModelScan(roots, known, [g for g in found if g.compiled], gemms, attentions(roots), scales, Masters(roots), setup)
+    compiled, sites = [g for g in found if g.compiled], find_sites(roots, config.activations, errors)
+    return ModelScan(roots, known, compiled, gemms, attentions(roots), sites, scales, Masters(roots), setup)
 
 
 def _coverage(roots: Sequence[nn.Module], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..capture.activations.capture import ActivationCapture
 from ..capture.attention import AttentionCapture
 from ..capture.backends.base import UnknownCast, raw_weight
 from ..capture.backends.parallel import copied_part
@@ -34,6 +35,7 @@ from ..distributed import ShardGroup
 from ..measurement.operand_stats import BLOCK_SCALES, COPY
 from ..options.config import Config
 from ..record.dump import TensorDump
+from .activations import activation_capture
 from .attention import attention_capture, warn_of_unseen
 from .dump_tap import Dumping
 from .model_scan import ModelScan
@@ -75,7 +77,7 @@ class SampledStep:
         self._operands: dict[Key, Operand] = {}
         self._products: dict[str, Products] = {}
         self._queue = CheckQueue()
-        self._captures: list[Capture | MatmulCapture] = []
+        self._captures: list[Capture | MatmulCapture | ActivationCapture] = []
         self._attention: AttentionCapture | None = None
         self._replicas: ReplicaChecks | None = None
         self._states: StateCapture | None = None
@@ -187,6 +189,8 @@ class SampledStep:
         if inside:
             self._captures.append(MatmulCapture(inside, *options))
         shard_group, rank = self._watched.shard_group, self._watched.rank
+        if activations := activation_capture(model.sites, self._plan, self._operands, self._lose, order, rank):
+            self._captures.append(activations)
         self._states = state_capture(self._known, self._plan, self._operands, shard_group, rank, guard)
         for capture in (*self._captures, self._replicas, self._states):
             if capture is not None:

@@ -24,3 +24,14 @@ UNITS = {"amax": 1, "amin": 1, "mse": 2}
 OUTPUT_METRICS = ("relative_error", "error_of_input", "error_of_weight", "error_of_grad_output")
 #: of the scales of an operand's blocks
 BLOCK_SCALES = ("blocks", "empty_blocks", "scale_min", "scale_median", "scale_max", "at_smallest_pct", "at_largest_pct")
+#: of activations beside those of all tensors
+ACTIVATION_METRICS = (
+    "rows",
+    "channel",
+    "channel_ratio",
+    "entropy",
+    "sink_pct",
+    "load_ratio",
+    "idle_experts",
+    "dropped_pct",
+)

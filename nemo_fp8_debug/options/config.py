@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ..core.arguments import check_choices, check_strings, checked_number, checks_arguments, shown
-from ..core.keys import ROLES, STATES
+from ..core.keys import ACTIVATIONS, ROLES, STATES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
 from ..numerics.recipe import Recipe, parse_recipe
@@ -31,7 +31,8 @@ _NUMBERS = {
 #: options by which ranks come to meet at a step
 SAME_ON_ALL_RANKS = (
     *("interval", "first_step", "last_step", "triggers", "trigger_steps"),
-    *("output_rows", "verify_rows", "replicas", "states", "copies", "block_scales", "eager"),
+    *("output_rows", "verify_rows", "replicas", "states", "activations"),
+    *("copies", "block_scales", "eager"),
 )
 
 
@@ -80,6 +81,8 @@ class Config:
             by bit. A sampled step reads those tensors once more. Default: `False`.
         states: tensors of the optimizer's to look at too, of the weights of all GEMMs. A list of `weight_gradient`,
             `first_moment`, `second_moment`, `master_weight` and `update`. Default: `()`.
+        activations: what to look at between GEMMs. A list of `norm` (inputs, before a pre-norm the residual stream, and
+            outputs), `router` (logits of a mixture of experts) and `attention` (logits of some rows). Default: `()`.
         copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them differ. A
             sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
         block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A
@@ -117,6 +120,7 @@ class Config:
     verify_rows: int = 0
     replicas: bool = False
     states: Sequence[str] = ()
+    activations: Sequence[str] = ()
     copies: bool = False
     block_scales: bool = False
     eager: bool = False
@@ -126,7 +130,7 @@ class Config:
             value = getattr(self, name)
             if name != "last_step" or value is not None:
                 object.__setattr__(self, name, checked_number(name, value, least))
-        for name in ("layers", "roles", "states", "dump", "triggers", "trigger_dump"):
+        for name in ("layers", "roles", "states", "activations", "dump", "triggers", "trigger_dump"):
             if name != "layers" or self.layers is not None:
                 check_strings(name, getattr(self, name))
         if not isinstance(self.what_if, Sequence) or isinstance(self.what_if, str):
@@ -138,6 +142,8 @@ class Config:
         check_choices("roles", self.roles, ROLES)
         if self.states:
             check_choices("states", self.states, STATES)
+        if self.activations:
+            check_choices("activations", self.activations, ACTIVATIONS)
         for name in ("replicas", "copies", "block_scales", "eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it is True or False")

@@ -82,7 +82,8 @@ def read_record(
     Args:
         run: the record, or a folder above it; a path or any fsspec address.
         table: `metrics`, `what_if`, `replayed`, `outputs`, `copies`, `block_scales`, `verification`, `replicas`,
-            `states`, `state_histograms`, `histograms`, `steps` or `validation`; docs/record.md has their columns.
+            `states`, `state_histograms`, `activations`, `activation_histograms`, `histograms`, `steps` or
+            `validation`; docs/record.md has their columns.
         columns: names of the columns to read; None: all.
         where: values that columns must have, `{"role": "weight"}`; None: any.
         steps: numbers of the steps to read; None: all.
@@ -121,7 +122,8 @@ def read_table(
 
     Args:
         table: `metrics`, `what_if`, `replayed`, `outputs`, `copies`, `block_scales`, `verification`, `replicas`,
-            `states`, `state_histograms`, `histograms`, `steps` or `validation`.
+            `states`, `state_histograms`, `activations`, `activation_histograms`, `histograms`, `steps` or
+            `validation`.
         columns: to read; all by default.
         where: values that columns must have, as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.
         steps: to read; all by default. Of the others no more than one part's rows are held at a time.

@@ -11,7 +11,7 @@ from typing import Any
 from ..core.keys import ROLES
 from ..core.layer_names import aggregate_key, aggregate_of, few_experts, is_aggregate
 from ..core.sample import Sample
-from ..numerics.metric_names import METRICS, UNITS, WORSE
+from ..numerics.metric_names import ACTIVATION_METRICS, METRICS, UNITS, WORSE
 
 #: streamed as scalars, each tensor its own tag
 STREAMED = ("scale", *METRICS)
@@ -23,9 +23,11 @@ _WEIGHED = ("underflow_pct", "overflow_pct", "relative_error")
 Write = Callable[[dict[str, float], int], None]
 
 
-#: metrics of optimizer states, and what of all layers is streamed
-_OF_STATES = ("amax", "underflow_pct", "relative_error")
+#: metrics of tensors that nothing casts, and what of all layers is streamed
+_OF_UNCAST = ("amax", "underflow_pct", "relative_error")
 _KINDS: dict[str, Callable[[list[float]], float]] = {"worst": max, "median": statistics.median}
+_ENDS: dict[str, Callable[[list[float]], float]] = {"smallest": min, "median": statistics.median, "largest": max}
+_OF_ACTIVATIONS = [name for name in ACTIVATION_METRICS if name not in ("rows", "channel")]
 
 
 class TagBudget:
@@ -102,7 +104,8 @@ class ScalarRecorder:
                 tags |= found
         tags |= self._of_products(sample.outputs, "relative_error", "output_error", tensors)
         tags |= self._of_products(sample.verification, "error_over_bound", "error_over_bound", tensors)
-        return tags | _states(sample) | _unscaled(sample) | _what_if(sample), worst
+        tags |= _of_uncast("fp8_states", sample.states) | _activations(sample)
+        return tags | _update_to_weights(sample) | _unscaled(sample) | _what_if(sample), worst
 
     def _streamed(
         self, metric: str, of: str, values: Mapping[str, float], tensors: int
@@ -128,20 +131,32 @@ class ScalarRecorder:
         return {t: v for p, of in values.items() for t, v in self._streamed(tag, p, of, tensors)[0].items()}
 
 
-def _states(sample: Sample) -> dict[str, float]:
-    """The worst and the median of what optimizers keep, as it is and under each what-if recipe."""
-    columns, values = sample.states, defaultdict[str, list[float]](list)
-    rows = zip(*(columns[name] for name in ("role", "recipe", "scale_source", *_OF_STATES)), strict=True) if columns else ()
+def _of_uncast(tag: str, columns: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """The worst and the median of tensors that nothing casts, as they are and under each what-if recipe."""
+    values = defaultdict[str, list[float]](list)
+    rows = zip(*(columns[name] for name in ("role", "recipe", "scale_source", *_OF_UNCAST)), strict=True) if columns else ()
     for role, recipe, source, *found in rows:
         under = f"/{recipe}" if source == "what-if" else ""
-        for metric, value in zip(_OF_STATES, found, strict=True):
+        for metric, value in zip(_OF_UNCAST, found, strict=True):
             if value is not None and math.isfinite(value):
-                values[f"fp8_states/{metric}/{role}{under}"].append(value)
-    tags = {f"{tag}/{kind}": of(found) for tag, found in values.items() for kind, of in _KINDS.items()}
-    if ratios := _update_to_weight(sample):
-        tags |= {"fp8_states/update_to_weight/smallest": min(ratios), "fp8_states/update_to_weight/largest": max(ratios)}
-        tags["fp8_states/update_to_weight/median"] = statistics.median(ratios)
-    return tags
+                values[f"{tag}/{metric}/{role}{under}"].append(value)
+    return {f"{name}/{kind}": of(found) for name, found in values.items() for kind, of in _KINDS.items()}
+
+
+def _activations(sample: Sample) -> dict[str, float]:
+    """Those of all tensors, and the smallest, median and largest of what activations have of their own."""
+    columns, values = sample.activations, defaultdict[str, list[float]](list)
+    for metric in _OF_ACTIVATIONS if columns else ():
+        for role, value in zip(columns["role"], columns.get(metric, ()), strict=False):
+            if value is not None:
+                values[f"fp8_activations/{metric}/{role}"].append(value)
+    tags = {f"{name}/{kind}": of(found) for name, found in values.items() for kind, of in _ENDS.items()}
+    return _of_uncast("fp8_activations", columns) | tags
+
+
+def _update_to_weights(sample: Sample) -> dict[str, float]:
+    found = _update_to_weight(sample)
+    return {f"fp8_states/update_to_weight/{kind}": of(found) for kind, of in _ENDS.items()} if found else {}
 
 
 def _update_to_weight(sample: Sample) -> list[float]:

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ..numerics.metric_names import BLOCK_SCALES, METRICS, OUTPUT_METRICS, UNITS
+from ..numerics.metric_names import ACTIVATION_METRICS, BLOCK_SCALES, METRICS, OUTPUT_METRICS, UNITS
 
 VERSION = 4
 
@@ -112,6 +112,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "replicas": _REPLICAS,
     "states": _METRICS,
     "state_histograms": _HISTOGRAMS,
+    "activations": {**_METRICS, **dict.fromkeys(ACTIVATION_METRICS, pl.Float64)},
+    "activation_histograms": _HISTOGRAMS,
     "steps": _STEPS,
     "validation": _VALIDATION,
 }

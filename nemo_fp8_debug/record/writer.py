@@ -31,7 +31,7 @@ from .storage import Storage
 #: parts that are merged into one
 MERGED = 64
 #: tables whose parts are small
-_HISTOGRAMS = ("histograms", "state_histograms")
+_HISTOGRAMS = ("histograms", "state_histograms", "activation_histograms")
 _MERGED_TABLES = tuple(table for table in SCHEMAS if table not in (*_HISTOGRAMS, "replayed"))
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
@@ -106,6 +106,8 @@ class RunRecord:
             ("replicas", sample.replicas),
             ("states", sample.states),
             ("state_histograms", sample.state_histograms),
+            ("activations", sample.activations),
+            ("activation_histograms", sample.activation_histograms),
             ("histograms", sample.histograms),
         ):
             if columns:

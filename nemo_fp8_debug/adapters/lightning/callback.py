@@ -73,6 +73,7 @@ class FP8DebugCallback(pl.Callback):
         verify_rows: int = 0,
         replicas: bool = False,
         states: Sequence[str] = (),
+        activations: Sequence[str] = (),
         copies: bool = False,
         block_scales: bool = False,
         eager: bool = False,
@@ -118,6 +119,8 @@ class FP8DebugCallback(pl.Callback):
                 bit by bit. A sampled step reads those tensors once more. Default: `False`.
             states: tensors of the optimizer's to look at too, of the weights of all GEMMs. A list of `weight_gradient`,
                 `first_moment`, `second_moment`, `master_weight` and `update`. Default: `()`.
+            activations: what to look at between GEMMs. A list of `norm` (inputs, before a pre-norm the residual stream, and
+                outputs), `router` (logits of a mixture of experts) and `attention` (logits of some rows). Default: `()`.
             copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them
                 differ. A sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
             block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A

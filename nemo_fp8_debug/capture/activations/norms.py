@@ -1,0 +1,64 @@
+"""Norms of a model, and what they are given and return. The input of a pre-norm is the residual stream."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backends.base import Args, Kwargs
+
+#: norms over the channels of each token, by the end of their class's name
+_NORM = re.compile(r"(?<!batch)(?<!group)(?<!instance)norm\Z")
+#: Transformer Engine's layers that begin with a norm
+_FUSED = ("LayerNormLinear", "LayerNormMLP")
+
+
+def roles_of_norm(module: nn.Module) -> tuple[str, ...]:
+    """What is looked at of a module; nothing if it is no norm.
+
+    Of a norm inside a GEMM it is the input alone: what it returns is the X of that GEMM.
+    """
+    if any(base.__name__ in _FUSED for base in type(module).__mro__):
+        return ("norm_input",)
+    is_leaf = not any(True for _ in module.children())
+    has_no_matrix = all(p is None or p.dim() <= 1 for p in module._parameters.values())
+    named = _NORM.search(type(module).__name__.lower())
+    return ("norm_input", "norm_output") if named and is_leaf and has_no_matrix else ()
+
+
+def input_of(args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """What a norm is called with.
+
+    Raises:
+        LookupError: it is called with no tensor.
+    """
+    return _first((*args, *kwargs.values()), "it is called with no tensor of numbers")
+
+
+def output_of(out: Any, x: torch.Tensor) -> torch.Tensor:
+    """What a norm returns.
+
+    Raises:
+        LookupError: that is not of the shape of its input.
+    """
+    found = _first(out if isinstance(out, tuple) else (out,), "it returns no tensor of numbers")
+    if found.shape != x.shape:
+        raise LookupError(f"it returns a tensor of shape {tuple(found.shape)} for one of {tuple(x.shape)}")
+    return found
+
+
+def channel_sums(x: torch.Tensor) -> torch.Tensor:
+    """float64 [1 + C]: the rows of `x`, and the sum of squares of each channel, which is its last dimension."""
+    rows = x.reshape(-1, x.shape[-1])
+    norms = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64)
+    return torch.cat([norms.new_tensor([len(rows)]), norms.square()])
+
+
+def _first(values: Any, otherwise: str) -> torch.Tensor:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
+            return value
+    raise LookupError(otherwise)

@@ -1,0 +1,180 @@
+"""Routers of a mixture of experts: their logits, and how many tokens each expert is given.
+
+A router is a module whose class is called so (Megatron's `TopKRouter`, those of transformers), or the linear layer with an
+output for each expert that a block of experts holds itself (Mixtral, Qwen). What happens inside is seen at the operators
+of torch, which are called unchanged: the logits are the first tensor with a number for each token and expert that one of
+them reads; the experts are those of the last top-k over all of them, or of the map that the router returns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..operator_mode import OperatorMode, over_dtensors
+from ..unseen_operators import enter_again, leave_modes
+
+_ROUTER = re.compile(r"(Router|MoE\w*Gate|TopKGate)\Z")
+#: names of how many experts there are, of a module or its configuration
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts", "moe_num_experts")
+#: what a block of experts calls its router
+_GATES = ("gate", "router")
+#: operators that read logits, and do not multiply a weight
+_READERS = ("view", "_unsafe_view", "_to_copy", "_softmax", "sigmoid", "topk", "detach", "clone", "logsumexp", "alias")
+
+
+@dataclass(frozen=True)
+class Router:
+    """Where the choice of experts is made."""
+
+    #: gives the logits: a router, or a linear layer
+    module: nn.Module
+    #: in whose forward experts are chosen; the same where that is inside
+    chooser: nn.Module
+    experts: int
+
+
+def routers_in(root: nn.Module) -> Iterator[tuple[str, Router]]:
+    """The routers of a model, by path."""
+    found: set[int] = set()
+    for path, module in root.named_modules():
+        experts = _own_experts(module)
+        if experts is not None and id(module) not in found:
+            found.update(map(id, module.modules()))
+            yield path, Router(module, module, experts)
+        for name in _GATES if experts is None else ():
+            gate = module._modules.get(name)
+            of_block = _number_of_experts(module)
+            if gate is not None and of_block and _outputs(gate) == of_block and not _ROUTER.search(type(gate).__name__):
+                found.add(id(gate))
+                yield f"{path}.{name}" if path else name, Router(gate, module, of_block)
+
+
+def _own_experts(module: nn.Module) -> int | None:
+    """Of a module whose class is called a router."""
+    if not _ROUTER.search(type(module).__name__):
+        return None
+    layers = [module, *module.children()]
+    return next((n for layer in layers if (n := _outputs(layer)) and n > 1), None)
+
+
+def _outputs(module: nn.Module) -> int | None:
+    weight = module._parameters.get("weight")
+    told = getattr(module, "out_features", None)
+    if isinstance(told, int):
+        return told
+    return int(weight.shape[0]) if weight is not None and weight.dim() == 2 else None
+
+
+def _number_of_experts(module: nn.Module) -> int | None:
+    for holder in (module, getattr(module, "config", None)):
+        for name in _EXPERTS:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+                return value
+    return None
+
+
+class Choice(OperatorMode):
+    """Sees one forward of a router or of its block."""
+
+    def __init__(self, experts: int, logits: Callable[[torch.Tensor], None] | None, ends: bool) -> None:
+        """
+        Args:
+            logits: gets them, once; None: they are seen elsewhere.
+            ends: whether the first choice over all experts is the last.
+        """
+        super().__init__()
+        self._experts, self._logits, self._ends, self._on = experts, logits, ends, True
+        #: of each token its experts, int64 [..., k]
+        self.chosen: torch.Tensor | None = None
+        #: what went wrong with the logits
+        self.failed: Exception | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls `func` as it is."""
+        if over_dtensors(types):
+            return NotImplemented
+        name = func.overloadpacket.__name__ if getattr(func, "namespace", "") == "aten" else ""
+        x = args[0] if self._on and name in _READERS and args else None
+        if not isinstance(x, torch.Tensor) or not self._is_of_all_experts(x):
+            return func(*args, **(kwargs or {}))
+        if self._logits is not None:
+            self._give(x)
+        out = func(*args, **(kwargs or {}))
+        if name == "topk" and (args[2] if len(args) > 2 else -1) in (-1, x.dim() - 1):
+            self.chosen = out[1]
+            self._on = not self._ends
+        return out
+
+    def _is_of_all_experts(self, x: torch.Tensor) -> bool:
+        return x.dim() > 1 and x.shape[-1] == self._experts and x.is_floating_point() and not isinstance(x, FakeTensor)
+
+    def _give(self, logits: torch.Tensor) -> None:
+        give, self._logits = self._logits, None
+        modes = leave_modes()
+        try:
+            if give is not None:
+                give(logits)
+        except Exception as error:
+            self.failed = error
+        finally:
+            enter_again(modes)
+
+
+def router_sums(experts: int, logits: torch.Tensor) -> torch.Tensor:
+    """float64 [3 + experts], of which the first two: tokens, and the sum of the entropies (nats) of their softmax.
+
+    Args:
+        logits: [..., experts]
+    """
+    entropies = torch.special.entr(logits.reshape(-1, experts).double().softmax(-1)).sum(-1)
+    found = entropies.new_zeros(3 + experts)
+    found[0], found[1] = float(len(entropies)), entropies.sum()
+    return found
+
+
+def load_sums(router: Router, chosen: torch.Tensor | None, out: Any) -> torch.Tensor:
+    """float64 [3 + experts], of which the last: how many experts tokens asked for (0: not known), and what each was given.
+
+    Args:
+        chosen: of each token its experts, before any is dropped; None: not seen.
+        out: what the router returned, perhaps with a map of tokens to experts.
+
+    Raises:
+        LookupError: neither tells who was given what.
+    """
+    found = next((x for x in _tensors(out) if x.dtype == torch.bool and x.shape[1:2] == (router.experts,)), None)
+    if found is not None:  # of tokens to experts, and perhaps to places in them
+        load = found.flatten(2).sum((0, 2), dtype=torch.float64) if found.dim() > 2 else found.sum(0, dtype=torch.float64)
+        asked = len(found) * (_experts_of_a_token(router) if chosen is None else chosen.shape[-1])
+    elif chosen is not None:
+        flat = chosen.reshape(-1)
+        load = torch.zeros(router.experts, dtype=torch.float64, device=flat.device)
+        load = load.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float64))
+        asked = len(flat)
+    else:
+        raise LookupError("which experts it chooses could not be seen")
+    sums: torch.Tensor = torch.cat([load.new_tensor([0.0, 0.0, float(asked)]), load])
+    return sums
+
+
+def _experts_of_a_token(router: Router) -> int:
+    """0: it does not tell."""
+    for name in ("topk", "top_k", "k"):
+        value = getattr(router.chooser, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return 0
+
+
+def _tensors(out: Any) -> Iterator[torch.Tensor]:
+    for value in out if isinstance(out, tuple) else (out,):
+        if isinstance(value, torch.Tensor):
+            yield value

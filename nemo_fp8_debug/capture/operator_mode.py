@@ -1,0 +1,40 @@
+"""A dispatch mode of torch that is entered and left by hooks, and calls every operator unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class OperatorMode(TorchDispatchMode):
+    """Sees operators between `begin` and `end`, in the thread that it began in."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays compiled."""
+        return True
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Look no longer; modes that were entered since stay."""
+        if not any(mode is self for mode in _python_dispatch._get_current_dispatch_mode_stack()):
+            return
+        later = []
+        while _python_dispatch._get_current_dispatch_mode() is not self:
+            later.append(_python_dispatch._pop_mode())
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for mode in reversed(later):
+            _python_dispatch._push_mode(mode)
+
+
+def over_dtensors(types: Any) -> bool:
+    """Whether an operator is called with DTensors; it then calls what this rank computes, which comes by itself."""
+    return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in types)
