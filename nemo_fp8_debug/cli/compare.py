@@ -65,6 +65,8 @@ def _print(found: Comparison, top: int) -> None:
         out.print(_where(found))
     if len(found.states):
         out.print(_states(found, top))
+    if len(found.activations):
+        out.print(_activations(found, top))
     if len(found.differences()):
         out.print(_differences(found, top))
     for note in found.notes:
@@ -141,6 +143,15 @@ def _states(found: Comparison, top: int) -> Table:
         sizes = f"{number(row['rms_baseline'])} -> {number(row['rms_run'])}"
         name = escape(row["layer"]), row["tensor"]
         table.add_row(*name, number(row["size_log2"]), sizes, _count(row["nonfinite_since"]))
+    return table
+
+
+def _activations(found: Comparison, top: int) -> Table:
+    title = "What lies between GEMMs, baseline -> run, medians over the later half of the run"
+    table = _table(title, "layer", "tensor", "metric", "baseline", "run", "log2 of the ratio", texts=("tensor", "metric"))
+    for row in found.activations.head(top).iter_rows(named=True):
+        values = (number(row[name]) for name in ("baseline", "run", "ratio_log2"))
+        table.add_row(escape(row["layer"]), row["tensor"], row["metric"], *values)
     return table
 
 

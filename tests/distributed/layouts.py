@@ -91,9 +91,10 @@ LAYOUTS = [
 #: those of the whole model over several processes
 SPREAD = [layout for layout in LAYOUTS if layout.world > 1 and layout.name != "cp"]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
+_BESIDE = {"states": tuple(STATES), "activations": ("norm", "router", "attention")}
 #: how each layout is watched
 WATCHED: dict[str, dict[str, Any]] = {
-    "auto": {"recipe": "auto", "what_if": ["current-e5m2", "mxfp8"], "output_rows": 1000, "states": tuple(STATES)},
+    "auto": {"recipe": "auto", "what_if": ["current-e5m2", "mxfp8"], "output_rows": 1000, **_BESIDE},
     "delayed": {"recipe": "delayed", "verify_rows": 16, "replicas": True},
 }
 

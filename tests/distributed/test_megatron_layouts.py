@@ -243,6 +243,23 @@ def test_optimizer_states_are_those_of_one_process(trained: Path, layout: Layout
 
 
 @of_spread
+def test_activations_are_those_of_one_process(trained: Path, layout: Layout) -> None:
+    """Each counted once: tensor-parallel ranks have copies of what norms are given, or parts of the sequence; heads of
+    their own; and data-parallel ranks tokens of their own."""
+    mine, its = (read_table(find_run(trained / name / "auto"), "activations") for name in (layout.name, like(layout)))
+    roles = {"norm_input", "norm_output", "attention_logits", *({"router_logits"} if layout.experts else ())}
+    keys, first = ["layer", "role"], (pl.col("step") == 0) & (pl.col("scale_source") != "what-if")
+    both = mine.filter(first).join(its.filter(first), on=keys, suffix="_of_one", how="full", coalesce=True)
+    assert set(both["role"]) == roles and not both["n"].is_null().any() and not both["n_of_one"].is_null().any()
+    assert both["n"].equals(both["n_of_one"].alias("n")) and both["rows"].equals(both["rows_of_one"].alias("rows"))
+    for metric in ("amax", "kurtosis", "channel_ratio", "entropy", "sink_pct", "load_ratio", "dropped_pct"):
+        known = both.drop_nulls(f"{metric}_of_one")
+        assert len(known) or (metric in ("load_ratio", "dropped_pct") and not layout.experts)
+        noise = 1e-9 if layout.noise == 0 else 10 * layout.noise if metric == "kurtosis" else 3 * layout.noise
+        assert known[metric].to_list() == pytest.approx(known[f"{metric}_of_one"].to_list(), rel=noise, abs=noise), metric
+
+
+@of_spread
 def test_operands_are_those_of_one_process_but_for_the_noise_of_the_layout(trained: Path, layout: Layout) -> None:
     """Sorting brings two sets of values as close as they get, so that histograms may not be further apart than the
     tensors."""

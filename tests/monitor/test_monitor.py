@@ -30,8 +30,8 @@ def train(interval: int | None, options: dict[str, Any], recipe: str | None) -> 
     emulation = attached(model, recipe, ["layers.*"]) if recipe else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = 8 if interval == 1 else 0
-    states = tuple(STATES) if interval == 1 else ()
-    watched = {"interval": interval, "output_rows": rows, "verify_rows": rows, "states": states, "on_error": "raise"}
+    beside = {"states": tuple(STATES), "activations": ("norm", "attention")} if interval == 1 else {}
+    watched = {"interval": interval, "output_rows": rows, "verify_rows": rows, "on_error": "raise", **beside}
     monitor = Monitor(model, recorders=[Samples()], **watched) if interval else None
     losses = []
     for step in range(STEPS):

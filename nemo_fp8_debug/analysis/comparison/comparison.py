@@ -11,6 +11,7 @@ import polars as pl
 from ..loss.outcome import MAX_GAP, LossOutcome
 from ..runs.run import Run
 from ..runs.settings import differences
+from .activations import activations_apart
 from .drift import TAIL
 from .groups import groups
 from .layer_matching import sizes_of_weights
@@ -67,6 +68,11 @@ class Comparison:
     def states(self) -> pl.DataFrame:
         """What the runs' optimizers keep; see `states_apart`."""
         return states_apart(self.baseline, self.run)
+
+    @cached_property
+    def activations(self) -> pl.DataFrame:
+        """What lies between the GEMMs of the runs; see `activations_apart`."""
+        return activations_apart(self.baseline, self.run)
 
     def what_if(self) -> pl.DataFrame:
         """The run's tensors under recipes that were tried or replayed: medians over its later half, a row a recipe."""

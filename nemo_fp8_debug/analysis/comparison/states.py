@@ -9,6 +9,9 @@ from ..runs.run import Run
 from .drift import TAIL
 
 _KEY = ["layer", "role"]
+_IS_KNOWN = (pl.col("mse") > 0) & (pl.col("relative_error") > 0)
+#: of a tensor; null where it is zero or not known
+ROOT_MEAN_SQUARE = pl.when(_IS_KNOWN).then(pl.col("mse").sqrt() / pl.col("relative_error"))
 
 
 def states_apart(baseline: Run, run: Run) -> pl.DataFrame:
@@ -42,6 +45,4 @@ def states_apart(baseline: Run, run: Run) -> pl.DataFrame:
 def _sizes(run: Run) -> pl.DataFrame:
     """step, layer, role, rms (null where it is zero or not known), lost (NaN and infinite values)."""
     rows = run.states.filter(pl.col("scale_source") != "what-if")
-    known = (pl.col("mse") > 0) & (pl.col("relative_error") > 0)
-    rms = pl.when(known).then(pl.col("mse").sqrt() / pl.col("relative_error"))
-    return rows.select("step", *_KEY, rms=rms, lost=pl.col("nan") + pl.col("inf"))
+    return rows.select("step", *_KEY, rms=ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))

@@ -133,6 +133,7 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "differences": found.differences().to_dicts(),
         "what_if": found.what_if().to_dicts(),
         "states": found.states.to_dicts(),
+        "activations": found.activations.to_dicts(),
     }
     result: dict[str, Any] = jsonable(plain)
     return result

@@ -108,6 +108,11 @@ class Run:
         return self._table("states")
 
     @cached_property
+    def activations(self) -> pl.DataFrame:
+        """`activations` table, empty where activations were not asked for; read when first asked for."""
+        return self._table("activations")
+
+    @cached_property
     def replicas(self) -> pl.DataFrame:
         """`replicas` table, empty where copies were not compared; read when first asked for."""
         return self._table("replicas")

@@ -134,7 +134,7 @@ def router_sums(experts: int, logits: torch.Tensor) -> torch.Tensor:
     Args:
         logits: [..., experts]
     """
-    entropies = torch.special.entr(logits.reshape(-1, experts).double().softmax(-1)).sum(-1)
+    entropies: torch.Tensor = torch.special.entr(logits.reshape(-1, experts).double().softmax(-1)).sum(-1)
     found = entropies.new_zeros(3 + experts)
     found[0], found[1] = float(len(entropies)), entropies.sum()
     return found

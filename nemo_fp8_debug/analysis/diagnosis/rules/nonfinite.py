@@ -59,16 +59,23 @@ def _weights_are_finite(run: Run, step: int) -> bool:
 
 
 def _operand(run: Run, baseline: Run | None) -> list[First]:
-    rows = run.metrics.filter(pl.col("nan") + pl.col("inf") > 0)
+    rows = _lost_between(run)
     if baseline is not None:
-        usual = baseline.metrics.filter(pl.col("nan") + pl.col("inf") > 0).select("layer", "role").unique()
-        rows = rows.join(usual, on=["layer", "role"], how="anti")
+        rows = rows.join(_lost_between(baseline).select("layer", "role").unique(), on=["layer", "role"], how="anti")
     if rows.is_empty():
         return []
     first = rows.filter(pl.col("step") == pl.col("step").min()).sort("nonfinite_order", nulls_last=True).row(0, named=True)
     name = f"{SHOWN_AS[first['role']]} of {first['layer']}"
     backward = _BACKWARD if first["role"] == "grad_output" else 0
     return [First(int(first["step"]), (backward, first["nonfinite_order"] or 0), name, first["layer"], first["role"])]
+
+
+def _lost_between(run: Run) -> pl.DataFrame:
+    """Rows of operands, and of what lies between GEMMs, that are not finite."""
+    columns = ["step", "layer", "role", "nonfinite_order"]
+    activations = run.activations.filter(pl.col("scale_source") != "what-if")
+    tables = (run.metrics, activations.filter(~pl.col("step").is_in(run.made_up_for.implode())))
+    return pl.concat([rows.filter(pl.col("nan") + pl.col("inf") > 0).select(columns) for rows in tables])
 
 
 def _state(run: Run, baseline: Run | None) -> list[First]:
