@@ -17,8 +17,8 @@ from . import patience
 from .gloo import Group
 from .rank_store import Ranks
 
-#: between the name of a module and a role, which are names of Python
-_MARK = " "
+#: between the name of a module and a role; no name of a module has it, since none of its parts is empty or has a dot
+_MARK = ".."
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ _ROLE = Parameter(one_of(metadata.ROLES))
 _STEP = Parameter(step)
 _METRIC = Parameter(one_of(metadata.NUMBERS))
 _OTHER = Parameter(text, optional=True)
+_TABLE = Parameter(one_of(metadata.TABLES), optional=True)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         Args:
             context: TensorBoard's TBContext.
         """
-        self._parts = Parts()
+        self._tables = {table: Parts(table) for table in metadata.TABLES}
+        self._parts = self._tables["metrics"]
         self._logdir = Logdir(roots_of(context.flags), self._parts.warm)
         self._jobs = Jobs()
         self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
@@ -72,9 +74,9 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         """A WSGI application for each address below data/plugin/fp8."""
         routes = {
             "runs": Route(self._runs, {}),
-            "run": Route(self._run, {"run": _RUN}),
-            "frames": Route(self._frames, {"run": _RUN, "metric": _METRIC, "from": _STEP, "to": _STEP}),
-            "extent": Route(self._extent, {"run": _RUN, "metric": _METRIC}),
+            "run": Route(self._run, {"run": _RUN, "table": _TABLE}),
+            "frames": Route(self._frames, {"run": _RUN, "metric": _METRIC, "from": _STEP, "to": _STEP, "table": _TABLE}),
+            "extent": Route(self._extent, {"run": _RUN, "metric": _METRIC, "table": _TABLE}),
             "timeline": Route(
                 self._timeline,
                 {"run": _RUN, "layer": _LAYER, "role": _ROLE, "metrics": Parameter(some_of(metadata.NUMBERS))},
@@ -117,24 +119,27 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "roles": metadata.ROLES,
         }
 
-    def _run(self, run: str) -> Any:
-        return {"run": run, **tables.about_run(self._parts, self._logdir.record(run))}
+    def _run(self, run: str, table: str | None) -> Any:
+        return {"run": run, **tables.about_run(self._of(table), self._logdir.record(run))}
 
-    def _frames(self, run: str, metric: str, **bounds: int) -> bytes:
-        return tables.frames(self._parts, self._logdir.record(run), metric, bounds["from"], bounds["to"])
+    def _frames(self, run: str, metric: str, table: str | None, **bounds: int) -> bytes:
+        return tables.frames(self._of(table), self._logdir.record(run), metric, bounds["from"], bounds["to"])
 
-    def _extent(self, run: str, metric: str) -> Any:
-        return tables.extent(self._parts, self._logdir.record(run), metric)
+    def _extent(self, run: str, metric: str, table: str | None) -> Any:
+        return tables.extent(self._of(table), self._logdir.record(run), metric)
+
+    def _of(self, table: str | None) -> Parts:
+        return self._tables[table or "metrics"]
 
     def _timeline(self, run: str, layer: str, role: str, metrics: list[str]) -> Any:
-        return tables.timeline(self._parts, self._logdir.record(run), layer, role, metrics)
+        return tables.timeline(self._of(metadata.table_of(role)), self._logdir.record(run), layer, role, metrics)
 
     def _loss(self, run: str) -> Any:
         record = self._logdir.record(run)
         return self._losses.get((str(record), self._parts.index(record).version), lambda: losses.loss(record))
 
     def _histogram(self, run: str, layer: str, role: str, step: int) -> Any:
-        return tables.histogram_of(self._parts, self._logdir.record(run), layer, role, step)
+        return tables.histogram_of(self._of(metadata.table_of(role)), self._logdir.record(run), layer, role, step)
 
     def _others(self, run: str, step: int) -> Any:
         return tables.others(self._parts, self._logdir.record(run), step)

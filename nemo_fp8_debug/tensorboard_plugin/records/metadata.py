@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.keys import SHOWN_AS
-from ...numerics.metric_names import METRICS, UNITS, WORSE
+from ...core.keys import SHOWN_AS, UNCAST
+from ...numerics.metric_names import ACTIVATION_METRICS, METRICS, UNITS, WORSE
 from ...record.schema import SCHEMAS
 from .part_matrices import NONFINITE
 
 ROLES = dict(SHOWN_AS)
+#: tables of tensors, and those of their histograms
+TABLES = {"metrics": "histograms", "states": "state_histograms", "activations": "activation_histograms"}
 
 #: metrics that can be asked for: every number of a row but those that say which row it is
 NUMBERS = (
     *(name for name, kind in SCHEMAS["metrics"].items() if kind.is_numeric() and name not in ("attempt", "step")),
     NONFINITE,
+    *ACTIVATION_METRICS,
 )
 
 #: label, unit, scale of the colors
@@ -32,6 +35,15 @@ _DRAWN = {
     "outlier_log2": ("largest / median magnitude", "log2", "linear"),
     "kurtosis": ("kurtosis", "", "log"),
 }
+#: of activations alone: label, unit, whether more is worse, scale of the colors
+_OF_ACTIVATIONS = {
+    "channel_ratio": ("largest / median channel", "", 1, "log"),
+    "entropy": ("entropy of weights", "nats", -1, "linear"),
+    "sink_pct": ("weight of the first key", "%", 1, "linear"),
+    "load_ratio": ("largest / mean load of experts", "", 1, "linear"),
+    "idle_experts": ("experts without a token", "experts", 1, "linear"),
+    "dropped_pct": ("dropped", "%", 1, "linear"),
+}
 
 #: float formats as `numerics.formats` has them, for a process that does not import torch
 FORMATS: dict[str, dict[str, float]] = {
@@ -44,12 +56,28 @@ FORMATS: dict[str, dict[str, float]] = {
 
 
 def metrics_of() -> list[dict[str, Any]]:
-    """The metrics that are offered, in the order of the record: name, label, unit, worse, scale."""
+    """The metrics that are offered, in the order of the record: name, label, unit, worse, scale, and table if only one has
+    it."""
     offered = [_about(name, name) for name in METRICS]
     offered += [_about(f"unscaled_{name}", name, ", in the units of the loss") for name in UNITS]
     scale = {"name": "scale", "label": "scale in use", "unit": "", "worse": 1, "scale": "log"}
     nonfinite = {"name": NONFINITE, "label": "NaN and infinities", "unit": "values", "worse": 1, "scale": "linear"}
-    return [*offered, scale, nonfinite]
+    return [*offered, scale, nonfinite, *map(_of_activations, _OF_ACTIVATIONS)]
+
+
+def table_of(role: str) -> str:
+    """The table that has tensors of a role.
+
+    Example:
+        >>> table_of("input"), table_of("first_moment")
+        ('metrics', 'states')
+    """
+    return next((table for table, roles in UNCAST.items() if role in roles), "metrics")
+
+
+def _of_activations(name: str) -> dict[str, Any]:
+    label, unit, worse, scale = _OF_ACTIVATIONS[name]
+    return {"name": name, "label": label, "unit": unit, "worse": worse, "scale": scale, "table": "activations"}
 
 
 def _about(name: str, like: str, more: str = "") -> dict[str, Any]:

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 Array = npt.NDArray[Any]
+#: source of the scales of rows of what-if recipes
+WHAT_IF = "what-if"
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,26 @@ def coded(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
 
 
 def laid_out(rows: pa.Table) -> tuple[Array, tuple[tuple[str, str], ...], Array | None]:
-    """Steps, tensors and rows of a `Layout`, from the columns step, layer and role of a part."""
+    """Steps, tensors and rows of a `Layout`, from the columns step, layer and role of a part.
+
+    If it has scale_source too, rows of what-if recipes are left out.
+    """
     step = rows["step"].to_numpy()
     (layer, layers), (role, roles) = coded(rows["layer"]), coded(rows["role"])
     key = layer * len(roles) + role
+    source, sources = coded(rows["scale_source"]) if "scale_source" in rows.column_names else (key, [])
+    if WHAT_IF in sources:
+        kept = np.flatnonzero(source != sources.index(WHAT_IF))
+        steps, tensors, places = _laid_out(step[kept], key[kept], layers, roles)
+        count = len(steps) * len(tensors)
+        places = np.arange(count, dtype=np.int32).reshape(len(steps), len(tensors)) if places is None else places
+        return steps, tensors, np.append(kept, -1).astype(np.int32)[places]
+    return _laid_out(step, key, layers, roles)
+
+
+def _laid_out(
+    step: Array, key: Array, layers: list[str], roles: list[str]
+) -> tuple[Array, tuple[tuple[str, str], ...], Array | None]:
     width = int(np.argmax(step != step[0])) or len(step) if len(step) else 0
     whole = _step_by_step(step, key, width)
     at, steps = (None, step[::width]) if whole else (np.searchsorted(found := np.unique(step), step), found)

@@ -23,7 +23,7 @@ from ...record.schema import SCHEMAS, Part, arrow_schema, attempt_of_fingerprint
 from ...record.storage import Storage
 from ..web.errors import NotReadable
 from .cache import Cache
-from .part_index import Array, Layout, Texts, coded, laid_out
+from .part_index import WHAT_IF, Array, Layout, Texts, coded, laid_out
 
 T = TypeVar("T")
 
@@ -92,9 +92,14 @@ class _Held:
 
 
 class Parts:
-    """Reads the `metrics` of records."""
+    """Reads the `metrics` of records, or another table of the same form."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: str = "metrics") -> None:
+        """
+        Args:
+            table: whose rows are told apart by step, layer and role; those of what-if recipes are left out.
+        """
+        self.table = table
         self._indexes: Cache[_Held] = Cache(_RECORDS, lambda _: 1)
         self._steps: Cache[Array] = Cache(_PARTS, lambda _: 1)
         self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
@@ -144,7 +149,7 @@ class Parts:
             return held
         with hearing():
             listed, _ = _listed(run)
-        owner = {step: part for part in listed["metrics"] for step in (part.first, part.last)}
+        owner = {step: part for part in listed[self.table] for step in (part.first, part.last)}
         return Index("", np.array(sorted(owner), np.int64), owner, {}, listed)
 
     def _indexed(self, run: Storage, listed: dict[str, list[Part]], version: str, heard: list[str]) -> Index:
@@ -155,7 +160,7 @@ class Parts:
         """
         taken: dict[tuple[int, int], Part] = {}
         damaged: dict[str, str] = {}
-        for part in listed["metrics"]:
+        for part in listed[self.table]:
             if not part.merged and (part.attempt, part.first) in taken:
                 continue
             try:
@@ -170,7 +175,7 @@ class Parts:
 
     def _steps_of(self, run: Storage, part: Part) -> Array:
         def make() -> Array:
-            steps: Array = np.sort(pc.unique(_read(run, "metrics", part, "step")["step"]).to_numpy())
+            steps: Array = np.sort(pc.unique(_read(run, self.table, part, "step")["step"]).to_numpy())
             return steps
 
         return self._steps.get((str(run), part.path), make)
@@ -179,7 +184,8 @@ class Parts:
         """Where a part's rows are."""
 
         def make() -> Layout:
-            steps, tensors, rows = laid_out(_read(run, "metrics", part, "step", "layer", "role"))
+            columns = "step", "layer", "role", *(() if self.table == "metrics" else ("scale_source",))
+            steps, tensors, rows = laid_out(_read(run, self.table, part, *columns))
             return Layout(steps, self._tensors.get(tensors, lambda: tensors), rows)
 
         return self._layouts.get((str(run), part.path), make)
@@ -188,7 +194,7 @@ class Parts:
         """float64 [S, T], as the layout of the part has them; NaN where there is none."""
 
         def make() -> Array:
-            values, _ = _values(run, part, name)
+            values, _ = _values(run, self.table, part, name)
             return self.layout(run, part).spread(values, np.nan)
 
         return self._metrics.get((str(run), part.path, name), make)
@@ -199,7 +205,9 @@ class Parts:
 
         def make() -> tuple[float, float, float]:
             whole = len(steps) == len(self._steps_of(run, part))
-            values, step = _values(run, part, name, *(() if whole else ("step",)))
+            values, step = _values(run, self.table, part, name, *(() if whole else ("step",)))
+            if self.table != "metrics":
+                values = np.where(_is_tried(run, self.table, part), np.nan, values)
             found = values if step is None else values[np.isin(step, steps)]
             found = found[np.isfinite(found)]
             least, most = found.min(initial=np.inf), found.max(initial=-np.inf)
@@ -230,7 +238,7 @@ class Parts:
         """A column of text, as the layout of the part has it."""
 
         def make() -> Texts:
-            codes, known = coded(_read(run, "metrics", part, name)[name])
+            codes, known = coded(_read(run, self.table, part, name)[name])
             return Texts(self.layout(run, part).spread((codes + 1).astype(np.uint16), 0), [None, *known])
 
         return self._texts.get((str(run), part.path, name), make)
@@ -256,12 +264,18 @@ def _listed(run: Storage) -> tuple[dict[str, list[Part]], str]:
     return listed, hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()
 
 
-def _values(run: Storage, part: Part, name: str, *more: str) -> tuple[Array, Array | None]:
+def _values(run: Storage, table: str, part: Part, name: str, *more: str) -> tuple[Array, Array | None]:
     """float64 [rows] of a metric, NaN where there is none; and another column, if one is asked for."""
-    columns = ("nan", "inf") if name == NONFINITE else (name,)
-    rows = _read(run, "metrics", part, *columns, *more)
-    values = [np.asarray(rows[column].to_numpy(), np.float64) for column in columns]
+    columns = ("nan", "inf") if name == NONFINITE else (name,) if name in SCHEMAS[table] else ()
+    rows = _read(run, table, part, *(columns or ("step",)), *more)
+    values = [np.asarray(rows[column].to_numpy(), np.float64) for column in columns] or [np.full(len(rows), np.nan)]
     return np.sum(values, axis=0) if len(values) > 1 else values[0], rows[more[0]].to_numpy() if more else None
+
+
+def _is_tried(run: Storage, table: str, part: Part) -> Array:
+    """bool [rows]: which rows are of what-if recipes."""
+    codes, known = coded(_read(run, table, part, "scale_source")["scale_source"])
+    return codes == known.index(WHAT_IF) if WHAT_IF in known else np.zeros(len(codes), bool)
 
 
 def _read(run: Storage, table: str, part: Part, *columns: str) -> pa.Table:

@@ -19,6 +19,7 @@ from ...record.storage import Storage
 from ..web.errors import BadParameter, NotReadable, NotThere
 from ..web.json_values import numbers, plain
 from ..web.query import shortened
+from . import metadata
 from .notes import notes
 from .part_index import Array, Layout, Texts
 from .part_matrices import Gone, Index, Parts
@@ -42,6 +43,7 @@ def about_run(parts: Parts, run: Storage) -> dict[str, Any]:
         return {
             "version": index.version,
             "steps": index.steps.tolist(),
+            "tables": [table for table in metadata.TABLES if index.listed[table]],
             "tensors": _placed(_tensors_of_newest(parts, run, index)),
             "notes": notes(parts, run, index),
         }
@@ -203,8 +205,8 @@ def histogram_of(parts: Parts, run: Storage, layer: str, role: str, step: int) -
         row = parts.layout(run, part).row(at, (layer, role))
         if row is None:
             raise _no_such_tensor(run, layer, f"step {at} of {role}")
-        recorded = _picked(run, "metrics", part, [row], _METRICS_AT_ONCE)[0]
-        rows = _histograms(run, index, part.attempt, at, layer, role)
+        recorded = _picked(run, parts.table, part, [row], _METRICS_AT_ONCE)[0]
+        rows = _histograms(run, metadata.TABLES[parts.table], index, part.attempt, at, layer, role)
         if not rows:
             raise NotThere(_why_no_histogram(run, layer, role, at, index))
         return {"step": at, "rows": [_as_told(row) for row in rows], "recorded": plain(recorded)}
@@ -212,8 +214,10 @@ def histogram_of(parts: Parts, run: Storage, layer: str, role: str, step: int) -
     return parts.settled(run, read)
 
 
-def _histograms(run: Storage, index: Index, attempt: int, step: int, layer: str, role: str) -> list[dict[str, Any]]:
-    for part in index.listed["histograms"]:
+def _histograms(
+    run: Storage, table: str, index: Index, attempt: int, step: int, layer: str, role: str
+) -> list[dict[str, Any]]:
+    for part in index.listed[table]:
         if part.attempt != attempt or not part.first <= step <= part.last:
             continue
         keys = _opened(run, part, lambda file, p=part: parquet.read(file, p.checksum, ["step", "layer", "role"]))
@@ -222,7 +226,7 @@ def _histograms(run: Storage, index: Index, attempt: int, step: int, layer: str,
             (pl.col("step") == step) & (pl.col("layer").cast(pl.String) == layer) & (pl.col("role").cast(pl.String) == role)
         )
         if rows := mine.filter(wanted)["row"].to_list():
-            return _picked(run, "histograms", part, rows, _HISTOGRAMS_AT_ONCE)
+            return _picked(run, table, part, rows, _HISTOGRAMS_AT_ONCE)
     return []
 
 

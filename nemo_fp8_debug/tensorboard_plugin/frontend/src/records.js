@@ -65,6 +65,12 @@ export const about = (name) => (known.value?.runs ?? []).find((run) => run.name 
 
 export const versionOf = (...names) => names.map((name) => about(name)?.version ?? '').join('/');
 
+/** The tables of tensors, by what they hold. */
+export const TABLES = {metrics: 'operands of GEMMs', states: 'what optimizers keep', activations: 'between GEMMs'};
+
+/** The table that is looked at. */
+export const table = computed(() => (at('table') in TABLES ? at('table') : 'metrics'));
+
 /** By part: answers of `run`, of the runs that are looked at; each {data} or {error}. */
 export const details = signal({});
 
@@ -73,7 +79,7 @@ effect(() => {
   const versions = wanted.map(([, name]) => versionOf(name));
   let current = true;
   Promise.all(
-    wanted.map(([, name], i) => ask('run', {run: name}, versions[i]).then((data) => ({data}), (error) => ({error: error.message}))),
+    wanted.map(([, name], i) => ask('run', {run: name, table: table.value}, versions[i]).then((data) => ({data}), (error) => ({error: error.message}))),
   ).then((found) => {
     if (current) details.value = Object.fromEntries(wanted.map(([part], i) => [part, found[i]]));
   });
@@ -85,6 +91,9 @@ export const steps = computed(() => {
   const all = Object.values(details.value).flatMap(({data}) => data?.steps ?? []);
   return [...new Set(all)].sort((a, b) => a - b);
 });
+
+/** Metrics that tensors of the table have that is looked at. */
+export const metricsOfTable = () => known.value.metrics.filter((metric) => !metric.table || metric.table === table.value);
 
 /** What there is to know of a metric: {name, label, unit, worse, scale}. */
 export const metricNamed = (name) => (known.value?.metrics ?? []).find((metric) => metric.name === name);

@@ -29,6 +29,8 @@ const SHOWN_AS = {
   input: 'X', weight: 'W', grad_output: 'dY',
   query: 'Q', key: 'K', value: 'V', probabilities: 'S', context: 'O',
   grad_context: 'dO', grad_scores: 'dP', grad_query: 'dQ', grad_key: 'dK', grad_value: 'dV',
+  weight_gradient: 'dW', first_moment: 'm', second_moment: 'v', master_weight: 'master W', update: 'step of W',
+  norm_input: 'input', norm_output: 'output', router_logits: 'logits', attention_logits: 'logits',
 };
 
 /** Every role of an operand, in order. */

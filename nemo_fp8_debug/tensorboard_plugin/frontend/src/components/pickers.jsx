@@ -1,6 +1,6 @@
 // Choices: which runs, which metric, which tensor.
 import {at, go, tensor, toTensor} from '../address.js';
-import {about, choose, chosen, details, known, PARTS} from '../records.js';
+import {about, choose, chosen, details, known, metricsOfTable, PARTS, table, TABLES} from '../records.js';
 import {shown, titleOf} from '../units.js';
 
 const STATES = {growing: 'growing', empty: 'nothing recorded yet', unreadable: 'unreadable', still: ''};
@@ -32,16 +32,30 @@ function Growing() {
 
 export const DEFAULT_METRIC = 'underflow_pct';
 
-export const currentMetric = () => (known.value.metrics.some((metric) => metric.name === at('metric')) ? at('metric') : DEFAULT_METRIC);
+export const currentMetric = () => (metricsOfTable().some((metric) => metric.name === at('metric')) ? at('metric') : DEFAULT_METRIC);
 
 export function Metric() {
   return (
     <label>
       Metric
       <select value={currentMetric()} onChange={(event) => go({metric: event.target.value})} data-picker="metric">
-        {known.value.metrics.map((metric) => (
+        {metricsOfTable().map((metric) => (
           <option key={metric.name} value={metric.name}>{metric.unit ? `${metric.label} (${metric.unit})` : metric.label}</option>
         ))}
+      </select>
+    </label>
+  );
+}
+
+/** Which tensors are looked at, if the run has more than its operands. */
+export function Table() {
+  const there = new Set(Object.values(details.value).flatMap(({data}) => data?.tables ?? []));
+  if (there.size < 2) return null;
+  return (
+    <label>
+      Tensors
+      <select value={table.value} onChange={(event) => go({table: event.target.value, layer: null, role: null}, true)} data-picker="table">
+        {Object.entries(TABLES).filter(([name]) => there.has(name)).map(([name, label]) => <option key={name} value={name}>{label}</option>)}
       </select>
     </label>
   );

@@ -1,6 +1,6 @@
 // Where each tensor stands on the map: layers of the model down, what is in them across.
 import {computed} from '@preact/signals';
-import {chosen, details} from '../records.js';
+import {chosen, details, table} from '../records.js';
 import {ROLES, shown} from '../units.js';
 import {keyOf, met} from './met.js';
 
@@ -41,6 +41,6 @@ function tensorsOfAll() {
       tensors.set(keyOf(layer, role[i]), {layer, role: role[i], kind: kind[i], depth: depth[i]});
     }
   }
-  for (const run of Object.values(chosen.value)) for (const [key, tensor] of met.value.get(run) ?? []) if (!tensors.has(key)) tensors.set(key, tensor);
+  for (const run of Object.values(chosen.value)) for (const [key, tensor] of met.value.get(`${table.value} ${run}`) ?? []) if (!tensors.has(key)) tensors.set(key, tensor);
   return tensors;
 }

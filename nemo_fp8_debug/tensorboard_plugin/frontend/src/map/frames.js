@@ -1,7 +1,7 @@
 // One metric of all tensors at the step that is looked at, of each run; read in chunks of steps, the next one ahead.
 import {useEffect, useRef} from 'preact/hooks';
 import {currentStep} from '../components/steps.jsx';
-import {chosen, details, versionOf} from '../records.js';
+import {chosen, details, table, versionOf} from '../records.js';
 import {keyOf, meet} from './met.js';
 import {ask, known, useAnswers} from '../server.js';
 import {placeOf} from '../units.js';
@@ -19,7 +19,7 @@ function placesIn(chunk) {
 
 const question = (part, metric, from, to) => {
   const run = chosen.value[part];
-  return ['frames', {run, metric, from, to}, versionOf(run)];
+  return ['frames', {run, metric, from, to, table: table.value}, versionOf(run)];
 };
 
 /** The question for a chunk of a run's steps; null where there is none. */
@@ -86,15 +86,15 @@ export function useSamples(metric, parts) {
     return () => clearTimeout(timer);
   }, [data]);
 
-  useEffect(() => parts.forEach((part, i) => details.value[part]?.data && meet(chosen.value[part], data?.[i], details.value[part].data.tensors)), [data]);
+  useEffect(() => parts.forEach((part, i) => details.value[part]?.data && meet(`${table.value} ${chosen.value[part]}`, data?.[i], details.value[part].data.tensors)), [data]);
 
   const samples = {};
   for (const [i, part] of parts.entries()) {
     const chunk = data?.[i];
     const sample = chunk && sampleOf(chunk, steps[i][at[i]]);
     const before = shown.current[part];
-    samples[part] = sample ?? (before?.run === chosen.value[part] && before?.metric === metric ? before.sample : null);
-    if (sample) shown.current[part] = {run: chosen.value[part], metric, sample};
+    samples[part] = sample ?? (before?.run === chosen.value[part] && before?.metric === metric && before?.table === table.value ? before.sample : null);
+    if (sample) shown.current[part] = {run: chosen.value[part], metric, table: table.value, sample};
   }
   return {samples, error, extents: useExtents(metric, parts, samples)};
 }
@@ -102,7 +102,7 @@ export function useSamples(metric, parts) {
 /** By part: of all its samples, so that colors stay the same; until that is known of the sample that is there. */
 function useExtents(metric, parts, samples) {
   const all = parts.every((part) => samples[part]);  // what is drawn comes first
-  const asked = parts.map((part) => (all ? ['extent', {run: chosen.value[part], metric}, versionOf(chosen.value[part])] : null));
+  const asked = parts.map((part) => (all ? ['extent', {run: chosen.value[part], metric, table: table.value}, versionOf(chosen.value[part])] : null));
   const {data} = useAnswers(asked);
   return Object.fromEntries(parts.map((part, i) => {
     const whole = data?.[i];

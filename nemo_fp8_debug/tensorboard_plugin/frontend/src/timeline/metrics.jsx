@@ -1,7 +1,7 @@
 // Which metrics are looked at over the steps.
 import '@preact/signals';
 import {at, go} from '../address.js';
-import {metricNamed, known} from '../records.js';
+import {metricNamed, metricsOfTable} from '../records.js';
 
 const DEFAULT = 'underflow_pct,relative_error,amax,scale_ratio_log2';
 
@@ -15,7 +15,7 @@ const OF_THE_RUN = {
 export const ofTheRun = (name) => name in OF_THE_RUN;
 export const aboutMetric = (name) => OF_THE_RUN[name] ?? metricNamed(name);
 
-const offered = () => [...known.value.metrics.map(({name}) => name), 'grad_norm', 'lr'];
+const offered = () => [...metricsOfTable().map(({name}) => name), 'grad_norm', 'lr'];
 
 /** Names of metrics, as the address has them, in the order that they are offered in. */
 export function chosenMetrics() {

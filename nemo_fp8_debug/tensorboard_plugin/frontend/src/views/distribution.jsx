@@ -4,7 +4,7 @@ import '@preact/signals';
 import {at, go, tensor} from '../address.js';
 import {amaxOf, together, unpacked} from '../cast.js';
 import {Answered, Notice} from '../components/notice.jsx';
-import {Tensor} from '../components/pickers.jsx';
+import {Table, Tensor} from '../components/pickers.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
 import {chosen, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
@@ -22,7 +22,7 @@ export function Distribution() {
   const shown = tensor.value && step !== null && <HistogramAnswer key={JSON.stringify([run, baseline, layer, role])} run={run} baseline={baseline} about={{layer, role, step}} />;
   return (
     <>
-      <div class="controls"><Tensor /><Steps /></div>
+      <div class="controls"><Table /><Tensor /><Steps /></div>
       {shown || <NoTensor />}
     </>
   );

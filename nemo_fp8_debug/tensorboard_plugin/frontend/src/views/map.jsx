@@ -2,7 +2,7 @@
 import {useMemo} from 'preact/hooks';
 import {at} from '../address.js';
 import {Problem} from '../components/notice.jsx';
-import {currentMetric, Metric} from '../components/pickers.jsx';
+import {currentMetric, Metric, Table} from '../components/pickers.jsx';
 import {Steps} from '../components/steps.jsx';
 import {cells} from '../map/cells.js';
 import {useSamples} from '../map/frames.js';
@@ -11,7 +11,7 @@ import {Panel} from '../map/panel.jsx';
 import {badnessOf, badnessOfDifference, differenceOf, scaleOf, scaleOfDifferences} from '../map/scales.js';
 import {valuesOf} from '../map/values.js';
 import {Worst} from '../map/worst.jsx';
-import {chosen, metricNamed, PARTS} from '../records.js';
+import {chosen, metricNamed, PARTS, table} from '../records.js';
 import {dark} from '../theme.js';
 
 export function MapView() {
@@ -20,11 +20,11 @@ export function MapView() {
   const {samples, extents, error} = useSamples(metric.name, parts);
   const there = parts.filter((part) => samples[part]);
   // Drawn anew only where something else is to be seen.
-  const seen = [metric.name, dark.value, at('layer'), at('role'), cells.value, ...Object.keys(PARTS).flatMap((part) => [samples[part], JSON.stringify(extents[part])])];
+  const seen = [metric.name, table.value, dark.value, at('layer'), at('role'), cells.value, ...Object.keys(PARTS).flatMap((part) => [samples[part], JSON.stringify(extents[part])])];
   const maps = useMemo(() => <Maps metric={metric} parts={there} samples={samples} extents={extents} />, seen);
   return (
     <>
-      <div class="controls"><Metric /><Steps /></div>
+      <div class="controls"><Table /><Metric /><Steps /></div>
       {error && <Problem error={error} />}
       {there.length ? maps : !error && <p class="soft" role="status">Reading the record …</p>}
     </>

@@ -2,7 +2,7 @@
 import {useMemo} from 'preact/hooks';
 import '@preact/signals';
 import {tensor} from '../address.js';
-import {Tensor} from '../components/pickers.jsx';
+import {Table, Tensor} from '../components/pickers.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
 import {chosen, PARTS, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
@@ -32,7 +32,7 @@ export function Timeline() {
   const waiting = [samples, losses].flatMap(Object.values).some(({data, error}) => data === undefined && !error);
   return (
     <>
-      <div class="controls"><Tensor /><Steps /></div>
+      <div class="controls"><Table /><Tensor /><Steps /></div>
       <Metrics metrics={metrics} />
       {!tensor.value && <NoTensor />}
       <Problems answers={[samples, losses]} />
