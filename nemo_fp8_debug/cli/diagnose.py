@@ -13,6 +13,7 @@ from rich.table import Table
 from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.loss.outcome import MAX_GAP
+from ..analysis.story.story import story
 from .console import console
 
 
@@ -35,7 +36,7 @@ def command(
     """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""
     found = diagnose(run, baseline, reference, by, max_gap, bands)
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(found.to_json() | {"story": story(found)}, indent=2))
     else:
         _print(found)
 
@@ -48,8 +49,8 @@ def _print(found: Diagnosis) -> None:
         out.print(f"- {advice}", markup=False, highlight=False)
     if len(found.events) > 1:
         out.print("Order of events:")
-        for step, what in found.events:
-            out.print(f"  {found.run.unit} {step}: {what}", markup=False, highlight=False)
+        for event in found.events:
+            out.print(f"  {found.run.unit} {event.step}: {event.what}", markup=False, highlight=False)
     out.print()
     table = Table(title="What the rules found, which the verdict rests on", title_justify="left")
     for heading in ("rule", "since", "about", "cause", "confidence", "evidence"):

@@ -41,8 +41,8 @@ class TestLearningRate:
         bad = write(tmp_path / "bad", losses=falling(left=120), lr=rates(1000), grad_norm=norms())
         found = diagnose(bad, baseline)
         assert (found.cause, found.confidence, found.culprit) == ("learning_rate", "high", None)
-        assert f"after step {ONSET - 1}, and is 1e+03 times it" in found.verdict()
-        assert [what for _, what in found.events][:2] == ["the learning rate departs", "the loss diverges"]
+        assert f"after step {ONSET - 1}, and is 1,000 times it" in found.verdict()
+        assert [event.what for event in found.events][:2] == ["the learning rate departs", "the loss diverges"]
 
     def test_explains_operands_that_went_out_after_it(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120), lr=rates(30, ONSET - 8))
@@ -77,7 +77,7 @@ class TestGradientNorm:
     def test_that_grows_is_an_event(self, tmp_path: Path, baseline: Path) -> None:
         grows = {i: norm * 2 ** max(0, (i - ONSET) / 10) for i, norm in norms().items()}
         found = diagnose(write(tmp_path / "run", losses=falling(left=180), grad_norm=grows), baseline)
-        assert found.cause == "software" and "the gradient norm grows" in [what for _, what in found.events]
+        assert found.cause == "software" and "the gradient norm grows" in [event.what for event in found.events]
 
     def test_like_the_baselines_is_none(self, tmp_path: Path, baseline: Path) -> None:
         assert not evidence(diagnose(write(tmp_path / "run", grad_norm=norms()), baseline), "gradient norm")

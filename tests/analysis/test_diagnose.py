@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.recommendation.recommend import flagged_by
 from nemo_fp8_debug.analysis.runs.run import Run
+from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError, RecordError
 from nemo_fp8_debug.record.writer import RunRecord
@@ -269,7 +270,9 @@ class TestCommandLine:
     def test_json(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))
         found = json.loads(cli(bad, "--baseline", baseline, "--json").stdout, parse_constant=pytest.fail)
-        assert found == json.loads(json.dumps(diagnose(bad, baseline).to_json())) and found["culprit"]["layer"] == CULPRIT
+        expected = diagnose(bad, baseline)
+        assert found == json.loads(json.dumps(expected.to_json() | {"story": story(expected)}))
+        assert found["culprit"]["layer"] == found["story"]["headline"]["first"]["layer"] == CULPRIT
 
     def test_a_baseline_may_be_called_good(self, tmp_path: Path, baseline: Path) -> None:
         bad = write(tmp_path / "bad", corrupted, falling(left=120))

@@ -21,7 +21,7 @@ from ..runs.settings import coverage_notes
 from .consequences import consequences
 from .culprit import Blame
 from .early_warning import early_warning
-from .events import events
+from .events import Event, events
 from .harm import is_likely
 from .rules.finding import CAUSES, NOT_FP8, Finding
 
@@ -98,16 +98,15 @@ class Diagnosis:
         ]
 
     @property
-    def events(self) -> Sequence[tuple[int, str]]:
-        """Step, and what happened there, in order."""
+    def events(self) -> Sequence[Event]:
+        """What happened, in order."""
         return events(self.findings, self.warning)
 
     @cached_property
-    def warning(self) -> tuple[int, float, str] | None:
-        """The first sample at which an operand was beyond what any healthy one does: step, how many times its limit, and the
-        operand as people write it; None: none was."""
-        found = early_warning(self.run).filter(pl.col("score") > 1).head(1).rows()
-        return next(((step, score, f"{SHOWN_AS[role]} of {layer}") for step, score, layer, role in found), None)
+    def warning(self) -> tuple[int, float, str, str] | None:
+        """The first sample at which an operand was beyond what any healthy one does: step, how many times its limit, layer
+        and role; None: none was."""
+        return next(iter(early_warning(self.run).filter(pl.col("score") > 1).head(1).rows()), None)
 
     @property
     def lead(self) -> int | None:
@@ -121,6 +120,12 @@ class Diagnosis:
         """What to do, a sentence each; nothing about FP8 if that is not the cause."""
         fits = [f for f in self.findings if f.cause in NOT_FP8] if self.cause in NOT_FP8 else self.findings
         return list(dict.fromkeys(finding.advice for finding in fits if finding.advice))
+
+    def _warning_told(self) -> dict[str, Any] | None:
+        if self.warning is None:
+            return None
+        step, score, layer, role = self.warning
+        return {"step": step, "score": score, "operand": f"{SHOWN_AS[role]} of {layer}"}
 
     def verdict(self) -> str:
         """In a sentence or four."""
@@ -184,9 +189,9 @@ class Diagnosis:
                 "divergence_step": self.divergence_step,
                 "lead": self.lead,
                 "culprit": None if self.culprit is None else asdict(self.culprit),
-                "early_warning": self.warning and dict(zip(("step", "score", "operand"), self.warning, strict=True)),
+                "early_warning": self._warning_told(),
                 "also_wrong": [asdict(finding) for finding in self.blame.besides],
-                "events": [{"step": step, "what": what} for step, what in self.events],
+                "events": [asdict(event) for event in self.events],
                 "findings": [asdict(finding) for finding in self.findings],
             }
         )

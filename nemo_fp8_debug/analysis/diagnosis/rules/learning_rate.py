@@ -34,15 +34,25 @@ def learning_rate(run: Run, baseline: Run | None) -> list[Finding]:
     # Reported at some steps only, it may have departed at any behind the last that was the same.
     since, last = int(both["step"][at - 1]) + 1 if at else int(both["step"][0]), int(both["step"][farthest])
     times = float(ratios[farthest])
-    what = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
+    what = f"{_factor(times)} times" if times > 1 else f"1/{_factor(1 / times)} of"
     before = f"after {run.unit} {both['step'][at - 1]}" if at else "from the start"
     facts = (
-        f"the learning rate departs from the baseline's {before}, and is {what} it at {last}: "
+        f"it departs from the baseline's {before}, and is {what} it at {last}: "
         f"{number(both['lr'][farthest])} instead of {number(both['lr_baseline'][farthest])}"
     )
     confidence = "high" if times > LARGE else "low"
     severity = 2 if times > HARMS else 0
     return [Finding("learning rate", "learning_rate", confidence, facts, _ADVICE, since=since, severity=severity)]
+
+
+def _factor(times: float) -> str:
+    """Three digits, without an exponent.
+
+    Example:
+        >>> _factor(4.0), _factor(2895.3)
+        ('4', '2,895')
+    """
+    return f"{times:,.0f}" if times >= 100 else f"{times:.3g}"
 
 
 def _alone(mine: pl.DataFrame, unit: str) -> list[Finding]:
@@ -54,7 +64,7 @@ def _alone(mine: pl.DataFrame, unit: str) -> list[Finding]:
         if level and rates[i:].min() >= highest and rates[i:].max() > LARGE * highest:
             at = i + int(np.argmax(rates[i:] > DIFFERS * highest))
             most = number(float(rates[i:].max()))
-            facts = f"the learning rate rises from {number(highest)} at {unit} {steps[at - 1]} to {most} after its warm-up"
+            facts = f"it rises from {number(highest)} at {unit} {steps[at - 1]} to {most} after its warm-up"
             since, severity = int(steps[at - 1]) + 1, 2 if rates[i:].max() > HARMS * highest else 0
             return [Finding("learning rate", "learning_rate", "medium", facts, _ADVICE, since=since, severity=severity)]
     return []

@@ -1,0 +1,118 @@
+"""Which tensors matter, in one order for all who list them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from ...core.keys import Key
+from ..comparison.compare import split_experts
+from ..comparison.drift import SHOWN, TAIL
+from ..diagnosis.diagnosis import Diagnosis
+from ..diagnosis.rules.finding import Finding
+from ..runs.run import Run
+
+KEY = ["layer", "role"]
+#: groups of the ranking: blamed, also wrong by then, out of band for whatever reason, neither
+BLAMED, BESIDES, OUT, REST = range(4)
+#: metrics of what a format loses, and what each is a share of
+_SHARES = {"relative_error": 1.0, "underflow_pct": 100.0, "overflow_pct": 100.0}
+_OUT_OF_BAND: dict[str, type[pl.DataType]] = {
+    **{"layer": pl.String, "role": pl.String, "onset": pl.Int64, "metric": pl.String},
+    **{"value": pl.Float64, "expected": pl.Float64, "excess": pl.Float64},
+}
+_SCHEMA = {"layer": pl.String, "role": pl.String, "group": pl.Int64, "told": pl.Int64, "found_since": pl.Int64}
+
+
+def ranked(found: Diagnosis) -> pl.DataFrame:
+    """The tensors of a run, those first that the verdict rests on.
+
+    Returns:
+        A row a tensor, the experts of a layer as one: layer, role, group (BLAMED, BESIDES, OUT or REST), onset (step since
+        when it is out of band; null: it is not), metric (by which), value and expected (of it, at the onset), excess (how
+        many times the least that counts), drift_log2 and mse_ratio (null without a baseline), has_baseline (whether the
+        baseline has the tensor), `{metric}_run` and `{metric}_baseline` (medians over the later half of the samples), lost
+        and lost_baseline (the largest of relative error, underflow and overflow, each as a share), harm_rank and error_rank
+        (from 1). Ordered by harm rank: blamed, also wrong by then, out of band by onset, the rest by drift. The error rank
+        goes by what is lost, NaN and infinity first.
+
+    Example:
+        >>> from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+        >>> ranked(diagnose("runs/bad", "runs/baseline")).select("layer", "role", "harm_rank", "error_rank").columns
+        ['layer', 'role', 'harm_rank', 'error_rank']
+    """
+    named = _named(found)
+    rows = _tensors(found, named)
+    rows = rows.join(_first_out(found), on=KEY, how="left", maintain_order="left")
+    rows = rows.join(named, on=KEY, how="left", maintain_order="left")
+    rows = rows.with_columns(pl.col("group").fill_null(REST), onset=pl.coalesce("found_since", "onset"))
+    is_out = (pl.col("group") == REST) & pl.col("onset").is_not_null()
+    rows = rows.with_columns(group=pl.when(is_out).then(OUT).otherwise("group"))
+    told = pl.when(pl.col("group") < OUT).then("told")
+    order = ("group", told, "onset", -pl.col("excess"), -pl.col("drift_log2"), -pl.col("lost"))
+    rows = rows.sort(*order, nulls_last=True, maintain_order=True).with_row_index("harm_rank", offset=1)
+    worst = pl.struct(pl.col("nonfinite").fill_null(0.0) > 0, pl.col("lost").fill_null(-1.0))
+    ranks = worst.rank("ordinal", descending=True).alias("error_rank")
+    return rows.with_columns(ranks).drop("told", "found_since", "nonfinite")
+
+
+def harm_ranks(found: Diagnosis) -> dict[Key, int]:
+    """The harm rank of each tensor, from 1."""
+    return {(layer, role): rank for layer, role, rank in ranked(found).select(*KEY, "harm_rank").iter_rows()}
+
+
+def _named(found: Diagnosis) -> pl.DataFrame:
+    """layer, role, group, told (place among the findings), found_since: of tensors that findings name."""
+    groups: dict[Key, tuple[int, int, int | None]] = {}
+
+    def add(findings: Sequence[Finding | None], group: int) -> None:
+        for finding in findings:
+            if finding is not None and finding.layer and finding.role:
+                groups.setdefault((finding.layer, finding.role), (group, len(groups), finding.since))
+
+    add([found.culprit], BLAMED)
+    add(found.blame.besides, BESIDES)
+    add([f for f in found.findings if f.rule == "operand"], OUT)
+    return pl.DataFrame([(*key, *about) for key, about in groups.items()], _SCHEMA, orient="row")
+
+
+def _tensors(found: Diagnosis, named: pl.DataFrame) -> pl.DataFrame:
+    """layer, role, drift_log2, medians: of all tensors, and of experts and other tensors that findings name."""
+    run = _medians(found.run, "run")
+    apart = split_experts(run)[0]
+    rows = pl.concat([apart, run.join(apart, on=KEY, how="anti").join(named, on=KEY, how="semi")])
+    missing = named.select(KEY).join(rows, on=KEY, how="anti", maintain_order="left")
+    rows = pl.concat([rows, missing], how="diagonal")
+    if found.comparison is None:
+        names = ("drift_log2", "mse_ratio", "lost_baseline", *(f"{name}_baseline" for name in SHOWN))
+        return rows.with_columns(has_baseline=False, **{name: pl.lit(None, pl.Float64) for name in names})
+    compared = pl.concat([found.comparison.tensors, found.comparison.experts])
+    baseline = _medians(found.comparison.baseline, "baseline").drop("nonfinite").rename({"lost": "lost_baseline"})
+    rows = rows.join(baseline.with_columns(has_baseline=True), on=KEY, how="left", maintain_order="left")
+    rows = rows.join(compared.select(*KEY, "drift_log2", "mse_ratio"), on=KEY, how="left", maintain_order="left")
+    return rows.with_columns(pl.col("has_baseline").fill_null(False))
+
+
+def _medians(run: Run, suffix: str) -> pl.DataFrame:
+    """layer, role, `{metric}_{suffix}`, lost, nonfinite (the most in any sample) over the later half of the samples."""
+    later = later_half(run.metrics)
+    medians = [pl.col(name).fill_nan(None).cast(pl.Float64).median().alias(f"{name}_{suffix}") for name in SHOWN]
+    lost = (pl.col("nan") + pl.col("inf")).max().cast(pl.Float64).alias("nonfinite")
+    rows = later.group_by(KEY, maintain_order=True).agg(*medians, lost)
+    shares = [pl.col(f"{name}_{suffix}") / of for name, of in _SHARES.items()]
+    return rows.with_columns(lost=pl.max_horizontal(shares))
+
+
+def later_half(metrics: pl.DataFrame) -> pl.DataFrame:
+    """The rows of the later half of the samples."""
+    steps = metrics["step"].unique().sort()
+    return metrics.filter(pl.col("step").is_in(steps.tail(max(1, round(len(steps) * TAIL))).implode()))
+
+
+def _first_out(found: Diagnosis) -> pl.DataFrame:
+    """layer, role, onset, metric, value, expected, excess: of each tensor that is out of a baseline's band, the first."""
+    if found.comparison is None:
+        return pl.DataFrame(schema=_OUT_OF_BAND)
+    both = [found.comparison.out_of_band, found.comparison.experts_out_of_band]
+    return pl.concat(both).group_by(KEY, maintain_order=True).first().select(*_OUT_OF_BAND)
