@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -15,49 +17,49 @@ from .console import explained
 COMMANDS = ("compare", "diagnose", "gate", "learn", "recommend", "rescue", "control", "replay", "audit", "import")
 
 
-def _command_named(name: str) -> Any:
-    """The function of a command; only its module is imported, since torch takes seconds."""
+def _module_of(name: str) -> Any:
+    """The module of a command, with `command` and `EXAMPLES`; it alone is imported, since torch takes seconds."""
     match name:
         case "compare":
             from . import compare
 
-            return compare.command
+            return compare
         case "diagnose":
             from . import diagnose
 
-            return diagnose.command
+            return diagnose
         case "gate":
             from . import gate
 
-            return gate.command
+            return gate
         case "learn":
             from . import learn
 
-            return learn.command
+            return learn
         case "recommend":
             from . import recommend
 
-            return recommend.command
+            return recommend
         case "rescue":
             from . import rescue
 
-            return rescue.command
+            return rescue
         case "control":
             from . import control
 
-            return control.command
+            return control
         case "replay":
             from . import replay
 
-            return replay.command
+            return replay
         case "audit":
             from . import audit
 
-            return audit.command
+            return audit
         case "import":
             from . import imports
 
-            return imports.command
+            return imports
     raise KeyError(name)
 
 
@@ -70,9 +72,15 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        warnings.filterwarnings("ignore", "The pynvml package", FutureWarning)  # torch's; some commands import it late
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name)(explained(_command_named(cmd_name), 2 if cmd_name == "gate" else 1))
+        # torch's; some commands import it late, and some in processes of their own
+        warnings.filterwarnings("ignore", "The pynvml package", FutureWarning)
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:The pynvml package:FutureWarning")
+        module = _module_of(cmd_name)
+        examples = (escape(f"nemo-fp8-debug {cmd_name} {rest}") for rest in module.EXAMPLES)
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+        # A paragraph each, as Typer breaks no lines otherwise.
+        make = alone.command(cmd_name, epilog="\n\n".join(["[bold]Examples[/]", *examples]))
+        make(explained(module.command, 2 if cmd_name == "gate" else 1))
         return get_command(alone)
 
 

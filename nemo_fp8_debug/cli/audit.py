@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from ..analysis.checkpoint.audit import audit
 from ..analysis.checkpoint.report import Audit
 from ..analysis.formatting import number
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
-from .console import console
+from .console import console, say, working
+from .listing import Column, print_rows
+
+EXAMPLES = (
+    "checkpoints/step_1000",
+    'checkpoints/step_1000 --layers "*.mlp.*" --json',
+)
 
 
 def command(
@@ -23,16 +27,18 @@ def command(
         Path, typer.Argument(help="folder of Megatron, NeMo 2 or DCP, safetensors, or a file of torch.save or Lightning")
     ],
     layers: Annotated[
-        list[str] | None, typer.Option(help="only weights whose names match this pattern; may be repeated")
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="only weights whose names match this pattern; may be repeated"),
     ] = None,
     recipe: Annotated[
-        str, typer.Option(help="FP8 recipe to serve in, a name or JSON; its format of weights counts")
+        str, typer.Option(metavar="RECIPE", help="FP8 recipe to serve in, a name or JSON; its format of weights counts")
     ] = "current",
-    top: Annotated[int, typer.Option(help="weights to list", min=1)] = 15,
+    top: Annotated[int, typer.Option(metavar="N", help="weights to list", min=1)] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every weight")] = False,
 ) -> None:
     """Check a checkpoint's weights: what they lose in FP8 and BF16, and whether stored scales still fit them."""
-    found = audit(checkpoint, _recipe(recipe), compile_patterns(layers))
+    with working(f"reading {checkpoint}"):
+        found = audit(checkpoint, _recipe(recipe), compile_patterns(layers))
     if as_json:
         print(json.dumps(found.to_json(), indent=2, allow_nan=False))
     else:
@@ -50,34 +56,29 @@ def _recipe(text: str) -> str | dict[str, Any]:
 
 
 def _print(found: Audit, top: int) -> None:
-    out = console()
-    table = Table(title=f"{escape(found.path)}: {found.format}, worst first", title_justify="left")
-    table.add_column("weight", no_wrap=True)
-    table.add_column("dtype")
-    fp8 = found.fp8_format.name
-    current = ("amax", "outliers (log2)", f"{fp8} error %", "underflow %")
-    stored_scale = ("stored scale: ratio (log2)", "error %", "overflow %")
-    for heading in (*current, *stored_scale, "BF16 error %"):
-        table.add_column(heading, justify="right", overflow="fold")
-    table.add_column("stored scale")
+    out, fp8 = console(), found.fp8_format.name
+    headings = (
+        "amax",
+        "outliers (log2)",
+        f"{fp8} error %",
+        "underflow %",
+        "stored scale: ratio (log2)",
+        "error %",
+        "overflow %",
+    )
+    columns = (
+        *(Column("weight", "name"), Column("dtype", "text")),
+        *(*map(Column, headings), Column("BF16 error %"), Column("stored scale", "text")),
+    )
+    rows = []
     for row in found.rows[:top]:
         now, stored = row["fp8_current"], row["fp8_stored"] or {}
-        table.add_row(
-            escape(row["layer"]),
-            row["dtype"],
-            number(row["amax"]),
-            number(row["outlier_log2"]),
-            _percent(now),
-            number(now["underflow_pct"]),
-            number(stored.get("scale_ratio_log2")),
-            _percent(stored),
-            number(stored.get("overflow_pct")),
-            _percent(row["bf16"]),
-            stored.get("state", "-"),
-        )
-    out.print(table)
+        cast = number(row["amax"]), number(row["outlier_log2"]), _percent(now), number(now["underflow_pct"])
+        kept = number(stored.get("scale_ratio_log2")), _percent(stored), number(stored.get("overflow_pct"))
+        rows.append((row["layer"], row["dtype"], *cast, *kept, _percent(row["bf16"]), stored.get("state", "-")))
+    print_rows(out, f"{found.path}: {found.format}, worst first", columns, rows, entry=" ".join)
     for sentence in found.verdict():
-        out.print(sentence, soft_wrap=True, highlight=False, markup=False)
+        say(out, sentence)
 
 
 def _percent(cast: dict[str, Any]) -> str:

@@ -9,35 +9,51 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ..analysis.comparison.compare import COLUMNS, compare
 from ..analysis.comparison.comparison import Comparison
 from ..analysis.comparison.summary import summarize, to_json
 from ..analysis.formatting import number
 from ..analysis.runs.run import Run
-from .console import console
+from ..numerics.metric_names import label_of
+from .console import console, say, working
+from .listing import TENSOR, Column, print_rows
+
+EXAMPLES = (
+    "runs/baseline runs/fp8",
+    "runs/baseline runs/fp8 --reference runs/bf16",
+    "runs/baseline runs/fp8 --json",
+)
 
 
 def command(
-    baseline: Annotated[Path, typer.Argument(help="folder of the baseline, or one above it")],
+    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="folder of the baseline, or one above it")],
     run: Annotated[list[Path], typer.Argument(help="folder of the run to explain; several: each is compared with BASELINE")],
-    reference: Annotated[Path | None, typer.Option(help="a run that differs from RUN in one thing, such as BF16")] = None,
-    by: Annotated[str, typer.Option(help="match the runs by step, or by samples consumed")] = "step",
-    rename: Annotated[list[str] | None, typer.Option(help="rename RUN's layers, REGEX=REPLACEMENT; may be repeated")] = None,
-    top: Annotated[int, typer.Option(help="tensors to list", min=1)] = 15,
+    reference: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="a run that differs from RUN in one thing, such as BF16")
+    ] = None,
+    by: Annotated[str, typer.Option(metavar="step|samples", help="match the runs by step, or by samples consumed")] = "step",
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="REGEX=REPLACEMENT", help="rename RUN's layers, REGEX=REPLACEMENT; may be repeated"),
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="N", help="tensors to list", min=1)] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")] = False,
-    html: Annotated[Path | None, typer.Option(help="file for a page with plots")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="file for a page with plots")] = None,
 ) -> None:
     """Compare runs with a baseline: the losses, and the tensors ranked by how far they drifted."""
     if html is not None:
         from ..analysis.report import check_page
 
         check_page(html)
-    first, *others = _read([baseline, *run, *([reference] if reference else [])], by)
-    other = others.pop() if reference else None
-    comparisons = [compare(first, run, other, by, rename or ()) for run in others]
+    with working("reading the records", *(f"comparing {path}" for path in run)) as over:
+        first, *others = _read([baseline, *run, *([reference] if reference else [])], by)
+        over()
+        other = others.pop() if reference else None
+        comparisons = []
+        for run_read in others:
+            comparisons.append(compare(first, run_read, other, by, rename or ()))
+            over()
     if as_json:
         plain = [to_json(found) for found in comparisons]
         print(json.dumps(plain[0] if len(plain) == 1 else {"comparisons": plain}, indent=2))
@@ -58,109 +74,94 @@ def _read(paths: list[Path], by: str) -> list[Run]:
 
 def _print(found: Comparison, top: int) -> None:
     out = console()
-    out.print(_losses(found))
-    out.print(_ranking(found, top))
+    _print_losses(out, found)
+    _print_ranking(out, found, top)
     if len(found.out_of_band):
-        out.print(_order(found, top))
-        out.print(_where(found))
+        _print_order(out, found, top)
+        _print_groups(out, found)
     if len(found.states):
-        out.print(_states(found, top))
+        _print_states(out, found, top)
     if len(found.activations):
-        out.print(_activations(found, top))
+        _print_activations(out, found, top)
     if len(found.differences()):
-        out.print(_differences(found, top))
+        _print_differences(out, found, top)
     for note in found.notes:
-        _say(out, note)
-    _say(out, summarize(found))
+        say(out, note)
+    say(out, summarize(found))
 
 
-def _say(out: Console, text: str) -> None:
-    out.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _table(title: str, *headings: str, texts: tuple[str, ...]) -> Table:
-    """An empty table; columns are numbers, on the right, but for `texts`."""
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        if heading == "layer":
-            table.add_column(heading, no_wrap=True)
-        elif heading in texts:
-            table.add_column(heading, min_width=min(6, len(heading)))
-        else:
-            table.add_column(heading, justify="right", overflow="fold")
-    return table
-
-
-def _losses(found: Comparison) -> Table:
-    unit, losses = found.run.unit, Table(title="Loss", title_justify="left")
-    for heading in ("run", "record", f"lowest ({unit})", "final", "rises for good from", "above the baseline from"):
-        losses.add_column(heading)
+def _print_losses(out: Console, found: Comparison) -> None:
+    unit = found.run.unit
+    headings = (f"lowest ({unit})", "final", f"rises for good from {unit}", f"above the baseline from {unit}")
+    rows = []
     for name, run in to_json(found)["runs"].items():
         lowest = "-" if run["lowest_loss"] is None else f"{run['lowest_loss'][1]:.4g} ({run['lowest_loss'][0]})"
         final = "-" if run["final_loss"] is None else f"{run['final_loss']:.4g}"
-        since = [("-" if run[key] is None else f"{unit} {run[key]}") for key in ("diverged_at", "above_baseline_since")]
-        losses.add_row(name, escape(run["path"]), lowest, final, *since)
-    return losses
+        since = [_count(run[key]) for key in ("diverged_at", "above_baseline_since")]
+        rows.append((name, run["path"], lowest, final, *since))
+    columns = (Column("run", "name"), Column("record", "text"), *map(Column, headings))
+    print_rows(out, "Loss", columns, rows, entry=" ".join)
 
 
-def _ranking(found: Comparison, top: int) -> Table:
+def _print_ranking(out: Console, found: Comparison, top: int) -> None:
     title = "Tensors by drift, baseline -> run, medians over the later half of the run"
-    metrics = ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax")
-    tensors = _table(title, "layer", "tensor", *metrics, f"out of band from {found.run.unit}", texts=("tensor",))
+    headings = ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax", f"out of band from {found.run.unit}")
+    rows = []
     for row in found.tensors.head(top).iter_rows(named=True):
         pairs = [_pair(row, metric) for metric in ("underflow_pct", "overflow_pct", "amax")]
         ratios = number(row["drift_log2"]), number(row["mse_ratio"])
-        tensors.add_row(escape(row["layer"]), row["tensor"], *ratios, *pairs, _count(row["onset"]))
-    return tensors
+        rows.append((row["layer"], row["tensor"], *ratios, *pairs, _count(row["onset"])))
+    print_rows(out, title, (*TENSOR, *map(Column, headings)), rows)
 
 
-def _order(found: Comparison, top: int) -> Table:
+def _print_order(out: Console, found: Comparison, top: int) -> None:
     unit = found.run.unit
-    headings = (f"from {unit}", f"{unit}s before the loss", "layer", "tensor", "metric", "expected", "found")
-    title = "Order in which tensors leave the baseline's band"
-    left = _table(title, *headings, "times the least that counts", texts=("tensor", "metric"))
+    steps = (Column(f"from {unit}"), Column(f"{unit}s before the loss"))
+    others = (Column("metric", "text"), *map(Column, ("expected", "found", "times the least that counts")))
+    rows = []
     for row in found.out_of_band.head(top).iter_rows(named=True):
         values = [number(row[name]) for name in ("expected", "value", "excess")]
-        name = escape(row["layer"]), row["tensor"], row["metric"]
-        left.add_row(str(row["onset"]), _count(row["lead"]), *name, *values)
-    return left
+        when = str(row["onset"]), _count(row["lead"])
+        rows.append((row["layer"], row["tensor"], *when, label_of(row["metric"]), *values))
+    print_rows(out, "Order in which tensors leave the baseline's band", (*TENSOR, *steps, *others), rows)
 
 
-def _where(found: Comparison) -> Table:
-    headings = ("by", "group", "tensors", "out of band", f"the first from {found.run.unit}", "median drift (log2)")
-    where = _table("Where they are", *headings, texts=("by", "group"))
+def _print_groups(out: Console, found: Comparison) -> None:
+    headings = ("tensors", "out of band", f"the first from {found.run.unit}", "median drift (log2)")
+    rows = []
     for row in found.groups().iter_rows(named=True):
         counts = str(row["tensors"]), str(row["out_of_band"]), _count(row["onset"])
-        where.add_row(row["by"], escape(row["group"]), *counts, number(row["drift_log2"]))
-    return where
+        rows.append((row["by"], row["group"], *counts, number(row["drift_log2"])))
+    columns = (Column("by", "name"), Column("group", "name"), *map(Column, headings))
+    print_rows(out, "Where they are", columns, rows, entry=" ".join)
 
 
-def _states(found: Comparison, top: int) -> Table:
+def _print_states(out: Console, found: Comparison, top: int) -> None:
     title = "What the optimizers keep, baseline -> run, medians over the later half of the run"
-    headings = ("layer", "tensor", "size (log2 of the ratio)", "root mean square", f"NaN or infinity from {found.run.unit}")
-    table = _table(title, *headings, texts=("tensor",))
+    headings = ("size (log2 of the ratio)", "root mean square", f"NaN or infinity from {found.run.unit}")
+    rows = []
     for row in found.states.head(top).iter_rows(named=True):
         sizes = f"{number(row['rms_baseline'])} -> {number(row['rms_run'])}"
-        name = escape(row["layer"]), row["tensor"]
-        table.add_row(*name, number(row["size_log2"]), sizes, _count(row["nonfinite_since"]))
-    return table
+        rows.append((row["layer"], row["tensor"], number(row["size_log2"]), sizes, _count(row["nonfinite_since"])))
+    print_rows(out, title, (*TENSOR, *map(Column, headings)), rows)
 
 
-def _activations(found: Comparison, top: int) -> Table:
+def _print_activations(out: Console, found: Comparison, top: int) -> None:
     title = "What lies between GEMMs, baseline -> run, medians over the later half of the run"
-    table = _table(title, "layer", "tensor", "metric", "baseline", "run", "log2 of the ratio", texts=("tensor", "metric"))
+    columns = (*TENSOR, Column("metric", "text"), *map(Column, ("baseline", "run", "log2 of the ratio")))
+    rows = []
     for row in found.activations.head(top).iter_rows(named=True):
         values = (number(row[name]) for name in ("baseline", "run", "ratio_log2"))
-        table.add_row(escape(row["layer"]), row["tensor"], row["metric"], *values)
-    return table
+        rows.append((row["layer"], row["tensor"], label_of(row["metric"]), *values))
+    print_rows(out, title, columns, rows)
 
 
-def _differences(found: Comparison, top: int) -> Table:
-    table = _table("Differences of the runs", "setting", "baseline", "run", texts=("setting", "baseline", "run"))
-    for row in found.differences().head(top).iter_rows(named=True):
-        style = "bold yellow" if row["telling"] else None
-        table.add_row(escape(row["setting"]), *(escape(row[name] or "-") for name in ("baseline", "run")), style=style)
-    return table
+def _print_differences(out: Console, found: Comparison, top: int) -> None:
+    settings = found.differences().head(top).to_dicts()
+    columns = (Column("setting", "name"), Column("baseline", "text"), Column("run", "text"))
+    rows = [(row["setting"], *(row[name] or "-" for name in ("baseline", "run"))) for row in settings]
+    styles = ["bold yellow" if row["telling"] else "" for row in settings]
+    print_rows(out, "Differences of the runs", columns, rows, entry=" ".join, styles=styles)
 
 
 def _count(value: int | None) -> str:

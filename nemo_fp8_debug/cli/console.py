@@ -2,33 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from ..errors import ConfigError, FP8DebugWarning, RecordError
+
+#: columns of a terminal at the least, and if there is no terminal
+_NARROWEST, _NO_TERMINAL = 40, 200
 
 
 class _Console(Console):
     """Names come from records and plans of others: what would steer a terminal is shown instead, and no emoji is made."""
 
     def render_str(self, text: str, **named: Any) -> Text:
-        shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-        return super().render_str(shown, **named | {"emoji": False})
+        return super().render_str(printable(text), **named | {"emoji": False})
+
+
+def printable(text: str) -> str:
+    """What would steer a terminal is shown instead.
+
+    Example:
+        >>> printable("fc1\\x1b[2J")
+        'fc1\\\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def console() -> Console:
-    """Standard output; wide enough for every column where it is no terminal."""
-    result = _Console()
-    if not result.is_terminal:
-        result.width = max(result.width, 200)
-    return result
+    """Standard output, as wide as `COLUMNS` says, or else the terminal; 200 columns if there is neither."""
+    return _Console(width=_width(), color_system="auto" if sys.stdout.isatty() else None)
+
+
+def _columns() -> int | None:
+    told = os.environ.get("COLUMNS", "")
+    return max(_NARROWEST, int(told)) if told.isdecimal() and int(told) else None
+
+
+def _width() -> int:
+    if (told := _columns()) is not None:
+        return told
+    for stream in (sys.stdout, sys.stderr, sys.stdin):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            return max(_NARROWEST, os.get_terminal_size(stream.fileno()).columns)
+    return _NO_TERMINAL
+
+
+def say(out: Console, text: str) -> None:
+    """Print prose: wrapped between words in a terminal, a line a paragraph in a file unless `COLUMNS` is set."""
+    out.print(Text(printable(text)), soft_wrap=not out.is_terminal and _columns() is None)
+
+
+@contextlib.contextmanager
+def working(*phases: str) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error, if that is a terminal.
+
+    Args:
+        phases: what is done, in order.
+
+    Yields:
+        a function to call when a phase is over.
+
+    Example:
+        >>> with working("reading runs/bad", "comparing") as over:
+        ...     over()
+        ...     over()
+    """
+    out = _Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
+        waiting = iter(escape(phase) for phase in phases)
+        task = progress.add_task(next(waiting, ""), total=len(phases))
+
+        def over() -> None:
+            progress.update(task, advance=1, description=next(waiting, ""))
+
+        yield over
 
 
 def explained(command: Callable[..., None], status: int) -> Callable[..., None]:

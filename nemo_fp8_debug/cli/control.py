@@ -7,29 +7,44 @@ from datetime import datetime
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
+from ..analysis.formatting import jsonable
 from ..errors import RecordError
 from ..options.control_file import NAME, STATUS, Control
 from ..record.reader import find_run
 from ..record.storage import Storage
-from .console import console
+from .console import console, say
+from .listing import Column, print_rows
 
 Patterns = list[str] | None
+
+EXAMPLES = (
+    "runs/fp8",
+    'runs/fp8 --interval 10 --layers "*.layers.3.*" --dump "*.layers.3.*" --steps 5',
+    "runs/fp8 --reset",
+)
 
 
 def command(
     run: Annotated[str, typer.Argument(help="the run's record, or a folder above it; any fsspec address")],
-    interval: Annotated[int | None, typer.Option(help="sampling interval in steps")] = None,
-    layers: Annotated[Patterns, typer.Option(help="layers to sample, such as 'layers.3.*'; may be repeated")] = None,
-    roles: Annotated[
-        Patterns, typer.Option(help="operands to sample: input, weight or grad_output; may be repeated")
+    interval: Annotated[int | None, typer.Option(metavar="STEPS", help="sampling interval in steps")] = None,
+    layers: Annotated[
+        Patterns, typer.Option(metavar="PATTERN", help="layers to sample, such as 'layers.3.*'; may be repeated")
     ] = None,
-    what_if: Annotated[Patterns, typer.Option(help="a what-if recipe, such as 'current-e4m3'; may be repeated")] = None,
-    dump: Annotated[Patterns, typer.Option(help="layers to dump, such as 'layers.3.*'; may be repeated")] = None,
-    steps: Annotated[int | None, typer.Option(help="sample each of so many steps, and dump only in these")] = None,
+    roles: Annotated[
+        Patterns, typer.Option(metavar="ROLE", help="operands to sample: input, weight or grad_output; may be repeated")
+    ] = None,
+    what_if: Annotated[
+        Patterns, typer.Option(metavar="RECIPE", help="a what-if recipe, such as 'current-e4m3'; may be repeated")
+    ] = None,
+    dump: Annotated[
+        Patterns, typer.Option(metavar="PATTERN", help="layers to dump, such as 'layers.3.*'; may be repeated")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="sample each of so many steps, and dump only in these")
+    ] = None,
     reset: Annotated[bool, typer.Option("--reset", help="go back to the settings that the run was started with")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Change what a run samples and dumps while it goes on; without options, show what the last change did.
 
@@ -43,9 +58,12 @@ def command(
         control = Control.parse("" if reset else str(Control(wanted, steps)))
         heard = _last_heard_of(storage)
         _write(storage, str(control))
-        console().print(
-            f"wrote {storage.path(NAME)}; the run applies it from its next sampled step on{heard}", soft_wrap=True
-        )
+        if as_json:
+            print(json.dumps({"wrote": storage.path(NAME), "settings": str(control)}, indent=2))
+        else:
+            say(console(), f"wrote {storage.path(NAME)}; the run applies it from its next sampled step on{heard}")
+    elif as_json:
+        print(json.dumps(jsonable(_status(storage)), indent=2))
     else:
         _show(storage)
 
@@ -81,23 +99,31 @@ def _write(storage: Storage, text: str) -> None:
         raise RecordError(f"{storage.path(NAME)} cannot be written: {error}") from None
 
 
-def _show(storage: Storage) -> None:
+def _status(storage: Storage) -> dict[str, Any]:
+    """What the run last wrote of itself.
+
+    Raises:
+        RecordError: it has written nothing, or nothing that can be read.
+    """
     try:
-        status: Any = json.loads(storage.read(STATUS))
-        control, dump = dict(status["control"]), dict(status["dump"])
+        status: dict[str, Any] = json.loads(storage.read(STATUS))
+        return {**status, "control": dict(status["control"]), "dump": dict(status["dump"])}
     except FileNotFoundError:
         raise RecordError(f"{storage} has no {STATUS}: the run has not sampled yet") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
-    table = Table(show_header=False)
+
+
+def _show(storage: Storage) -> None:
+    status = _status(storage)
+    control, dump = status["control"], status["dump"]
     shown = {f"control: {k}": v for k, v in control.items() if k not in ("checksum", "written")}
     ended = {"ended": _as_time(status["ended"])} if isinstance(status.get("ended"), float) else {}
-    for key, value in {**ended, **shown, **_progress(dump)}.items():
-        table.add_row(escape(key), escape(str(value).strip()))
-    out = console()
     at = "not sampled yet" if status.get("step") is None else f"at step {status['step']}"
-    out.print(f"{storage}, {at}", soft_wrap=True, markup=False, highlight=False)
-    out.print(table)
+    out = console()
+    say(out, f"{storage}, {at}")
+    rows = [(key, str(value).strip()) for key, value in {**ended, **shown, **_progress(dump)}.items()]
+    print_rows(out, "Status", (Column("what", "name"), Column("value", "text")), rows, entry=" ".join)
 
 
 def _progress(dump: dict[str, Any]) -> dict[str, str]:

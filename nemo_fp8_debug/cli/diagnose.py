@@ -7,34 +7,51 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.loss.outcome import MAX_GAP
 from ..analysis.story.story import story
-from .console import console
+from .console import console, say, working
+from .listing import Column, print_rows
+
+EXAMPLES = (
+    "runs/fp8 --baseline runs/baseline",
+    "runs/fp8 --baseline runs/baseline --reference runs/bf16",
+    "runs/fp8 --json",
+)
 
 
 def command(
     run: Annotated[Path, typer.Argument(help="folder of the run to explain, or one above it")],
     baseline: Annotated[
         Path | None,
-        typer.Option("--baseline", "--good", help="a run that went well; without it RUN is compared with its own beginning"),
+        typer.Option(
+            "--baseline",
+            "--good",
+            metavar="RUN",
+            help="a run that went well; without it RUN is compared with its own beginning",
+        ),
     ] = None,
-    reference: Annotated[Path | None, typer.Option(help="a run that differs from RUN only in precision")] = None,
-    by: Annotated[str, typer.Option(help="match the runs by step, or by samples consumed")] = "step",
+    reference: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="a run that differs from RUN only in precision")
+    ] = None,
+    by: Annotated[str, typer.Option(metavar="step|samples", help="match the runs by step, or by samples consumed")] = "step",
     max_gap: Annotated[
-        float, typer.Option(help="percent that the mean loss may lie above the baseline's before it counts as harm")
+        float,
+        typer.Option(
+            metavar="PERCENT", help="percent that the mean loss may lie above the baseline's before it counts as harm"
+        ),
     ] = MAX_GAP,
     bands: Annotated[
-        Path | None, typer.Option(help="bands of healthy runs (see learn), which a run without a baseline is judged by")
+        Path | None,
+        typer.Option(metavar="FILE", help="bands of healthy runs (see learn), which a run without a baseline is judged by"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""
-    found = diagnose(run, baseline, reference, by, max_gap, bands)
+    with working(f"diagnosing {run}"):
+        found = diagnose(run, baseline, reference, by, max_gap, bands)
     if as_json:
         print(json.dumps(found.to_json() | {"story": story(found)}, indent=2))
     else:
@@ -44,19 +61,20 @@ def command(
 def _print(found: Diagnosis) -> None:
     out = console()
     for sentence in (found.verdict(), *found.notes):
-        out.print(sentence, soft_wrap=True, highlight=False, markup=False)
+        say(out, sentence)
     for advice in found.advice:
-        out.print(f"- {advice}", markup=False, highlight=False)
+        say(out, f"- {advice}")
     if len(found.events) > 1:
-        out.print("Order of events:")
+        say(out, "Order of events:")
         for event in found.events:
-            out.print(f"  {found.run.unit} {event.step}: {event.what}", markup=False, highlight=False)
+            say(out, f"  {found.run.unit} {event.step}: {event.what}")
     out.print()
-    table = Table(title="What the rules found, which the verdict rests on", title_justify="left")
-    for heading in ("rule", "since", "about", "cause", "confidence", "evidence"):
-        table.add_column(heading)
-    for finding in found.findings:
-        since = "-" if finding.since is None else str(finding.since)
-        about, evidence = (escape(text) for text in (finding.operand or "the run", finding.evidence))
-        table.add_row(finding.rule, since, about, finding.cause, finding.confidence, evidence)
-    out.print(table)
+    columns = (
+        *(Column("rule", "name"), Column("about", "name"), Column(f"since {found.run.unit}")),
+        *(Column(heading, "text") for heading in ("cause", "confidence", "evidence")),
+    )
+    rows = [
+        (f.rule, f.operand or "the run", "-" if f.since is None else str(f.since), f.cause, f.confidence, f.evidence)
+        for f in found.findings
+    ]
+    print_rows(out, "What the rules found, which the verdict rests on", columns, rows, entry=": ".join)

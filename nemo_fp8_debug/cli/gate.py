@@ -13,21 +13,29 @@ from ..analysis.loss.acceptance import TRAINING, Acceptance, accept
 from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, Gate
 from ..analysis.runs.run import Run
 from ..errors import ConfigError, RecordError
-from .console import console
+from .console import console, say
 
 #: exit codes; 2 is for wrong usage
 STATUS = {PASS: 0, FAIL: 1, CANNOT_TELL: 3}
+
+EXAMPLES = (
+    "runs/fp8 --baseline runs/baseline --max-gap 0.5%",
+    "runs/fp8 --baseline runs/baseline --max-gap 0.5% --last 50% --json",
+)
 
 
 def command(
     run: Annotated[list[Path], typer.Argument(help="folder of the run, or one above it; several seeds of a recipe")],
     baseline: Annotated[
-        list[Path], typer.Option("--baseline", "--good", help="a run that went well; may be repeated, one for each RUN")
+        list[Path],
+        typer.Option("--baseline", "--good", metavar="RUN", help="a run that went well; may be repeated, one for each RUN"),
     ],
-    max_gap: Annotated[str, typer.Option(help="percent that the mean loss may lie above the baseline's: 0.5%")],
-    last: Annotated[str, typer.Option(help="part of the steps, from the end, whose mean counts")] = "20%",
-    after: Annotated[int | None, typer.Option(help="instead: the steps after this one")] = None,
-    by: Annotated[str, typer.Option(help="match the runs by step, or by samples consumed")] = "step",
+    max_gap: Annotated[
+        str, typer.Option(metavar="PERCENT", help="percent that the mean loss may lie above the baseline's: 0.5%")
+    ],
+    last: Annotated[str, typer.Option(metavar="PERCENT", help="part of the steps, from the end, whose mean counts")] = "20%",
+    after: Annotated[int | None, typer.Option(metavar="STEP", help="instead: the steps after this one")] = None,
+    by: Annotated[str, typer.Option(metavar="step|samples", help="match the runs by step, or by samples consumed")] = "step",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Accept a run or not: exits with 0 if its gap is below the limit, 1 if above, 3 if that cannot be told."""
@@ -40,7 +48,7 @@ def command(
         print(json.dumps(found.to_json(), indent=2))
     else:
         for line in told(found, runs[0].unit):
-            console().print(line, soft_wrap=True, highlight=False, markup=False)
+            say(console(), line)
     raise typer.Exit(STATUS[found.outcome])
 
 

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..numerics.metric_names import label_of
 from ..record.imports import import_logs
+from .console import console, say, working
+
+EXAMPLES = (
+    "logs runs/imported",
+    "logs/nvdlfw_inspect_statistics_logs runs/imported --json",
+)
 
 
 def command(
     logs: Annotated[Path, typer.Argument(help="a log of nvdlfw_inspect or msProbe, or a folder of the logs of one run")],
     output: Annotated[str, typer.Argument(help="folder for the record, or any fsspec address")],
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Make a record of what another tool logged, for compare and TensorBoard."""
-    found = import_logs(logs, output)
+    with working(f"reading {logs}"):
+        found = import_logs(logs, output)
     steps = sorted(found.rows)
-    print(f"Imported {len(found.files)} {found.tool} {'file' if len(found.files) == 1 else 'files'} into {output}")
-    print(f"  steps    {len(steps)}, {steps[0]} to {steps[-1]}")
-    print(f"  tensors  {len(found.tensors)}")
     losses = sum("loss" in scalars for scalars in found.steps.values())
-    print(f"  metrics  {', '.join(f'{metric} {n}' for metric, n in sorted(found.mapped.items()))}")
-    print(f"  losses   {losses or 'none in the logs'}")
+    if as_json:
+        counts = {"steps": len(steps), "first": steps[0], "last": steps[-1], "tensors": len(found.tensors), "losses": losses}
+        told = {"tool": found.tool, "files": len(found.files), "output": output, **counts}
+        print(json.dumps({**told, "metrics": dict(found.mapped), "left_out": dict(found.left_out)}, indent=2))
+        return
+    out = console()
+    say(out, f"Imported {len(found.files)} {found.tool} {'file' if len(found.files) == 1 else 'files'} into {output}")
+    say(out, f"  steps    {len(steps)}, {steps[0]} to {steps[-1]}")
+    say(out, f"  tensors  {len(found.tensors)}")
+    say(out, f"  metrics  {', '.join(f'{label_of(metric)} {n}' for metric, n in sorted(found.mapped.items()))}")
+    say(out, f"  losses   {losses or 'none in the logs'}")
     if found.left_out:
-        print("Left out")
+        say(out, "Left out")
         for what, n in sorted(found.left_out.items()):
-            print(f"  {n:>8}  {what}")
+            say(out, f"  {n:>8}  {what}")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.formatting import number
@@ -21,24 +19,42 @@ from ..analysis.recommendation.snippets.snippet import Snippet
 from ..analysis.runs.run import Run
 from ..core.keys import ROLES, SHOWN_AS, Key
 from ..errors import ConfigError
-from .console import console
+from .console import console, say, working
+from .listing import TENSOR, Column, print_rows
 
 _DEFAULT = Budget()
+
+EXAMPLES = (
+    "runs/fp8 --baseline runs/baseline",
+    "runs/fp8 --operand decoder.layers.1.mlp.linear_fc2:X --output fix",
+    "runs/fp8 --underflow 5 --json",
+)
 
 
 def command(
     run: Annotated[Path, typer.Argument(help="folder of the run to fix, or one above it")],
     baseline: Annotated[
         Path | None,
-        typer.Option("--baseline", "--good", help="a run that went well: looks only at operands that left its band"),
+        typer.Option(
+            "--baseline", "--good", metavar="RUN", help="a run that went well: looks only at operands that left its band"
+        ),
     ] = None,
     operand: Annotated[
-        list[str] | None, typer.Option(help="look at this one: LAYER:X, LAYER:W or LAYER:dY; may be repeated")
+        list[str] | None,
+        typer.Option(metavar="LAYER:ROLE", help="look at this one: LAYER:X, LAYER:W or LAYER:dY; may be repeated"),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="folder for the plan and the files of each framework")] = None,
-    relative_error: Annotated[float, typer.Option(help="most relative error of an operand")] = _DEFAULT.relative_error,
-    underflow: Annotated[float, typer.Option(help="most percent that become zero")] = _DEFAULT.underflow_pct,
-    overflow: Annotated[float, typer.Option(help="most percent that are clipped")] = _DEFAULT.overflow_pct,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="folder for the plan and the files of each framework")
+    ] = None,
+    relative_error: Annotated[
+        float, typer.Option(metavar="LIMIT", help="most relative error of an operand")
+    ] = _DEFAULT.relative_error,
+    underflow: Annotated[
+        float, typer.Option(metavar="PERCENT", help="most percent that become zero")
+    ] = _DEFAULT.underflow_pct,
+    overflow: Annotated[
+        float, typer.Option(metavar="PERCENT", help="most percent that are clipped")
+    ] = _DEFAULT.overflow_pct,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every option that was tried")] = False,
 ) -> None:
     """Find the cheapest change for each operand that loses too much, and write the files that make it.
@@ -48,16 +64,18 @@ def command(
     budget = Budget(relative_error, underflow, overflow)
     flagged: Iterable[Key]
     why: dict[Key, str] = {}
-    if baseline is None:
-        examined = Run.read(run)
-        flagged = over_budget(examined, budget)
-    else:
-        diagnosis = diagnose(run, baseline)
-        examined, why = diagnosis.run, flagged_by(diagnosis)
-        flagged = why
-        if not why and not operand and not as_json:
-            console().print(diagnosis.verdict(), soft_wrap=True, highlight=False, markup=False)
-    found = recommend(examined, [_key(text) for text in operand] if operand else list(flagged), budget, why)
+    with working(f"diagnosing {run}", "trying changes") as over:
+        if baseline is None:
+            examined = Run.read(run)
+            flagged = over_budget(examined, budget)
+        else:
+            diagnosis = diagnose(run, baseline)
+            examined, why = diagnosis.run, flagged_by(diagnosis)
+            flagged = why
+        if baseline is not None and not why and not operand and not as_json:
+            say(console(), diagnosis.verdict())
+        over()
+        found = recommend(examined, [_key(text) for text in operand] if operand else list(flagged), budget, why)
     output = output if found.plan.changes else None
     snippets = write(found, output) if output else snippets_of(found)
     if as_json:
@@ -76,52 +94,52 @@ def _key(text: str) -> Key:
 
 def _print(out: Console, found: Recommendation, snippets: list[Snippet], folder: Path | None) -> None:
     if not found.findings and not found.notes:
-        out.print("No operand is to blame: there is nothing to change, and nothing was written.")
+        say(out, "No operand is to blame: there is nothing to change, and nothing was written.")
         return
-    out.print(_table(found))
+    _print_findings(out, found)
+    for line in _lines(found, snippets, folder):
+        say(out, line)
+
+
+def _lines(found: Recommendation, snippets: list[Snippet], folder: Path | None) -> Iterator[str]:
+    """What there is to say below the table."""
     if found.before is not None and found.after is not None:
         of_what = "" if found.in_use else ", if all that was measured were quantized"
-        out.print(f"FP8 coverage, share of the GEMMs' FLOPs{of_what}: {_percent(found.before)} -> {_percent(found.after)}.")
+        yield f"FP8 coverage, share of the GEMMs' FLOPs{of_what}: {_percent(found.before)} -> {_percent(found.after)}."
     if found.ends:
         kept = "" if found.ends.coverage is None else f"; coverage would be {_percent(found.ends.coverage)}"
         ends = f"the first {found.ends.start} and last {found.ends.end} blocks in BF16"
-        out.print(f"What leaves FP8 lies at the ends of the model: {ends} would do as well{kept}.", soft_wrap=True)
-    for note in found.notes:
-        out.print(note, soft_wrap=True, markup=False, highlight=False)
+        yield f"What leaves FP8 lies at the ends of the model: {ends} would do as well{kept}."
+    yield from found.notes
     for snippet in snippets:
-        name = snippet.name if folder is None else str(folder / snippet.name)
-        out.print(f"{snippet.about}: {name}", soft_wrap=True, markup=False, highlight=False)
-        for sentence in snippet.coarser:
-            out.print(f"  {sentence}", soft_wrap=True, markup=False, highlight=False)
-    for sentence in unwritten(found):
-        out.print(sentence, soft_wrap=True, markup=False, highlight=False)
+        yield f"{snippet.about}: {snippet.name if folder is None else folder / snippet.name}"
+        yield from (f"  {sentence}" for sentence in snippet.coarser)
+    yield from unwritten(found)
     if not found.plan.changes:
-        out.print("There is nothing to change, and nothing was written.", markup=False, highlight=False)
+        yield "There is nothing to change, and nothing was written."
     elif folder is None:
-        out.print("Nothing was written; --output FOLDER writes the plan and these files.", markup=False, highlight=False)
+        yield "Nothing was written; --output FOLDER writes the plan and these files."
     else:
-        out.print(f"the plan: {folder / PLAN}", soft_wrap=True, markup=False, highlight=False)
+        yield f"the plan: {folder / PLAN}"
 
 
-def _table(found: Recommendation) -> Table:
+def _print_findings(out: Console, found: Recommendation) -> None:
     limits = found.budget
     bounds = (
         f"relative error {limits.relative_error:g}, underflow {limits.underflow_pct:g}%, overflow {limits.overflow_pct:g}%"
     )
-    table = Table(title=f"Cheapest changes that keep to {bounds}, worst samples", title_justify="left")
-    table.add_column("layer", no_wrap=True)
-    for heading in ("tensor", "why", "in use" if found.in_use else "measured under", "change"):
-        table.add_column(heading)
-    for heading in ("relative error", "underflow %", "overflow %", "coverage cost"):
-        table.add_column(heading, justify="right")
+    columns = (
+        *(*TENSOR, Column("why", "text"), Column("in use" if found.in_use else "measured under", "text")),
+        *(Column("change", "text"), *map(Column, ("relative error", "underflow %", "overflow %", "coverage cost"))),
+    )
+    rows = []
     for finding in found.findings:
         stay, chosen = finding.options[0], finding.chosen
         change = "none: it keeps the limits" if chosen.kind == STAY else chosen.recipe
         metrics = [_pair(finding, stay.errors, chosen.errors, name) for name in Errors.__annotations__]
         cost = "-" if finding.cost is None else _percent(finding.cost)
-        names = escape(finding.layer), SHOWN_AS[finding.role], escape(finding.why), escape(stay.recipe), escape(change)
-        table.add_row(*names, *metrics, cost)
-    return table
+        rows.append((finding.layer, SHOWN_AS[finding.role], finding.why, stay.recipe, change, *metrics, cost))
+    print_rows(out, f"Cheapest changes that keep to {bounds}, worst samples", columns, rows)
 
 
 def _pair(finding: Finding, now: Errors | None, then: Errors | None, name: str) -> str:

@@ -18,6 +18,8 @@ from ..plan.environment import PLAN, TAKEN
 from ..plan.plan import Plan
 from .console import console
 
+EXAMPLES = ("fix/plan.yaml -- python train.py --resume checkpoints/step_1000",)
+
 
 def command(
     plan: Annotated[Path, typer.Argument(help="file of a plan, which `recommend --output` writes")],

@@ -16,6 +16,28 @@ WORSE = {
     "kurtosis": 1,
 }
 METRICS = tuple(WORSE)
+#: what people call each, and its unit
+LABELS = {
+    "underflow_pct": ("underflow", "%"),
+    "overflow_pct": ("overflow", "%"),
+    "mse": ("mean squared error", ""),
+    "relative_error": ("relative error", ""),
+    "sqnr_db": ("signal to quantization noise", "dB"),
+    "cosine": ("cosine", ""),
+    "scale_ratio_log2": ("scale in use / current scale", "log2"),
+    "amax": ("largest magnitude", ""),
+    "amin": ("smallest magnitude", ""),
+    "dynamic_range_log2": ("largest / smallest magnitude", "log2"),
+    "outlier_log2": ("largest / median magnitude", "log2"),
+    "kurtosis": ("kurtosis", ""),
+    "nonfinite": ("NaN and infinities", ""),
+    "channel_ratio": ("largest / median channel", ""),
+    "entropy": ("entropy of weights", "nats"),
+    "sink_pct": ("weight of the first key", "%"),
+    "load_ratio": ("largest / mean load of experts", ""),
+    "idle_experts": ("experts without a token", "experts"),
+    "dropped_pct": ("dropped tokens", "%"),
+}
 
 #: metrics that grow with the values, and with which power of them
 UNITS = {"amax": 1, "amin": 1, "mse": 2}
@@ -35,3 +57,14 @@ ACTIVATION_METRICS = (
     "idle_experts",
     "dropped_pct",
 )
+
+
+def label_of(metric: str) -> str:
+    """What people call a metric, with its unit.
+
+    Example:
+        >>> label_of("underflow_pct"), label_of("mse"), label_of("something_new")
+        ('underflow (%)', 'mean squared error', 'something new')
+    """
+    label, unit = LABELS.get(metric, (metric.replace("_", " "), ""))
+    return f"{label} ({unit})" if unit else label

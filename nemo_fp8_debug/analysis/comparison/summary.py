@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.layer_names import aggregate_key
+from ...numerics.metric_names import label_of
 from ..formatting import jsonable, number
 from ..loss.divergence import above
 from .comparison import Comparison
@@ -46,7 +47,7 @@ def _of_the_first_out(found: Comparison) -> list[str]:
     first = found.out_of_band.row(0, named=True)
     unit = found.run.unit
     before = "" if first["lead"] is None else f", {_apart(first['lead'], unit)} the loss"
-    what = f"{first['metric']} {number(first['expected'])} -> {number(first['value'])}"
+    what = f"{label_of(first['metric'])} {number(first['expected'])} -> {number(first['value'])}"
     which = f"{first['tensor']} of {first['layer']}"
     return [f"The first tensor out of the baseline's band is {which}, from {unit} {first['onset']}{before}: {what}."]
 

@@ -11,6 +11,7 @@ import polars as pl
 from ...core.keys import Key
 from ...errors import ConfigError
 from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ...numerics.metric_names import LABELS
 from ...numerics.recipe import Recipe, Scaling, parse_recipe
 from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
 from ..replay.replay import replay
@@ -78,11 +79,16 @@ class Budget:
     def broken_by(self, errors: Errors) -> list[str]:
         """The limits that are not kept, in words. Internal."""
         pairs = [(name, getattr(errors, name), getattr(self, name)) for name in _METRICS]
-        return [f"{name} {value:.3g} > {limit:g}" for name, value, limit in pairs if value is not None and value > limit]
+        return [_exceeded(name, value, limit) for name, value, limit in pairs if value is not None and value > limit]
 
     def met_by(self, errors: Errors | None) -> bool:
         """Whether errors that are known keep every limit. Internal."""
         return errors is not None and errors != Errors(None, None, None) and not self.broken_by(errors)
+
+
+def _exceeded(metric: str, value: float, limit: float) -> str:
+    label, unit = LABELS[metric]
+    return f"{label} {value:.3g}{unit} > {limit:g}{unit}"
 
 
 @dataclass(frozen=True)

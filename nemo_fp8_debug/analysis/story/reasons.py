@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.keys import GRADIENTS
+from ...numerics.metric_names import LABELS
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.rules.finding import CAUSES, NOT_FP8, Finding
 from .ranking import BESIDES, BLAMED, REST
-from .told import METRICS, sentence, steps_apart, value_of
+from .told import sentence, steps_apart, value_of
 
 #: share of a tensor that is lost, from which a format holds it badly
 BADLY = 0.1
@@ -58,9 +59,9 @@ def _what_is_out(row: Mapping[str, Any], named: Finding | None) -> str:
     if row["metric"] is None:
         return "it is not what it was before" if named is None else named.evidence
     if row["metric"] == "nonfinite":
-        return METRICS["nonfinite"]
+        return LABELS["nonfinite"][0]
     expected, value = (value_of(row["metric"], row[name]) for name in ("expected", "value"))
-    return f"{METRICS[row['metric']]} {expected} -> {value}"
+    return f"{LABELS[row['metric']][0]} {expected} -> {value}"
 
 
 def _after(row: Mapping[str, Any], found: Diagnosis) -> str:
@@ -107,7 +108,7 @@ def _badly_held(row: Mapping[str, Any]) -> str:
 
 def _losses(row: Mapping[str, Any]) -> str:
     told = [(name, row[f"{name}_run"]) for name in ("relative_error", "underflow_pct")]
-    return ", ".join(f"{METRICS[name]} {value_of(name, value)}" for name, value in told if value is not None)
+    return ", ".join(f"{LABELS[name][0]} {value_of(name, value)}" for name, value in told if value is not None)
 
 
 def _nothing_wrong(row: Mapping[str, Any], found: Diagnosis) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from ...core.keys import SHOWN_AS, Key
+from ...numerics.metric_names import LABELS
 from ..comparison.drift import SHOWN
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.events import Event, in_order
@@ -19,7 +20,7 @@ from .headline import first_of, headline
 from .ranking import BESIDES, BLAMED, KEY, later_half, ranked
 from .reasons import why
 from .strip import row_of
-from .told import METRICS, tensor_of, value_of
+from .told import tensor_of, value_of
 
 #: tensors that are told of, and how many of them because the format holds them worst
 MOST, WORST_HELD = 40, 5
@@ -121,5 +122,5 @@ def _out(row: Mapping[str, Any]) -> Event:
         told = f"{name}: NaN or infinite values"
     else:
         moved = " -> ".join(value_of(row["metric"], row[which]) for which in ("expected", "found"))
-        told = f"{name}: {METRICS[row['metric']]} {moved}"
+        told = f"{name}: {LABELS[row['metric']][0]} {moved}"
     return Event(row["since"], kinds.get(row["metric"], "values"), told, row["layer"], row["role"])

@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from ...core.keys import SHOWN_AS
 
-#: metrics as people say them
-METRICS = {
-    "nonfinite": "NaN or infinite values",
-    "scale_ratio_log2": "scale in use / current scale",
-    "underflow_pct": "underflow",
-    "overflow_pct": "overflow",
-    "relative_error": "relative error",
-    "mse": "mean squared error",
-    "cosine": "cosine",
-    "amax": "largest magnitude",
-    "outlier_log2": "largest / median magnitude",
-}
-
 
 def tensor_of(layer: str, role: str) -> str:
     """A tensor in words.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.keys import SHOWN_AS, UNCAST
-from ...numerics.metric_names import ACTIVATION_METRICS, METRICS, UNITS, WORSE
+from ...numerics.metric_names import ACTIVATION_METRICS, LABELS, METRICS, UNITS, WORSE
 from ...record.schema import SCHEMAS
 from .part_matrices import NONFINITE
 
@@ -20,29 +20,19 @@ NUMBERS = (
     *ACTIVATION_METRICS,
 )
 
-#: label, unit, scale of the colors
-_DRAWN = {
-    "underflow_pct": ("underflow", "%", "linear"),
-    "overflow_pct": ("overflow", "%", "linear"),
-    "mse": ("mean squared error", "", "log"),
-    "relative_error": ("relative error", "", "log"),
-    "sqnr_db": ("signal to quantization noise", "dB", "linear"),
-    "cosine": ("cosine", "", "linear"),
-    "scale_ratio_log2": ("scale in use / current scale", "log2", "diverging"),
-    "amax": ("largest magnitude", "", "log"),
-    "amin": ("smallest magnitude", "", "log"),
-    "dynamic_range_log2": ("largest / smallest magnitude", "log2", "linear"),
-    "outlier_log2": ("largest / median magnitude", "log2", "linear"),
-    "kurtosis": ("kurtosis", "", "log"),
+#: scales of the colors that are not linear
+_SCALES = {
+    **dict.fromkeys(("mse", "relative_error", "amax", "amin", "kurtosis", "channel_ratio", "load_ratio"), "log"),
+    "scale_ratio_log2": "diverging",
 }
-#: of activations alone: label, unit, whether more is worse, scale of the colors
+#: of activations alone: whether more is worse
 _OF_ACTIVATIONS = {
-    "channel_ratio": ("largest / median channel", "", 1, "log"),
-    "entropy": ("entropy of weights", "nats", -1, "linear"),
-    "sink_pct": ("weight of the first key", "%", 1, "linear"),
-    "load_ratio": ("largest / mean load of experts", "", 1, "linear"),
-    "idle_experts": ("experts without a token", "experts", 1, "linear"),
-    "dropped_pct": ("dropped", "%", 1, "linear"),
+    "channel_ratio": 1,
+    "entropy": -1,
+    "sink_pct": 1,
+    "load_ratio": 1,
+    "idle_experts": 1,
+    "dropped_pct": 1,
 }
 
 #: float formats as `numerics.formats` has them, for a process that does not import torch
@@ -76,10 +66,13 @@ def table_of(role: str) -> str:
 
 
 def _of_activations(name: str) -> dict[str, Any]:
-    label, unit, worse, scale = _OF_ACTIVATIONS[name]
-    return {"name": name, "label": label, "unit": unit, "worse": worse, "scale": scale, "table": "activations"}
+    return _described(name, name, _OF_ACTIVATIONS[name]) | {"table": "activations"}
 
 
 def _about(name: str, like: str, more: str = "") -> dict[str, Any]:
-    label, unit, scale = _DRAWN[like]
-    return {"name": name, "label": label + more, "unit": unit, "worse": WORSE[like], "scale": scale}
+    return _described(name, like, WORSE[like], more)
+
+
+def _described(name: str, like: str, worse: int, more: str = "") -> dict[str, Any]:
+    label, unit = LABELS[like]
+    return {"name": name, "label": label + more, "unit": unit, "worse": worse, "scale": _SCALES.get(like, "linear")}
