@@ -18,7 +18,7 @@ from ..plan.environment import PLAN, TAKEN
 from ..plan.plan import Plan
 from .console import console
 
-EXAMPLES = ("fix/plan.yaml -- python train.py --resume checkpoints/step_1000",)
+EXAMPLES = ("fix/plan.json -- python train.py --resume checkpoints/step_1000",)
 
 
 def command(
