@@ -12,6 +12,8 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # Tests share two cores, where threads of torch's that wait by spinning keep others from working.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# pytest-xdist sets it to 80, which commands obey.
+os.environ.pop("COLUMNS", None)
 
 import hypothesis
 import pytest

@@ -117,7 +117,7 @@ class TestAddedToTheRecord:
         ("arguments", "message"),
         [
             (["--recipe", "fp7"], "unknown recipe 'fp7'"),
-            (["--recipe", "current", "--source", "tensors"], "source is 'tensors'; use histograms or dumps"),
+            (["--recipe", "current", "--source", "tensors"], "--source 'tensors': expected histograms or dumps"),
             (["--recipe", "current", "--source", "dumps"], "has no dumps to replay"),
             (["--recipe", "current", "--cluster", "slurm"], "cluster is 'slurm'; use ray"),
         ],

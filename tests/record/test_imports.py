@@ -234,7 +234,7 @@ class TestCommandLine:
         assert f"Imported 2 nvdlfw_inspect files into {tmp_path / 'run'}" in out
         assert "steps    3, 0 to 2" in out
         assert "tensors  12" in out
-        assert "underflow_pct 36" in out
+        assert "underflow (%) 36" in out
         assert "losses   3" in out
         assert "72  std: no metric is defined so" in out
 
