@@ -20,6 +20,7 @@ from ..errors import RecordError, hearing
 from ..record.reader import read_fingerprint
 from .jobs.jobs import Jobs
 from .records import losses, metadata, runs, tables
+from .records.bands import BANDED, Bands
 from .records.cache import Cache
 from .records.logdir import Logdir, roots_of
 from .records.part_matrices import Parts
@@ -39,6 +40,7 @@ _LOSSES = 16
 _RUN = Parameter(text)
 _LAYER = Parameter(text)
 _ROLE = Parameter(one_of(metadata.ROLES))
+_OPERAND = Parameter(one_of(role for role in metadata.ROLES if metadata.table_of(role) == "metrics"))
 _STEP = Parameter(step)
 _METRIC = Parameter(one_of(metadata.NUMBERS))
 _OTHER = Parameter(text, optional=True)
@@ -66,6 +68,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._tables = {table: Parts(table) for table in metadata.TABLES}
         self._parts = self._tables["metrics"]
         self._logdir = Logdir(roots_of(context.flags), self._parts.warm)
+        self._bands = Bands(self._parts)
         self._jobs = Jobs()
         self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
         self._bundle = _Bundle(_BUNDLE)
@@ -81,7 +84,12 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 self._timeline,
                 {"run": _RUN, "layer": _LAYER, "role": _ROLE, "metrics": Parameter(some_of(metadata.NUMBERS))},
             ),
+            "band": Route(
+                self._band,
+                {"run": _RUN, "baseline": _RUN, "layer": _LAYER, "role": _OPERAND, "metrics": Parameter(some_of(BANDED))},
+            ),
             "loss": Route(self._loss, {"run": _RUN}),
+            "divergence": Route(self._divergence, {"run": _RUN, "baseline": _OTHER}),
             "histogram": Route(self._histogram, {"run": _RUN, "layer": _LAYER, "role": _ROLE, "step": _STEP}),
             "others": Route(self._others, {"run": _RUN, "step": _STEP}),
             "what_if": Route(self._what_if, {"run": _RUN, "step": _STEP, "recipe": Parameter(text)}),
@@ -137,6 +145,13 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _loss(self, run: str) -> Any:
         record = self._logdir.record(run)
         return self._losses.get((str(record), self._parts.index(record).version), lambda: losses.loss(record))
+
+    def _band(self, run: str, baseline: str, layer: str, role: str, metrics: list[str]) -> Any:
+        return self._bands.of_tensor(self._logdir.record(run), self._logdir.record(baseline), layer, role, metrics)
+
+    def _divergence(self, run: str, baseline: str | None) -> Any:
+        other = None if baseline is None else self._logdir.record(baseline)
+        return self._bands.divergence(self._logdir.record(run), other)
 
     def _histogram(self, run: str, layer: str, role: str, step: int) -> Any:
         return tables.histogram_of(self._of(metadata.table_of(role)), self._logdir.record(run), layer, role, step)

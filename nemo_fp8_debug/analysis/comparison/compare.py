@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import polars as pl
 
@@ -77,7 +77,7 @@ def compare(
     judged = quantized(second.metrics)
     out_of_band = onsets_of(first.grid, second.grid if judged is second.metrics else Grid.of_table(judged))
     depths = _depths(first, second)
-    out_of_band = _with_lead(_that_count(out_of_band, bool(depths)), above(second.loss, first.loss))
+    out_of_band = _with_lead(that_count(out_of_band, bool(depths)), above(second.loss, first.loss))
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = split_experts(ranked)
@@ -86,7 +86,7 @@ def compare(
     return Comparison(first, second, other, tensors, experts, *split_experts(out_of_band), tuple(notes), max_gap)
 
 
-def _that_count(out_of_band: pl.DataFrame, other_depths: bool) -> pl.DataFrame:
+def that_count(out_of_band: pl.DataFrame, other_depths: bool) -> pl.DataFrame:
     """Gradients of a layer at another depth differ more."""
     weak = pl.col("role").is_in(GRADIENTS) & (pl.col("metric") != "nonfinite") & (pl.col("excess") < OF_GRADIENTS)
     return out_of_band.filter(~weak) if other_depths else out_of_band
@@ -108,13 +108,18 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
 
 def _depths(baseline: Run, run: Run) -> list[str]:
     """That the models are of another depth, which no name tells."""
-    layers = [{depth_of(name) for name in each.metrics["layer"].unique()} - {None} for each in (baseline, run)]
-    if not all(layers) or len(layers[0]) == len(layers[1]):
+    counts = [depths_of(each.metrics["layer"].unique()) for each in (baseline, run)]
+    if not all(counts) or counts[0] == counts[1]:
         return []
     return [
-        f"The baseline has {len(layers[0])} layers and the run {len(layers[1])}: layers of one name lie at other depths, so "
+        f"The baseline has {counts[0]} layers and the run {counts[1]}: layers of one name lie at other depths, so "
         "what sets them apart may be that."
     ]
+
+
+def depths_of(layers: Iterable[str]) -> int:
+    """How many layers deep the model is whose GEMMs have these names; 0 if they do not tell."""
+    return len({depth_of(name) for name in layers} - {None})
 
 
 def _coverage(baseline: Run, run: Run) -> list[str]:

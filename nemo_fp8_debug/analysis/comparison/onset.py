@@ -57,9 +57,14 @@ def onsets(baseline: pl.DataFrame, run: pl.DataFrame) -> pl.DataFrame:
 def onsets_of(baseline: Grid, run: Grid) -> pl.DataFrame:
     """The same of runs that have been laid out."""
     pair = Pair(*in_common(baseline, run))
+    return discoveries(all_onsets(pair), len(pair.tensors))
+
+
+def all_onsets(pair: Pair) -> pl.DataFrame:
+    """The same of two runs over the same tensors, with what chance alone brings about."""
     found = [row for evidence in EVIDENCE for row in _out(evidence, pair)]
     rows = pl.DataFrame(found, schema=_SCHEMA, orient="row")
-    return discoveries(rows, len(pair.tensors)).sort("onset", -pl.col("excess"), maintain_order=True)
+    return rows.sort("onset", -pl.col("excess"), maintain_order=True)
 
 
 _SCHEMA: Mapping[str, type[pl.DataType]] = {
@@ -157,13 +162,19 @@ def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metri
     rows = (Grid.of_table(run.filter(layer=layer, role=role)) for run in (baseline, run))
     pair = Pair(*in_common(*rows))
     expected, found = pair.of(metric)
-    limit = evidence.unscaled(_usual(evidence, expected, pair) + _least_rise(evidence, pair)[:, None])
+    limit = limits(evidence, pair)
     columns = {"found": found, "expected": expected, "limit": limit}
     return pl.DataFrame({"step": pair.steps} | {name: values.reshape(-1) for name, values in columns.items()})
 
 
-def _least_rise(evidence: Evidence, pair: Pair) -> Floats:
-    """[T]: that counts."""
+def limits(evidence: Evidence, pair: Pair) -> Floats:
+    """[T, S]: the value beyond which a tensor is out; above it, or below it if a fall counts."""
+    expected, _ = pair.of(evidence.metric)
+    return evidence.unscaled(_usual(evidence, expected, pair) + least_rise(evidence, pair)[:, None])
+
+
+def least_rise(evidence: Evidence, pair: Pair) -> Floats:
+    """[T]: that counts, scaled."""
     least = np.fmax(
         evidence.least_of(pair.typical(evidence)), np.fmax(SPREADS * pair.spread(evidence), pair.farthest(evidence))
     )
@@ -181,7 +192,7 @@ def measured(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
     the band; -inf where it does not count."""
     expected, found = pair.of(evidence.metric)
     excess = evidence.scaled(found) - _usual(evidence, expected, pair)
-    excess /= _least_rise(evidence, pair)[:, None]
+    excess /= least_rise(evidence, pair)[:, None]
     counts = ~np.isnan(excess) & (pair.loses_more | (not evidence.of_error) | (excess > evidence.anyway))
     return expected, found, np.where(counts, excess, -np.inf)
 

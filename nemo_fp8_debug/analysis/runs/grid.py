@@ -51,6 +51,12 @@ class Grid:
         """Some of its samples, by their places."""
         return replace(self, steps=self.steps[samples], _row=self._row[:, samples])
 
+    def over(self, steps: Ints) -> Grid:
+        """The same over more steps, its own among them; without a row at the others."""
+        row = np.full((len(self.tensors), len(steps)), len(self._metrics))
+        row[:, np.searchsorted(steps, self.steps)] = self._row
+        return replace(self, steps=steps, _row=row)
+
     def of(self, metric: str) -> Floats:
         """[T, S], NaN where there is none or it was not read; `nonfinite`: 1 where any value is NaN or infinite, else 0."""
         if metric == "nonfinite":

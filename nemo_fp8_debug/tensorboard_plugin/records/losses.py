@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -24,16 +26,24 @@ _BEFORE = 3
 
 
 def loss(run: Storage) -> dict[str, Any]:
-    """Loss, gradient norm and learning rate by step, thinned, with triggers, skipped steps and spikes."""
+    """Loss, gradient norm and learning rate by step, thinned, with triggers, skipped steps and spikes.
+
+    A value is null where it was not recorded, and where it is NaN or infinite: `not_finite` has the steps of these by name.
+    """
     with hearing():
         table = read_table(run, "steps", ["step", *SERIES, "skipped", "trigger"]).unique("step", keep="last").sort("step")
     values = {name: table[name].cast(pl.Float64).fill_null(np.nan).to_numpy() for name in SERIES}
-    kept = thinned(list(values.values()), _POINTS)
+    recorded = {name: table[name].is_not_null().to_numpy() for name in SERIES}
+    kept = thinned(list(values.values()), _POINTS, list(recorded.values()))
+    steps = table["step"].to_numpy()[kept]
     triggers = table.filter(pl.col("trigger").is_not_null()).select("step", "trigger")
     skipped = table.filter(pl.col("skipped").fill_null(0) != 0)["step"]
     return {
-        "step": table["step"].to_numpy()[kept].tolist(),
+        "step": steps.tolist(),
         **{name: numbers(column[kept]) for name, column in values.items()},
+        "not_finite": {
+            name: steps[recorded[name][kept] & ~np.isfinite(column[kept])].tolist() for name, column in values.items()
+        },
         "triggers": [list(row) for row in triggers.tail(_MARKS).rows()],
         "skipped": skipped.tail(_MARKS).to_list(),
         "spikes": _spikes(table),
@@ -55,12 +65,15 @@ def _spikes(table: pl.DataFrame) -> list[int]:
     return sorted(curve.steps[highest].tolist())
 
 
-def thinned(series: list[npt.NDArray[np.float64]], points: int) -> npt.NDArray[np.int64]:
+def thinned(
+    series: Sequence[npt.NDArray[np.float64]], points: int, known: Sequence[npt.NDArray[np.bool_]] = ()
+) -> npt.NDArray[np.int64]:
     """Places to keep, ascending: of each of many equal stretches where each series is least, greatest and not finite.
 
     Args:
         series: of equal length N.
         points: to keep at the most.
+        known: bool [N] each: places that have a value, finite or not; all by default.
     """
     n = len(series[0])
     if n <= points:
@@ -68,19 +81,17 @@ def thinned(series: list[npt.NDArray[np.float64]], points: int) -> npt.NDArray[n
     buckets = max(1, (points - 2) // (3 * len(series)))
     bounds = np.linspace(0, n, buckets + 1).astype(np.int64)
     kept = {0, n - 1}
-    for values in series:
+    for values, there in zip_longest(series, known):
         for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            kept.update(_extremes(values[begin:end], begin))
+            places = np.arange(begin, end) if there is None else begin + np.flatnonzero(there[begin:end])
+            kept.update(_extremes(values, places))
     return np.array(sorted(kept))
 
 
-def _extremes(values: npt.NDArray[np.float64], begin: int) -> set[int]:
-    finite = np.flatnonzero(np.isfinite(values))
-    found = (
-        {begin + int(finite[np.argmin(values[finite])]), begin + int(finite[np.argmax(values[finite])])}
-        if len(finite)
-        else set()
-    )
-    if 0 < len(finite) < len(values):
-        found.add(begin + int(np.argmax(~np.isfinite(values))))
+def _extremes(values: npt.NDArray[np.float64], places: npt.NDArray[np.int64]) -> set[int]:
+    is_finite = np.isfinite(values[places])
+    finite, lost = places[is_finite], places[~is_finite]
+    found = {int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])} if len(finite) else set()
+    if len(finite) and len(lost):
+        found.add(int(lost[0]))
     return found

@@ -1,0 +1,170 @@
+"""The baseline's band of one tensor by step, and since when the tensor and the loss are out of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from ...analysis.comparison.compare import depths_of, that_count
+from ...analysis.comparison.evidence import EVIDENCE
+from ...analysis.comparison.tensor_band import MetricBand, TensorBand, tensor_band
+from ...analysis.loss.curve import LossCurve
+from ...analysis.loss.outcome import LossOutcome
+from ...analysis.runs.grid import Grid
+from ...analysis.runs.run import Run
+from ...core.keys import MIXED
+from ...core.scale_sources import ENGINE
+from ...errors import hearing
+from ...record.reader import read_table
+from ...record.schema import Part
+from ...record.storage import Storage
+from ..web.json_values import numbers, plain
+from .cache import Cache
+from .losses import thinned
+from .part_index import Array, Texts
+from .part_matrices import Index, Parts
+from .tables import of_tensor
+
+#: metrics that have a band
+BANDED = tuple(dict.fromkeys(evidence.metric for evidence in EVIDENCE))
+#: points of a band that are drawn at most
+_POINTS = 2000
+#: bands that are kept, of a tensor each; half a megabyte at most
+_KEPT = 64
+#: runs whose losses are kept
+_RUNS = 16
+_COLUMNS = ("n", "nan", "inf", "mse", *(name for name in BANDED if name != "nonfinite"))
+
+
+class Bands:
+    """Bands of tensors, kept as long as the records stay the same."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._bands: Cache[dict[str, Any]] = Cache(_KEPT, lambda _: 1)
+        self._runs: Cache[Run] = Cache(_RUNS, lambda _: 1)
+
+    def of_tensor(self, run: Storage, baseline: Storage, layer: str, role: str, metrics: Sequence[str]) -> dict[str, Any]:
+        """When a tensor is out of a baseline's band, and the band of some of its metrics.
+
+        Returns:
+            `since`: the first step at which it is out of the band of any metric, as `compare` tells it, or null; `metric`:
+            the first one that is; `chance`: whether it is out by no more than chance lets one of so many tensors be, which
+            `compare` does not tell; `why`: why it is not judged, or null; `metrics`: by name `step`, `low`, `expected`,
+            `high` (a number or null each), `least` (the least rise that counts, or ratio if `is_ratio`), `since`, `value`,
+            `usual` (of the metric at that step), `beyond` (samples that are out), and `counted` (those that count).
+
+        Raises:
+            NotThere: either record has no such tensor.
+        """
+        versions = [self._parts.index(record).version for record in (run, baseline)]
+        key = str(run), str(baseline), *versions, layer, role
+        whole = self._bands.get(key, lambda: self._judged(run, baseline, (layer, role)))
+        return whole | {"metrics": {name: whole["metrics"][name] for name in metrics if name in whole["metrics"]}}
+
+    def divergence(self, run: Storage, baseline: Storage | None) -> dict[str, Any]:
+        """The first step from which a run's loss stays above the baseline's, or alone above its own minimum; or null."""
+        other = None if baseline is None else self._run(baseline).loss
+        return {"since": LossOutcome.of(self._run(run).loss, other).since}
+
+    def _run(self, record: Storage) -> Run:
+        """A record without its metrics."""
+
+        def read() -> Run:
+            with hearing():
+                return Run(str(record), {}, pl.DataFrame(), LossCurve.of(read_table(record, "steps", ["step", "loss"])))
+
+        return self._runs.get((str(record), self._parts.index(record).version), read)
+
+    def _judged(self, run: Storage, baseline: Storage, key: tuple[str, str]) -> dict[str, Any]:
+        reference, grid = self._grid(baseline, key), self._grid(run, key, only_quantized=True)
+        if not grid.sampled.any():
+            return _NOT_JUDGED
+        tensors = [self._tensors(record) for record in (baseline, run)]
+        found = tensor_band(reference, grid, len(tensors[0] & tensors[1]))
+        depths = [depths_of({layer for layer, _ in each}) for each in tensors]
+        return _told(found, that_count(found.onsets, all(depths) and depths[0] != depths[1]))
+
+    def _grid(self, run: Storage, key: tuple[str, str], only_quantized: bool = False) -> Grid:
+        """A tensor over all samples of a run that `compare` goes by."""
+
+        def read(index: Index) -> Grid:
+            step, values, texts = of_tensor(self._parts, run, index, key, _COLUMNS, ("scale_source",))
+            rows = pl.DataFrame({"step": step, "layer": key[0], "role": key[1], **values, **texts})
+            steps = index.steps
+            if only_quantized and (judged := self._steps_quantized(run, index)) is not None:
+                rows, steps = rows.filter(pl.col("scale_source").is_in([ENGINE, MIXED])), judged
+            skipped = self._run(run).made_up_for
+            steps = steps[~np.isin(steps, skipped.to_numpy())]
+            return Grid.of_table(rows.filter(pl.col("step").is_in(steps))).over(steps)
+
+        return self._parts.settled(run, read)
+
+    def _steps_quantized(self, run: Storage, index: Index) -> Array | None:
+        """Samples with an operand that an engine quantizes; None where no engine quantizes any."""
+        steps: list[int] = []
+        is_engine = False
+        for part, held in index.held.items():
+            if (sources := self._parts.unless_damaged(run, part, "scale_source", partial(self._sources, run, part))) is None:
+                continue
+            layout = self._parts.layout(run, part)
+            at = np.searchsorted(layout.steps, held)
+            codes = {name: sources.known.index(name) for name in (ENGINE, MIXED) if name in sources.known}
+            found = np.isin(sources.codes[at], list(codes.values()))
+            is_engine |= ENGINE in codes and bool((sources.codes[at] == codes[ENGINE]).any())
+            steps += np.asarray(held)[found.any(axis=1)].tolist()
+        return np.array(sorted(steps), np.int64) if is_engine else None
+
+    def _sources(self, run: Storage, part: Part) -> Texts:
+        return self._parts.texts(run, part, "scale_source")
+
+    def _tensors(self, run: Storage) -> set[tuple[str, str]]:
+        def read(index: Index) -> set[tuple[str, str]]:
+            found = (
+                self._parts.unless_damaged(run, part, "layout", partial(self._parts.layout, run, part))
+                for part in index.held
+            )
+            return {key for tensors in {layout.tensors for layout in found if layout} for key in tensors}
+
+        return self._parts.settled(run, read)
+
+
+_NOT_JUDGED: dict[str, Any] = {
+    "since": None,
+    "metric": None,
+    "chance": False,
+    "why": "The engine does not quantize this tensor, so it cannot have done harm by that.",
+    "metrics": {},
+}
+
+
+def _told(found: TensorBand, onsets: pl.DataFrame) -> dict[str, Any]:
+    first = onsets.row(0, named=True) if len(onsets) else {"onset": None, "metric": None}
+    since = {row["metric"]: row for row in reversed(onsets.to_dicts())}
+    return {
+        "since": first["onset"],
+        "metric": first["metric"],
+        "chance": bool(len(onsets)) and not found.is_sure,
+        "why": None,
+        "metrics": {name: _drawn(found.steps, band) | _out(since.get(name)) for name, band in found.metrics.items()},
+    }
+
+
+def _drawn(steps: Array, band: MetricBand) -> dict[str, Any]:
+    kept = thinned([band.low, band.expected, band.high], _POINTS)
+    lines = {name: numbers(getattr(band, name)[kept]) for name in ("low", "expected", "high")}
+    about = {name: getattr(band, name) for name in ("least", "is_ratio", "beyond", "counted")}
+    told: dict[str, Any] = plain(about)
+    return {"step": steps[kept].tolist(), **lines, **told}
+
+
+def _out(onset: dict[str, Any] | None) -> dict[str, Any]:
+    """Since when a metric is out, and what it is and usually would be there."""
+    if onset is None:
+        return {"since": None, "value": None, "usual": None}
+    told: dict[str, Any] = plain({"since": onset["onset"], "value": onset["value"], "usual": onset["expected"]})
+    return told
