@@ -20,7 +20,7 @@ from ..errors import RecordError, hearing
 from ..record.reader import read_fingerprint
 from .jobs.jobs import Jobs
 from .records import losses, metadata, runs, tables
-from .records.bands import BANDED, Bands
+from .records.bands import Bands
 from .records.cache import Cache
 from .records.logdir import Logdir, roots_of
 from .records.part_matrices import Parts
@@ -84,10 +84,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 self._timeline,
                 {"run": _RUN, "layer": _LAYER, "role": _ROLE, "metrics": Parameter(some_of(metadata.NUMBERS))},
             ),
-            "band": Route(
-                self._band,
-                {"run": _RUN, "baseline": _RUN, "layer": _LAYER, "role": _OPERAND, "metrics": Parameter(some_of(BANDED))},
-            ),
+            "band": Route(self._band, {"run": _RUN, "baseline": _RUN, "layer": _LAYER, "role": _OPERAND}),
             "loss": Route(self._loss, {"run": _RUN}),
             "divergence": Route(self._divergence, {"run": _RUN, "baseline": _OTHER}),
             "histogram": Route(self._histogram, {"run": _RUN, "layer": _LAYER, "role": _ROLE, "step": _STEP}),
@@ -146,8 +143,8 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         record = self._logdir.record(run)
         return self._losses.get((str(record), self._parts.index(record).version), lambda: losses.loss(record))
 
-    def _band(self, run: str, baseline: str, layer: str, role: str, metrics: list[str]) -> Any:
-        return self._bands.of_tensor(self._logdir.record(run), self._logdir.record(baseline), layer, role, metrics)
+    def _band(self, run: str, baseline: str, layer: str, role: str) -> Any:
+        return self._bands.of_tensor(self._logdir.record(run), self._logdir.record(baseline), layer, role)
 
     def _divergence(self, run: str, baseline: str | None) -> Any:
         other = None if baseline is None else self._logdir.record(baseline)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,18 +25,17 @@ from ..web.json_values import numbers, plain
 from .cache import Cache
 from .losses import thinned
 from .part_index import Array, Texts
-from .part_matrices import Index, Parts
+from .part_matrices import NONFINITE, Index, Parts
 from .tables import of_tensor
 
-#: metrics that have a band
-BANDED = tuple(dict.fromkeys(evidence.metric for evidence in EVIDENCE))
-#: points of a band that are drawn at most
-_POINTS = 2000
-#: bands that are kept, of a tensor each; half a megabyte at most
+#: points of a metric's band that are drawn at most
+_POINTS = 1000
+#: bands that are kept, of a tensor each, and of 6 metrics
 _KEPT = 64
 #: runs whose losses are kept
 _RUNS = 16
-_COLUMNS = ("n", "nan", "inf", "mse", *(name for name in BANDED if name != "nonfinite"))
+#: columns that bands are made of
+_COLUMNS = ("n", "nan", "inf", "mse", *({evidence.metric for evidence in EVIDENCE} - {NONFINITE}))
 
 
 class Bands:
@@ -48,8 +46,8 @@ class Bands:
         self._bands: Cache[dict[str, Any]] = Cache(_KEPT, lambda _: 1)
         self._runs: Cache[Run] = Cache(_RUNS, lambda _: 1)
 
-    def of_tensor(self, run: Storage, baseline: Storage, layer: str, role: str, metrics: Sequence[str]) -> dict[str, Any]:
-        """When a tensor is out of a baseline's band, and the band of some of its metrics.
+    def of_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
+        """When a tensor is out of a baseline's band, and the band of each of its metrics that has one.
 
         Returns:
             `since`: the first step at which it is out of the band of any metric, as `compare` tells it, or null; `metric`:
@@ -63,8 +61,7 @@ class Bands:
         """
         versions = [self._parts.index(record).version for record in (run, baseline)]
         key = str(run), str(baseline), *versions, layer, role
-        whole = self._bands.get(key, lambda: self._judged(run, baseline, (layer, role)))
-        return whole | {"metrics": {name: whole["metrics"][name] for name in metrics if name in whole["metrics"]}}
+        return self._bands.get(key, lambda: self._judged(run, baseline, (layer, role)))
 
     def divergence(self, run: Storage, baseline: Storage | None) -> dict[str, Any]:
         """The first step from which a run's loss stays above the baseline's, or alone above its own minimum; or null."""
