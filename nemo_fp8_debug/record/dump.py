@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition
 from typing import Any
-from urllib.parse import quote
 
 import safetensors.torch
 import torch
@@ -28,21 +26,18 @@ from ..errors import RecordError
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.histogram import DTYPES
 from ..numerics.tensor_scaling import CurrentScaling, amax_of, finite_amax_of, quantize
+from .dump_names import FOLDER, tensor_in_name
+from .dump_names import dumped_files as dumped_files
 from .reader import find_run
 from .storage import Storage
 
-FOLDER = "tensors"
 #: bytes of tensors that wait to be written, at the most; a run that dumps faster than it can write waits
 IN_FLIGHT = 4 << 30
 #: seconds that a hook waits for room; then the tensor is left out
 PATIENCE = 30.0
 #: values quantized at once
 _CHUNK = 1 << 24
-#: characters of a layer's name that go into a file name
-_LONGEST = 120
 _DTYPES = (*DTYPES, torch.float32)
-_NAME = re.compile(r"rank-(\d{1,9})\.call-(\d{1,9})\..*\.([0-9a-f]{8})\.safetensors")
-_STEP = re.compile(r"attempt-(\d{1,9})-step-(\d{1,18})")
 
 
 @dataclass(frozen=True)
@@ -67,8 +62,8 @@ class Dumped:
 
     def name(self, checksum: str) -> str:
         """The name of the file; a layer's name is cut short where it would be too long, and kept whole in the metadata."""
-        layer = quote(self.layer, safe="[]")[:_LONGEST]
-        return f"{self.folder}/rank-{self.rank:05d}.call-{self.call:03d}.{self.role}.{layer}.{checksum}.safetensors"
+        tensor = tensor_in_name(self.layer, self.role)
+        return f"{self.folder}/rank-{self.rank:05d}.call-{self.call:03d}.{tensor}.{checksum}.safetensors"
 
     def metadata(self) -> dict[str, str]:
         """As safetensors keeps it."""
@@ -194,40 +189,6 @@ def _encode(about: Dumped, x: torch.Tensor, scale: torch.Tensor) -> bytes:
 
 def _readable(size: int) -> str:
     return f"{size / (1 << 30):.3g} GiB"
-
-
-def dumped_files(run: str | os.PathLike[str]) -> Iterator[tuple[int, int, int, str]]:
-    """The tensors that a run has dumped.
-
-    Args:
-        run: the record, or a folder above it; any fsspec address.
-
-    Returns:
-        (attempt, step, rank, name) of each file, in order of attempts and steps; `read_dump` reads it by its name.
-
-    Raises:
-        RecordError: there is no record, or several.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
-        >>> monitor = Monitor(model, "runs/dumped", interval=1, dump=["0"], dump_min_free_bytes=0, table_rows=0)
-        >>> with monitor.step(0):
-        ...     model(torch.ones(8, 32)).sum().backward()
-        >>> monitor.close()
-        >>> for attempt, step, rank, name in dumped_files("runs/dumped"):
-        ...     about, tensors = read_dump("runs/dumped", name)
-        ...     print(step, about.role, list(tensors["value"].shape))
-        0 grad_output [8, 32]
-        0 input [8, 32]
-        0 weight [32, 32]
-    """
-    storage = run if isinstance(run, Storage) else find_run(run)
-    for folder in storage.names(FOLDER):
-        if found := _STEP.fullmatch(folder):
-            for file in storage.names(f"{FOLDER}/{folder}"):
-                if name := _NAME.fullmatch(file):
-                    yield int(found[1]), int(found[2]), int(name[1]), f"{FOLDER}/{folder}/{file}"
 
 
 def read_dump(run: str | os.PathLike[str], name: str) -> tuple[Dumped, dict[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from .jobs.jobs import Jobs
 from .records import losses, metadata, runs, tables
 from .records.bands import Bands
 from .records.cache import Cache
+from .records.dumps import Dumps
 from .records.logdir import Logdir, roots_of
 from .records.part_matrices import Parts
 from .web.errors import Refused
@@ -40,7 +41,6 @@ _LOSSES = 16
 _RUN = Parameter(text)
 _LAYER = Parameter(text)
 _ROLE = Parameter(one_of(metadata.ROLES))
-_OPERAND = Parameter(one_of(role for role in metadata.ROLES if metadata.table_of(role) == "metrics"))
 _STEP = Parameter(step)
 _METRIC = Parameter(one_of(metadata.NUMBERS))
 _OTHER = Parameter(text, optional=True)
@@ -69,6 +69,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._parts = self._tables["metrics"]
         self._logdir = Logdir(roots_of(context.flags), self._parts.warm)
         self._bands = Bands(self._parts)
+        self._dumps = Dumps()
         self._jobs = Jobs()
         self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
         self._bundle = _Bundle(_BUNDLE)
@@ -84,10 +85,11 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 self._timeline,
                 {"run": _RUN, "layer": _LAYER, "role": _ROLE, "metrics": Parameter(some_of(metadata.NUMBERS))},
             ),
-            "band": Route(self._band, {"run": _RUN, "baseline": _RUN, "layer": _LAYER, "role": _OPERAND}),
+            "band": Route(self._band, {"run": _RUN, "baseline": _RUN, "layer": _LAYER, "role": _ROLE}),
             "loss": Route(self._loss, {"run": _RUN}),
             "divergence": Route(self._divergence, {"run": _RUN, "baseline": _OTHER}),
             "histogram": Route(self._histogram, {"run": _RUN, "layer": _LAYER, "role": _ROLE, "step": _STEP}),
+            "dumps": Route(self._dumped, {"run": _RUN, "layer": _LAYER, "role": _ROLE}),
             "others": Route(self._others, {"run": _RUN, "step": _STEP}),
             "what_if": Route(self._what_if, {"run": _RUN, "step": _STEP, "recipe": Parameter(text)}),
             "verdict": Route(
@@ -152,6 +154,10 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _histogram(self, run: str, layer: str, role: str, step: int) -> Any:
         return tables.histogram_of(self._of(metadata.table_of(role)), self._logdir.record(run), layer, role, step)
+
+    def _dumped(self, run: str, layer: str, role: str) -> Any:
+        record = self._logdir.record(run)
+        return self._dumps.of_tensor(record, self._parts.index(record).version, layer, role)
 
     def _others(self, run: str, step: int) -> Any:
         return tables.others(self._parts, self._logdir.record(run), step)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
 from ...analysis.comparison.compare import depths_of, that_count
 from ...analysis.comparison.evidence import EVIDENCE
@@ -24,14 +25,17 @@ from ...record.storage import Storage
 from ..web.json_values import numbers, plain
 from .cache import Cache
 from .losses import thinned
+from .metadata import table_of
 from .part_index import Array, Texts
 from .part_matrices import NONFINITE, Index, Parts
-from .tables import of_tensor
+from .tables import no_such_tensor
 
 #: points of a metric's band that are drawn at most
 _POINTS = 1000
 #: bands that are kept, of a tensor each, and of 6 metrics
 _KEPT = 64
+#: bytes that are held of the columns that bands are made of: all of a small record, and little of a large one
+_HELD = 64 << 20
 #: runs whose losses are kept
 _RUNS = 16
 #: columns that bands are made of
@@ -44,6 +48,7 @@ class Bands:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._bands: Cache[dict[str, Any]] = Cache(_KEPT, lambda _: 1)
+        self._tables: Cache[pa.Table] = Cache(_HELD, lambda table: table.nbytes)
         self._runs: Cache[Run] = Cache(_RUNS, lambda _: 1)
 
     def of_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
@@ -59,6 +64,8 @@ class Bands:
         Raises:
             NotThere: either record has no such tensor.
         """
+        if table_of(role) != self._parts.table:
+            return _not_judged("Bands are of operands of GEMMs, and this tensor is not one of them.")
         versions = [self._parts.index(record).version for record in (run, baseline)]
         key = str(run), str(baseline), *versions, layer, role
         return self._bands.get(key, lambda: self._judged(run, baseline, (layer, role)))
@@ -80,7 +87,7 @@ class Bands:
     def _judged(self, run: Storage, baseline: Storage, key: tuple[str, str]) -> dict[str, Any]:
         reference, grid = self._grid(baseline, key), self._grid(run, key, only_quantized=True)
         if not grid.sampled.any():
-            return _NOT_JUDGED
+            return _not_judged("The engine does not quantize this tensor, so it cannot have done harm by that.")
         tensors = [self._tensors(record) for record in (baseline, run)]
         found = tensor_band(reference, grid, len(tensors[0] & tensors[1]))
         depths = [depths_of({layer for layer, _ in each}) for each in tensors]
@@ -90,16 +97,30 @@ class Bands:
         """A tensor over all samples of a run that `compare` goes by."""
 
         def read(index: Index) -> Grid:
-            step, values, texts = of_tensor(self._parts, run, index, key, _COLUMNS, ("scale_source",))
-            rows = pl.DataFrame({"step": step, "layer": key[0], "role": key[1], **values, **texts})
-            steps = index.steps
+            rows, steps = self._rows(run, index, key), index.steps
             if only_quantized and (judged := self._steps_quantized(run, index)) is not None:
                 rows, steps = rows.filter(pl.col("scale_source").is_in([ENGINE, MIXED])), judged
-            skipped = self._run(run).made_up_for
-            steps = steps[~np.isin(steps, skipped.to_numpy())]
+            steps = steps[~np.isin(steps, self._run(run).made_up_for.to_numpy())]
             return Grid.of_table(rows.filter(pl.col("step").is_in(steps))).over(steps)
 
         return self._parts.settled(run, read)
+
+    def _rows(self, run: Storage, index: Index, key: tuple[str, str]) -> pl.DataFrame:
+        """The rows of a tensor, without holding those of the others."""
+        found: list[pl.DataFrame] = []
+        for part, steps in index.held.items():
+            layout = self._parts.unless_damaged(run, part, "layout", partial(self._parts.layout, run, part))
+            rows = [row for step in steps if layout and (row := layout.row(step, key)) is not None]
+            columns = partial(self._columns, run, part)
+            if rows and (table := self._parts.unless_damaged(run, part, "band", columns)) is not None:
+                found.append(pl.DataFrame(table.take(rows)).with_columns(pl.col("scale_source").cast(pl.String)))
+        if not found:
+            raise no_such_tensor(run, *key)
+        return pl.concat(found).sort("step").with_columns(layer=pl.lit(key[0]), role=pl.lit(key[1]))
+
+    def _columns(self, run: Storage, part: Part) -> pa.Table:
+        names = "step", "scale_source", *_COLUMNS
+        return self._tables.get((str(run), part.path), lambda: self._parts.columns(run, part, *names))
 
     def _steps_quantized(self, run: Storage, index: Index) -> Array | None:
         """Samples with an operand that an engine quantizes; None where no engine quantizes any."""
@@ -130,13 +151,8 @@ class Bands:
         return self._parts.settled(run, read)
 
 
-_NOT_JUDGED: dict[str, Any] = {
-    "since": None,
-    "metric": None,
-    "chance": False,
-    "why": "The engine does not quantize this tensor, so it cannot have done harm by that.",
-    "metrics": {},
-}
+def _not_judged(why: str) -> dict[str, Any]:
+    return {"since": None, "metric": None, "chance": False, "why": why, "metrics": {}}
 
 
 def _told(found: TensorBand, onsets: pl.DataFrame) -> dict[str, Any]:

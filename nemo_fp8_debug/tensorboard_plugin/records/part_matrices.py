@@ -199,6 +199,10 @@ class Parts:
 
         return self._metrics.get((str(run), part.path, name), make)
 
+    def columns(self, run: Storage, part: Part, *names: str) -> pa.Table:
+        """Columns of a part, all its rows; they are not held."""
+        return _read(run, self.table, part, *names)
+
     def extent(self, run: Storage, part: Part, name: str, steps: Sequence[int]) -> tuple[float, float, float]:
         """Of a metric at some steps of a part the least and the largest finite value and the least above 0; infinite where
         there is none."""

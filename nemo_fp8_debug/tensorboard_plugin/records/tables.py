@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -145,48 +144,41 @@ def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[st
     """
 
     def read(index: Index) -> dict[str, Any]:
-        step, values, texts = of_tensor(parts, run, index, (layer, role), metrics, TEXTS)
-        return {"step": step.tolist(), "metrics": {name: numbers(values[name]) for name in metrics}, **texts}
+        step: list[int] = []
+        columns: dict[str, list[Any]] = {name: [] for name in (*metrics, *TEXTS)}
+        for part, steps in index.held.items():
+            if (layout := _layout(parts, run, part)) is None:
+                continue
+            mine = set(steps)
+            rows = [
+                (at, s)
+                for at, s in enumerate(layout.steps.tolist())
+                if s in mine and layout.row(s, (layer, role)) is not None
+            ]
+            if not rows:
+                continue
+            tensor, at = layout.places[layer, role], [row for row, _ in rows]
+            step += [s for _, s in rows]
+            for name in metrics:
+                columns[name] += numbers(_metric(parts, run, part, layout, name)[at, tensor])
+            for name in TEXTS:
+                held = _texts(parts, run, part, name)
+                columns[name] += [held.known[code] for code in held.codes[at, tensor]] if held else [None] * len(at)
+        if not step:
+            raise no_such_tensor(run, layer, role)
+        order = np.argsort(step)
+        ordered = {name: [values[i] for i in order] for name, values in columns.items()}
+        return {
+            "step": [step[i] for i in order],
+            "metrics": {name: ordered[name] for name in metrics},
+            **{name: ordered[name] for name in TEXTS},
+        }
 
     return parts.settled(run, read)
 
 
-def of_tensor(
-    parts: Parts, run: Storage, index: Index, key: tuple[str, str], metrics: Sequence[str], texts: Sequence[str]
-) -> tuple[Array, dict[str, Array], dict[str, list[str | None]]]:
-    """Steps that have a tensor, ascending, int64 [N]; by name metrics, float64 [N], NaN where there is none, and texts.
-
-    Raises:
-        NotThere: the record has no such tensor.
-    """
-    step: list[int] = []
-    values: dict[str, list[float]] = {name: [] for name in metrics}
-    words: dict[str, list[str | None]] = {name: [] for name in texts}
-    for part, steps in index.held.items():
-        if (layout := _layout(parts, run, part)) is None:
-            continue
-        mine = set(steps)
-        at = [i for i, s in enumerate(layout.steps.tolist()) if s in mine and layout.row(s, key) is not None]
-        if not at:
-            continue
-        tensor = layout.places[key]
-        step += layout.steps[at].tolist()
-        for name in metrics:
-            values[name] += _metric(parts, run, part, layout, name)[at, tensor].tolist()
-        for name in texts:
-            held = _texts(parts, run, part, name)
-            words[name] += [held.known[code] for code in held.codes[at, tensor]] if held else [None] * len(at)
-    if not step:
-        raise _no_such_tensor(run, *key)
-    order = np.argsort(step)
-    return (
-        np.array(step, np.int64)[order],
-        {name: np.array(column, np.float64)[order] for name, column in values.items()},
-        {name: [column[i] for i in order] for name, column in words.items()},
-    )
-
-
-def _no_such_tensor(run: Storage, layer: str, role: str) -> NotThere:
+def no_such_tensor(run: Storage, layer: str, role: str) -> NotThere:
+    """What is wrong with a question about a tensor that a record does not have."""
     return NotThere(f"The record at {run} has no metrics of {role} of {shortened(layer)}; choose a tensor of its map.")
 
 
@@ -213,7 +205,7 @@ def histogram_of(parts: Parts, run: Storage, layer: str, role: str, step: int) -
         part = index.owner[at]
         row = parts.layout(run, part).row(at, (layer, role))
         if row is None:
-            raise _no_such_tensor(run, layer, f"step {at} of {role}")
+            raise no_such_tensor(run, layer, f"step {at} of {role}")
         recorded = _picked(run, parts.table, part, [row], _METRICS_AT_ONCE)[0]
         rows = _histograms(run, metadata.TABLES[parts.table], index, part.attempt, at, layer, role)
         if not rows:

@@ -10,6 +10,13 @@ export function number(value) {
   return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
 }
 
+/** As on an axis, where room is scarce. */
+export function tick(value) {
+  const size = Math.abs(value);
+  const rounded = Number(value.toPrecision(4));
+  return size >= 1e5 || (size > 0 && size < 1e-3) ? rounded.toExponential().replace('+', '') : String(rounded);
+}
+
 /** Five significant digits, where numbers next to each other are almost the same. */
 export function precise(value) {
   if (value == null || Number.isNaN(value)) return '-';
@@ -22,8 +29,12 @@ const RAISED = {'-': '⁻', 0: '⁰', 1: '¹', 2: '²', 3: '³', 4: '⁴', 5: '�
 /** A power of two. */
 export const powerOfTwo = (exponent) => `2${[...String(Number(exponent.toFixed(2)))].map((sign) => RAISED[sign] ?? sign).join('')}`;
 
-/** A number and its unit. */
-export const withUnit = (value, unit, digits = number) => (value == null || Number.isNaN(value) ? '-' : `${digits(value)}${unit === '%' ? '' : ' '}${unit ?? ''}`.trim());
+/** A number and its unit; a logarithm of a ratio as the ratio. */
+export function withUnit(value, unit, digits = number) {
+  if (value == null || Number.isNaN(value)) return '-';
+  if (unit === 'log2') return `x${digits(2 ** value)}`;
+  return `${digits(value)}${unit === '%' ? '' : ' '}${unit ?? ''}`.trim();
+}
 
 const SHOWN_AS = {
   input: 'X', weight: 'W', grad_output: 'dY',

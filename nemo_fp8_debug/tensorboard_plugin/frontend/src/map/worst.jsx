@@ -1,6 +1,7 @@
 // The tensors with the worst values, in numbers, with the ways from there.
 import {go, toTensor} from '../address.js';
 import {chosen} from '../records.js';
+import {TensorLink} from '../story/link.jsx';
 import {titleOf, withUnit} from '../units.js';
 
 const LISTED = 10;
@@ -23,7 +24,7 @@ export function Worst({ordered, parts, unit, difference}) {
         <tbody>
           {ordered.slice(0, LISTED).map(({tensor, by, apart}) => (
             <tr key={titleOf(tensor)}>
-              <th scope="row">{titleOf(tensor)}</th>
+              <th scope="row"><TensorLink {...tensor} /></th>
               {parts.map((part) => <td key={part} class="n">{withUnit(by[part], unit)}</td>)}
               {difference !== undefined && <td class="n">{withUnit(apart, '')}</td>}
               <td>

@@ -3,21 +3,21 @@ import '@preact/signals';
 import {at, go} from '../address.js';
 import {metricNamed, metricsOfTable} from '../records.js';
 
-const DEFAULT = 'underflow_pct,relative_error,amax,scale_ratio_log2';
-
-/** What a run tells of its steps, sampled or not; sparse: of some of them only. */
+/** What a run tells of its steps, sampled or not; optional: shown if it was recorded. */
 const OF_THE_RUN = {
-  loss: {label: 'loss', unit: '', scale: 'linear'},
-  grad_norm: {label: 'gradient norm', unit: '', scale: 'log', sparse: true},
-  lr: {label: 'learning rate', unit: '', scale: 'linear', sparse: true},
+  loss: {label: 'loss', unit: ''},
+  lr: {label: 'learning rate', unit: '', optional: true},
+  grad_norm: {label: 'gradient norm', unit: '', optional: true},
 };
+
+const DEFAULT = 'lr,grad_norm,underflow_pct,relative_error,amax,scale_ratio_log2';
 
 export const ofTheRun = (name) => name in OF_THE_RUN;
 export const aboutMetric = (name) => OF_THE_RUN[name] ?? metricNamed(name);
 
-const offered = () => [...metricsOfTable().map(({name}) => name), 'grad_norm', 'lr'];
+const offered = () => ['lr', 'grad_norm', ...metricsOfTable().map(({name}) => name)];
 
-/** Names of metrics, as the address has them, in the order that they are offered in. */
+/** Names of metrics, as the address has them, in the order that they are offered in; the loss is always there, and first. */
 export function chosenMetrics() {
   const wanted = new Set((at('metrics') ?? DEFAULT).split(','));
   return offered().filter((name) => wanted.has(name));
@@ -27,9 +27,9 @@ export function Metrics({metrics}) {
   const set = (name, on) => go({metrics: offered().filter((one) => (one === name ? on : metrics.includes(one))).join(',')});
   return (
     <details class="choices">
-      <summary>{metrics.length} metrics: {metrics.map((name) => aboutMetric(name).label).join(', ') || 'none'}</summary>
+      <summary>Charts: the loss and {metrics.length} more</summary>
       <fieldset class="controls">
-        <legend class="soft">Metrics, each with a chart of its own</legend>
+        <legend class="soft">Beside the loss, a chart each</legend>
         {offered().map((name) => {
           const {label, unit} = aboutMetric(name);
           return (

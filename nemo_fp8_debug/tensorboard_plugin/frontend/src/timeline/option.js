@@ -1,75 +1,106 @@
 // What ECharts draws over the steps.
-import {axis, tip, tooltip} from '../components/chart.jsx';
+import {axis, tooltip} from '../components/chart.jsx';
 import {COLORS, inks, STROKES} from '../theme.js';
-import {number, withUnit} from '../units.js';
-import {KINDS} from './panels.js';
+import {tick, withUnit} from '../units.js';
+import {KINDS} from './happened.js';
+import {LABEL} from './layout.js';
+import {tipAt} from './tip.js';
 
-const PLOT = 88;
-const GAP = 36;
-const TOP = 34;
-const BOTTOM = 78;
 const FEW = 80;
 
-const tops = (panels) => panels.map((_, i) => TOP + i * (PLOT + GAP));
+const named = ({label, unit, log, limits, left}) =>
+  [`${label}${unit && unit !== 'log2' ? ` (${unit})` : ''}`, log && 'logarithmic', limits && 'robust', left > 0 && `${left.toLocaleString('en')} value${left === 1 ? '' : 's'} beyond the axis`].filter(Boolean).join(', ');
 
-export const heightOf = (panels) => TOP + panels.length * (PLOT + GAP) + BOTTOM - GAP;
-
-const named = ({label, unit, log}) => `${label}${unit ? ` (${unit})` : ''}${log ? ', logarithmic' : ''}`;
-
-export function optionOf({panels, events, names, step, ends: [first, last], zoom}) {
+/** @param {{panels, layout, events, markers, names, ends: [number, number], zoom: [number, number]}} shown */
+export function optionOf({panels, layout: {boxes}, events, markers, names, ends: [first, last], zoom}) {
   const ink = inks();
   const all = panels.map((_, i) => i);
-  const bottom = panels.length - 1;
-  const lines = panels.flatMap((panel, i) => linesOf(panel, i, step, step > (first + last) / 2 ? 'right' : 'left', ink));
   return {
-    title: panels.map((panel, i) => ({text: named(panel), left: 8, top: tops(panels)[i] - 24, textStyle: {fontSize: 12, fontWeight: 600, color: ink.text}})),
-    grid: tops(panels).map((top) => ({left: 70, right: 24, top, height: PLOT})),
-    xAxis: all.map((i) => axis({
+    title: panels.map((panel, i) => ({text: named(panel), left: boxes[i].left - 62, top: boxes[i].top - 25 - (boxes[i].isFirst ? markers.length * LABEL : 0), textStyle: {fontSize: 12, fontWeight: 600, color: ink.text}})),
+    grid: boxes.map(({left, width, top, height}) => ({left, width, top, height, outerBoundsMode: 'none'})),
+    xAxis: boxes.map(({isLast}, i) => axis({
       type: 'value', gridIndex: i, min: first, max: Math.max(last, first + 1), minInterval: 1, splitLine: {show: false},
-      axisLabel: {show: i === bottom}, name: i === bottom ? 'step' : '', nameLocation: 'middle', nameGap: 24,
-      axisPointer: {label: {show: i === bottom, formatter: ({value}) => `step ${Math.round(value)}`}},
+      axisLabel: {show: isLast, hideOverlap: true}, name: isLast ? 'step' : '', nameLocation: 'middle', nameGap: 24,
+      axisPointer: {label: {show: isLast, formatter: ({value}) => `step ${Math.round(value)}`}},
     })),
-    yAxis: panels.map(({log}, i) => axis({type: log ? 'log' : 'value', gridIndex: i, scale: true, splitNumber: 3, axisLabel: {formatter: number, hideOverlap: true}})),
+    yAxis: panels.map(({unit, log, limits}, i) => axis({
+      type: log ? 'log' : 'value', gridIndex: i, scale: true, splitNumber: 3, min: limits?.[0], max: limits?.[1],
+      axisLabel: {formatter: (value) => (unit === 'log2' ? withUnit(value, unit) : tick(value)), hideOverlap: true, showMinLabel: limits ? false : undefined, showMaxLabel: limits ? false : undefined},
+    })),
     axisPointer: {link: [{xAxisIndex: 'all'}], lineStyle: {color: ink.soft}},
     dataZoom: [
       {type: 'inside', xAxisIndex: all, startValue: zoom[0], endValue: zoom[1], filterMode: 'none', zoomOnMouseWheel: 'ctrl'},
       {type: 'slider', xAxisIndex: all, startValue: zoom[0], endValue: zoom[1], filterMode: 'none', left: 70, right: 24, bottom: 6, height: 22, borderColor: ink.line, showDetail: false, brushSelect: false, handleSize: '150%'},
     ],
-    tooltip: tooltip({trigger: 'axis', formatter: (found) => told([found].flat(), panels, events, names)}),
-    series: [...lines, ...marksOf(events, bottom, ink)],
+    tooltip: tooltip({trigger: 'axis', formatter: (found) => tipAt(Math.round([found].flat()[0].axisValue), panels, events, names)}),
+    series: [
+      ...panels.flatMap((panel, i) => (panel.band ? [bandOf(panel.band, panel, i)] : [])),
+      ...panels.flatMap((panel, i) => linesOf(panel, i)),
+      ...panels.map((panel, i) => markersIn(markers, i, boxes[i].isFirst, (first + last) / 2, ink)),
+      ...marksOf(events, panels.findIndex(({name}) => name === 'loss'), ink),
+    ],
   };
 }
 
-function linesOf({lines, name}, panel, step, align, ink) {
-  return lines.map(({part, step: steps, values}, i) => ({
-    type: 'line', id: `${name} ${part}`, xAxisIndex: panel, yAxisIndex: panel, data: steps.map((at, j) => [at, values[j]]),
+function linesOf({lines, name, log}, panel) {
+  return lines.map(({part, step: steps, values}) => ({
+    type: 'line', id: `${name} ${part}`, xAxisIndex: panel, yAxisIndex: panel,
+    data: steps.map((at, j) => [at, log && values[j] <= 0 ? null : values[j]]),
     showSymbol: steps.length <= FEW, symbolSize: 4, color: COLORS[part], lineStyle: {color: COLORS[part], type: STROKES[part], width: 1.6},
-    emphasis: {disabled: true}, z: part === 'run' ? 3 : 2,
-    markLine: i === 0 && step !== null ? {
-      silent: true, symbol: 'none', animation: false, data: [{xAxis: step}], lineStyle: {color: ink.text, type: 'solid', width: 1, opacity: 0.7},
-      label: {show: panel === 0, formatter: `step ${step}`, color: ink.text, position: 'end', distance: 3, align},
-    } : undefined,
+    emphasis: {disabled: true}, z: part === 'run' ? 4 : 3,
   }));
 }
 
+/** What does not count against a tensor, shaded, and its ends; open to a side on which nothing counts. */
+function bandOf({step, low, high}, {name, log}, panel) {
+  const known = step.flatMap((_, i) => (low[i] === null && high[i] === null ? [] : [i]));
+  return {
+    type: 'custom', id: `${name} band`, xAxisIndex: panel, yAxisIndex: panel, z: 1, data: [[0]], encode: {x: -1, y: -1}, silent: true, clip: true, tooltip: {show: false},
+    renderItem: ({coordSys: {y, height}}, api) => {
+      const place = (i, value, edge) => (value === null || (log && value <= 0) ? [api.coord([step[i], 1])[0], edge] : api.coord([step[i], value]));
+      const above = known.map((i) => place(i, high[i], y - 2));
+      const below = known.map((i) => place(i, low[i], y + height + 2));
+      const edge = (points) => ({type: 'polyline', shape: {points}, style: {stroke: COLORS.baseline, fill: 'none', lineWidth: 1, lineDash: [2, 3], opacity: 0.9}});
+      return {
+        type: 'group',
+        children: [
+          {type: 'polygon', shape: {points: [...above, ...below.reverse()]}, style: {fill: COLORS.baseline, opacity: 0.14}},
+          edge(above), edge(below),
+        ],
+      };
+    },
+  };
+}
+
+const LINES = {
+  diverges: (ink) => ({color: ink.text, type: 'dashed', width: 1.6}),
+  leaves: () => ({color: COLORS.run, type: 'solid', width: 1.8}),
+  chosen: (ink) => ({color: ink.soft, type: 'solid', width: 1}),
+};
+
+/** Vertical lines; their labels one above the other over the first chart, so that they never overlap. */
+function markersIn(markers, panel, isFirst, middle, ink) {
+  return {
+    type: 'line', id: `markers ${panel}`, xAxisIndex: panel, yAxisIndex: panel, data: [], silent: true, tooltip: {show: false}, z: 2,
+    markLine: {
+      silent: true, symbol: 'none', animation: false,
+      data: markers.map(({kind, step, label}, i) => {
+        const style = LINES[kind](ink);
+        return {
+          xAxis: step, lineStyle: style,
+          label: {show: isFirst, formatter: label, color: kind === 'leaves' ? ink.text : style.color, fontWeight: kind === 'chosen' ? 400 : 600, position: 'end', distance: 3 + i * LABEL, align: step > middle ? 'right' : 'left'},
+        };
+      }),
+    },
+  };
+}
+
 function marksOf(events, panel, ink) {
-  return Object.entries(KINDS).map(([kind, {symbol}]) => ({
+  if (panel < 0) return [];
+  return Object.entries(KINDS).filter(([, {symbol}]) => symbol).map(([kind, {symbol}]) => ({
     type: 'scatter', id: kind, xAxisIndex: panel, yAxisIndex: panel, symbol, symbolSize: 10, z: 5, tooltip: {show: false},
     data: events.filter((event) => event.kind === kind && event.loss !== null).map(({part, step, loss}) => ({
       value: [step, loss], itemStyle: {color: COLORS[part], borderColor: ink.text, borderWidth: 1},
     })),
   }));
-}
-
-/** All values at the pointer, and what happened there. */
-function told(found, panels, events, names) {
-  const lines = found.filter(({seriesType}) => seriesType === 'line');
-  const step = (lines[0] ?? found[0]).value[0];
-  const values = lines.map(({seriesId, value: [at, value]}) => {
-    const panel = panels.find(({name}) => seriesId.startsWith(`${name} `));
-    const when = at === step ? '' : `, at step ${at}`;
-    return `${panel.label}, ${names[seriesId.slice(panel.name.length + 1)]}: ${value == null ? 'no value' : withUnit(value, panel.unit)}${when}`;
-  });
-  const seen = events.filter((event) => found.some(({value}) => value[0] === event.step));
-  return tip(`step ${step}`, ...values, ...seen.map(({kind, part, step: at, why}) => `${KINDS[kind].label} in ${names[part]}, step ${at}: ${why}`));
 }

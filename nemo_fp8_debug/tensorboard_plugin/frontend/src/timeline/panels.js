@@ -1,29 +1,35 @@
-// What the charts over the steps show, and what happened in which step.
+// What the charts over the steps show.
 import {placeOf} from '../units.js';
+import {axisOf} from './axes.js';
 import {aboutMetric, ofTheRun} from './metrics.jsx';
 
 /**
- * @param {string[]} metrics
+ * @param {string[]} metrics in the order of the charts
  * @param {object} samples by part, answers of `timeline`
  * @param {object} losses by part, answers of `loss`
- * @returns {Array<{name, label, unit, log: boolean, lines: Array<{part, step: number[], values: Array<?number>}>}>} the loss last
+ * @param {?object} band answer of `band`
+ * @param {string} axes key of AXES
+ * @returns {Array<{name, label, unit, ofRun, log, limits, left, band, lines: Array<{part, step: number[], values: Array<?number>}>}>}
+ *   those of the run, as the loss, before those of the tensor
  */
-export function panelsOf(metrics, samples, losses) {
-  return [...metrics, 'loss'].map((name) => {
-    const {label, unit, scale, sparse} = aboutMetric(name);
-    const lines = Object.entries(ofTheRun(name) ? losses : samples)
-      .map(([part, data]) => ({part, step: data?.step, values: ofTheRun(name) ? data?.[name] : data?.metrics?.[name]}))
-      .filter(({values}) => values?.some((value) => value !== null))
-      .map((line) => (sparse ? known(line) : line));
-    const positive = lines.every(({values}) => values.every((value) => value === null || value > 0));
-    return {name, label, unit, lines, log: scale === 'log' && lines.length > 0 && positive};
-  });
+export function panelsOf(metrics, samples, losses, band, axes) {
+  return metrics
+    .map((name) => {
+      const {label, unit, scale, optional} = aboutMetric(name);
+      const ofRun = ofTheRun(name);
+      const lines = Object.entries(ofRun ? losses : samples)
+        .map(([part, data]) => ({part, ...(ofRun ? recorded(data, name) : {step: data?.step, values: data?.metrics?.[name]})}))
+        .filter(({values}) => values?.some((value) => value !== null));
+      return {name, label, unit, ofRun, optional, lines, band: band?.metrics[name] ?? null, ...axisOf(axes, ofRun || scale === 'log', lines)};
+    })
+    .filter(({lines, optional}) => lines.length || !optional);
 }
 
-/** A line of the steps that have a value. */
-function known({part, step, values}) {
-  const places = values.flatMap((value, i) => (value === null ? [] : [i]));
-  return {part, step: places.map((i) => step[i]), values: places.map((i) => values[i])};
+/** A line of the steps at which something was recorded: broken where it is NaN or infinite, and nowhere else. */
+function recorded(data, name) {
+  const lost = new Set(data?.not_finite[name]);
+  const places = (data?.[name] ?? []).flatMap((value, i) => (value === null && !lost.has(data.step[i]) ? [] : [i]));
+  return {step: places.map((i) => data.step[i]), values: places.map((i) => data[name][i])};
 }
 
 /** [first, last] step of all lines. */
@@ -32,38 +38,19 @@ export function extent(panels) {
   return steps.length ? [Math.min(...steps), Math.max(...steps)] : [0, 1];
 }
 
-/** The last value that is there at a step or before. */
-function valueAt(step, values, wanted) {
-  let place = placeOf(step, wanted);
-  while (place > 0 && values[place] === null) place -= 1;
-  return values[place] ?? null;
+/** By part the value of each line at the step next to one: {step, value}. */
+export function valuesAt({lines}, wanted) {
+  return Object.fromEntries(lines.map(({part, step, values}) => {
+    const place = placeOf(step, wanted);
+    return [part, {step: step[place], value: values[place]}];
+  }));
 }
 
-export const KINDS = {
-  spike: {label: 'spike of the loss', why: 'more than 5 standard deviations above the running median', symbol: 'triangle'},
-  skipped: {label: 'skipped step', why: 'the optimizer did not step', symbol: 'rect'},
-  trigger: {label: 'triggered sample', symbol: 'diamond'},
-  change: {label: 'cast differently', symbol: 'circle'},
-};
-
-/** [step, how from then on] where a tensor is cast otherwise than at the sampled step before. */
-function changesOf(sample) {
-  const how = sample?.step.map((_, i) => `${sample.format[i]} under ${sample.recipe[i]}, scale: ${sample.scale_source[i]}`) ?? [];
-  return how.flatMap((now, i) => (i > 0 && now !== how[i - 1] ? [[sample.step[i], now]] : []));
-}
-
-/** What happened, ascending by step: [{part, step, kind, why, loss}]; the loss null where none is known. */
-export function eventsOf(samples, losses) {
-  const events = Object.entries(losses).flatMap(([part, data]) => {
-    const of = (kind, step, why = KINDS[kind].why) => ({part, step, kind, why, loss: data ? valueAt(data.step, data.loss, step) : null});
-    return [
-      ...changesOf(samples[part]).map(([step, why]) => of('change', step, why)),
-      ...(data?.spikes ?? []).map((step) => of('spike', step)),
-      ...(data?.skipped ?? []).map((step) => of('skipped', step)),
-      ...(data?.triggers ?? []).map(([step, why]) => of('trigger', step, why)),
-    ];
-  });
-  return events.sort((a, b) => a.step - b.step);
+/** {low, expected, high} of a panel's band at the step next to one; null outside of what the baseline covers. */
+export function bandAt({band}, wanted) {
+  if (!band?.step.length || wanted < band.step[0] || wanted > band.step[band.step.length - 1]) return null;
+  const place = placeOf(band.step, wanted);
+  return {low: band.low[place], expected: band.expected[place], high: band.high[place]};
 }
 
 /** Steps beside metrics, in rows of a table: headings, then all runs one after the other. */

@@ -1,5 +1,5 @@
 // What compare says of the baseline, the run and the reference run.
-import {TensorLink} from '../components/link.jsx';
+import {TensorLink} from '../story/link.jsx';
 import {DifferencesTable} from '../components/settings.jsx';
 import {Table} from '../components/table.jsx';
 import {titleOf} from '../units.js';

@@ -1,5 +1,5 @@
 // What recommend says: a change per operand, what it makes of its errors, what it costs, and the files that do it.
-import {TensorLink} from '../components/link.jsx';
+import {TensorLink} from '../story/link.jsx';
 import {Sentence} from '../components/notice.jsx';
 import {Snippet} from '../components/snippet.jsx';
 import {Table} from '../components/table.jsx';

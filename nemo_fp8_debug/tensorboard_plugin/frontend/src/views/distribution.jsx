@@ -8,6 +8,7 @@ import {Table, Tensor} from '../components/pickers.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
 import {chosen, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
+import {TensorLink} from '../story/link.jsx';
 import {number, titleOf} from '../units.js';
 import {Metrics} from '../distribution/metrics.jsx';
 import {Histogram} from '../distribution/histogram.jsx';
@@ -48,7 +49,7 @@ function Counts({histogram, baseline}) {
   const title = `${titleOf(tensor.value)}, ${chosen.value.run}, step ${histogram.step}`;
   return (
     <>
-      <p data-words="values"><b>{titleOf(tensor.value)}</b> at step {histogram.step}: {inWords(parts)} {castHow(histogram.recorded)}</p>
+      <p data-words="values"><b><TensorLink {...tensor.value} /></b> at step {histogram.step}: {inWords(parts)} {castHow(histogram.recorded)}</p>
       {histogram.rows.some((row) => row.rounded) && (
         <p class="soft" data-words="rounded">
           Its values are float32 and were rounded to bfloat16 to be counted: what is computed here is approximate, what is

@@ -1,6 +1,6 @@
 // Every tensor of the runs at a step, one metric as color: side by side on one scale, and what sets them apart.
 import {useMemo} from 'preact/hooks';
-import {at} from '../address.js';
+import {at, tensor} from '../address.js';
 import {Problem} from '../components/notice.jsx';
 import {currentMetric, Metric, Table} from '../components/pickers.jsx';
 import {Steps} from '../components/steps.jsx';
@@ -12,6 +12,7 @@ import {badnessOf, badnessOfDifference, differenceOf, scaleOf, scaleOfDifference
 import {valuesOf} from '../map/values.js';
 import {Worst} from '../map/worst.jsx';
 import {chosen, metricNamed, PARTS, table} from '../records.js';
+import {Card} from '../story/card.jsx';
 import {dark} from '../theme.js';
 
 export function MapView() {
@@ -26,6 +27,7 @@ export function MapView() {
     <>
       <div class="controls"><Table /><Metric /><Steps /></div>
       {error && <Problem error={error} />}
+      {tensor.value && <Card {...tensor.value} inLine />}
       {there.length ? maps : !error && <p class="soft" role="status">Reading the record …</p>}
     </>
   );

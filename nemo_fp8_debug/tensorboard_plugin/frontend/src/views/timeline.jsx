@@ -1,4 +1,4 @@
-// Metrics of one tensor over the steps, of all runs that are looked at, above the loss.
+// The loss of all runs that are looked at over the steps, and below it the metrics of one tensor in the baseline's band.
 import {useMemo} from 'preact/hooks';
 import '@preact/signals';
 import {tensor} from '../address.js';
@@ -6,11 +6,17 @@ import {Table, Tensor} from '../components/pickers.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
 import {chosen, PARTS, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
+import {useBand, useDivergence} from '../story/band.js';
+import {Card} from '../story/card.jsx';
 import {dark} from '../theme.js';
+import {currentAxes} from '../timeline/axes.js';
 import {Charts} from '../timeline/charts.jsx';
 import {Events} from '../timeline/events.jsx';
+import {eventsOf, markersOf} from '../timeline/happened.js';
 import {chosenMetrics, Metrics, ofTheRun} from '../timeline/metrics.jsx';
-import {eventsOf, panelsOf} from '../timeline/panels.js';
+import {panelsOf} from '../timeline/panels.js';
+import {AllValues, ValuesAt} from '../timeline/values.jsx';
+import {titleOf} from '../units.js';
 import {NoTensor} from './distribution.jsx';
 
 /** The answers of each run that plays a part to the question about it; a run that cannot answer leaves the others be. */
@@ -29,15 +35,16 @@ export function Timeline() {
   const asked = metrics.filter((name) => !ofTheRun(name)).join(',');
   const samples = useParts((run) => tensor.value && asked && ['timeline', {run, ...tensor.value, metrics: asked}]);
   const losses = useParts((run) => ['loss', {run}]);
-  const waiting = [samples, losses].flatMap(Object.values).some(({data, error}) => data === undefined && !error);
+  const band = useBand(tensor.value);
+  const divergence = useDivergence();
+  const waiting = [...[samples, losses].flatMap(Object.values), band, divergence].some(({data, error}) => data === undefined && !error);
   return (
     <>
       <div class="controls"><Table /><Tensor /><Steps /></div>
-      <Metrics metrics={metrics} />
-      {!tensor.value && <NoTensor />}
+      {tensor.value ? <Card {...tensor.value} inLine inTimeline /> : <NoTensor />}
       <Problems answers={[samples, losses]} />
       {waiting && <p class="soft" role="status">Reading the record …</p>}
-      <Shown metrics={metrics} samples={dataOf(samples)} losses={dataOf(losses)} />
+      <Shown metrics={metrics} samples={dataOf(samples)} losses={dataOf(losses)} band={band.data ?? null} divergence={divergence.data ?? null} />
     </>
   );
 }
@@ -49,16 +56,23 @@ function Problems({answers}) {
   return said.length ? <ul class="notes" role="status">{said.map((line) => <li key={line}>{line}</li>)}</ul> : null;
 }
 
-function Shown({metrics, samples, losses}) {
-  const key = [...Object.values(samples), ...Object.values(losses)];
-  const names = chosen.value;
-  const panels = useMemo(() => panelsOf(tensor.value ? metrics : metrics.filter(ofTheRun), samples, losses), [metrics.join(), tensor.value, ...key]);
-  const events = useMemo(() => eventsOf(samples, losses), key);
+function Shown({metrics, samples, losses, band, divergence}) {
+  const key = [...Object.values(samples), ...Object.values(losses), band];
+  const [names, axes, step] = [chosen.value, currentAxes(), currentStep()];
+  const shown = ['loss', ...(tensor.value ? metrics : metrics.filter(ofTheRun))];
+  const panels = useMemo(() => panelsOf(shown, samples, losses, band, axes), [shown.join(), tensor.value, axes, ...key]);
+  const events = useMemo(() => eventsOf({samples, losses, divergence, band, hasBaseline: Boolean(names.baseline)}), [...key, divergence]);
+  const markers = useMemo(() => markersOf({divergence, band, step}), [divergence, band, step]);
   if (!key.some(Boolean)) return null;
+  const title = tensor.value ? titleOf(tensor.value) : 'the loss';
   return (
     <>
-      <Charts key={panels.length} panels={panels} events={events} names={names} step={currentStep()} isDark={dark.value} />
+      <Charts key={panels.map(({name}) => name).join()} panels={panels} events={events} markers={markers} names={names} title={title} isDark={dark.value}>
+        <Metrics metrics={metrics} />
+      </Charts>
       {(events.length > 0 || Object.values(losses).some(Boolean)) && <Events events={events} names={names} />}
+      <ValuesAt step={step} panels={panels} names={names} />
+      <AllValues panels={panels} names={names} title={title} />
     </>
   );
 }

@@ -1,8 +1,9 @@
 // What is wrong with a run, what to change, and what sets it apart from a baseline.
-import {useRef, useState} from 'preact/hooks';
+import {useEffect, useRef, useState} from 'preact/hooks';
 import {Notice, Problem} from '../components/notice.jsx';
 import {chosen, versionOf} from '../records.js';
 import {useJob} from '../server.js';
+import {story} from '../story/told.js';
 import {Compared} from '../verdict/comparison.jsx';
 import {Diagnosed} from '../verdict/diagnosis.jsx';
 import {Recommended} from '../verdict/recommendation.jsx';
@@ -21,6 +22,7 @@ function VerdictOf({run, baseline, reference}) {
   if (!known(judged.current)) judged.current = newest;
   const [times, again] = useState(0);
   const job = useJob('verdict', {run, baseline, reference}, String(times));
+  useEffect(() => void (story.value = job.data?.story ?? null), [job.data]);
   const anew = () => {
     judged.current = newest;
     again(times + 1);

@@ -1,6 +1,6 @@
 // Recipes x layers at a step: what would be lost under recipes that were not in use.
 import {at, go} from '../address.js';
-import {TensorLink} from '../components/link.jsx';
+import {TensorLink} from '../story/link.jsx';
 import {Answered, Notice} from '../components/notice.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
 import {Table} from '../components/table.jsx';

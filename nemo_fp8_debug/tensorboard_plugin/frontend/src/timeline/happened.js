@@ -1,0 +1,65 @@
+// What happened in which step, of the runs and of the tensor.
+import {metricNamed} from '../records.js';
+import {placeOf, withUnit} from '../units.js';
+
+export const KINDS = {
+  diverges: {label: 'loss diverges'},
+  leaves: {label: "leaves the baseline's band"},
+  spike: {label: 'spike of the loss', why: 'more than 5 standard deviations above the running median', symbol: 'triangle'},
+  skipped: {label: 'skipped step', why: 'the optimizer did not step', symbol: 'rect'},
+  trigger: {label: 'triggered sample', symbol: 'diamond'},
+  change: {label: 'cast differently', symbol: 'circle'},
+};
+
+/** The last value that is there at a step or before. */
+function valueAt(step, values, wanted) {
+  let place = placeOf(step, wanted);
+  while (place > 0 && values[place] === null) place -= 1;
+  return values[place] ?? null;
+}
+
+/** [step, how from then on] where a tensor is cast otherwise than at the sampled step before. */
+function changesOf(sample) {
+  const how = sample?.step.map((_, i) => `${sample.format[i]} under ${sample.recipe[i]}, scale: ${sample.scale_source[i]}`) ?? [];
+  return how.flatMap((now, i) => (i > 0 && now !== how[i - 1] ? [[sample.step[i], now]] : []));
+}
+
+/** A metric that leaves its band, in words. */
+export function leavingTold(name, {usual, value}) {
+  const {label, unit} = metricNamed(name) ?? {label: name, unit: ''};
+  return `${label} ${withUnit(usual, unit)} in the baseline, ${withUnit(value, unit)} here`;
+}
+
+/** @returns {Array<{part, step, kind, why}>} */
+function apart(divergence, band, hasBaseline) {
+  const why = hasBaseline ? "it stays above the baseline's from here on" : 'it stays above its own minimum from here on';
+  const of = (kind, step, told) => ({part: 'run', step, kind, why: told, loss: null});
+  const left = Object.entries(band?.metrics ?? {}).filter(([, {since}]) => since !== null);
+  return [
+    ...(divergence?.since == null ? [] : [of('diverges', divergence.since, why)]),
+    ...left.map(([name, metric]) => of('leaves', metric.since, leavingTold(name, metric))),
+  ];
+}
+
+/** What happened, ascending by step: [{part, step, kind, why, loss}]; the loss null where none is known. */
+export function eventsOf({samples, losses, divergence, band, hasBaseline}) {
+  const events = Object.entries(losses).flatMap(([part, data]) => {
+    const of = (kind, step, why = KINDS[kind].why) => ({part, step, kind, why, loss: data ? valueAt(data.step, data.loss, step) : null});
+    return [
+      ...changesOf(samples[part]).map(([step, why]) => of('change', step, why)),
+      ...(data?.spikes ?? []).map((step) => of('spike', step)),
+      ...(data?.skipped ?? []).map((step) => of('skipped', step)),
+      ...(data?.triggers ?? []).map(([step, why]) => of('trigger', step, why)),
+    ];
+  });
+  return [...apart(divergence, band, hasBaseline), ...events].sort((a, b) => a.step - b.step);
+}
+
+/** Steps that vertical lines mark, with what they are: those of the loss and of the tensor, and the one that is looked at. */
+export function markersOf({divergence, band, step}) {
+  return [
+    divergence?.since != null && {kind: 'diverges', step: divergence.since, label: `loss diverges: step ${divergence.since}`},
+    band?.since != null && {kind: 'leaves', step: band.since, label: `leaves the band: step ${band.since}`},
+    step !== null && {kind: 'chosen', step, label: `step ${step}`},
+  ].filter(Boolean);
+}
