@@ -6,7 +6,8 @@ import {histogram, together} from '../cast.js';
 import {Chart} from '../components/chart.jsx';
 import {powerOfTwo} from '../units.js';
 import {margin} from './cuts.js';
-import {optionOf, rangeOf} from './histogram_option.js';
+import {DragHint, wasDragged} from './hint.jsx';
+import {optionOf, PLOT, rangeOf, REACH_PX} from './histogram_option.js';
 import {FINEST, scaled} from './trial.jsx';
 
 const shared = (parts) => {
@@ -36,6 +37,7 @@ export function Histogram({title, parts, baseline, baselineName, inUse, tried, c
   const {underflow_pct: lost = null, overflow_pct: clipped = null} = tried.metrics ?? {};
   return (
     <>
+      {tried.scale !== null && <DragHint />}
       <Chart
         name={`distribution of ${title}`} height={370} rows={rows} option={option} ready={(chart) => dragging(chart, drag, now)}
         label={`Magnitudes of ${title}; as tried, ${lost}% become zero and ${clipped}% are clipped. The slider below moves the window.`}
@@ -59,7 +61,8 @@ export function Histogram({title, parts, baseline, baselineName, inUse, tried, c
 /** Moves the scale against the pointer: a window further right is that of a smaller scale. */
 function dragging(chart, drag, now) {
   const area = chart.getZr();
-  const inside = (event) => chart.containPixel({gridIndex: 0}, [event.offsetX, event.offsetY]);
+  const inside = ({offsetX: x, offsetY: y}) =>
+    x >= PLOT.left && x <= chart.getWidth() - PLOT.right && y >= PLOT.top - REACH_PX && y <= chart.getHeight() - PLOT.bottom;
   area.on('mousedown', (event) => {
     if (inside(event)) drag.current = {x: event.offsetX, scale: now.current.scale, moved: 0};
   });
@@ -79,6 +82,7 @@ function dragging(chart, drag, now) {
   const end = () => {
     const moved = drag.current?.moved;
     drag.current = null;
+    if (moved) wasDragged();
     if (moved) go({}); // so that the axis makes room for where the window is now
   };
   area.on('mouseup', end);

@@ -8,6 +8,15 @@ const HALF = 0.5;
 const BESIDE = 2;
 /** Powers of two beside the windows that are shown. */
 const FAR = 22;
+/** Where the plot lies in its chart, in pixels from each side. */
+export const PLOT = {left: 70, right: 25, top: 84, bottom: 44};
+/** How far above the plot the windows lie: in use, and tried. */
+const [IN_USE, TRIED] = [46, 14];
+/** Height of the strip below the top of the plot that has its labels. */
+const LABELS = 26;
+const GRIP = {width: 30, height: 18};
+/** How far above the plot the window can be taken hold of. */
+export const REACH_PX = TRIED + GRIP.height;
 const NOT_DRAWN = {tooltip: {show: false}, silent: true, clip: false};
 
 const log2WindowOf = ({format, scale}) => {
@@ -32,7 +41,7 @@ export function optionOf({own, others, inUse, tried, linear, range}) {
   // Below the share of a single value, so that its bar is seen.
   const floor = linear ? 0 : 10 ** (Math.ceil(Math.log10(100 / Math.max(own.n, others?.n ?? 0, 1))) - 1);
   return {
-    grid: {left: 70, right: 25, top: 84, bottom: 44},
+    grid: PLOT,
     tooltip: tooltip({trigger: 'item'}),
     xAxis: axis({
       type: 'value', min: low, max: high, minInterval: 1, name: 'magnitude of a value', nameLocation: 'middle', nameGap: 28,
@@ -46,8 +55,8 @@ export function optionOf({own, others, inUse, tried, linear, range}) {
       ...(tried.scale === null ? [] : [zones(tried)]),
       bars(own.bars.filter((bar) => bar.count && seen(bar)), floor),
       ...(others ? [outline(others.bars.filter(seen), floor)] : []),
-      ...(inUse.scale === null || inUse === tried ? [] : [bracket(inUse, 'in use', 44, ink.soft, ink)]),
-      ...(tried.scale === null ? [] : [bracket(tried, inUse === tried ? 'in use' : 'tried', 12, COLORS.run, ink)]),
+      ...(inUse.scale === null || inUse === tried ? [] : [bracket(inUse, 'in use', IN_USE, ink.soft, ink)]),
+      ...(tried.scale === null ? [] : [bracket(tried, inUse === tried ? 'in use' : 'tried', TRIED, COLORS.run, ink, true)]),
     ],
   };
 }
@@ -91,7 +100,7 @@ function zones(cut) {
       const {x, y, width, height} = coordSys;
       const at = (value) => Math.max(x, Math.min(x + width, api.coord([value, 1])[0]));
       const zone = (from, to, fill, opacity) => ({type: 'rect', shape: {x: from, y, width: to - from, height}, style: {fill, opacity}});
-      const edge = (place) => ({type: 'line', shape: {x1: place, y1: y, x2: place, y2: y + height}, style: {stroke: ink.text, lineWidth: 1}});
+      const edge = (place) => ({type: 'line', shape: {x1: place, y1: y + LABELS, x2: place, y2: y + height}, style: {stroke: ink.text, lineWidth: 1}});
       const text = (said, place, align) => ({
         type: 'text', z2: 10,
         style: {text: said, x: place, y: y + 6, align, fill: ink.text, font: '600 12px Roboto, system-ui, sans-serif', backgroundColor: ink.ground, padding: [2, 5], borderRadius: 3},
@@ -125,8 +134,8 @@ function hatch(color, slope) {
   return {image, repeat: 'repeat'};
 }
 
-/** A window above the plot: thin where values are subnormal, thick where they are normal. */
-function bracket(cut, label, above, color, ink) {
+/** A window above the plot: thin where values are subnormal, thick where they are normal; with a grip if it can be moved. */
+function bracket(cut, label, above, color, ink, isMoved = false) {
   const {zero, normal, max} = log2WindowOf(cut);
   const said = `${label}: ${cut.name.toUpperCase()}, scale ${precise(cut.scale)}`;
   return {
@@ -140,9 +149,24 @@ function bracket(cut, label, above, color, ink) {
         type: 'group',
         children: [
           bar(zero, normal, 2), bar(normal, max, 8),
+          ...(isMoved ? grip((at(normal) + at(max)) / 2, y - above, color, ink) : []),
           {type: 'text', style: {text: said, x: left ? at(zero) : at(max), align: left ? 'left' : 'right', y: y - above - 18, fill: ink.text, font: '12px Roboto, system-ui, sans-serif'}},
         ],
       };
     },
   };
+}
+
+/** What shows that a window can be taken hold of: a handle with ridges, and arrows to either side. */
+function grip(x, y, color, ink) {
+  const {width, height} = GRIP;
+  const ridge = (by) => ({type: 'line', z2: 12, shape: {x1: x + by, y1: y - 4, x2: x + by, y2: y + 4}, style: {stroke: ink.ground, lineWidth: 1.5}});
+  const arrow = (side) => {
+    const tip = x + side * (width / 2 + 9);
+    return {type: 'polygon', z2: 12, shape: {points: [[tip, y], [tip - side * 6, y - 6], [tip - side * 6, y + 6]]}, style: {fill: color, stroke: ink.ground, lineWidth: 1}};
+  };
+  return [
+    {type: 'rect', z2: 11, shape: {x: x - width / 2, y: y - height / 2, width, height, r: 4}, style: {fill: color, stroke: ink.ground, lineWidth: 1}},
+    ...[-5, 0, 5].map(ridge), arrow(-1), arrow(1),
+  ];
 }
