@@ -56,10 +56,11 @@ class Bands:
 
         Returns:
             `since`: the first step at which it is out of the band of any metric, as `compare` tells it, or null; `metric`:
-            the first one that is; `chance`: whether it is out by no more than chance lets one of so many tensors be, which
-            `compare` does not tell; `why`: why it is not judged, or null; `metrics`: by name `step`, `low`, `expected`,
-            `high` (a number or null each), `least` (the least rise that counts, or ratio if `is_ratio`), `since`, `value`,
-            `usual` (of the metric at that step), `beyond` (samples that are out), and `counted` (those that count).
+            the first one that is; `chance`: whether that, by itself, is no more than chance does to one of so many tensors
+            (`compare` leaves it out unless others are out as well); `why`: why it is not judged, or null; `metrics`: by name
+            `step`, `low`, `expected`, `high` (a number or null each), `least` (the least rise that counts, or ratio if
+            `is_ratio`), `since`, `value`, `usual` (of the metric at that step), `beyond` (samples that are out), and
+            `counted` (those that count).
 
         Raises:
             NotThere: either record has no such tensor.

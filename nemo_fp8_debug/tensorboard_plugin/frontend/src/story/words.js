@@ -20,7 +20,7 @@ export function whetherInBand(band, divergence, baseline) {
   const {label, unit} = metricNamed(band.metric);
   const {usual, value} = band.metrics[band.metric];
   const lead = divergence?.since == null ? '' : `, ${apart(band.since, divergence.since)}`;
-  const chance = band.chance ? ' Of so many tensors one is that far out by chance, so the verdict leaves it out.' : '';
+  const chance = band.chance ? ' By itself that is no more than chance does to one of so many tensors.' : '';
   return `Out of the band of ${baseline} since step ${band.since}${lead}: ${label} ${withUnit(usual, unit)} → ${withUnit(value, unit)}.${chance}`;
 }
 

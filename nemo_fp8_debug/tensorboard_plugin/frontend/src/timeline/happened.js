@@ -59,7 +59,7 @@ export function eventsOf({samples, losses, divergence, band, hasBaseline}) {
 export function markersOf({divergence, band, step}) {
   return [
     divergence?.since != null && {kind: 'diverges', step: divergence.since, label: `loss diverges: step ${divergence.since}`},
-    band?.since != null && {kind: 'leaves', step: band.since, label: `leaves the band: step ${band.since}`},
+    band?.since != null && {kind: 'leaves', step: band.since, label: `leaves the band${band.chance ? ' (may be chance)' : ''}: step ${band.since}`},
     step !== null && {kind: 'chosen', step, label: `step ${step}`},
   ].filter(Boolean);
 }
