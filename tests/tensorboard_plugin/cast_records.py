@@ -20,6 +20,8 @@ WIDTH = 16
 HOSTILE = "<img src=x onerror=hack()>"
 #: cast with one scale for the whole step, with one for each micro-batch, and kept in float32
 DELAYED, CURRENT, FLOAT32 = "delayed", "current", "float32"
+#: one whose losses were recorded at other steps than all else; its gradient norm is not a number for a while
+SPARSE, SPARSE_STEPS, LOST = "sparse", 400, range(200, 260)
 #: one whose recipe is another from a step on
 RECAST, RECAST_AT = "recast", 20
 
@@ -39,13 +41,27 @@ class Layers(nn.Module):
 
 
 def record_casts(logdir: Path) -> None:
-    """Runs named after how they cast; `quiet`, delayed without its spike; `other`, of which one layer was looked at."""
+    """Runs named after how they cast; `quiet`, delayed without its spike; `other`, of which one layer was looked at; and two
+    of one tensor."""
     record(logdir / DELAYED, "delayed(amax_history_len=4)", spikes=True)
     record(logdir / "quiet", "delayed(amax_history_len=4)", spikes=False)
     record(logdir / CURRENT, "current", spikes=False, steps=4)
     record(logdir / FLOAT32, None, spikes=False, steps=4)
     record(logdir / "other", "current", spikes=False, steps=4, layers=["second"])
     record_recast(logdir / RECAST)
+    record_sparse(logdir / SPARSE)
+
+
+def record_sparse(folder: Path) -> None:
+    """Rows of one tensor at every tenth step, and a loss at those between."""
+    run = start(folder)
+    for step in range(0, SPARSE_STEPS, 10):
+        run.record(sample(step, [{"layer": "first", "role": "input"}]))
+    between = [step for step in range(SPARSE_STEPS) if step % 10]
+    norms = {step: float("nan") if step in LOST else 1.0 + step / 100 for step in between}
+    run.record_steps({step: {"loss": 2.0 + step / 100, "grad_norm": norms[step]} for step in between})
+    run.record_steps({step: {"lr": 1e-3} for step in range(0, SPARSE_STEPS, 10)})
+    run.close()
 
 
 def record_recast(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from cast_records import DELAYED, EVERY, HOSTILE, RECAST, RECAST_AT, SKIPPED, SPIKE, STEPS
+from cast_records import DELAYED, EVERY, HOSTILE, LOST, RECAST, RECAST_AT, SKIPPED, SPARSE, SPARSE_STEPS, SPIKE, STEPS
 from playwright.sync_api import Page, expect
 
 from nemo_fp8_debug.record.reader import find_run, read_table
@@ -60,7 +60,7 @@ def address_has(page: Page, **state: object) -> None:
 def test_all_values_are_those_of_the_records(shown: Shown, casts: Path) -> None:
     metrics = ["underflow_pct", "relative_error", "scale_ratio_log2", "amax"]
     rows = taken_away(shown())
-    assert list(rows[0]) == ["run", "step", *metrics, "loss"]
+    assert list(rows[0]) == ["run", "step", "loss", "grad_norm", *metrics]
     for name in (DELAYED, "quiet"):
         run, mine = find_run(casts / name), [row for row in rows if row["run"] == name]
         losses = read_table(run, "steps", ["step", "loss"])
@@ -77,12 +77,12 @@ def test_metrics_are_chosen_and_a_link_keeps_them(shown: Shown, casts: Path) -> 
     page.locator("[data-metric-choice=kurtosis]").check()
     page.locator("[data-metric-choice=grad_norm]").check()
     page.locator("[data-metric-choice=sqnr_db]").uncheck()
-    address_has(page, metrics="kurtosis,grad_norm")
+    address_has(page, metrics="grad_norm,kurtosis")
     page.reload()
     page.locator("canvas").wait_for()
     page.get_by_text("Reading the record").wait_for(state="detached")
     rows = [row for row in taken_away(page) if row["run"] == DELAYED]
-    assert list(rows[0]) == ["run", "step", "kurtosis", "grad_norm", "loss"]
+    assert list(rows[0]) == ["run", "step", "loss", "grad_norm", "kurtosis"]
     assert [row["grad_norm"] for row in rows] == [float(step) for step in range(STEPS)]
     recorded = read_table(find_run(casts / DELAYED), "metrics", ["step", "kurtosis"], {"layer": "first", "role": "input"})
     assert [(row["step"], row["kurtosis"]) for row in rows if row["kurtosis"] is not None] == recorded.rows()
@@ -108,11 +108,11 @@ def test_spikes_triggers_and_skipped_steps_are_told(shown: Shown, casts: Path) -
 
 
 def test_a_click_into_any_chart_goes_to_the_sampled_step_there(shown: Shown) -> None:
-    page = shown(step=4)
+    page = shown(step=4, metrics="underflow_pct")
     box = page.locator("canvas").bounding_box()
     assert box
     plot = box["x"] + 70, box["x"] + box["width"] - 24
-    for y in (box["y"] + 60, box["y"] + box["height"] - 130):
+    for y in (box["y"] + 120, box["y"] + box["height"] - 130):
         for share, step in ((0.35, 14), (0.9, 36)):
             page.mouse.click(plot[0] + share * (plot[1] - plot[0]), y)
             address_has(page, step=step)
@@ -152,7 +152,7 @@ def test_without_a_tensor_there_is_the_loss(casts_shown: Shown) -> None:
     page = casts_shown(view="timeline", run=DELAYED)
     expect(page.locator(".notice")).to_contain_text("No tensor chosen")
     page.locator("canvas").wait_for()
-    assert list(taken_away(page)[0]) == ["run", "step", "loss"]
+    assert list(taken_away(page)[0]) == ["run", "step", "loss", "grad_norm"]
 
 
 def test_a_hostile_name_is_shown_as_text(shown: Shown) -> None:
@@ -160,6 +160,42 @@ def test_a_hostile_name_is_shown_as_text(shown: Shown) -> None:
     expect(page.locator("[data-picker=tensor]")).to_have_value(f"X of {HOSTILE}")
     box = page.locator("canvas").bounding_box()
     assert box
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
-    expect(page.get_by_text("largest magnitude, delayed:")).to_be_visible()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 120)
+    expect(page.locator(".tip")).to_contain_text("largest magnitude")
     assert page.locator("img").count() == 0 and page.evaluate("window.hacked") is None
+
+
+def test_losses_of_other_steps_than_metrics_are_lines(casts_shown: Shown) -> None:
+    """Broken where they are not numbers, and nowhere else."""
+    state = {"run": SPARSE, "baseline": "", "reference": "", "layer": "first", "role": "input"}
+    page = casts_shown(view="timeline", metrics="grad_norm", **state)
+    page.locator("[data-drawn]").wait_for()
+    page.get_by_text("Reading the record").wait_for(state="detached")
+    loss, norm = columns_drawn(page, 0, 0.5), columns_drawn(page, 0.5, 1)
+    first, last = loss.index(True), len(loss) - 1 - loss[::-1].index(True)
+    assert all(loss[first:last])
+    gap = [first + round((last - first) * step / SPARSE_STEPS) for step in (LOST.start, LOST.stop)]
+    assert all(norm[first : gap[0] - 8]) and all(norm[gap[1] + 8 : last])
+    assert not any(norm[gap[0] + 8 : gap[1] - 8])
+
+
+def columns_drawn(page: Page, top: float, bottom: float) -> list[bool]:
+    """For each column of pixels in a part of the chart whether any of them has the run's color."""
+    found: list[bool] = page.locator("canvas").evaluate(
+        """(canvas, [top, bottom]) => {
+          const wanted = [0xd5, 0x5e, 0x00];
+          const {width, height} = canvas;
+          const from = Math.round(top * height);
+          const rows = Math.round(bottom * height) - from;
+          const {data} = canvas.getContext('2d').getImageData(0, from, width, rows);
+          return Array.from({length: width}, (_, x) => {
+            for (let y = 0; y < rows; y++) {
+              const at = 4 * (y * width + x);
+              if (data[at + 3] > 60 && wanted.every((value, i) => Math.abs(data[at + i] - value) < 40)) return true;
+            }
+            return false;
+          });
+        }""",
+        [top, bottom],
+    )
+    return found

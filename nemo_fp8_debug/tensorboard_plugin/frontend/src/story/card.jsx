@@ -11,7 +11,7 @@ import {placeOf, titleOf, withUnit} from '../units.js';
 import {useBand, useDivergence} from './band.js';
 import {Dumps} from './dumps.jsx';
 import {Spark} from './spark.jsx';
-import {story, storyOf} from './told.js';
+import {isTold, storyOf} from './told.js';
 import {whetherInBand, whyTold} from './words.js';
 
 const VIEWS = {timeline: 'Timeline', distribution: 'Distribution', what_if: 'What if'};
@@ -35,7 +35,7 @@ export function Card({layer, role, step, inLine = false, inTimeline = false, id}
       <Ranks row={row} />
       <Figures tensor={tensor} metric={metric} row={row} band={band.data} divergence={divergence.data} picture={!inTimeline} />
       <p data-words="band">{band.error ?? whetherInBand(band.data, divergence.data, chosen.value.baseline)}</p>
-      <p data-words="why">{whyTold(row, story.value !== null)}</p>
+      <p data-words="why">{whyTold(row, isTold())}</p>
       <Links tensor={tensor} step={step ?? row?.since ?? band.data?.since} inTimeline={inTimeline} />
       <Dumps tensor={tensor} />
     </section>

@@ -76,6 +76,7 @@ function Drawn({children, panels, events, markers, names, title, isDark, width, 
         {panels.some(({band}) => band) && <Band name={names.baseline} />}
       </div>
       <Chart
+        key={panels.map((panel) => panel.name).join()}
         name={`timeline of ${title}`} height={layout.height} option={option} on={{datazoom: zoomed}} ready={ready} rows={() => tableOf(panels, names)}
         mark={markers.map(({kind, step}) => `${kind} ${step}`).join()}
         label={`${panels.map((panel) => panel.label).join(', ')} by step, of ${title}; ${markers.map(({label}) => label).join(', ')}. The tables below have all values.`}

@@ -67,7 +67,7 @@ function Shown({metrics, samples, losses, band, divergence}) {
   const title = tensor.value ? titleOf(tensor.value) : 'the loss';
   return (
     <>
-      <Charts key={panels.map(({name}) => name).join()} panels={panels} events={events} markers={markers} names={names} title={title} isDark={dark.value}>
+      <Charts panels={panels} events={events} markers={markers} names={names} title={title} isDark={dark.value}>
         <Metrics metrics={metrics} />
       </Charts>
       {(events.length > 0 || Object.values(losses).some(Boolean)) && <Events events={events} names={names} />}
