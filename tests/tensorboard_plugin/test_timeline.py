@@ -173,10 +173,15 @@ def test_losses_of_other_steps_than_metrics_are_lines(casts_shown: Shown) -> Non
     page.get_by_text("Reading the record").wait_for(state="detached")
     loss, norm = columns_drawn(page, 0, 0.5), columns_drawn(page, 0.5, 1)
     first, last = loss.index(True), len(loss) - 1 - loss[::-1].index(True)
-    assert all(loss[first:last])
+    assert is_drawn(loss[first:last])
     gap = [first + round((last - first) * step / SPARSE_STEPS) for step in (LOST.start, LOST.stop)]
-    assert all(norm[first : gap[0] - 8]) and all(norm[gap[1] + 8 : last])
+    assert is_drawn(norm[first : gap[0] - 8]) and is_drawn(norm[gap[1] + 8 : last])
     assert not any(norm[gap[0] + 8 : gap[1] - 8])
+
+
+def is_drawn(columns: list[bool]) -> bool:
+    """Whether a line goes through all columns, but for some that it crosses between two pixels."""
+    return sum(columns) > 0.97 * len(columns)
 
 
 def columns_drawn(page: Page, top: float, bottom: float) -> list[bool]:
