@@ -21,7 +21,7 @@ const VIEWS = {timeline: 'Timeline', distribution: 'Distribution', what_if: 'Wha
  * @param {string} role
  * @param {?number} step that its links go to; null: the one that is looked at
  * @param {boolean} inLine whether it lies across the page
- * @param {boolean} inTimeline whether its charts are below: no picture, and no link to them
+ * @param {boolean} inTimeline whether its charts are below, which it leaves room: no picture, no link to them, and folded
  */
 export function Card({layer, role, step, inLine = false, inTimeline = false, id}) {
   const tensor = {layer, role};
@@ -29,15 +29,21 @@ export function Card({layer, role, step, inLine = false, inTimeline = false, id}
   const band = useBand(tensor);
   const divergence = useDivergence();
   const metric = row?.metric ?? band.data?.metric ?? currentMetric();
+  const said = <p data-words="band">{band.error ?? whetherInBand(band.data, divergence.data, chosen.value.baseline)}</p>;
+  const more = (
+    <>
+      <Figures tensor={tensor} metric={metric} row={row} band={band.data} divergence={divergence.data} picture={!inTimeline} />
+      {!inTimeline && said}
+      <p data-words="why">{whyTold(row, isTold())}</p>
+      <Links tensor={tensor} step={step ?? row?.since ?? band.data?.since} inTimeline={inTimeline} />
+      <Dumps tensor={tensor} />
+    </>
+  );
   return (
     <section class={inLine ? 'card in-line' : 'card'} id={id} aria-label={`About ${titleOf(tensor)}`} data-card={titleOf(tensor)}>
       <h4><Breakable text={titleOf(tensor)} /></h4>
       <Ranks row={row} />
-      <Figures tensor={tensor} metric={metric} row={row} band={band.data} divergence={divergence.data} picture={!inTimeline} />
-      <p data-words="band">{band.error ?? whetherInBand(band.data, divergence.data, chosen.value.baseline)}</p>
-      <p data-words="why">{whyTold(row, isTold())}</p>
-      <Links tensor={tensor} step={step ?? row?.since ?? band.data?.since} inTimeline={inTimeline} />
-      <Dumps tensor={tensor} />
+      {inTimeline ? <>{said}<details class="more"><summary>Values, why, links</summary>{more}</details></> : more}
     </section>
   );
 }

@@ -27,7 +27,6 @@ export function MapView() {
     <>
       <div class="controls"><Table /><Metric /><Steps /></div>
       {error && <Problem error={error} />}
-      {tensor.value && <Card {...tensor.value} inLine />}
       {there.length ? maps : !error && <p class="soft" role="status">Reading the record …</p>}
     </>
   );
@@ -50,6 +49,7 @@ function Maps({metric, parts, samples, extents}) {
         ))}
         {difference && <Difference metric={metric} difference={difference} run={samples.run} baseline={samples.baseline} />}
       </div>
+      {tensor.value && <Card {...tensor.value} inLine />}
       <Worst ordered={ordered(metric, samples, difference)} parts={parts} unit={unit} difference={difference?.unit} />
     </>
   );
