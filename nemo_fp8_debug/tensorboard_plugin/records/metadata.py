@@ -54,13 +54,10 @@ FORMATS: dict[str, dict[str, float]] = {
     "fp16": {"max": 65504.0, "min_normal": 2.0**-14, "min_subnormal": 2.0**-24, "bits": 16},
 }
 
-#: what a tensor may lose, as `recommend` has it: `Budget` of analysis.recommendation, likewise
-LIMITS = {"underflow_pct": 1.0, "overflow_pct": 0.01, "relative_error": 0.06}
-
 
 def metrics_of() -> list[dict[str, Any]]:
-    """The metrics that are offered, in the order of the record: name, label, unit, worse, scale; limit: what
-    counts, if there is one; table: if only one has it."""
+    """The metrics that are offered, in the order of the record: name, label, unit, worse, scale, and table if only one has
+    it."""
     offered = [_about(name, name) for name in METRICS]
     offered += [_about(f"unscaled_{name}", name, ", in the units of the loss") for name in UNITS]
     scale = {"name": "scale", "label": "scale in use", "unit": "", "worse": 1, "scale": "log"}
@@ -95,8 +92,7 @@ def _of_activations(name: str) -> dict[str, Any]:
 
 def _about(name: str, like: str, more: str = "") -> dict[str, Any]:
     label, unit, scale = _DRAWN[like]
-    about = {"name": name, "label": label + more, "unit": unit, "worse": WORSE[like], "scale": scale}
-    return about | {"limit": LIMITS[name]} if name in LIMITS else about
+    return {"name": name, "label": label + more, "unit": unit, "worse": WORSE[like], "scale": scale}
 
 
 _WORSE = {about["name"]: None if about["scale"] == "diverging" else about["worse"] for about in metrics_of()}

@@ -58,6 +58,12 @@ effect(() => {
   }
 });
 
+/** The name of the run that plays a part, and the part where the name does not say it. */
+export function nameOf(part) {
+  const [name, label] = [chosen.value[part], PARTS[part].label.toLowerCase()];
+  return label.startsWith(name.toLowerCase()) ? name : `${name} (${label})`;
+}
+
 export const choose = (part, name) => go({[part]: name ?? ''}, true);
 
 /** What `runs` says of a run. */
