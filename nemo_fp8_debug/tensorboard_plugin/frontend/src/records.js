@@ -103,3 +103,13 @@ export const metricsOfTable = () => known.value.metrics.filter((metric) => !metr
 
 /** What there is to know of a metric: {name, label, unit, worse, scale}. */
 export const metricNamed = (name) => (known.value?.metrics ?? []).find((metric) => metric.name === name);
+
+const suggestion = signal({});
+
+/** The metric by which a verdict found the first tensor out of the baseline's band; undefined: none, or not known. */
+export const suggestedMetric = () => (suggestion.value.run === chosen.value.run && suggestion.value.baseline === chosen.value.baseline ? suggestion.value.metric : undefined);
+
+/** Look at a metric as long as none is chosen. */
+export function suggest(run, baseline, metric) {
+  if (suggestion.value.run !== run || suggestion.value.baseline !== baseline || suggestion.value.metric !== metric) suggestion.value = {run, baseline, metric};
+}

@@ -41,7 +41,7 @@ export function CourseChart({data, multiples, lines, marks, span, scale, badness
     multiples.forEach(({tensors}, i) => {
       const {top, height} = places.maps[i];
       if (images[i]?.wide !== width || images[i]?.high !== height) images[i] = {wide: width, high: height, image: painted(data, tensors, scale, badness, span, width, height, window.devicePixelRatio)};
-      chart.pictures[i] ??= added(chart.chart, new Image({silent: true, z: -1, style: {}}));
+      chart.pictures[i] ??= added(chart.chart, new Image({silent: true, zlevel: -1, style: {}}));
       chart.pictures[i].attr({style: {image: images[i].image, x: LEFT, y: top, width, height}});
     });
     const at = cell && outline(cell, {data, multiples, places, span}, width);

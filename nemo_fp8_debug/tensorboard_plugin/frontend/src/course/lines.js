@@ -1,8 +1,7 @@
 // The scalars of the run above the map, and where something diverges.
 import {chosen, PARTS, versionOf} from '../records.js';
-import {useAnswers, useJob} from '../server.js';
+import {useAnswers} from '../server.js';
 import {aboutMetric} from '../timeline/metrics.jsx';
-import {titleOf} from '../units.js';
 
 const SCALARS = ['loss', 'lr', 'grad_norm'];
 /** Times the least that the largest is, from which on a logarithm is read better. */
@@ -28,18 +27,4 @@ export function linesOf(losses, [from, to]) {
 function lineOf(part, step, values, from, to) {
   const kept = step.flatMap((at, i) => (at >= from && at <= to && values[i] !== null ? [i] : []));
   return {part, step: kept.map((i) => step[i]), values: kept.map((i) => values[i])};
-}
-
-/** Where the loss of the run diverges from the baseline's and the first tensor does, as far as it is known by now: [{step, label, kind}]. */
-export function useMarks(wanted) {
-  const {run, baseline, reference} = chosen.value;
-  const {data} = useJob(wanted && baseline ? 'verdict' : null, {run, baseline, reference}, '0');
-  const comparison = data?.comparison;
-  if (!comparison) return [];
-  const since = comparison.runs.run.above_baseline_since;
-  const first = comparison.out_of_band[0];
-  return [
-    ...(since == null ? [] : [{step: since, kind: 'loss', label: `loss diverges at ${since}`}]),
-    ...(first ? [{step: first.onset, kind: 'tensor', label: `${titleOf(first)} at ${first.onset}`}] : []),
-  ];
 }

@@ -4,7 +4,9 @@ import {COLORS, inks, STROKES} from '../theme.js';
 import {number} from '../units.js';
 
 export const [LEFT, RIGHT] = [150, 20];
-const [TOP, GAP, LINE, BOTTOM, LEAST] = [22, 24, 46, 44, 96];
+const [TOP, GAP, LINE, BOTTOM, LEAST] = [36, 24, 46, 44, 96];
+/** Pixels that a name takes. */
+const NAME = 11;
 /** Part of the window that the small multiples take. */
 const SHARE = 0.5;
 
@@ -26,7 +28,8 @@ export function placesOf(lines, multiples) {
  * @param {Array<{name, label, log, lines: Array<{part, step, values}>}>} lines
  * @param {Array<{step, label, kind}>} marks where something diverges
  */
-export function optionOf({lines, multiples, places, span: [from, to], marks, step, names}) {
+export function optionOf({lines, multiples, places, span, marks, step, names}) {
+  const [from, to] = span;
   const ink = inks();
   const all = [...places.lines, ...places.maps];
   const last = all.length - 1;
@@ -40,16 +43,16 @@ export function optionOf({lines, multiples, places, span: [from, to], marks, ste
     })),
     yAxis: [
       ...lines.map(({log, ...panel}, i) => axis({type: log ? 'log' : 'value', gridIndex: i, scale: true, splitNumber: 2, ...(log ? decadesOf(panel) : {}), axisLabel: {formatter: short, hideOverlap: true}})),
-      ...multiples.map(({names: rows}, i) => axis({type: 'category', data: rows, inverse: true, gridIndex: lines.length + i, splitLine: {show: false}, axisTick: {show: false}, axisLabel: {width: LEFT - 12, overflow: 'truncate', fontSize: 10}, axisPointer: {show: false}})),
+      ...multiples.map(({names: rows}, i) => axis({type: 'category', data: rows, inverse: true, gridIndex: lines.length + i, splitLine: {show: false}, axisTick: {show: false}, axisLabel: {width: LEFT - 12, overflow: 'truncate', fontSize: 10, interval: Math.ceil((NAME * rows.length) / all[lines.length + i].height) - 1}, axisPointer: {show: false}})),
     ],
     axisPointer: {link: [{xAxisIndex: 'all'}], lineStyle: {color: ink.soft}},
     tooltip: tooltip({trigger: 'axis', formatter: (found) => told([found].flat(), lines, names)}),
     series: [
       ...lines.flatMap((panel, i) => panel.lines.map((line, j) => ({
         type: 'line', id: `${panel.name} ${line.part}`, xAxisIndex: i, yAxisIndex: i, data: line.step.map((at, k) => [at, line.values[k]]), showSymbol: false,
-        color: COLORS[line.part], lineStyle: {color: COLORS[line.part], type: STROKES[line.part], width: 1.6}, emphasis: {disabled: true}, markLine: j ? undefined : markLine(marks, step, ink, i === 0),
+        color: COLORS[line.part], lineStyle: {color: COLORS[line.part], type: STROKES[line.part], width: 1.6}, emphasis: {disabled: true}, markLine: j ? undefined : markLine(marks, step, span, ink, i === 0),
       }))),
-      ...multiples.map((_, i) => ({type: 'line', id: `map ${i}`, xAxisIndex: lines.length + i, yAxisIndex: lines.length + i, data: [], tooltip: {show: false}, markLine: markLine(marks, step, ink, lines.length === 0 && i === 0)})),
+      ...multiples.map((_, i) => ({type: 'line', id: `map ${i}`, xAxisIndex: lines.length + i, yAxisIndex: lines.length + i, data: [], tooltip: {show: false}, markLine: markLine(marks, step, span, ink, lines.length === 0 && i === 0)})),
     ],
   };
 }
@@ -62,9 +65,11 @@ function decadesOf({lines}) {
 
 const short = (value) => (value !== 0 && (Math.abs(value) >= 1e4 || Math.abs(value) < 1e-2) ? value.toExponential(0) : number(value));
 
-function markLine(marks, step, ink, labeled) {
-  const label = (text, align) => ({show: labeled, formatter: text, position: 'end', distance: 3, color: ink.text, align, fontSize: 11});
-  const data = marks.map(({step: at, label: text, kind}) => ({xAxis: at, lineStyle: {color: kind === 'loss' ? COLORS.run : COLORS.mark, type: kind === 'loss' ? 'solid' : 'dashed', width: 2}, label: label(text, kind === 'loss' ? 'left' : 'right')}));
+function markLine(marks, step, [from, to], ink, labeled) {
+  const data = marks.map(({step: at, label, kind}, i) => ({
+    xAxis: at, lineStyle: {color: kind === 'loss' ? COLORS.run : COLORS.mark, type: kind === 'loss' ? 'solid' : 'dashed', width: 2},
+    label: {show: labeled, formatter: label, position: 'end', distance: 3 + 13 * i, color: ink.text, align: at > (from + to) / 2 ? 'right' : 'left', fontSize: 11},
+  }));
   if (step !== null) data.push({xAxis: step, lineStyle: {color: ink.text, type: 'dotted', width: 1}, label: {show: false}});
   return {silent: true, symbol: 'none', animation: false, data};
 }

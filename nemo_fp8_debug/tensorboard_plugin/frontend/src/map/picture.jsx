@@ -51,7 +51,7 @@ export function Picture({values, scale, ready, ...more}) {
     if (width > 0 && height > 0) made.current.picture.attr({style: {image: latest.current(width, height), x: left, y: TOP, width, height}});
   };
   const start = (chart) => {
-    made.current = {chart, picture: new Image({silent: true, z: -1, style: {}})};
+    made.current = {chart, picture: new Image({silent: true, zlevel: -1, style: {}})};
     chart.getZr().add(made.current.picture);
     ready(chart);
     repaint();

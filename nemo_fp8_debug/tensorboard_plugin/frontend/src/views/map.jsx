@@ -7,6 +7,7 @@ import {badnessOf, badnessOfDifference, differenceOf, scaleOfDifferences} from '
 import {Problem} from '../components/notice.jsx';
 import {currentMetric, Metric, Table} from '../components/pickers.jsx';
 import {Steps} from '../components/steps.jsx';
+import {useMarks} from '../course/marks.js';
 import {cells} from '../map/cells.js';
 import {coloringOf, useBackground} from '../map/coloring.js';
 import {useSamples} from '../map/frames.js';
@@ -21,6 +22,7 @@ export function MapView() {
   const parts = Object.keys(PARTS).filter((part) => chosen.value[part]);
   const {samples, error} = useSamples(metric.name, parts);
   const there = parts.filter((part) => samples[part]);
+  useMarks(!at('metric') && there.length === parts.length);
   const background = useBackground(metric, parts, samples);
   // Drawn anew only where something else is to be seen.
   const seen = [
