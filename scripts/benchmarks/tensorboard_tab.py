@@ -56,7 +56,7 @@ JUMP = """() => {
 }"""
 
 
-STATE = {"run": "bad", "baseline": "baseline", "reference": "reference"}
+STATE = {"run": "bad", "baseline": "baseline", "reference": "reference", "metric": "underflow_pct"}
 
 
 def main() -> None:
@@ -123,7 +123,7 @@ def scalars(samples: Any, random: Any, harmed: bool, steps: int) -> dict[str, An
 
 
 def measure(folder: Path) -> None:
-    with browser.tensorboard("--logdir", folder, "--load_fast", "true") as address, browser.chromium() as chromium:
+    with browser.tensorboard("--logdir", folder, "--load_fast", "auto") as address, browser.chromium() as chromium:
         time.sleep(5)  # it has looked for runs by then
         state = STATE | {"view": "map", "color": "all", "step": 15_000}
         say("first paint, cold", *paint(chromium, address, state))
@@ -137,11 +137,11 @@ def measure(folder: Path) -> None:
         say("map, changes", *paint(chromium, address, STATE | {"view": "map", "step": 15_000}, maps=2))
         print(f"server's memory    {memory(address):6.0f} MiB at its peak")
 
-    with browser.tensorboard("--logdir", folder, "--load_fast", "true") as address, browser.chromium() as chromium:
+    with browser.tensorboard("--logdir", folder, "--load_fast", "auto") as address, browser.chromium() as chromium:
         time.sleep(5)
         say("course, cold", *paint(chromium, address, STATE | {"view": "course"}, "[data-drawn^='underflow_pct against']"))
         say("course, warm", *paint(chromium, address, STATE | {"view": "course"}, "[data-drawn^='underflow_pct against']"))
-    with browser.tensorboard("--logdir", folder, "--load_fast", "true") as address, browser.chromium() as chromium:
+    with browser.tensorboard("--logdir", folder, "--load_fast", "auto") as address, browser.chromium() as chromium:
         time.sleep(5)
         tab = chromium.new_page()
         tab.goto(f"{address}/data/plugin/fp8/runs")
