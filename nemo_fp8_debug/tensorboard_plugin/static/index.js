@@ -90,7 +90,7 @@ input[type="number"] { width: 5.5rem; }
 .handles input::-webkit-slider-thumb { appearance: none; pointer-events: auto; width: 1rem; height: 1.1rem; background: var(--text); border: 2px solid var(--ground); clip-path: polygon(50% 0, 100% 45%, 100% 100%, 0 100%, 0 45%); cursor: ew-resize; }
 .handles input::-moz-range-thumb { pointer-events: auto; width: .7rem; height: .9rem; background: var(--text); border: none; border-radius: 2px; cursor: ew-resize; }
 .legend .ticks { position: relative; height: 1.2rem; color: var(--soft); } .legend .ticks span { position: absolute; white-space: nowrap; }
-.maps { grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); } .panel { display: grid; grid-template-rows: subgrid; grid-row: span 3; } .panel h3 { margin: .4rem 0 0; overflow-wrap: anywhere; } .panel p { margin: 0; } .side-by-side > * { min-width: 0; }
+.maps { grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); } .panel { display: grid; grid-template-rows: subgrid; grid-template-columns: minmax(0, 1fr); grid-row: span 3; } .panel h3 { margin: .4rem 0 0; overflow-wrap: anywhere; } .panel p { margin: 0; overflow-wrap: anywhere; } .side-by-side > * { min-width: 0; }
 .pointed { position: relative; } .under { position: absolute; z-index: 3; pointer-events: none; width: max-content; background: var(--ground); border: 1px solid var(--line); border-radius: 4px; padding: .25rem .5rem; font-size: .85rem; overflow-wrap: anywhere; }
 .brush { position: absolute; top: 0; bottom: 0; z-index: 2; pointer-events: none; background: var(--accent); opacity: .22; border: 1px solid var(--accent); }
 .span { display: inline-flex; flex-wrap: wrap; gap: .4rem .8rem; align-items: center; }
