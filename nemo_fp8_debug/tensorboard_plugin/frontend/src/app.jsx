@@ -4,6 +4,7 @@ import {at, go} from './address.js';
 import {Notice, Problem} from './components/notice.jsx';
 import {Runs} from './components/pickers.jsx';
 import {about, chosen, details, keepLooking, known, PARTS, unreachable} from './records.js';
+import {Course} from './views/course.jsx';
 import {Distribution} from './views/distribution.jsx';
 import {Fingerprints} from './views/fingerprints.jsx';
 import {MapView} from './views/map.jsx';
@@ -12,6 +13,7 @@ import {Verdict} from './views/verdict.jsx';
 import {WhatIf} from './views/what_if.jsx';
 
 const VIEWS = {
+  course: {label: 'Course', show: Course},
   map: {label: 'Map', show: MapView},
   timeline: {label: 'Timeline', show: Timeline},
   distribution: {label: 'Distribution', show: Distribution},

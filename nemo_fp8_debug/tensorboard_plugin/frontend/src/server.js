@@ -24,8 +24,11 @@ async function fetched(url, parse) {
 
 const asJson = (response) => response.json();
 
-/** Steps, tensors and values of one metric: float32 [steps, tensors], NaN where there is none. */
-async function asFrames(response) {
+/** Routes whose answers are a header and an array. */
+const PACKED = new Set(['frames', 'course', 'spread']);
+
+/** A header and `values`, a Float32Array: of `frames` [steps, tensors], of `course` [tensors, columns], NaN where there is none. */
+async function asPacked(response) {
   const bytes = await response.arrayBuffer();
   const length = new DataView(bytes).getUint32(0, true);
   const about = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, length)));
@@ -42,7 +45,7 @@ export function ask(route, parameters = {}, version = '') {
   const url = addressOf(route, parameters);
   const key = `${version} ${url}`;
   if (!answers.has(key)) {
-    const answer = fetched(url, route === 'frames' ? asFrames : asJson);
+    const answer = fetched(url, PACKED.has(route) ? asPacked : asJson);
     answer.then((data) => (answer.data = data), () => answers.delete(key));
     answers.set(key, answer);
     if (answers.size > KEPT) answers.delete(answers.keys().next().value);
