@@ -35,9 +35,8 @@ class LoggerChoice:
             ConfigError: it is not; says how to install it.
         """
         if self.name and importlib.util.find_spec(PACKAGES[self.name]) is None:
-            raise ConfigError(
-                f"the logger {self.name!r} needs the package {PACKAGES[self.name]}: pip install 'nemo-fp8-debug[{self.name}]'"
-            )
+            install = f"pip install 'nemo-fp8-debug[{self.name}]'"
+            raise ConfigError(f"the logger {self.name!r} needs the package {PACKAGES[self.name]}: {install}")
 
     def __str__(self) -> str:
         return self.name or type(self.given).__name__

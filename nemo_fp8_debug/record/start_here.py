@@ -57,7 +57,7 @@ class Overview:
             score, key = farthest_beyond(sample, self._before)
             if key is not None:
                 found.scalars["early_warning"] = score
-                found.texts["early_warning"] = f"{SHOWN_AS[key[1]]} of {key[0]}"
+                found.texts["worst_tensor/early_warning"] = f"{SHOWN_AS[key[1]]} of {key[0]}"
             self._before = sample
         _products(sample, found)
         if apart := sample.replicas.get("ranks_apart"):
@@ -79,10 +79,9 @@ def _operands(sample: Sample, found: StartHere) -> None:
             if not known:
                 continue
             worst, layer = max(known, key=lambda of: abs(of[0]))
-            name = f"{metric}/{role}"
-            found.scalars[f"{name}/worst"] = worst
-            found.scalars[f"{name}/median"] = statistics.median(value for value, _ in known)
-            found.texts[f"{name}/worst"] = layer
+            found.scalars[f"{metric}/{role}/worst"] = worst
+            found.scalars[f"{metric}/{role}/median"] = statistics.median(value for value, _ in known)
+            found.texts[f"worst_tensor/{metric}/{role}"] = layer if worst else "none: all are 0"
 
 
 def _nonfinite(sample: Sample, found: StartHere) -> None:
@@ -102,7 +101,7 @@ def _products(sample: Sample, found: StartHere) -> None:
     if math.isfinite(worst):
         found.scalars["verification/error_over_bound/worst"] = worst
     found.scalars["verification/wrong_products"] = sum(outcome == "beyond" for outcome in columns["outcome"])
-    found.texts["verification/error_over_bound/worst"] = f"{RESULTS[columns['product'][at]]} of {columns['layer'][at]}"
+    found.texts["worst_tensor/verification"] = f"{RESULTS[columns['product'][at]]} of {columns['layer'][at]}"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def with_loggers_of(trainer: pl.Trainer, asked: Sequence[Any]) -> list[Any]:
     own = [logger for logger in trainer.loggers if not isinstance(logger, TensorBoardLogger)]
     known = [logger for logger in own if _class_of(logger) and not any(logger is given for given in asked)]
     for logger in own:
-        if _class_of(logger) is None and not any(logger is given for given in asked):
+        if trainer.is_global_zero and _class_of(logger) is None and not any(logger is given for given in asked):
             warn(
                 f"{type(logger).__name__} gets nothing: it may not be made for calls from two threads. If it is, give it to "
                 "the callback: loggers=[logger]"

@@ -49,7 +49,7 @@ class CsvSink(_Scalars):
 
     def log(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         """Append; with the first row that has further columns, write the file anew."""
-        new = [{"step": step, **scalars} for step, scalars in rows.items()]
+        new: list[dict[str, Any]] = [{"step": step, **scalars} for step, scalars in rows.items()]
         columns = list(dict.fromkeys([*self._columns, *(name for row in new for name in row)]))
         if columns != self._columns:
             if self._columns:

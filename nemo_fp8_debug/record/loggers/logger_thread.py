@@ -14,7 +14,7 @@ from .sink import Sink
 #: calls that may wait for a logger that is slow or hangs; what comes after them is dropped
 WAITING = 200
 #: seconds after which a call is taken to hang: the end of a run does not wait for it
-HANGING = 30.0
+HANGING = 120.0
 
 
 class LoggerThread:
@@ -29,15 +29,16 @@ class LoggerThread:
         self._dropped = 0
         self._warned: set[type] = set()
 
-    def submit(self, job: Callable[[Sink], None], needed: bool = False) -> None:
+    def submit(self, job: Callable[[Sink], None], needed: bool = False, last: bool = False) -> None:
         """Do `job` after all before it; never waits.
 
         Args:
             needed: without it nothing after it can be done, as after opening the run.
+            last: it belongs to the end of the run, and is not dropped.
         """
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
-        if len(self._waiting) >= WAITING:
+        if len(self._waiting) >= WAITING and not last:
             if not self._dropped:
                 warn(f"{self.sink.name} does not keep up, or hangs; what it would get now is dropped, and the run goes on")
             self._dropped += 1

@@ -1,4 +1,4 @@
-"""The page that compares a run with its baseline, made by the command in a process of its own: training imports nothing of it."""
+"""The page that compares a run with its baseline, made by the command in a process of its own."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...core.sample import Sample
@@ -57,19 +56,15 @@ class LoggerRecorder:
         texts = {PREFIX + name: text for name, text in found.texts.items()}
         self._each(lambda sink: sink.log(rows))
         self._each(lambda sink: sink.tell(texts))
-        layer_map = LayerMap.of(sample)
-        self._map = layer_map
+        self._map = LayerMap.of(sample)
         if self._samples % MAP_INTERVAL == 0:
             self._show_map()
         self._samples += 1
 
     def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
         """Hand losses on to runs that were started here; in others the host logs them."""
-        rows = {
-            step: _named({name: scalars[name] for name in _OF_STEPS if name in scalars}) for step, scalars in steps.items()
-        }
-        rows = {step: found for step, found in rows.items() if found}
-        if rows:
+        known = {step: {name: of[name] for name in _OF_STEPS if name in of} for step, of in steps.items()}
+        if rows := {step: _named(of) for step, of in known.items() if of}:
             self._each(lambda sink: sink.log(rows) if sink.owned else None)
 
     def record_validation(self, step: int, losses: Mapping[str, float]) -> None:
@@ -87,15 +82,14 @@ class LoggerRecorder:
             failed: whether the run did.
         """
         self._show_map()
-        self._each(self._attach)
-        self._each(lambda sink: sink.close(failed))
+        self._each(self._attach, last=True)
+        self._each(lambda sink: sink.close(failed), last=True)
         deadline = time.monotonic() + CLOSING
         for thread in self._threads:
             thread.finish(deadline)
 
     def _attach(self, sink: Sink) -> None:
-        page: Path | None = self._page.path()
-        if page:
+        if page := self._page.path():
             sink.attach(page)
 
     def _show_map(self) -> None:
@@ -103,14 +97,12 @@ class LoggerRecorder:
         if shown:
             self._each(lambda sink: sink.show(shown))
 
-    def _each(self, job: Callable[[Sink], None]) -> None:
+    def _each(self, job: Callable[[Sink], None], last: bool = False) -> None:
         for thread in self._threads:
-            thread.submit(job)
+            thread.submit(job, last=last)
 
 
 def _named(scalars: Mapping[str, float | None]) -> dict[str, float]:
     """Those that are finite, as loggers get them."""
-    known = {name: float(value) for name, value in scalars.items() if value is not None}
-    return {
-        name if name.startswith("fp8") else PREFIX + name: value for name, value in known.items() if math.isfinite(value)
-    }
+    known = {name: float(value) for name, value in scalars.items() if value is not None and math.isfinite(value)}
+    return {name if name.startswith("fp8") else PREFIX + name: value for name, value in known.items()}

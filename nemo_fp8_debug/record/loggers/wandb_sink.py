@@ -40,7 +40,8 @@ class WandbSink:
         if self._run is None:
             import wandb
 
-            self._run = wandb.init(**{"reinit": "create_new", **self._settings})
+            # W&B would pass what the program prints through itself, in the thread that prints.
+            self._run = wandb.init(**{"reinit": "create_new", "settings": {"console": "off"}, **self._settings})
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric(f"{PREFIX}*", step_metric=STEP)
         self._run.define_metric("fp8_*", step_metric=STEP)
