@@ -97,7 +97,7 @@ def _products(sample: Sample, found: StartHere) -> None:
     ratios = [(value, i) for i, value in enumerate(columns.get("error_over_bound", ())) if value is not None]
     if not ratios:
         return
-    worst, at = max(ratios)
+    worst, at = max(ratios, key=lambda of: math.inf if math.isnan(of[0]) else of[0])
     if math.isfinite(worst):
         found.scalars["verification/error_over_bound/worst"] = worst
     found.scalars["verification/wrong_products"] = sum(outcome == "beyond" for outcome in columns["outcome"])

@@ -29,16 +29,8 @@ def train(name: str, loggers: list[Any], each_step: Any = None, **options: Any) 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).bfloat16()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    monitor = Monitor(
-        model,
-        str(FOLDER / name),
-        interval=INTERVAL,
-        table_rows=0,
-        verify_rows=2,
-        loggers=loggers,
-        on_error="warn",
-        **options,
-    )
+    options |= {"interval": INTERVAL, "table_rows": 0, "verify_rows": 2, "loggers": loggers}
+    monitor = Monitor(model, str(FOLDER / name), **options)
     for step in range(STEPS):
         with monitor.step(step) as report:
             loss = model(torch.randn(8, 16).bfloat16()).float().square().mean()
@@ -46,7 +38,7 @@ def train(name: str, loggers: list[Any], each_step: Any = None, **options: Any) 
             loss.backward()
             optimizer.step()
             report(loss=loss, lr=0.1)
-        losses.append(float(loss))
+        losses.append(loss.item())
         if each_step:
             each_step(step, losses[-1])
     monitor.close()
@@ -82,7 +74,7 @@ def of_mlflow(run_id: str) -> dict[str, Any]:
     return {
         "status": run.info.status,
         "metrics": {name: [(m.step, m.value) for m in client.get_metric_history(run_id, name)] for name in run.data.metrics},
-        "tags": run.data.tags,
+        "tags": {name: value for name, value in run.data.tags.items() if name.startswith("fp8")},
         "artifacts": [f.path for f in client.list_artifacts(run_id, "fp8")],
     }
 
@@ -91,8 +83,8 @@ def of_comet(key: str) -> dict[str, Any]:
     with zipfile.ZipFile(FOLDER / "comet" / f"{key}.zip") as archive:
         lines = archive.read("messages.json").decode().splitlines()
         messages = [json.loads(line) for line in lines if line]
-    metrics = [m["payload"]["metric"] | {"step": m["payload"].get("step")} for m in messages if m["type"] == "metric_msg"]
-    others = [m["payload"] for m in messages if m["type"] == "log_other"]
+    metrics = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
+    others = {m["payload"]["key"]: m["payload"]["value"] for m in messages if m["type"] == "log_other"}
     files = [m["payload"].get("additional_params", {}).get("fileName") for m in messages if m["type"] == "file_upload"]
     return {"metrics": [(m["metricName"], m["step"], m["metricValue"]) for m in metrics], "others": others, "files": files}
 

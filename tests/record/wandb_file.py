@@ -35,7 +35,7 @@ def _values(items: Any) -> dict[str, Any]:
 
 
 def content(path: Path) -> dict[str, Any]:
-    """History rows, the summary, the configuration, step metrics by name, artifacts' names, and whether the run was ended."""
+    """History rows, the summary, the configuration, step metrics by name, types of artifacts, and how the run ended."""
     found: dict[str, Any] = {"history": [], "summary": {}, "config": {}, "metrics": {}, "artifacts": [], "exit": None}
     for record in records(path):
         kind = record.WhichOneof("record_type")
