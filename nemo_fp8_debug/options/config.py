@@ -90,9 +90,9 @@ class Config:
             sampled step reads such operands twice more. Default: `False`.
         eager: whether layers inside torch.compile are looked at: the sampled steps run in eager mode then, whose results
             may differ from those of the compiled graphs in their last bits. Default: `False`.
-        loggers: experiment trackers that get a summary too. A list of `wandb`, `mlflow` and `comet`, of mappings with
-            settings of a run to start (`{"wandb": {"project": "fp8"}}`), or of runs and loggers that you made.
-            Default: `()`.
+        loggers: experiment trackers that get a summary too, besides the loggers of a Lightning trainer. A list of `wandb`,
+            `mlflow` and `comet`, of mappings with settings of a run to start (`{"wandb": {"project": "fp8"}}`), or of runs
+            and loggers that you made. Default: `()`.
         log_every_tensor: whether loggers get the metrics of single tensors too, up to `max_tags` scalars, and not only the
             summary of at most 60. Default: `False`.
         report_baseline: record of a baseline run. At the end, loggers get the HTML page that compares the run with it.
