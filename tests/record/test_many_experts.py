@@ -120,9 +120,8 @@ class TestTensorBoard:
         (tags,) = self.tags(1, 5000)
         single = [tag for tag in tags if tag.startswith("fp8_")]
         assert len(single) == len(STREAMED) * len(ROLES) * (DENSE + FOLDS * (1 + EXPERTS_SHOWN)) < 5000
-        worst = sorted(
-            (tags[t] for t in tags if t.startswith("fp8_mse_log10/input/" + name_of(0, "", "")[:-1])), reverse=True
-        )
+        of_first = "fp8_mse_log10/input/" + name_of(0, "", "")[:-1]
+        worst = sorted((tags[t] for t in tags if t.startswith(of_first)), reverse=True)
         assert len(worst) == 2 * (1 + EXPERTS_SHOWN)
         of = moe(0, random.Random(0)).columns
         mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if (aggregate_of(n), r) == FIRST]
