@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from wandb_file import content
 
-from nemo_fp8_debug import Monitor
+from nemo_fp8_debug import FP8DebugCallback, Monitor
 from nemo_fp8_debug.record.loggers import logger_thread, recorder
 
 FOLDER = Path(sys.argv[1])
@@ -110,7 +110,6 @@ def own(found: dict[str, Any]) -> None:
     (run,) = client.search_runs([client.get_experiment_by_name("fp8_debug").experiment_id])
     (archive,) = (FOLDER / "comet").glob("*.zip")
     found["own"] = {
-        "wandb": content(file_of("wandb/offline-run-*-own/*.wandb")),
         "mlflow": of_mlflow(run.info.run_id),
         "comet": of_comet(archive.stem),
     }
@@ -142,11 +141,35 @@ def joined(found: dict[str, Any]) -> None:
     experiment.end()
     tables = file_of("wandb/offline-run-*-joined/files/media/table/fp8").glob("samples_without_a_row*")
     found["joined"] = {
-        "wandb": content(file_of("wandb/offline-run-*-joined/*.wandb")),
         "tables": [json.loads(table.read_text()) for table in tables],
         "mlflow": of_mlflow(active.info.run_id),
         "comet": of_comet(experiment.id),
     }
+
+
+def of_lightning(found: dict[str, Any]) -> None:
+    """Loggers of a trainer, one of them named too."""
+    import wandb
+    from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+    from small_models.lightning import fit
+
+    (FOLDER / "trainer").mkdir()
+    tracked = MLFlowLogger("trainer", tracking_uri=f"file://{FOLDER}/mlruns")
+    loggers = [WandbLogger(project="fp8", id="trainer", save_dir=FOLDER / "trainer", offline=True), tracked]
+    callback = FP8DebugCallback(interval=2, output=str(FOLDER / "trainer" / "record"), loggers=["wandb"], table_rows=0)
+    fit(FOLDER / "trainer", [callback], logger=loggers)
+    open_still = wandb.run is not None
+    wandb.finish()
+    found["trainer"] = {"open": open_still, "mlflow": of_mlflow(tracked.run_id)}
+
+
+def of_wandb(found: dict[str, Any]) -> None:
+    """Its files are complete when its service has ended."""
+    import wandb
+
+    wandb.teardown()
+    for name, folder in (("own", "wandb"), ("joined", "wandb"), ("trainer", "trainer/wandb")):
+        found[name]["wandb"] = content(file_of(f"{folder}/offline-run-*-{name}/*.wandb"))
 
 
 class Hangs:
@@ -165,6 +188,8 @@ if __name__ == "__main__":
     plain = train("plain", [])
     own(answer)
     joined(answer)
+    of_lightning(answer)
+    of_wandb(answer)
     recorder.CLOSING, logger_thread.WAITING = 0.5, 3
     hangs = Hangs()
     answer["losses"] |= {"without": plain, "hanging": train("hanging", [hangs])}

@@ -174,6 +174,16 @@ class TestRunsOfTheUser:
         assert_same(of_comet, want)
 
 
+def test_loggers_of_a_trainer_get_the_summary_beside_what_they_log(logged: dict[str, Any]) -> None:
+    found = logged["trainer"]
+    assert found["open"]
+    losses = [(row["trainer/global_step"], row["train_loss"]) for row in found["wandb"]["history"] if "train_loss" in row]
+    assert losses == [(step, step + 1) for step in range(6)]
+    assert [row["fp8/step"] for row in found["wandb"]["history"] if "fp8/nan_count" in row] == [0, 2, 4]
+    assert found["mlflow"]["metrics"]["train_loss"] == [[step, step + 1] for step in range(6)]
+    assert [step for step, _ in found["mlflow"]["metrics"]["fp8/nan_count"]] == [0, 2, 4]
+
+
 class Kept:
     """A logger with Lightning's method, which may be called from another thread."""
 

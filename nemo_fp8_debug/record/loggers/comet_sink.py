@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,24 @@ from .sink import PREFIX
 _OFF = dict.fromkeys(
     ("auto_metric_logging", "auto_param_logging", "auto_output_logging", "auto_histogram_tensorboard_logging"), False
 ) | {"log_code": False, "log_graph": False, "parse_args": False, "display_summary_level": 0}
+
+
+#: has Comet leave frameworks alone
+_NO_HOOKS = "COMET_DISABLE_AUTO_LOGGING"
+
+
+def _imported() -> Any:
+    """The package; if nobody has imported it yet, without its hooks, which start an experiment for each run of MLflow."""
+    if "comet_ml" in sys.modules:
+        return sys.modules["comet_ml"]
+    before = os.environ.get(_NO_HOOKS)
+    os.environ[_NO_HOOKS] = "1"
+    try:
+        return importlib.import_module("comet_ml")
+    finally:
+        os.environ.pop(_NO_HOOKS)
+        if before is not None:
+            os.environ[_NO_HOOKS] = before
 
 
 class CometSink:
@@ -36,8 +57,7 @@ class CometSink:
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Start the experiment unless there is one."""
         if self._experiment is None:
-            import comet_ml
-
+            comet_ml = _imported()
             config = comet_ml.ExperimentConfig(**_OFF)
             self._experiment = comet_ml.start(**{"mode": "create", "experiment_config": config, **self._settings})
         self._experiment.log_asset_data(dict(fingerprint), name="fp8_fingerprint.json")
