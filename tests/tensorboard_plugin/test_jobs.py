@@ -21,7 +21,7 @@ from tab import FC1, FC2, Tab, start, write_counted_run
 from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, worker_process
+from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, verdict, what_if, worker_process
 
 
 def write_run(folder: Path, harmed: bool) -> Path:
@@ -99,12 +99,12 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
     assert "no exact histograms" in answered(kind="what_if", run=run, step=0, recipe="current")
     assert "know nothing of blocks" in answered(kind="what_if", run=run, step=0, recipe="mxfp8")
     assert "samples" in answered(kind="verdict", run=run, baseline=None, reference=None, by="samples")
-    monkeypatch.setattr(worker_process, "_MOST_REPLAYED", 79)
+    monkeypatch.setattr(what_if, "_MOST_REPLAYED", 79)
     assert "has 80 rows" in answered(kind="what_if", run=run, step=0, recipe="current")
 
 
 def test_of_large_records_some_samples_are_left_out_and_that_is_said(logdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "MOST_ROWS", 40)
+    monkeypatch.setattr(verdict, "MOST_ROWS", 40)
     bad, baseline = str(logdir / "bad"), str(logdir / "baseline")
     answer = worker_process.answered({"kind": "verdict", "run": bad, "baseline": baseline, "reference": None, "by": "step"})
     result = answer["result"]

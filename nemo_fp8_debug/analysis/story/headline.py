@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.keys import SHOWN_AS
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.rules.finding import CAUSES, NOT_FP8, Finding
 from ..formatting import number
 from ..loss.outcome import LossOutcome, described
-from ..recommendation.options import Option
-from ..recommendation.recommend import Recommendation
 from .told import sentence, steps_apart, tensor_of
+
+if TYPE_CHECKING:  # they import torch
+    from ..recommendation.options import Option
+    from ..recommendation.recommend import Recommendation
 
 
 def of_loss(loss: LossOutcome, unit: str) -> dict[str, Any]:
