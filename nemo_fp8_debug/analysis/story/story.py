@@ -36,13 +36,13 @@ def story(found: Diagnosis, recommendation: Recommendation | None = None) -> dic
 
     Returns:
         `headline`: harm, title, cause, cause_told, confidence, about_fp8, since, unit, gap, gap_told, first, change.
-        `events`: step, kind (one of `diagnosis.events.KINDS`), what, layer, role, and the row of the strip, in order; `rows`, from above.
+        `events`: step, kind (one of `diagnosis.events.KINDS`), what, layer, role, and the row of the strip, in order.
+        `rows`: of the strip, from above.
         `tensors`: the 40 that matter, by harm rank: layer, role, tensor, blamed, why, since, metric, expected, found,
         harm_rank, error_rank, and values, by metric of baseline, run and reference run (medians over the later half of the
         samples of each).
 
     Example:
-        >>> from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
         >>> story(diagnose("runs/bad", "runs/baseline"))["headline"]["title"]
         'The loss diverges at step 61'
     """

@@ -1,5 +1,6 @@
 // The verdict in a few lines, above every view: what happened and since when, why, how sure, what to change.
 import '@preact/signals';
+import {at} from '../address.js';
 import {Link, TensorLink} from '../components/link.jsx';
 import {Sentence} from '../components/notice.jsx';
 import {chosen} from '../records.js';
@@ -66,7 +67,7 @@ function Facts({told}) {
       <dl class="facts">{facts.filter(Boolean).map(([term, fact]) => <div key={term}><dt>{term}</dt><dd>{fact}</dd></div>)}</dl>
       <p class="ways">
         {since != null && <Link to={{view: 'timeline', step: since}}>The loss at {unit} {since}</Link>}
-        <Link to={{view: 'verdict'}}>All the evidence</Link>
+        {told.cause !== undefined && at('view') && at('view') !== 'verdict' && <Link to={{view: 'verdict'}}>All the evidence</Link>}
       </p>
     </>
   );
@@ -87,7 +88,7 @@ const signed = (value) => `${value < 0 ? '' : '+'}${number(value)}%`;
 function Gap({gap: {percent, low, high, visible, first, last, paired}}) {
   if (percent == null) return 'no number is left of the loss';
   const where = `steps ${first} to ${last}, ${paired ? 'the same batches' : 'other batches'}`;
-  return <>{signed(percent)} <span class="soft">(95% interval {signed(low)} to {signed(high)}; a gap of {number(visible)}% could have been seen; {where})</span></>;
+  return <>{signed(percent)} <span class="soft">(95% interval {signed(low)} to {signed(high)}; a gap of {number(visible)}% or more could have been seen; {where})</span></>;
 }
 
 const outOfBand = ({out_of_band: out, tensors, first_out: first, unit}) =>

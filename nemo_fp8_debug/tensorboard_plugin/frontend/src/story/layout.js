@@ -4,6 +4,7 @@
 export const ROW = 26;
 const MARK = 15;
 const BETWEEN = 8;
+const ROOM = 160;
 
 const ruler = document.createElement('canvas').getContext('2d');
 
@@ -24,11 +25,12 @@ export function laidOut(events, rows, width) {
   return rows.map((row) => ({row, marks: labeled(together(events.filter((event) => event.row === row), place), width)}));
 }
 
-/** Steps to pixels, half a mark from either end. */
+/** Steps to pixels, with room at either end for the labels of what comes first and last. */
 export function scaleOf(events, width) {
   const first = events[0].step;
   const last = events[events.length - 1].step;
-  return (step) => (last === first ? width / 2 : MARK + ((width - 2 * MARK) * (step - first)) / (last - first));
+  const room = Math.max(MARK, Math.min(ROOM, width / 5));
+  return (step) => (last === first ? width / 2 : room + ((width - 2 * room) * (step - first)) / (last - first));
 }
 
 function together(events, place) {
@@ -61,15 +63,15 @@ function labeled(marks, width) {
   });
 }
 
-const LAYERS = /(?:^|\.)layers\.(\d+)\.(?:.*\.)?([^.]+)$/;
+const LAYERS = /^(?:.*\.)?layers\.(\d+)\.(?:.*\.)?([^.]+)$/;
 
 /** The end of a layer's name, which tells it from others. */
 const short = (layer) => layer.replace(LAYERS, '$1.$2');
 
 function textOf(events) {
   if (events.length > 1) return `${events.length} ${events.every((event) => event.layer) ? 'tensors' : 'events'}`;
-  const [{layer, what}] = events;
-  return layer ? short(layer) : what.replace(/^the /, '');
+  const [{layer, what, step}] = events;
+  return layer ? short(layer) : `${what.replace(/^the /, '')}, ${step}`;
 }
 
 /** Steps to be written below the axis, at most one for 90 pixels. */

@@ -22,7 +22,12 @@ export function Verdict() {
       {diagnosis && <Diagnosed found={diagnosis} unit={told.headline.unit} run={run} />}
       {!baseline && diagnosis && <Alone run={run} />}
       {data && <Recommended found={data.recommendation} snippets={data.snippets} aboutFp8={data.diagnosis.about_fp8} run={run} />}
-      {data?.comparison && <Compared found={data.comparison} names={{baseline, run, reference}} />}
+      {data?.comparison && (
+        <details class="fold">
+          <summary>What sets it apart from {baseline}: losses, order, drift and settings in tables</summary>
+          <Compared found={data.comparison} names={{baseline, run, reference}} />
+        </details>
+      )}
     </>
   );
 }
