@@ -61,7 +61,7 @@ def test_the_strip_and_its_table_show_every_event_in_order_and_lead_to_its_step(
     strip = page.locator(".strip")
     marks = strip.locator("svg [data-step]").all()
     assert sum(len((mark.get_attribute("data-kinds") or "").split()) for mark in marks) == len(told["events"])
-    assert strip.locator("svg .row-name").all_inner_texts()[:-1] == told["rows"]
+    assert strip.locator("svg .row-name").all_text_contents()[:-1] == told["rows"]
     at = {mark.get_attribute("data-kinds"): (mark.bounding_box() or {})["x"] for mark in marks}
     assert at["scale warning"] < at["loss"]
     boxes = [label.bounding_box() or {} for label in strip.locator("svg .label").all()]

@@ -180,7 +180,7 @@ def test_without_a_good_run_it_is_judged_alone(frame: Open, logdir: Path) -> Non
 def test_hostile_names_are_text(frame: Open) -> None:
     page = frame(**THREE)
     verdict(page)
-    expect(page.get_by_role("link", name=f"X of {HOSTILE}").first).to_be_visible()
+    expect(page.get_by_role("link", name=f"dY of {HOSTILE}").first).to_be_visible()
     assert page.locator("#view img").count() == 0 and not page.evaluate("window.hacked")
 
 

@@ -120,14 +120,14 @@ def _when(culprit: Finding, found: Diagnosis) -> str:
 
 def change(found: Diagnosis, recommendation: Recommendation | None) -> str | None:
     """What to change, in a sentence; None: nothing, or it is not known."""
-    if found.cause not in NOT_FP8 and recommendation is not None and recommendation.to_change:
+    wrong = found.culprit is not None or found.harm in ("harmful", "likely", "harmless so far")
+    if wrong and found.cause not in NOT_FP8 and recommendation is not None and recommendation.to_change:
         return _recommended(found, recommendation)
     blamed = found.blame.finding
     if blamed is not None and blamed.advice:
         return blamed.advice
     if found.baseline is None and found.harm == "unknown":
         return "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
-    wrong = found.harm in ("harmful", "likely", "harmless so far")
     return next(iter(found.advice), None) if wrong else None
 
 

@@ -10,18 +10,15 @@ from ...analysis.recommendation.options import Budget
 from ...analysis.recommendation.recommend import Recommendation, flagged_by, over_budget, recommend
 from ...analysis.recommendation.snippets import PLAN, snippets_of, unwritten
 from ...analysis.runs.run import Run
-from ...analysis.story.ranking import harm_ranks
 from ...errors import ConfigError, RecordError
 
 
 def recommended(found: Diagnosis, record: str, by: str) -> tuple[Recommendation | None, list[str]]:
-    """The cheapest changes, those of operands that did harm first; or why there are none."""
+    """The cheapest changes, as `nemo-fp8-debug recommend` finds them; or why there are none."""
     try:
         run = found.run if by == "step" else Run.read(record)
         budget, why = Budget(), flagged_by(found) if found.baseline is not None else {}
-        ranks = harm_ranks(found)
         flagged = over_budget(run, budget) if found.baseline is None else list(why)
-        flagged = sorted(flagged, key=lambda key: ranks.get(key, len(ranks)))
         recommendation = recommend(run, flagged, budget, why)
         return replace(recommendation, notes=(*recommendation.notes, *unwritten(recommendation))), []
     except (ConfigError, RecordError) as error:

@@ -19,23 +19,24 @@ const HARM = {
 
 /** What comes next, by what is known. */
 const NEXT = {
-  none: 'The losses are read; then come the tensors, the cause, and what to change.',
-  loss: 'Tensors are compared; then come the cause and what to change.',
-  comparison: 'The cause comes next, then what to change.',
-  diagnosis: 'What to change comes next.',
+  none: 'The losses are read; then come the tensors, the cause, and what to do.',
+  loss: 'Tensors are compared; then come the cause and what to do.',
+  comparison: 'The cause comes next, then what to do.',
+  diagnosis: 'Changes are tried.',
 };
 
 export function Headline() {
   const {error, seconds} = judged.value;
   const told = story.value?.headline;
   const name = chosen.value.run;
+  const brief = isBrief();
   return (
-    <section class={`headline ${told?.harm.replaceAll(' ', '-') ?? 'unknown'}`} aria-label="Headline" data-stage={error ? 'failed' : stage.value} data-harm={told?.harm}>
+    <section class={`headline ${brief ? 'brief ' : ''}${told?.harm.replaceAll(' ', '-') ?? 'unknown'}`} aria-label="Headline" data-stage={error ? 'failed' : stage.value} data-harm={told?.harm}>
       <h1>
         {told && stage.value !== 'loss' && stage.value !== 'comparison' && <Badge harm={told.harm} />}
         <span>{name} (run){told ? `: ${titleOf(told)}` : ''}</span>
       </h1>
-      {told && <Facts told={told} />}
+      {told && <Facts told={told} brief={brief} />}
       {error && <p class="soft">No verdict: {error} <button type="button" onClick={judgeAnew}>Try again</button></p>}
       {!error && stage.value !== 'all' && <p class="soft" role="status">{NEXT[stage.value]} {seconds ? `For ${Math.round(seconds)} s so far …` : '…'}</p>}
       {hasGrown.value && stage.value === 'all' && (
@@ -45,6 +46,9 @@ export function Headline() {
   );
 }
 
+/** Views that have much to show leave it fewer lines. */
+const isBrief = () => Boolean(at('view')) && at('view') !== 'verdict';
+
 /** Losses that do not tell are no verdict while tensors are still to come. */
 const titleOf = (told) => (told.harm === 'unknown' && told.cause === undefined ? 'the loss alone does not tell' : told.title);
 
@@ -53,21 +57,21 @@ function Badge({harm}) {
   return <span class="badge"><span aria-hidden="true">{sign}</span> {word}</span>;
 }
 
-function Facts({told}) {
+function Facts({told, brief}) {
   const {unit, first, since, gap} = told;
   const facts = [
     told.cause_told && ['Why', <Why told={told} />],
-    gap && ['Gap', <Gap gap={gap} />],
+    gap && ['Gap', <Gap gap={gap} brief={brief} />],
     told.out_of_band != null && ['Tensors', outOfBand(told)],
     first && [first.is_consequence ? 'First tensor, a consequence' : 'First tensor', <First first={first} since={since} unit={unit} />],
-    told.change && ['What to change', <Sentence text={told.change} />],
+    told.change && ['What to do', <Sentence text={told.change} />],
   ];
   return (
     <>
       <dl class="facts">{facts.filter(Boolean).map(([term, fact]) => <div key={term}><dt>{term}</dt><dd>{fact}</dd></div>)}</dl>
       <p class="ways">
         {since != null && <Link to={{view: 'timeline', step: since}}>The loss at {unit} {since}</Link>}
-        {told.cause !== undefined && at('view') && at('view') !== 'verdict' && <Link to={{view: 'verdict'}}>All the evidence</Link>}
+        {told.cause !== undefined && brief && <Link to={{view: 'verdict'}}>All the evidence</Link>}
       </p>
     </>
   );
@@ -85,10 +89,11 @@ const Why = ({told}) => (
 
 const signed = (value) => `${value < 0 ? '' : '+'}${number(value)}%`;
 
-function Gap({gap: {percent, low, high, visible, first, last, paired}}) {
+function Gap({gap: {percent, low, high, visible, first, last, paired}, brief}) {
   if (percent == null) return 'no number is left of the loss';
   const where = `steps ${first} to ${last}, ${paired ? 'the same batches' : 'other batches'}`;
-  return <>{signed(percent)} <span class="soft">(95% interval {signed(low)} to {signed(high)}; a gap of {number(visible)}% or more could have been seen; {where})</span></>;
+  const more = brief ? '' : `; a gap of ${number(visible)}% or more could have been seen; ${where}`;
+  return <>{signed(percent)} <span class="soft">(95% interval {signed(low)} to {signed(high)}{more})</span></>;
 }
 
 const outOfBand = ({out_of_band: out, tensors, first_out: first, unit}) =>

@@ -69,9 +69,11 @@ const LAYERS = /^(?:.*\.)?layers\.(\d+)\.(?:.*\.)?([^.]+)$/;
 const short = (layer) => layer.replace(LAYERS, '$1.$2');
 
 function textOf(events) {
-  if (events.length > 1) return `${events.length} ${events.every((event) => event.layer) ? 'tensors' : 'events'}`;
   const [{layer, what, step}] = events;
-  return layer ? short(layer) : `${what.replace(/^the /, '')}, ${step}`;
+  const tensors = new Set(events.map((event) => event.layer && `${event.role} ${event.layer}`));
+  if (tensors.size === 1 && layer) return short(layer);
+  if (events.length === 1) return `${what.replace(/^the /, '')}, ${step}`;
+  return tensors.has(null) ? `${events.length} events` : `${tensors.size} tensors`;
 }
 
 /** Steps to be written below the axis, at most one for 90 pixels. */
