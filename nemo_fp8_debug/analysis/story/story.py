@@ -42,6 +42,9 @@ def story(found: Diagnosis, recommendation: Recommendation | None = None) -> dic
         harm_rank, error_rank, and values, by metric of baseline, run and reference run (medians over the later half of the
         samples of each).
 
+    Raises:
+        RecordError: a table of the record that is read for this only cannot be read.
+
     Example:
         >>> story(diagnose("runs/bad", "runs/baseline"))["headline"]["title"]
         'The loss diverges at step 61'
