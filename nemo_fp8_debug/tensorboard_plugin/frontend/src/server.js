@@ -107,31 +107,40 @@ export function useAnswer(route, parameters, version) {
 
 const AGAIN_MS = 1000;
 
-/** {data, error, seconds} of a job: what the server works on for a while. */
+/**
+ * Asks about a job, what the server works on for a while, until it is done.
+ * @param {function} tell told {loading, seconds, partial}, then {data} or {error}
+ * @returns {function} ends it
+ */
+export function watchJob(route, parameters, tell) {
+  let timer;
+  let wanted = true;
+  const look = () =>
+    askAgain(route, parameters).then(
+      (job) => {
+        if (!wanted) return;
+        if (job.state === 'working') {
+          tell({loading: true, seconds: job.seconds, partial: job.partial});
+          timer = setTimeout(look, AGAIN_MS);
+        } else tell(job.state === 'done' ? {data: job.result} : {error: job.error});
+      },
+      (error) => wanted && tell({error: error.message}),
+    );
+  look();
+  return () => {
+    wanted = false;
+    clearTimeout(timer);
+  };
+}
+
+/** {data, error, seconds, partial} of a job. */
 export function useJob(route, parameters, version) {
   const key = route && JSON.stringify([route, parameters, version]);
   const [found, keep] = useState(WAITING);
   useEffect(() => {
     if (!key) return undefined;
-    let timer;
-    let wanted = true;
     keep(WAITING);
-    const look = () =>
-      askAgain(route, parameters).then(
-        (job) => {
-          if (!wanted) return;
-          if (job.state === 'working') {
-            keep({loading: true, seconds: job.seconds});
-            timer = setTimeout(look, AGAIN_MS);
-          } else keep(job.state === 'done' ? {data: job.result} : {error: job.error});
-        },
-        (error) => wanted && keep({error: error.message}),
-      );
-    look();
-    return () => {
-      wanted = false;
-      clearTimeout(timer);
-    };
+    return watchJob(route, parameters, keep);
   }, [key]);
   return found;
 }
