@@ -1,17 +1,13 @@
 // Where the loss of the run diverges from the baseline's, and where the first tensor does: what the verdict says.
 import {useEffect} from 'preact/hooks';
 import {chosen, suggest} from '../records.js';
-import {useJob} from '../server.js';
+import {judged} from '../story/judged.js';
 import {titleOf} from '../units.js';
 
-/**
- * @param {boolean} wanted whether to ask for it: what is drawn comes first
- * @returns {Array<{step, label, kind}>} as far as it is known by now
- */
-export function useMarks(wanted) {
-  const {run, baseline, reference} = chosen.value;
-  const {data} = useJob(wanted && baseline ? 'verdict' : null, {run, baseline, reference}, '0');
-  const comparison = data?.comparison;
+/** @returns {Array<{step, label, kind}>} as far as it is known by now */
+export function useMarks() {
+  const {run, baseline} = chosen.value;
+  const comparison = (judged.value.data ?? judged.value.partial)?.comparison;
   const first = comparison?.out_of_band[0];
   useEffect(() => {
     if (first) suggest(run, baseline, first.metric);

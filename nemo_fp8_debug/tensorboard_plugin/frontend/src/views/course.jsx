@@ -42,7 +42,7 @@ function CourseOf({span}) {
   const shown = currentlyShown();
   const {data, error} = useCourse(metric, shown, span);
   const losses = useLosses();
-  const marks = useMarks(Boolean(data && losses));
+  const marks = useMarks();
   return (
     <>
       <div class="controls">

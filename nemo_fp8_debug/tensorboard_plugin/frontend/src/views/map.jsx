@@ -22,7 +22,7 @@ export function MapView() {
   const parts = Object.keys(PARTS).filter((part) => chosen.value[part]);
   const {samples, error} = useSamples(metric.name, parts);
   const there = parts.filter((part) => samples[part]);
-  useMarks(!at('metric') && there.length === parts.length);
+  useMarks();
   const background = useBackground(metric, parts, samples);
   // Drawn anew only where something else is to be seen.
   const seen = [
