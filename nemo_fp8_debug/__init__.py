@@ -8,7 +8,7 @@ Everything that users import is a name of this module: `from nemo_fp8_debug impo
   of what Transformer Engine hides.
 - Read its record: `read_record`, `dumped_files`, `read_dump`.
 - Say how much of a model is observed: `observe_coverage` counts what a step multiplies.
-- Explain it: `compare`, `diagnose`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint.
+- Explain it: `compare`, `diagnose` and its `story`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint.
 - Change it: `Plan` and `Change`, `apply_plan`, `name_modules`, `FP8PlanCallback`, `Emulation`, `FP8EmulationCallback`.
 - What goes wrong: `ConfigError`, `RecordError`, `FP8DebugWarning`.
 """
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .analysis.recommendation.of_records import recommend
     from .analysis.recommendation.options import Budget
     from .analysis.replay.replay import replay
+    from .analysis.story.story import story
     from .capture.backends.transformer_engine import inspection
     from .coverage.observer import observe_coverage
     from .interventions.apply import apply_plan
@@ -70,6 +71,7 @@ _FROM = {
     "read_record": "record.reader",
     "recommend": "analysis.recommendation.of_records",
     "replay": "analysis.replay.replay",
+    "story": "analysis.story.story",
 }
 
 __all__ = [
@@ -101,6 +103,7 @@ __all__ = [
     "read_record",
     "recommend",
     "replay",
+    "story",
 ]
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.loss.outcome import MAX_GAP
 from ..analysis.story.story import story
+from ..analysis.story.strip import strip_text
 from .console import console, say, working
 from .listing import Column, print_rows
 
+#: columns that the events take at most, and how many of them are listed
+_WIDEST, _LISTED = 110, 15
 EXAMPLES = (
     "runs/fp8 --baseline runs/baseline",
     "runs/fp8 --baseline runs/baseline --reference runs/bf16",
@@ -64,10 +69,7 @@ def _print(found: Diagnosis) -> None:
         say(out, sentence)
     for advice in found.advice:
         say(out, f"- {advice}")
-    if len(found.events) > 1:
-        say(out, "Order of events:")
-        for event in found.events:
-            say(out, f"  {found.run.unit} {event.step}: {event.what}")
+    _print_events(out, story(found)["events"], found.run.unit)
     out.print()
     columns = (
         *(Column("rule", "name"), Column("about", "name"), Column(f"since {found.run.unit}")),
@@ -78,3 +80,17 @@ def _print(found: Diagnosis) -> None:
         for f in found.findings
     ]
     print_rows(out, "What the rules found, which the verdict rests on", columns, rows, entry=": ".join)
+
+
+def _print_events(out: Console, events: Sequence[Mapping[str, Any]], unit: str) -> None:
+    """On one axis of steps, and as a list."""
+    if len(events) < 2:
+        return
+    out.print()
+    say(out, "Order of events:")
+    for line in strip_text(events, min(out.width, _WIDEST) - 2, unit).splitlines():
+        out.print(f"  {line}", markup=False, highlight=False, no_wrap=True, overflow="ignore")
+    for event in events[:_LISTED]:
+        say(out, f"  {unit} {event['step']}: {event['what']}")
+    if (left := len(events) - _LISTED) > 0:
+        say(out, f"  and {left} more, all with --json")

@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,8 @@ def fingerprint(
             "gemms_inspected": sum(any(inspection.sees(g, role) for role in g.unseen) for g in gemms),
             "gemm_kinds": dict(Counter(g.kind for g in gemms)),
             "backends": sorted({g.backend.name for g in gemms}),
-            **{k: v for k, v in asdict(config).items() if k not in ("recipe", "output")},
+            **{f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("recipe", "output", "loggers")},
+            "loggers": list(map(str, config.logger_choices)),
         },
     }
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..core.sample import Recorder, Sample
 from ..core.worker import Worker
-from ..errors import warn
+from ..errors import run_failed, warn
+from ..record.loggers.recorder import LoggerRecorder
 
 #: seconds of training time that waiting for an earlier sample may cost before a warning says so
 PATIENCE = 1.0
@@ -99,8 +100,11 @@ class Recording:
         self.deliver(wait=True)
         if self.stuck:
             warn(f"{len(self._pending)} jobs of recording hang behind a write that does not end; what they hold is lost")
-            return
-        self._worker.close(PATIENCE)
+        else:
+            self._worker.close(PATIENCE)
+        for recorder in self.recorders:
+            if isinstance(recorder, LoggerRecorder):
+                recorder.finish(run_failed())
 
     def _enqueue(self, job: Callable[[], Record | None]) -> None:
         if self.stuck and len(self._pending) >= WAITING:

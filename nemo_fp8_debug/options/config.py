@@ -13,6 +13,7 @@ from ..core.keys import ACTIVATIONS, ROLES, STATES
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
 from ..numerics.recipe import Recipe, parse_recipe
+from .loggers import LoggerChoice, parse_loggers
 from .trigger_rules import parse_rule
 
 #: options that are whole numbers, and the least that each may be
@@ -89,6 +90,13 @@ class Config:
             sampled step reads such operands twice more. Default: `False`.
         eager: whether layers inside torch.compile are looked at: the sampled steps run in eager mode then, whose results
             may differ from those of the compiled graphs in their last bits. Default: `False`.
+        loggers: experiment trackers that get a summary too, besides the loggers of a Lightning trainer. A list of `wandb`,
+            `mlflow` and `comet`, of mappings with settings of a run to start (`{"wandb": {"project": "fp8"}}`), or of runs
+            and loggers that you made. Default: `()`.
+        log_every_tensor: whether loggers get the metrics of single tensors too, up to `max_tags` scalars, and not only the
+            summary of at most 60. Default: `False`.
+        report_baseline: record of a baseline run. At the end, loggers get the HTML page that compares the run with it.
+            A path; None: no page. Default: `None`.
 
     Raises:
         ConfigError: a value cannot be used; says which and why.
@@ -124,6 +132,9 @@ class Config:
     copies: bool = False
     block_scales: bool = False
     eager: bool = False
+    loggers: Sequence[Any] = ()
+    log_every_tensor: bool = False
+    report_baseline: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in _NUMBERS.items():
@@ -135,8 +146,10 @@ class Config:
                 check_strings(name, getattr(self, name))
         if not isinstance(self.what_if, Sequence) or isinstance(self.what_if, str):
             raise ConfigError(f"what_if is {self.what_if!r}; it takes a list of recipes")
-        if not isinstance(self.output, (str, os.PathLike, type(None))) or self.output == "":
-            raise ConfigError(f"output is {shown(self.output)}; it must be a path")
+        for name in ("output", "report_baseline"):
+            value = getattr(self, name)
+            if not isinstance(value, (str, os.PathLike, type(None))) or value == "":
+                raise ConfigError(f"{name} is {shown(value)}; it must be a path")
         if self.last_step is not None and self.last_step < self.first_step:
             raise ConfigError(f"last_step {self.last_step} is before first_step {self.first_step}: nothing is sampled")
         check_choices("roles", self.roles, ROLES)
@@ -144,14 +157,14 @@ class Config:
             check_choices("states", self.states, STATES)
         if self.activations:
             check_choices("activations", self.activations, ACTIVATIONS)
-        for name in ("replicas", "copies", "block_scales", "eager"):
+        for name in ("replicas", "copies", "block_scales", "eager", "log_every_tensor"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it is True or False")
         if self.on_error not in ("warn", "raise"):
             raise ConfigError(f"on_error is {self.on_error!r}; use 'warn' or 'raise'")
         for patterns in (self.layers, self.dump, self.trigger_dump):
             compile_patterns(patterns)
-        _ = self.what_if_recipes, self.measured_recipe
+        _ = self.what_if_recipes, self.measured_recipe, self.logger_choices
         for trigger in self.triggers:
             parse_rule(trigger)
 
@@ -164,6 +177,11 @@ class Config:
     def measured_recipe(self) -> Recipe | None:
         """`recipe`, parsed; None: "auto"."""
         return None if self.recipe == "auto" else parse_recipe(self.recipe)
+
+    @cached_property
+    def logger_choices(self) -> tuple[LoggerChoice, ...]:
+        """`loggers`, parsed."""
+        return parse_loggers(self.loggers)
 
     def samples(self, step: int) -> bool:
         """Whether `step` is sampled: a pure function of the step, so that all ranks agree.

@@ -76,15 +76,30 @@ class EarlyWarning:
         Args:
             before: the sample before; None: there is none that counts.
         """
-        earlier, strongest, found = _times(before), 1.0, None
-        for key, (times, metric, value) in _times(sample).items():
-            strength = max(min(times, earlier[key][0] if key in earlier else 0.0), times / FAR)
-            if strength > strongest:
-                (layer, role), strongest = key, strength
-                limit = LIMITS[role][metric]
-                told = f"{metric} of {SHOWN_AS[role]} of {layer} is {value:.4g}, which healthy runs keep within {limit:g}"
-                found = f"early warning: {told}"
-        return found
+        strength, key = farthest_beyond(sample, before)
+        if strength <= 1 or key is None:
+            return None
+        _, metric, value = _times(sample)[key]
+        (layer, role), limit = key, LIMITS[key[1]][metric]
+        told = f"{metric} of {SHOWN_AS[role]} of {layer} is {value:.4g}, which healthy runs keep within {limit:g}"
+        return f"early warning: {told}"
+
+
+def farthest_beyond(sample: Sample, before: Sample | None) -> tuple[float, tuple[str, str] | None]:
+    """The score of the early warning: how many times its limit an operand shows in two samples, or a third of that in one.
+
+    Args:
+        before: the sample before; None: there is none that counts.
+
+    Returns:
+        The score, above 1 a warning, and layer and role of the operand that it is of; None if no operand has limits.
+    """
+    earlier, strongest, found = _times(before), 0.0, None
+    for key, (times, *_) in _times(sample).items():
+        strength = max(min(times, earlier[key][0] if key in earlier else 0.0), times / FAR)
+        if strength > strongest or found is None:
+            found, strongest = key, strength
+    return strongest, found
 
 
 def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, float]]:

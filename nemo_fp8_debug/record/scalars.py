@@ -21,6 +21,11 @@ EXPERTS_SHOWN = 3
 _WEIGHED = ("underflow_pct", "overflow_pct", "relative_error")
 
 Write = Callable[[dict[str, float], int], None]
+#: metrics whose axis would be unreadable, by what is streamed instead: its name, and how it is computed; None has no tag
+ON_LOG_AXES: dict[str, tuple[str, Callable[[float], float | None]]] = {
+    "mse": ("mse_log10", lambda mse: math.log10(mse) if mse > 0 else None),
+    "cosine": ("cosine_distance_log10", lambda cosine: math.log10(max(1 - cosine, 1e-16))),
+}
 
 
 #: metrics of tensors that nothing casts, and what of all layers is streamed
@@ -28,6 +33,11 @@ _OF_UNCAST = ("amax", "underflow_pct", "relative_error")
 _KINDS: dict[str, Callable[[list[float]], float]] = {"worst": max, "median": statistics.median}
 _ENDS: dict[str, Callable[[list[float]], float]] = {"smallest": min, "median": statistics.median, "largest": max}
 _OF_ACTIVATIONS = [name for name in ACTIVATION_METRICS if name not in ("rows", "channel")]
+
+
+def tag_of(metric: str) -> str:
+    """How tags call a metric."""
+    return ON_LOG_AXES[metric][0] if metric in ON_LOG_AXES else metric
 
 
 class TagBudget:
@@ -115,10 +125,11 @@ class ScalarRecorder:
         ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
         chosen = self._budget.choose(metric, of, ranked, tensors)
         shown = [layer for layer in ranked if layer in chosen]
-        tags = {f"fp8_{metric}/{of}/{layer}": values[layer] for layer in shown}
-        if single := [values[layer] for layer in ranked if not is_aggregate(layer)]:
-            tags[f"fp8/{metric}/{of}/worst"] = single[0]
-            tags[f"fp8/{metric}/{of}/median"] = statistics.median(single)
+        name, values = tag_of(metric), _on_axis(metric, values)
+        tags = {f"fp8_{name}/{of}/{layer}": values[layer] for layer in shown if layer in values}
+        if single := [values[layer] for layer in ranked if layer in values and not is_aggregate(layer)]:
+            tags[f"fp8/{name}/{of}/worst"] = single[0]
+            tags[f"fp8/{name}/{of}/median"] = statistics.median(single)
         return tags, shown
 
     def _of_products(self, columns: Mapping[str, Sequence[Any]], metric: str, tag: str, tensors: int) -> dict[str, float]:
@@ -129,6 +140,14 @@ class ScalarRecorder:
             if value is not None:
                 values[product][layer] = value
         return {t: v for p, of in values.items() for t, v in self._streamed(tag, p, of, tensors)[0].items()}
+
+
+def _on_axis(metric: str, values: Mapping[str, float]) -> Mapping[str, float]:
+    """Values as they are streamed, by layer."""
+    if metric not in ON_LOG_AXES:
+        return values
+    found = {layer: ON_LOG_AXES[metric][1](value) for layer, value in values.items()}
+    return {layer: value for layer, value in found.items() if value is not None}
 
 
 def _of_uncast(tag: str, columns: Mapping[str, Sequence[Any]]) -> dict[str, float]:

@@ -13,12 +13,31 @@ from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_of, few_experts
 from ..core.sample import Sample
 from .event_file import EventWriter
-from .scalars import ScalarRecorder
+from .scalars import ScalarRecorder, tag_of
+from .start_here import Overview
 from .storage import Storage
 
-#: charts of the custom-scalars tab, beside the loss
-_CHARTS = ("underflow_pct", "overflow_pct", "mse", "cosine", "scale_ratio_log2", "amax")
-_WORST_SHOWN = 5
+#: charts of the custom-scalars tab: of the summary, of which a few have a chart for each role, and of single layers
+_SUMMED_UP = ("underflow_pct", "overflow_pct", "relative_error")
+_CHARTS = (*_SUMMED_UP, "mse", "scale_ratio_log2", "amax")
+_WORST_SHOWN = 3
+#: before the tags of the summary: Time Series shows the group that sorts first at the top
+START_HERE = "00 FP8 start here/"
+#: what is written in it, and how charts call metrics
+_LABELS = {
+    "underflow_pct": "underflow %",
+    "overflow_pct": "overflow %",
+    "relative_error": "relative error",
+    "scale_ratio_log2": "log2 of the scale ratio",
+    "mse": "log10 of MSE",
+    "amax": "amax",
+    "early_warning": "early warning",
+    "nan_count": "NaN count",
+    "inf_count": "infinity count",
+    "verification/error_over_bound/worst": "error over bound, worst product",
+    "verification/wrong_products": "wrong products",
+    "replicas_apart": "replicas apart",
+}
 _LOSS_TAGS = r"(reduced_)?(train(ing)?[_/])?loss(_step)?$"
 
 
@@ -36,6 +55,8 @@ class TensorBoardRecorder(ScalarRecorder):
         self._writer = writer
         self._log_losses = log_losses
         self._layout: dict[str, Any] = {}
+        self._overview = Overview()
+        self._worst_tensors = ""
 
     @property
     def folder(self) -> str | None:
@@ -45,12 +66,18 @@ class TensorBoardRecorder(ScalarRecorder):
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Write the fingerprint."""
+        self._overview.open(fingerprint)
         self._writer.add_text("fp8_debug/fingerprint", _as_markdown(fingerprint), 0)
 
     def record(self, sample: Sample) -> None:
         """Write one sampled step, and the layout where the worst layers have changed."""
         tags, worst = self.scalars(sample)
-        self._write(tags, sample.step)
+        found = self._overview.of(sample)
+        summary = {tag: value for name, value in found.scalars.items() if (tag := summary_tag(name))}
+        self._write(tags | summary, sample.step)
+        if (names := _as_markdown({"worst tensor": _worst_tensors(found.texts)})) != self._worst_tensors:
+            self._writer.add_text("fp8_debug/worst_tensors", names, sample.step)
+            self._worst_tensors = names
         if sample.remarks:
             self._writer.add_text("fp8_debug/remarks", sample.remarks, sample.step)
         layout = _layout(worst)
@@ -74,18 +101,42 @@ class TensorBoardRecorder(ScalarRecorder):
         self._writer.file_writer.add_summary(Summary(value=values), step)
 
 
+def summary_tag(name: str) -> str | None:
+    """The tag of a scalar of the summary; None: it has none, since medians have one elsewhere, and the coverage is constant.
+
+    >>> summary_tag("underflow_pct/input/worst")
+    '00 FP8 start here/underflow %, worst X'
+    """
+    if name in _LABELS:
+        return START_HERE + _LABELS[name]
+    metric, _, rest = name.partition("/")
+    role, _, kind = rest.partition("/")
+    return f"{START_HERE}{_LABELS[metric]}, worst {SHOWN_AS[role]}" if kind == "worst" else None
+
+
+def _worst_tensors(texts: Mapping[str, str]) -> dict[str, str]:
+    prefix = "worst_tensor/"
+    return {name.removeprefix(prefix): text for name, text in texts.items() if name.startswith(prefix)}
+
+
 def _layout(worst: Mapping[tuple[str, str], Sequence[str]]) -> dict[str, Any]:
-    """Custom-scalars layout: a category a role, in it the loss and for each metric the worst layers."""
-    layout: dict[str, Any] = {}
-    for role in (r for r in ROLES if any(r == role for _, role in worst)):
-        charts: dict[str, Any] = {"loss": ["Multiline", [_LOSS_TAGS]]}
+    """Custom-scalars layout: the loss beside the summary; then a category a role, with a chart for each of the worst layers.
+
+    A chart has one line a run and its title names the layer: TensorBoard shows the names of lines in a closed fold.
+    """
+    roles = [r for r in ROLES if any(r == role for _, role in worst)]
+    summary: dict[str, Any] = {"loss": ["Multiline", [_LOSS_TAGS]]}
+    for metric in _SUMMED_UP:
+        for role in roles:
+            tag = re.escape(f"{START_HERE}{_LABELS[metric]}, worst {SHOWN_AS[role]}")
+            summary[f"{_LABELS[metric]}, worst {SHOWN_AS[role]}"] = ["Multiline", [f"{tag}$"]]
+    layout = {"FP8: start here": summary}
+    for role in roles:
+        charts: dict[str, Any] = {}
         for metric in _CHARTS:
-            layers = sorted(few_experts(worst.get((metric, role), []), aggregate_of, 1)[:_WORST_SHOWN])
-            if layers:
-                charts[f"{metric}: worst layers"] = [
-                    "Multiline",
-                    [f"fp8_{metric}/{role}/{re.escape(layer)}$" for layer in layers],
-                ]
+            for layer in few_experts(worst.get((metric, role), []), aggregate_of, 1)[:_WORST_SHOWN]:
+                tag = f"fp8_{tag_of(metric)}/{role}/{re.escape(layer)}$"
+                charts[f"{_LABELS[metric]}: {SHOWN_AS[role]} of {layer}"] = ["Multiline", [tag]]
         layout[f"FP8 {SHOWN_AS[role]} ({role})"] = charts
     return layout
 

@@ -19,7 +19,7 @@ from ..analysis.runs.settings import differences
 from ..errors import RecordError, hearing
 from ..record.reader import read_fingerprint
 from .jobs.jobs import Jobs
-from .records import losses, metadata, runs, tables
+from .records import course, extents, losses, metadata, runs, spread, tables
 from .records.bands import Bands
 from .records.cache import Cache
 from .records.dumps import Dumps
@@ -27,7 +27,7 @@ from .records.logdir import Logdir, roots_of
 from .records.part_matrices import Parts
 from .web.errors import Refused
 from .web.json_values import encoded, plain
-from .web.query import Parameter, one_of, parsed, some_of, step, text
+from .web.query import Parameter, count, one_of, parsed, some_of, step, text
 from .web.same_origin import check_origin
 
 NAME = "fp8"
@@ -37,6 +37,8 @@ _ACTIVE = 0.3
 
 #: runs whose losses are kept, a few thousand points each
 _LOSSES = 16
+#: bytes of maps over all steps that are kept
+_PICTURES = 64 << 20
 
 _RUN = Parameter(text)
 _LAYER = Parameter(text)
@@ -45,6 +47,9 @@ _STEP = Parameter(step)
 _METRIC = Parameter(one_of(metadata.NUMBERS))
 _OTHER = Parameter(text, optional=True)
 _TABLE = Parameter(one_of(metadata.TABLES), optional=True)
+
+_BOUND = Parameter(step, optional=True)
+_OF_METRIC = {"run": _RUN, "metric": _METRIC, "table": _TABLE}
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._dumps = Dumps()
         self._jobs = Jobs()
         self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
+        self._pictures: Cache[bytes] = Cache(_PICTURES, len)
         self._bundle = _Bundle(_BUNDLE)
 
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
@@ -80,7 +86,9 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "runs": Route(self._runs, {}),
             "run": Route(self._run, {"run": _RUN, "table": _TABLE}),
             "frames": Route(self._frames, {"run": _RUN, "metric": _METRIC, "from": _STEP, "to": _STEP, "table": _TABLE}),
-            "extent": Route(self._extent, {"run": _RUN, "metric": _METRIC, "table": _TABLE}),
+            "course": Route(self._course, {**_OF_METRIC, "columns": Parameter(count), "from": _BOUND, "to": _BOUND}),
+            "spread": Route(self._spread, _OF_METRIC),
+            "extent": Route(self._extent, _OF_METRIC),
             "timeline": Route(
                 self._timeline,
                 {"run": _RUN, "layer": _LAYER, "role": _ROLE, "metrics": Parameter(some_of(metadata.NUMBERS))},
@@ -133,7 +141,17 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return tables.frames(self._of(table), self._logdir.record(run), metric, bounds["from"], bounds["to"])
 
     def _extent(self, run: str, metric: str, table: str | None) -> Any:
-        return tables.extent(self._of(table), self._logdir.record(run), metric)
+        return extents.extent(self._of(table), self._logdir.record(run), metric)
+
+    def _course(self, run: str, metric: str, table: str | None, columns: int, **bounds: int | None) -> bytes:
+        record, parts = self._logdir.record(run), self._of(table)
+        key = (str(record), parts.index(record).version, "course", metric, table, columns, *bounds.values())
+        return self._pictures.get(key, lambda: course.course(parts, record, metric, bounds["from"], bounds["to"], columns))
+
+    def _spread(self, run: str, metric: str, table: str | None) -> bytes:
+        record, parts = self._logdir.record(run), self._of(table)
+        key = (str(record), parts.index(record).version, "spread", metric, table)
+        return self._pictures.get(key, lambda: spread.spread(parts, record, metric))
 
     def _of(self, table: str | None) -> Parts:
         return self._tables[table or "metrics"]

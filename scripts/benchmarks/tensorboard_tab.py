@@ -4,7 +4,9 @@
 
 First paint is from opening the tab of a running TensorBoard to a map of each run and their difference: cold, when the server
 has read nothing of them but their steps. A step change is from the next step's button to all four maps drawn again; a jump
-is one to steps that were not read before, a second after the last. Memory is the peak of the server.
+is one to steps that were not read before, a second after the last. Course is from opening the tab to the picture of all
+steps of the run against its baseline, and all steps of the three runs are asked for at once, each by a server that has read
+nothing but the steps. Memory is the peak of the server.
 """
 
 from __future__ import annotations
@@ -39,12 +41,22 @@ DRAWN = """async (act) => {
     while (!drawn()) await new Promise(requestAnimationFrame);
     return performance.now() - start;
 }"""
+#: all steps of the three runs, in as many columns as Course asks for
+WHOLE = """async (runs) => {
+    const start = performance.now();
+    const of = (run) => fetch(`course?run=${run}&metric=underflow_pct&columns=800`).then((answer) => answer.arrayBuffer());
+    await Promise.all(runs.map(of));
+    return performance.now() - start;
+}"""
 NEXT = "() => document.querySelector(`.steps button[aria-label='Next sampled step']`).click()"
 JUMP = """() => {
     const slider = document.querySelector('.steps input');
     slider.value = %d;
     slider.dispatchEvent(new Event('input', {bubbles: true}));
 }"""
+
+
+STATE = {"run": "bad", "baseline": "baseline", "reference": "reference", "metric": "underflow_pct"}
 
 
 def main() -> None:
@@ -111,9 +123,9 @@ def scalars(samples: Any, random: Any, harmed: bool, steps: int) -> dict[str, An
 
 
 def measure(folder: Path) -> None:
-    with browser.tensorboard("--logdir", folder, "--load_fast", "true") as address, browser.chromium() as chromium:
+    with browser.tensorboard("--logdir", folder, "--load_fast", "auto") as address, browser.chromium() as chromium:
         time.sleep(5)  # it has looked for runs by then
-        state = {"run": "bad", "baseline": "baseline", "reference": "reference", "step": 15_000}
+        state = STATE | {"view": "map", "color": "all", "step": 15_000}
         say("first paint, cold", *paint(chromium, address, state))
         again = [paint(chromium, address, state) for _ in range(5)]
         say("first paint, warm", *map(statistics.median, zip(*again, strict=True)))
@@ -122,7 +134,19 @@ def measure(folder: Path) -> None:
         tab.evaluate(DRAWN)
         say_of("step change", [change(tab, NEXT) for _ in range(200)])
         say_of("jump to any step", [jump(tab, storage) for storage in range(100, 1900, 150)])
+        say("map, changes", *paint(chromium, address, STATE | {"view": "map", "step": 15_000}, maps=2))
         print(f"server's memory    {memory(address):6.0f} MiB at its peak")
+
+    with browser.tensorboard("--logdir", folder, "--load_fast", "auto") as address, browser.chromium() as chromium:
+        time.sleep(5)
+        say("course, cold", *paint(chromium, address, STATE | {"view": "course"}, "[data-drawn^='underflow_pct against']"))
+        say("course, warm", *paint(chromium, address, STATE | {"view": "course"}, "[data-drawn^='underflow_pct against']"))
+    with browser.tensorboard("--logdir", folder, "--load_fast", "auto") as address, browser.chromium() as chromium:
+        time.sleep(5)
+        tab = chromium.new_page()
+        tab.goto(f"{address}/data/plugin/fp8/runs")
+        print(f"all steps, 3 runs  {tab.evaluate(WHOLE, list(RUNS)):6.0f} ms until all answers are there, cold")
+        print(f"all steps, 3 runs  {tab.evaluate(WHOLE, list(RUNS)):6.0f} ms, again")
 
 
 def change(tab: Any, act: str) -> float:
@@ -147,14 +171,17 @@ def say_of(what: str, times: list[float]) -> None:
     print(f"{what:18} {statistics.median(times):6.0f} ms, {about}")
 
 
-def paint(chromium: Any, address: str, state: dict[str, Any]) -> tuple[float, float]:
-    """Milliseconds from the address to all maps drawn, and from where the tab's frame begins."""
+def paint(
+    chromium: Any, address: str, state: dict[str, Any], selector: str = "[data-panel]", maps: int = 4
+) -> tuple[float, float]:
+    """Milliseconds from the address to all that is drawn, and from where the tab's frame begins."""
     page = chromium.new_page(viewport={"width": 1500, "height": 1000})
     start = time.time()
     page.goto(link(address, **state))
     frame = page.wait_for_selector("iframe").content_frame()
-    frame.wait_for_selector("[data-panel]")
-    frame.evaluate(DRAWN)
+    frame.wait_for_selector(selector)
+    if "data-panel" in selector:
+        frame.evaluate(DRAWN.replace("=== 4", f"=== {maps}"))
     end, begun = time.time(), frame.evaluate("performance.timeOrigin / 1000")
     page.close()
     return 1000 * (end - start), 1000 * (end - begun)

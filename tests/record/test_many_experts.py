@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
@@ -119,12 +120,13 @@ class TestTensorBoard:
         (tags,) = self.tags(1, 5000)
         single = [tag for tag in tags if tag.startswith("fp8_")]
         assert len(single) == len(STREAMED) * len(ROLES) * (DENSE + FOLDS * (1 + EXPERTS_SHOWN)) < 5000
-        worst = sorted((tags[t] for t in tags if t.startswith("fp8_mse/input/" + name_of(0, "", "")[:-1])), reverse=True)
+        of_first = "fp8_mse_log10/input/" + name_of(0, "", "")[:-1]
+        worst = sorted((tags[t] for t in tags if t.startswith(of_first)), reverse=True)
         assert len(worst) == 2 * (1 + EXPERTS_SHOWN)
         of = moe(0, random.Random(0)).columns
         mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if (aggregate_of(n), r) == FIRST]
         got = sorted((v for t, v in tags.items() if re.fullmatch(EXPERT_TAG, t)), reverse=True)
-        assert got == sorted(mse, reverse=True)[:EXPERTS_SHOWN]
+        assert got == pytest.approx([math.log10(value) for value in sorted(mse, reverse=True)[:EXPERTS_SHOWN]])
 
     def test_they_stay_few_however_often_the_worst_changes(self) -> None:
         of_all_steps = set().union(*self.tags(4, 5000))
@@ -144,7 +146,7 @@ class TestTensorBoard:
         of = moe(0, random.Random(0)).columns
         mse = [v for n, r, v in zip(of["layer"], of["role"], of["mse"], strict=True) if r == "input" and not is_aggregate(n)]
         assert len(mse) == DENSE + FOLDS * EXPERTS
-        assert tags["fp8/mse/input/worst"] == max(mse)
+        assert tags["fp8/mse_log10/input/worst"] == pytest.approx(math.log10(max(mse)))
 
     def test_charts_show_the_worst_expert_of_a_layer_only(self, tmp_path: Path) -> None:
         recorder = TensorBoardRecorder(EventFile(str(tmp_path)), 5000)
@@ -153,15 +155,15 @@ class TestTensorBoard:
         events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
         events.Reload()
         (layout,) = events.Tensors("custom_scalars__config__")
-        for category in layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0]).category:
-            for chart in category.chart[1:]:
-                shown = [tag.replace("\\", "").removesuffix("$") for tag in chart.multiline.tag]
-                assert len(shown) == 5
-                assert max(Counter(filter(None, map(aggregate_of, shown))).values()) == 1
+        for category in layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0]).category[1:]:
+            tags = [tag.replace("\\", "").removesuffix("$") for chart in category.chart for tag in chart.multiline.tag]
+            metrics = Counter(tag.partition("/")[0] for tag in tags)
+            assert len(metrics) == 6 and set(metrics.values()) == {3}
+            assert max(Counter(filter(None, map(aggregate_of, tags))).values()) == 1
 
 
 FIRST = (name_of(0, "*", "linear_fc1"), "input")
-EXPERT_TAG = "fp8_mse/input/" + re.escape(name_of(0, "N", "linear_fc1")).replace("N", r"\d+")
+EXPERT_TAG = "fp8_mse_log10/input/" + re.escape(name_of(0, "N", "linear_fc1")).replace("N", r"\d+")
 
 
 def test_the_table_shows_the_worst_expert_of_a_layer_only() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from samples import FINGERPRINT, ORDINARY, sample
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,6 +21,8 @@ from nemo_fp8_debug.record.event_file import EventFile
 from nemo_fp8_debug.record.scalars import STREAMED, ScalarRecorder
 from nemo_fp8_debug.record.tensorboard import TensorBoardRecorder
 
+#: what tags have instead of metrics whose axis could not be read
+STREAMED_AS = {"mse": ("mse_log10", -4.0), "cosine": ("cosine_distance_log10", math.log10(1 - 0.9996))}
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"
 UNLIMITED = 10**6
 
@@ -57,8 +58,8 @@ class TestEvents:
         events = written(tmp_path, two_layers(120))
         for metric in STREAMED:
             for role, layer in [("input", FC1), ("grad_output", FC1), ("input", FC2)]:
-                want = {120: float(np.float32(ORDINARY[metric]))}
-                assert points(events, f"fp8_{metric}/{role}/{layer}") == want
+                name, value = STREAMED_AS.get(metric, (metric, ORDINARY[metric]))
+                assert points(events, f"fp8_{name}/{role}/{layer}") == {120: pytest.approx(value, rel=1e-6)}
 
     def test_values_are_those_of_their_step(self, tmp_path: Path) -> None:
         events = written(tmp_path, two_layers(0, underflow_pct=0.5), two_layers(100, underflow_pct=37.5))
@@ -67,13 +68,27 @@ class TestEvents:
     def test_each_role_has_its_worst_and_median(self, tmp_path: Path) -> None:
         rows = [
             {"layer": f"layers.{i}", "underflow_pct": u, "cosine": c}
-            for i, (u, c) in enumerate([(1, 0.5), (8, 1), (2, 0.75)])
+            for i, (u, c) in enumerate([(1, 0.9), (8, 1), (2, 0.99)])
         ]
         events = written(tmp_path, sample(7, rows))
         assert points(events, "fp8/underflow_pct/input/worst") == {7: 8}
         assert points(events, "fp8/underflow_pct/input/median") == {7: 2}
-        assert points(events, "fp8/cosine/input/worst") == {7: 0.5}
-        assert points(events, "fp8/cosine/input/median") == {7: 0.75}
+        assert points(events, "fp8/cosine_distance_log10/input/worst") == {7: pytest.approx(-1)}
+        assert points(events, "fp8/cosine_distance_log10/input/median") == {7: pytest.approx(-2)}
+
+    def test_an_error_of_zero_has_no_logarithm_and_no_tag(self, tmp_path: Path) -> None:
+        events = written(tmp_path, two_layers(0, mse=0.0), two_layers(10, mse=1e-6))
+        assert points(events, f"fp8_mse_log10/input/{FC2}") == {10: pytest.approx(-6)}
+
+    def test_the_summary_comes_first_in_time_series(self, tmp_path: Path) -> None:
+        events = written(tmp_path, two_layers(0), two_layers(1), two_layers(2, underflow_pct=2.0, nan=7))
+        tags = sorted({tag.partition("/")[0] for tag in events.Tags()["scalars"]} | {"0", "Loss", "consumed_samples"})
+        assert tags[1] == "00 FP8 start here"
+        assert points(events, "00 FP8 start here/underflow %, worst X")[2] == 2
+        assert points(events, "00 FP8 start here/NaN count") == {0: 0, 1: 0, 2: 7}
+        assert list(points(events, "00 FP8 start here/early warning")) == [2]
+        text = events.Tensors("fp8_debug/worst_tensors/text_summary")[-1].tensor_proto.string_val[0].decode()
+        assert f"| underflow_pct/input | {FC2} |" in text
 
     @pytest.mark.parametrize("absent", [None, math.nan, math.inf, -math.inf])
     def test_what_is_absent_or_not_finite_is_not_written(self, tmp_path: Path, absent: float | None) -> None:
@@ -111,37 +126,45 @@ class TestWhatIf:
 
 
 class TestLayout:
-    def test_each_role_has_the_loss_and_its_worst_layers(self, tmp_path: Path) -> None:
+    def test_each_role_has_a_chart_for_each_of_its_worst_layers(self, tmp_path: Path) -> None:
         rows = [{"layer": f"layers.{i}", "underflow_pct": float(i)} for i in range(8)]
-        (category,) = layout(written(tmp_path, sample(0, rows))).category
+        events = written(tmp_path, sample(0, rows))
+        category = layout(events).category[1]
         charts = {chart.title: list(chart.multiline.tag) for chart in category.chart}
         assert category.title == "FP8 X (input)"
-        assert "loss" in charts
-        shown = [
-            f"fp8_underflow_pct/input/layers.{i}"
-            for i in range(8)
-            if any(re.match(tag, f"fp8_underflow_pct/input/layers.{i}") for tag in charts["underflow_pct: worst layers"])
-        ]
-        assert shown == [f"fp8_underflow_pct/input/layers.{i}" for i in range(3, 8)]
+        titles = [title for title in charts if title.startswith("underflow %")]
+        assert titles == [f"underflow %: X of layers.{i}" for i in (7, 6, 5)]
+        assert not any("cosine" in title for title in charts)
+        tags = events.Tags()["scalars"]
+        for patterns in charts.values():
+            assert sum(bool(re.match(pattern, tag)) for pattern in patterns for tag in tags) == 1
+
+    def test_the_loss_stands_beside_the_summary(self, tmp_path: Path) -> None:
+        events = written(tmp_path, two_layers(0), losses={0: 4.0}, log_losses=True)
+        category, tags = layout(events).category[0], events.Tags()["scalars"]
+        assert category.title == "FP8: start here"
+        assert [chart.title for chart in category.chart][:3] == ["loss", "underflow %, worst X", "underflow %, worst dY"]
+        for chart in category.chart:
+            assert sum(bool(re.match(chart.multiline.tag[0], tag)) for tag in tags) == 1
 
     def test_there_is_a_category_for_each_role(self, tmp_path: Path) -> None:
         titles = [category.title for category in layout(written(tmp_path, two_layers(0))).category]
-        assert titles == ["FP8 X (input)", "FP8 dY (grad_output)"]
+        assert titles == ["FP8: start here", "FP8 X (input)", "FP8 dY (grad_output)"]
 
     def test_follows_the_worst_layers(self, tmp_path: Path) -> None:
         def ranked(step: int, worst: int) -> Sample:
             rows = [{"layer": f"layers.{i}", "mse": 1.0 if i == worst else i * 1e-6} for i in range(9)]
             return sample(step, rows)
 
-        (category,) = layout(written(tmp_path, ranked(0, 8), ranked(10, 0))).category
-        (chart,) = [chart for chart in category.chart if chart.title == "mse: worst layers"]
-        assert r"fp8_mse/input/layers\.0$" in chart.multiline.tag
+        charts = layout(written(tmp_path, ranked(0, 8), ranked(10, 0))).category[1].chart
+        (tags,) = [list(chart.multiline.tag) for chart in charts if chart.title == "log10 of MSE: X of layers.0"]
+        assert tags == [r"fp8_mse_log10/input/layers\.0$"]
 
     @pytest.mark.parametrize(
         "tag", ["loss", "train_loss", "reduced_train_loss", "train/loss", "training_loss", "train_loss_step"]
     )
     def test_the_loss_chart_finds_the_names_that_hosts_give_it(self, tmp_path: Path, tag: str) -> None:
-        (category,) = layout(written(tmp_path, sample(0, [{}]))).category
+        category = layout(written(tmp_path, sample(0, [{}]))).category[0]
         (pattern,) = category.chart[0].multiline.tag
         assert re.match(pattern, tag)
         assert not re.match(pattern, "val_loss")
@@ -188,7 +211,7 @@ class TestTagBudget:
         tags = Tags(max_tags=3 * len(ROLES) * len(STREAMED))
         layers = [{"layer": f"layers.{i}", "underflow_pct": float(i), "cosine": 1 - i / 10} for i in range(9)]
         got = tags.record([layer | {"role": role} for role in ROLES for layer in layers])
-        for metric in ("underflow_pct", "cosine"):
+        for metric in ("underflow_pct", "cosine_distance_log10"):
             assert {tag for tag in got if tag.startswith(f"fp8_{metric}/")} == {
                 f"fp8_{metric}/{role}/layers.{i}" for role in ROLES for i in (6, 7, 8)
             }
@@ -205,7 +228,7 @@ class TestTagBudget:
         for _ in range(20):
             tags.record(shuffled(rng, list(range(30)), ROLES))
         assert Counter(tag.rpartition("/")[0] for tag in set().union(*tags.steps)) == {
-            f"fp8_{metric}/{role}": 2 for metric in STREAMED for role in ROLES
+            f"fp8_{STREAMED_AS.get(metric, (metric,))[0]}/{role}": 2 for metric in STREAMED for role in ROLES
         }
 
     def test_is_kept_where_other_layers_are_seen_in_each_step(self) -> None:
@@ -234,4 +257,4 @@ class TestTagBudget:
         recorder.close()
         events = EventAccumulator(str(tmp_path))
         events.Reload()
-        assert len(events.Tags()["scalars"]) == 2 * 2 * len(STREAMED)
+        assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("fp8")]) == 2 * 2 * len(STREAMED)

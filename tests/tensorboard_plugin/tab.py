@@ -51,12 +51,16 @@ class Tab:
 
 
 def unpacked(data: bytes) -> tuple[dict[str, Any], Any]:
-    """As the browser reads it."""
+    """Of `frames`, as the browser reads it: values by step."""
+    header, values = unpacked_flat(data)
+    return header, values.reshape(len(header["steps"]), len(header["layer"]))
+
+
+def unpacked_flat(data: bytes) -> tuple[dict[str, Any], Any]:
+    """A header and all values."""
     size = int.from_bytes(data[:4], "little")
     assert (4 + size) % 4 == 0
-    header = json.loads(data[4 : 4 + size])
-    shape = len(header["steps"]), len(header["layer"])
-    return header, np.frombuffer(data[4 + size :], "<f4").reshape(shape)
+    return json.loads(data[4 : 4 + size]), np.frombuffer(data[4 + size :], "<f4")
 
 
 def _no_constant(name: str) -> None:

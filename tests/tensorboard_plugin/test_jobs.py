@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ from tab import FC1, FC2, Tab, start, write_counted_run
 
 from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.recommendation.recommend import flagged_by, recommend
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, worker_process
+from nemo_fp8_debug.analysis.story.ranking import harm_ranks
+from nemo_fp8_debug.analysis.story.story import story
+from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, verdict, what_if, worker_process
 
 
 def write_run(folder: Path, harmed: bool) -> Path:
@@ -53,6 +56,39 @@ def tab(logdir: Path) -> Tab:
     return Tab(logdir)
 
 
+def test_what_is_known_so_far_is_told_part_by_part(logdir: Path) -> None:
+    told: list[Mapping[str, Any]] = []
+    request = {"kind": "verdict", "run": str(logdir / "bad"), "baseline": str(logdir / "baseline"), "reference": None}
+    answer = worker_process.answered(request | {"by": "step"}, told.append)
+    assert [partial["stage"] for partial in told] == ["loss", "comparison", "diagnosis"]
+    loss, compared, diagnosed = (partial["story"]["headline"] for partial in told)
+    done = answer["result"]["story"]["headline"]
+    assert (loss["title"], loss["since"]) == (done["title"], done["since"]) and loss["gap"] == done["gap"]
+    assert (compared["tensors"], compared["out_of_band"], compared["first_out"]) == (2, 1, 210)
+    assert {name: value for name, value in diagnosed.items() if name != "change"} == {
+        name: value for name, value in done.items() if name != "change"
+    }
+    assert told[-1]["diagnosis"] == answer["result"]["diagnosis"]
+
+
+def test_what_a_child_knows_so_far_is_answered_while_it_works(logdir: Path) -> None:
+    mine, seen = jobs.Jobs(), []
+    what = {"kind": "verdict", "run": str(logdir / "bad"), "baseline": str(logdir / "baseline"), "reference": None}
+
+    def is_done() -> bool:
+        answer = mine.ask(what | {"by": "step"}, "1")
+        seen.append(answer)
+        return bool(answer["state"] != "working")
+
+    wait_until(is_done)
+    stages = [answer["partial"] and answer["partial"]["stage"] for answer in seen[:-1]]
+    known = [stage for stage in stages if stage is not None]
+    assert seen[-1]["state"] == "done" and "diagnosis" in known  # torch takes longer to import than it takes to ask
+    order = ["loss", "comparison", "diagnosis"]
+    assert known == sorted(known, key=order.index)
+    mine.stop()
+
+
 def waited(tab: Tab, route: str, **parameters: Any) -> Any:
     answers: list[Any] = []
     wait_until(lambda: answers.append(tab.json(route, **parameters)) or answers[-1]["state"] != "working")
@@ -69,7 +105,13 @@ def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
     found = diagnose(logdir / "bad", logdir / "baseline")
     assert answer["state"] == "done", answer
     assert answer["result"]["diagnosis"] == plain(found.to_json())
-    assert found.comparison and answer["result"]["comparison"] == plain(to_json(found.comparison))
+    comparison, ranks = answer["result"]["comparison"], harm_ranks(found)
+    assert found.comparison and comparison | {"tensors": None} == plain(to_json(found.comparison)) | {"tensors": None}
+    expected = sorted(to_json(found.comparison)["tensors"], key=lambda row: ranks[row["layer"], row["role"]])
+    assert comparison["tensors"] == plain(expected)
+    recommended = recommend(found.run, list(flagged_by(found)), why=flagged_by(found))
+    assert answer["result"]["story"] == plain(story(found, recommended))
+    assert answer["result"]["story"]["headline"]["change"].startswith(f"Cast X of {FC1} in ")
     assert answer["result"]["diagnosis"]["culprit"]["layer"] == FC1
     plan = json.loads(answer["result"]["snippets"][0]["text"])
     assert [change["layer"] for change in plan["changes"]] == [FC1]
@@ -99,12 +141,12 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
     assert "no exact histograms" in answered(kind="what_if", run=run, step=0, recipe="current")
     assert "know nothing of blocks" in answered(kind="what_if", run=run, step=0, recipe="mxfp8")
     assert "samples" in answered(kind="verdict", run=run, baseline=None, reference=None, by="samples")
-    monkeypatch.setattr(worker_process, "_MOST_REPLAYED", 79)
+    monkeypatch.setattr(what_if, "_MOST_REPLAYED", 79)
     assert "has 80 rows" in answered(kind="what_if", run=run, step=0, recipe="current")
 
 
 def test_of_large_records_some_samples_are_left_out_and_that_is_said(logdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "MOST_ROWS", 40)
+    monkeypatch.setattr(verdict, "MOST_ROWS", 40)
     bad, baseline = str(logdir / "bad"), str(logdir / "baseline")
     answer = worker_process.answered({"kind": "verdict", "run": bad, "baseline": baseline, "reference": None, "by": "step"})
     result = answer["result"]

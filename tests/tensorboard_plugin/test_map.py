@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import polars as pl
 import pytest
 from browser import tensorboard, window
 from playwright.sync_api import Browser, FrameLocator, Page, expect
@@ -86,7 +87,7 @@ def in_address(page: Page, state: str) -> None:
 
 
 def test_the_worst_cell_is_the_worst_of_the_record(page: Page, board: str, logdir: Path) -> None:
-    tab = opened(page, board, run="bad", baseline="baseline", step=555)
+    tab = opened(page, board, run="bad", baseline="baseline", step=555, view="map", color="all")
     at_step(tab, 550)
     rows = read_table(logdir / "bad" / "fp8_debug", "metrics", where={"step": 550})
     worst = rows.sort("underflow_pct").tail(1)
@@ -95,8 +96,101 @@ def test_the_worst_cell_is_the_worst_of_the_record(page: Page, board: str, logdi
     assert values_of(tab, "baseline")[0] != CULPRIT
 
 
+def test_colors_stand_for_the_changes_that_count(page: Page, board: str, logdir: Path) -> None:
+    """One percentage point counts of a baseline that moves by less."""
+    tab = opened(page, board, run="bad", baseline="baseline", step=550, view="map", metric="underflow_pct")
+    expect(tab.locator("[data-panel=run] p")).to_have_text(f"Farthest: X of {CULPRIT}, 40%, 40 times what counts")
+    expect(tab.locator(".legend")).to_contain_text("40 times what counts")
+    upper = tab.get_by_label("Upper limit of the colors")
+    upper.focus()
+    page.keyboard.press("ArrowLeft")
+    expect(tab.get_by_role("button", name="Automatic limits")).to_be_visible()
+    in_address(page, "p.fp8.limits=underflow_pct%20spread%20-39.95%20")
+    assert "40 times" not in (upper.get_attribute("aria-valuetext") or "")
+    tab.locator("[data-picker=color]").select_option("all")
+    expect(tab.locator(".legend").first).to_contain_text("the warm-up, is left out")
+    expect(tab.get_by_role("button", name="Automatic limits")).to_have_count(0)
+    found = tab.get_by_label("Upper limit of the colors").get_attribute("aria-valuetext")
+    later = [read_table(logdir / name / "fp8_debug", "metrics").filter(pl.col("step") >= 80) for name in ("bad", "baseline")]
+    highest = max(rows["underflow_pct"].quantile(0.99, "lower") for rows in later)
+    assert found and float(found) == pytest.approx(highest, rel=0.02)
+
+
+def test_what_is_told_of_a_place_follows_the_step_and_the_metric(page: Page, board: str) -> None:
+    tab = opened(page, board, run="bad", baseline="baseline", step=390, view="map", metric="underflow_pct")
+    at_step(tab, 390)
+    expect(tab.locator(".legend")).to_contain_text("times what counts")
+    x, y = place_of(tab, column=5.9, row=2.9)
+    page.mouse.move(x, y)
+    told = tab.locator(".under")
+    expect(told).to_contain_text(f"dY of {LAYERS[5]}")
+    assert (box := told.bounding_box()) and box["width"] > 150  # at the right edge
+    page.mouse.move(*place_of(tab, column=3.5, row=1.5))
+    expect(told).to_contain_text("0.05%")
+    tab.get_by_role("button", name="Next sampled step").evaluate("button => button.click()")
+    at_step(tab, 400)
+    expect(told).to_contain_text("40%, 40 times what counts")
+    tab.locator("[data-picker=metric]").select_option("mse")
+    expect(tab.locator(".legend").first).to_contain_text("mean squared error")
+    at_step(tab, 400)
+    page.mouse.move(*place_of(tab, column=3.6, row=1.6))
+    expect(told).to_contain_text(f"X of {CULPRIT}")
+    expect(told).not_to_contain_text("%")
+
+
+def place_of(tab: FrameLocator, column: float, row: float) -> tuple[float, float]:
+    """Of a map of 6 columns and 3 rows, in pixels of the page."""
+    box = tab.locator("[data-panel=run] .chart-box").bounding_box()
+    assert box
+    left, right, top, bottom = 64, 12, 26, 96
+    x = box["x"] + left + (box["width"] - left - right) * column / 6
+    return x, box["y"] + top + (box["height"] - top - bottom) * row / 3
+
+
+def test_course_says_since_when(page: Page, board: str, logdir: Path, tmp_path: Path) -> None:
+    """The table, the keyboard, a click and a drag; against the record."""
+    tab = opened(page, board, run="bad", baseline="baseline", view="course", metric="underflow_pct", step=0)
+    chart = tab.locator("[data-drawn='underflow_pct against 0 790']")
+    expect(chart).to_be_visible()
+    expect(tab.locator("div.table tbody tr").first.locator("td")).to_have_text([f"X of {CULPRIT}", "40", "40", "400", "400"])
+    expect(tab.locator("div.table tbody tr").nth(1).locator("td").last).to_have_text("-")
+    tab.locator(".keyed").focus()
+    for key in ("ArrowDown", "ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    in_address(page, f"p.fp8.layer={LAYERS[1]}")
+    in_address(page, "p.fp8.step=10")
+    box = chart.bounding_box()
+    assert box
+    across = lambda share: box["x"] + 150 + (box["width"] - 170) * share  # noqa: E731
+    line = box["y"] + 50
+    page.mouse.move(across(0.25), line)
+    page.mouse.down()
+    page.mouse.move(across(0.75), line, steps=3)
+    page.mouse.up()
+    expect(tab.locator("[data-zoom=from]")).to_have_value(re.compile("19[678]"))
+    begin, end = (tab.locator(f"[data-zoom={name}]").input_value() for name in ("from", "to"))
+    expect(tab.locator(f"[data-drawn='underflow_pct against {begin} {end}']")).to_be_visible()
+    in_address(page, f"p.fp8.from={begin}")
+    assert int(end) == pytest.approx(592, abs=2)
+    tab.get_by_role("button", name="All steps").click()
+    tab.locator("[data-picker=show]").select_option("run")
+    expect(tab.locator("[data-drawn='underflow_pct run 0 790']")).to_be_visible()
+    with page.expect_download() as download:
+        tab.locator("figure").get_by_role("button", name="CSV").click()
+    download.value.save_as(tmp_path / "course.csv")
+    with (tmp_path / "course.csv").open() as file:
+        head, *rows = csv.reader(file)
+    recorded = read_table(logdir / "bad" / "fp8_debug", "metrics", ["step", "layer", "role", "underflow_pct"])
+    found = {
+        (layer, role, int(step[5:])): float(v)
+        for layer, role, *values in rows
+        for step, v in zip(head[2:], values, strict=True)
+    }
+    assert found == {(layer, role, step): pytest.approx(v, rel=1e-6) for step, layer, role, v in recorded.iter_rows()}
+
+
 def test_steps_and_metrics_move_the_map_and_the_address(page: Page, board: str) -> None:
-    tab = opened(page, board, run="bad", baseline="baseline", step=390)
+    tab = opened(page, board, run="bad", baseline="baseline", step=390, view="map", color="all")
     at_step(tab, 390)
     assert values_of(tab, "run")[0] != CULPRIT
     tab.get_by_role("button", name="Next sampled step").click()
@@ -109,7 +203,7 @@ def test_steps_and_metrics_move_the_map_and_the_address(page: Page, board: str) 
 
 
 def test_playing_goes_to_the_end_by_itself(page: Page, board: str) -> None:
-    tab = opened(page, board, run="bad", step=770)
+    tab = opened(page, board, run="bad", step=770, view="map")
     at_step(tab, 770)
     tab.get_by_role("button", name="Play through the steps").click()
     at_step(tab, 790)
@@ -133,20 +227,14 @@ def test_the_keyboard_reaches_a_tensor_and_its_timeline_and_back(page: Page, boa
 def test_a_click_chooses_the_tensor_under_it(page: Page, board: str) -> None:
     tab = opened(page, board, run="bad", view="map", step=500)
     at_step(tab, 500)
-    box = tab.locator("[data-panel=run] .chart-box").bounding_box()
-    assert box
-    # Row 1 of 3; column 3 of 6 (fc1 X, W, dY, fc2 X, ...): the culprit.
-    left, right, top, bottom = 64, 12, 26, 96
-    x = box["x"] + left + (box["width"] - left - right) * 3.5 / 6
-    y = box["y"] + top + (box["height"] - top - bottom) * 1.5 / 3
-    page.mouse.click(x, y)
+    page.mouse.click(*place_of(tab, column=3.5, row=1.5))  # fc1 X, W, dY, fc2 X, ...: the culprit
     in_address(page, f"p.fp8.layer={CULPRIT}")
     in_address(page, "p.fp8.role=input")
     expect(tab.locator(".under")).to_contain_text(f"X of {CULPRIT}")
 
 
 def test_the_csv_of_a_map_is_the_record(page: Page, board: str, logdir: Path, tmp_path: Path) -> None:
-    tab = opened(page, board, run="bad", step=500)
+    tab = opened(page, board, run="bad", baseline="", step=500, view="map")
     at_step(tab, 500)
     with page.expect_download() as download:
         tab.locator("[data-panel=run]").get_by_role("button", name="CSV").click()
@@ -161,7 +249,7 @@ def test_the_csv_of_a_map_is_the_record(page: Page, board: str, logdir: Path, tm
 
 
 def test_names_that_are_html_are_text(page: Page, board: str) -> None:
-    tab = opened(page, board, run="<b onclick=top.hacked=1>odd", layer=HOSTILE, role="grad_output")
+    tab = opened(page, board, run="<b onclick=top.hacked=1>odd", layer=HOSTILE, role="grad_output", view="map", baseline="")
     at_step(tab, 20)
     expect(tab.locator("[data-panel=run] h3")).to_contain_text("<b onclick=top.hacked=1>odd")
     expect(tab.locator("[data-panel=run] b").first).to_have_text(f"X of {HOSTILE}")
@@ -172,7 +260,7 @@ def test_names_that_are_html_are_text(page: Page, board: str) -> None:
 
 
 def test_a_run_that_grows_is_followed(page: Page, board: str, logdir: Path) -> None:
-    tab = opened(page, board, run="growing")
+    tab = opened(page, board, run="growing", view="map")
     at_step(tab, 20)
     write(logdir / "growing", range(30, 40, 10)).close()  # as a run that goes on from a checkpoint
     at_step(tab, 30)
@@ -198,7 +286,7 @@ def test_a_run_without_a_sample_says_what_is_awaited(page: Page, tmp_path: Path)
 def test_under_a_path_prefix_and_with_several_logdirs(page: Page, logdir: Path) -> None:
     spec = f"here:{logdir / 'baseline'},there:{logdir / 'bad'}"
     with tensorboard("--logdir_spec", spec, "--path_prefix", "/a/b") as address:
-        tab = opened(page, address, run="there", baseline="here", step=600)
+        tab = opened(page, address, run="there", baseline="here", step=600, view="map", color="all")
         at_step(tab, 600)
         assert values_of(tab, "difference")[:2] == (CULPRIT, "input")
 
@@ -209,6 +297,6 @@ def test_an_unknown_run_in_the_address_is_said(page: Page, board: str) -> None:
 
 
 def test_runs_beside_it_that_are_not_there_are_said(page: Page, board: str) -> None:
-    tab = opened(page, board, run="bad", baseline="gone", reference="")
+    tab = opened(page, board, run="bad", baseline="gone", reference="", view="map")
     expect(tab.locator(".notes")).to_contain_text("Baseline gone is not under the logdir: the page goes on without it.")
     at_step(tab, 790)

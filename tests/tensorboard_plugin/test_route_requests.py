@@ -48,8 +48,8 @@ def test_works_below_a_prefix(two_runs: Path) -> None:
     assert [run["name"] for run in tab.json("runs")["runs"]] == ["counted", "odd"]
 
 
-ROUTES = ("runs", "run", "frames", "extent", "timeline", "loss", "histogram", "others", "fingerprints")
-NAMES = ("run", "layer", "role", "step", "metric", "metrics", "from", "to", "a", "b", "recipe", "x")
+ROUTES = ("runs", "run", "frames", "extent", "course", "spread", "timeline", "loss", "histogram", "others", "fingerprints")
+NAMES = ("run", "layer", "role", "step", "metric", "metrics", "from", "to", "a", "b", "recipe", "columns", "x")
 WORDS = (
     *("odd", "counted", FC1, "input", "mse", "mse,amax", "nonfinite", "mse,mse", "0", "10", "700"),
     *("-1", "NaN", "1e400", "9" * 40, "1_0", "\u0663", "+1", "", "\x00", "\ud800", "a" * 5000),
@@ -59,6 +59,7 @@ HOSTILE = st.one_of(st.sampled_from(WORDS), st.text(max_size=20))
 USUAL = {"run": "odd", "layer": FC1, "role": "input", "step": "10", "metric": "mse", "metrics": "mse"} | {
     "from": "0",
     "to": "90",
+    "columns": "50",
 }
 
 
@@ -74,6 +75,8 @@ def test_no_parameter_makes_it_fail(tab: Tab, route: str, given_: list[tuple[str
         "run": ("run",),
         "frames": ("run", "metric", "from", "to"),
         "extent": ("run", "metric"),
+        "course": ("run", "metric", "columns"),
+        "spread": ("run", "metric"),
         "timeline": ("run", "layer", "role", "metrics"),
         "loss": ("run",),
         "histogram": ("run", "layer", "role", "step"),
@@ -89,7 +92,7 @@ def test_no_parameter_makes_it_fail(tab: Tab, route: str, given_: list[tuple[str
     if response.status_code != 200:
         ((name, sentence),) = json.loads(response.text).items()
         assert name == "error" and 10 < len(sentence) < 600 and "Traceback" not in sentence
-    elif route not in ("frames",):
+    elif route not in ("frames", "course", "spread"):
         json.loads(response.text, parse_constant=lambda name: pytest.fail(name))
 
 

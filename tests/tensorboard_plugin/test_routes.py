@@ -58,7 +58,8 @@ def test_an_extent_is_that_of_all_steps(two_runs: Path, tab: Tab, run: str, metr
     column = rows["nan"] + rows["inf"] if metric == "nonfinite" else rows[metric]
     values = [float(value) for value in column if value is not None and math.isfinite(value)]
     above = [value for value in values if value > 0]
-    assert tab.json("extent", run=run, metric=metric) == {
+    found = tab.json("extent", run=run, metric=metric)
+    assert {name: found[name] for name in ("low", "high", "positive")} == {
         "low": min(values, default=None),
         "high": max(values, default=None),
         "positive": min(above, default=None),
@@ -73,13 +74,33 @@ def test_an_extent_is_not_that_of_steps_that_were_trained_again(tmp_path: Path) 
             record.record(sample(step, [{"mse": mse + step}]))
         record.close()
     assert any("steps" in part.name for part in (tmp_path / "run/metrics").iterdir())
-    assert Tab(tmp_path).json("extent", run="run", metric="mse") == {"low": 0.0, "high": 62.0, "positive": 1.0}
+    found = Tab(tmp_path).json("extent", run="run", metric="mse")
+    assert (found["low"], found["high"], found["positive"]) == (0.0, 62.0, 1.0)
+
+
+@pytest.mark.parametrize("metric", ["mse", "amax", "kurtosis", "scale_ratio_log2"])
+def test_percentiles_and_sizes_are_those_of_the_values_behind_the_warm_up(tmp_path: Path, metric: str) -> None:
+    random, record = np.random.default_rng(0), start(tmp_path / "run")
+    for step in range(70):  # merged, and small parts
+        values = random.lognormal(sigma=2, size=12) * random.choice([-1, 1], 12) * (1e6 if step < 7 else 1)
+        record.record(sample(step, [{"layer": f"layers.{i}.fc", metric: float(value)} for i, value in enumerate(values)]))
+    record.close()
+    found = Tab(tmp_path).json("extent", run="run", metric=metric)
+    later = np.sort(read_table(tmp_path / "run", "metrics").filter(pl.col("step") > 6)[metric].to_numpy())
+    assert found["warm_up"] == 6
+    expected = np.quantile(later, [0.01, 0.5, 0.99], method="inverted_cdf")
+    assert found["percentiles"] == pytest.approx(expected.tolist(), rel=2**-8)
+    assert sum(found["counts"]) == len(later) and found["values"] == sorted(found["values"])
+    upto = np.searchsorted(
+        later, np.array(found["values"]) * np.where(np.array(found["values"]) > 0, 1 + 2**-3, 1 - 2**-8), "right"
+    )
+    assert np.abs(upto - np.cumsum(found["counts"])).max() <= 0.02 * len(later)
 
 
 def test_a_run_is_described(two_runs: Path, tab: Tab) -> None:
     about = tab.json("run", run="counted")
     rows = read_table(two_runs / "counted/fp8_debug", "metrics")
-    tensors = placed(rows.filter(pl.col("step") == 20).select("layer", "role"))
+    tensors = placed(rows.filter(pl.col("step") == 20).select("layer", "role"))  # in order of execution already
     assert about["run"] == "counted" and about["steps"] == [0, 10, 20] and about["notes"] == [NOT_QUANTIZED]
     assert about["tensors"] == {name: tensors[name].to_list() for name in ("layer", "role", "kind", "depth")}
     assert "started 2 times" in tab.json("run", run="odd")["notes"][0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from browser import window
 from playwright.sync_api import Browser, Page, expect
+from shown import said
 from tab import Tab
 from verdict_records import CULPRIT, EVERY, ONSET
 
@@ -114,3 +115,16 @@ def test_a_name_opens_its_card_for_pointer_and_keyboard(page: Page) -> None:
     expect(card.locator("h4")).to_have_text(names.nth(1).inner_text())
     card.get_by_role("link", name="Timeline").click()
     expect(page.get_by_role("tab", name="Timeline")).to_have_attribute("aria-selected", "true")
+
+
+def test_the_card_says_what_the_story_says(page: Page, logdir: Path) -> None:
+    arguments = "diagnose", logdir / "bad", "--baseline", logdir / "baseline", "--reference", logdir / "reference"
+    first = said(*arguments)["story"]["tensors"][0]
+    page.evaluate(f"location.hash = location.hash.replace(/p.fp8.layer=[^&]*/, 'p.fp8.layer={first['layer']}')")
+    card = page.locator("main .card.in-line")
+    ranks = card.locator("[data-words=ranks]")
+    expect(ranks).to_contain_text(f"Rank {first['harm_rank']} by harm, {first['error_rank']} by error")
+    assert ("Blamed" in ranks.inner_text()) == first["blamed"]
+    card.locator("summary").first.click()
+    expect(card.locator("[data-words=why]")).to_have_text(first["why"])
+    expect(card.locator("[data-words=values]")).to_contain_text("medians over the later half")

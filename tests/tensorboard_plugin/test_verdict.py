@@ -14,6 +14,8 @@ from shown import cells, number, said, table, taken_away, title
 from typer.testing import CliRunner
 from verdict_records import CULPRIT, HOSTILE, ONSET
 
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.story.ranking import harm_ranks
 from nemo_fp8_debug.cli import app
 
 Open = Callable[..., Page]
@@ -21,7 +23,7 @@ THREE = {"view": "verdict", "run": "bad", "baseline": "baseline", "reference": "
 
 
 def verdict(page: Page) -> str:
-    page.locator("p.verdict").first.wait_for()
+    page.locator(".headline[data-stage=all]").wait_for()
     return page.locator("p.verdict").first.inner_text()
 
 
@@ -37,7 +39,8 @@ class TestThreeRuns:
     def test_the_sentences_and_the_findings_are_those_of_diagnose(self, frame: Open, diagnosis: Any) -> None:
         page = frame(**THREE)
         assert verdict(page) == diagnosis["verdict"]
-        facts = dict(zip(page.locator("dt").all_inner_texts(), page.locator("dd").all_inner_texts(), strict=True))
+        of_view = page.locator("#view dl.facts")
+        facts = dict(zip(of_view.locator("dt").all_inner_texts(), of_view.locator("dd").all_inner_texts(), strict=True))
         assert facts["Begins in"] == f"X of {CULPRIT}" == title(diagnosis["culprit"])
         assert (facts["Cause"], facts["Confidence"], facts["Harm"]) == (
             diagnosis["cause"],
@@ -54,23 +57,27 @@ class TestThreeRuns:
         assert set(page.locator("ul.advice li").all_inner_texts()) == advice
         assert page.locator("ul.advice li").first.inner_text() == diagnosis["culprit"]["advice"]
 
-    def test_the_comparison_is_that_of_compare(self, frame: Open, comparison: Any) -> None:
+    def test_the_comparison_is_that_of_compare(self, frame: Open, comparison: Any, logdir: Path) -> None:
         page = frame(**THREE)
         expect(page.locator("p.verdict").nth(1)).to_have_text(comparison["verdict"])
+        page.locator("details.fold > summary").click()
         ranking = table(page, "medians over the later half. Drift")
-        assert [row[0] for row in cells(ranking)] == [title(row) for row in comparison["tensors"]][:15]
+        found = diagnose(logdir / "bad", logdir / "baseline", logdir / "reference")
+        ranks = harm_ranks(found)
+        tensors = sorted(comparison["tensors"], key=lambda row: ranks[row["layer"], row["role"]])
+        assert [row[0] for row in cells(ranking)] == [title(row) for row in tensors][:15]
         names, *rows = taken_away(page, ranking)
-        for row, of in zip(rows, comparison["tensors"], strict=True):
-            found = dict(zip(names, row, strict=True))
-            assert found["tensor"] == title(of)
+        for row, of in zip(rows, tensors, strict=True):
+            listed = dict(zip(names, row, strict=True))
+            assert listed["tensor"] == title(of)
             for column, metric in (
                 ("drift (log2)", "drift_log2"),
                 ("MSE ratio", "mse_ratio"),
                 ("out of band from step", "onset"),
             ):
-                assert number(found[column]) == of[metric]
+                assert number(listed[column]) == of[metric]
             for run, column in (("baseline", "before"), ("run", "after")):
-                assert number(found[f"underflow (%), {column}"]) == of[f"underflow_pct_{run}"]
+                assert number(listed[f"underflow (%), {column}"]) == of[f"underflow_pct_{run}"]
         order = cells(table(page, "Each tensor and metric at the first step"))
         assert [row[:4] for row in order] == [
             [str(of["onset"]), "-" if of["lead"] is None else str(of["lead"]), title(of), of["metric"]]
@@ -130,7 +137,7 @@ class TestThreeRuns:
 
     def test_in_tensorboard_the_culprit_leads_to_its_timeline(self, browser: Browser, board: str) -> None:
         page = open_tab(browser, board, **THREE)
-        culprit = page.frame_locator("iframe").locator(".facts").get_by_role("link", name=f"X of {CULPRIT}")
+        culprit = page.frame_locator("iframe").locator(".headline").get_by_role("link", name=f"X of {CULPRIT}")
         culprit.click()
         expect(page.frame_locator("iframe").locator("#tab-timeline")).to_have_attribute("aria-selected", "true")
         state = unquote(page.url)
@@ -152,7 +159,7 @@ def test_advice_against_fp8_is_none_where_software_is_to_blame(frame: Open, logd
         f["advice"] for f in found["findings"] if f["rule"] == "reference"
     ]
     assert [row[0] for row in cells(table(page, "What the rules found"))] == ["reference"]
-    evidence = page.locator("details")
+    evidence = page.locator("[aria-label=Diagnosis] details")
     assert evidence.locator("td").first.is_hidden()
     evidence.locator("summary").click()
     others = [f["rule"] for f in found["findings"] if f["rule"] != "reference"]
@@ -164,15 +171,16 @@ def test_without_a_good_run_it_is_judged_alone(frame: Open, logdir: Path) -> Non
     page = frame(view="verdict", run="bad", baseline="", reference="")
     assert verdict(page) == said("diagnose", logdir / "bad")["verdict"]
     expect(page.get_by_text("Judged alone")).to_be_visible()
+    expect(page.locator(".headline h1")).to_contain_text("bad (run): The loss diverges at step")
     recommended = said("recommend", logdir / "bad")["findings"]
     assert [row[0] for row in cells(table(page, "The cheapest changes"))] == [title(of) for of in recommended]
-    assert page.get_by_text("What sets it apart").count() == 0
+    assert page.locator("details.fold").count() == 0
 
 
 def test_hostile_names_are_text(frame: Open) -> None:
     page = frame(**THREE)
     verdict(page)
-    expect(page.get_by_role("link", name=f"X of {HOSTILE}").first).to_be_visible()
+    expect(page.get_by_role("link", name=f"dY of {HOSTILE}").first).to_be_visible()
     assert page.locator("#view img").count() == 0 and not page.evaluate("window.hacked")
 
 

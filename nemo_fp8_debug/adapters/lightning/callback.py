@@ -26,10 +26,10 @@ from ...monitor.monitor import Monitor
 from ...options.config import Config
 from ...plan.environment import is_rescue
 from ...record.console_table import TableRecorder
-from ...record.scalars import ScalarRecorder
 from ...record.tensorboard import TensorBoardRecorder
 from ...record.writer import RunRecord
 from .interventions import FP8EmulationCallback, FP8PlanCallback
+from .loggers import with_loggers_of
 from .trainer import accumulates, roots
 
 #: names that modules log the losses of an evaluation under, as val_loss or eval/loss
@@ -77,6 +77,9 @@ class FP8DebugCallback(pl.Callback):
         copies: bool = False,
         block_scales: bool = False,
         eager: bool = False,
+        loggers: Sequence[Any] = (),
+        log_every_tensor: bool = False,
+        report_baseline: str | None = None,
     ) -> None:
         """
         Args:
@@ -127,6 +130,13 @@ class FP8DebugCallback(pl.Callback):
                 sampled step reads such operands twice more. Default: `False`.
             eager: whether layers inside torch.compile are looked at: the sampled steps run in eager mode then, whose results
                 may differ from those of the compiled graphs in their last bits. Default: `False`.
+            loggers: experiment trackers that get a summary too, besides the loggers of a Lightning trainer. A list of
+                `wandb`, `mlflow` and `comet`, of mappings with settings of a run to start
+                (`{"wandb": {"project": "fp8"}}`), or of runs and loggers that you made. Default: `()`.
+            log_every_tensor: whether loggers get the metrics of single tensors too, up to `max_tags` scalars, and not only
+                the summary of at most 60. Default: `False`.
+            report_baseline: record of a baseline run. At the end, loggers get the HTML page that compares the run with it.
+                A path; None: no page. Default: `None`.
 
         Raises:
             ConfigError: now, or before the first step: a value cannot be used, no GEMM matches, or the output folder cannot
@@ -151,6 +161,7 @@ class FP8DebugCallback(pl.Callback):
         self._stop_watching()
         try:
             options = {**self._options, "output": self._options["output"] or self._default_output(trainer)}
+            options["loggers"] = with_loggers_of(trainer, options["loggers"])
             recorders = _recorders(trainer, Config(**options))
             self._monitor = Monitor(roots(trainer, pl_module), recorders=recorders, **options)
             if trainer.max_steps > 0:
@@ -228,8 +239,6 @@ def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             yield TensorBoardRecorder(logger.experiment, config.max_tags)
-        else:
-            yield ScalarRecorder(logger.log_metrics, config.max_tags)
     if config.table_rows:
         yield TableRecorder(config.table_rows)
 

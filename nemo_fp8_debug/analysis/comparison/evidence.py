@@ -20,8 +20,10 @@ class Evidence:
     of_error: bool = False
     #: how many times the least rise counts even if no more is lost
     anyway: float = np.inf
-    #: whether equal ratios mean the same, and not equal differences; what is below 1% is rounding
+    #: whether equal ratios mean the same, and not equal differences
     log2: bool = False
+    #: what is less is rounding, on a log2 scale
+    floor: float = 0.01
     #: 1: a rise counts; -1: a fall
     sign: int = 1
     #: how many times the least rise a sample must show, to be told as a transient if fewer than three in a row do
@@ -38,14 +40,13 @@ class Evidence:
 
     def scaled(self, x: Floats) -> Floats:
         """To a scale on which equal steps mean the same."""
-        return self.sign * (np.log2(np.maximum(x, _ROUNDING)) if self.log2 else x)
+        return self.sign * (np.log2(np.maximum(x, self.floor)) if self.log2 else x)
 
     def unscaled(self, x: Floats) -> Floats:
         """Back from it."""
         return np.exp2(self.sign * x) if self.log2 else self.sign * x
 
 
-_ROUNDING = 0.01
 #: how many times the least rise counts of gradients, against healthy ones of another model: they differ from task to task
 OF_GRADIENTS = 4.0
 #: in the order in which one explains the next: a stale scale clips, and clipping is an error

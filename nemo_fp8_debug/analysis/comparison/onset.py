@@ -100,7 +100,7 @@ class Pair:
 
     def of(self, metric: str) -> tuple[Floats, Floats]:
         """The median of the baseline at the run's steps, and the run's values; [T, S] each."""
-        medians, steps = self._of_baseline(metric)[1], self._baseline.steps
+        medians, steps = self.of_baseline(metric)[1], self._baseline.steps
         found = self._run.of(metric)
         if np.array_equal(steps, self.steps) and not np.isnan(medians).any():
             return medians, found
@@ -110,8 +110,8 @@ class Pair:
                 expected[i] = np.interp(self.steps, steps[known], of_one[known])
         return expected, found
 
-    def _of_baseline(self, metric: str) -> tuple[Floats, Floats]:
-        """Values and running medians."""
+    def of_baseline(self, metric: str) -> tuple[Floats, Floats]:
+        """Values of the baseline and their running medians, at its own steps; [T, S] each."""
         if metric not in self._kept:
             values = self._baseline.of(metric)
             self._kept = {metric: (values, running_median(values))}
@@ -119,7 +119,7 @@ class Pair:
 
     def highest(self, evidence: Evidence) -> Floats:
         """[T, S]: the largest value of the baseline, scaled, at the samples around each of the run's steps."""
-        values, steps = evidence.scaled(self._of_baseline(evidence.metric)[0]), self._baseline.steps
+        values, steps = evidence.scaled(self.of_baseline(evidence.metric)[0]), self._baseline.steps
         if not len(steps):
             return np.full((len(values), len(self.steps)), np.nan)
         around = np.pad(values, ((0, 0), (2, 1)), mode="edge")
@@ -133,26 +133,6 @@ class Pair:
         with np.errstate(invalid="ignore"):
             most: Floats = np.fmax.reduce(self._run.of("n"), axis=1, initial=0.0)
         return np.where(most > 0, most, np.inf)
-
-    def typical(self, evidence: Evidence) -> Floats:
-        """[T]: a median over what the baseline's metric has, scaled."""
-        return lower_median(evidence.scaled(self._of_baseline(evidence.metric)[1]))
-
-    def spread(self, evidence: Evidence) -> Floats:
-        """[T]: what the baseline's metric moves by around its median, as a standard deviation."""
-        spread: Floats = np.nan_to_num(1.4826 * lower_median(self._moves(evidence)))
-        return spread
-
-    def farthest(self, evidence: Evidence) -> Floats:
-        """[T]: the most that the baseline's metric moves by around its median, but for its first samples."""
-        moves = self._moves(evidence)[:, FIRST:]
-        most: Floats = np.nan_to_num(np.fmax.reduce(moves, axis=1, initial=0.0))
-        return most
-
-    def _moves(self, evidence: Evidence) -> Floats:
-        values, medians = self._of_baseline(evidence.metric)
-        moves: Floats = np.abs(evidence.scaled(values) - evidence.scaled(medians))
-        return moves
 
 
 def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metric: str) -> pl.DataFrame:
@@ -170,15 +150,34 @@ def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metri
 def limits(evidence: Evidence, pair: Pair) -> Floats:
     """[T, S]: the value beyond which a tensor is out; above it, or below it if a fall counts."""
     expected, _ = pair.of(evidence.metric)
-    return evidence.unscaled(_usual(evidence, expected, pair) + least_rise(evidence, pair)[:, None])
+    return evidence.unscaled(_usual(evidence, expected, pair) + least_rise_of(evidence, pair)[:, None])
 
 
-def least_rise(evidence: Evidence, pair: Pair) -> Floats:
-    """[T]: that counts, scaled."""
-    least = np.fmax(
-        evidence.least_of(pair.typical(evidence)), np.fmax(SPREADS * pair.spread(evidence), pair.farthest(evidence))
-    )
-    return np.maximum(least, 100 * evidence.least_values / pair.sizes) if evidence.least_values else least
+def least_rise(evidence: Evidence, values: Floats, medians: Floats) -> Floats:
+    """[T]: the least rise that counts: what counts however steady a baseline is, or more where it moves by more.
+
+    Args:
+        values: of the metric in the baseline, [T, S].
+        medians: their running medians, [T, S].
+    """
+    usual = evidence.scaled(medians)
+    moves = np.abs(evidence.scaled(values) - usual)
+    spread = np.nan_to_num(1.4826 * lower_median(moves))  # a standard deviation
+    farthest = np.nan_to_num(np.fmax.reduce(moves[:, FIRST:], axis=1, initial=0.0))
+    least: Floats = np.fmax(evidence.least_of(lower_median(usual)), np.fmax(SPREADS * spread, farthest))
+    return least
+
+
+def least_of_values(evidence: Evidence, sizes: Floats) -> Floats:
+    """[T]: the least rise in percent at which enough values of a tensor are affected; sizes: how many it has."""
+    least: Floats = 100 * evidence.least_values / sizes
+    return least
+
+
+def least_rise_of(evidence: Evidence, pair: Pair) -> Floats:
+    """[T]: that counts."""
+    least = least_rise(evidence, *pair.of_baseline(evidence.metric))
+    return np.maximum(least, least_of_values(evidence, pair.sizes)) if evidence.least_values else least
 
 
 def _usual(evidence: Evidence, expected: Floats, pair: Pair) -> Floats:
@@ -192,7 +191,7 @@ def measured(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
     the band; -inf where it does not count."""
     expected, found = pair.of(evidence.metric)
     excess = evidence.scaled(found) - _usual(evidence, expected, pair)
-    excess /= least_rise(evidence, pair)[:, None]
+    excess /= least_rise_of(evidence, pair)[:, None]
     counts = ~np.isnan(excess) & (pair.loses_more | (not evidence.of_error) | (excess > evidence.anyway))
     return expected, found, np.where(counts, excess, -np.inf)
 

@@ -10,7 +10,7 @@ import polars as pl
 from ..runs.grid import Floats, Grid, Ints
 from .discoveries import discoveries
 from .evidence import EVIDENCE, Evidence
-from .onset import Pair, all_onsets, least_rise, limits, measured
+from .onset import Pair, all_onsets, least_rise_of, limits, measured
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,6 @@ def _band(evidence: list[Evidence], pair: Pair) -> MetricBand:
     with np.errstate(invalid="ignore"):
         beyond = (found > high) | (found < low)
     counts = np.any([measured(e, pair)[2][0] > 1 for e in evidence], axis=0)
-    least = float(least_rise(evidence[0], pair)[0])
+    least = float(least_rise_of(evidence[0], pair)[0])
     ratio = evidence[0].log2
     return MetricBand(low, expected, high, 2**least if ratio else least, ratio, int(beyond.sum()), int(counts.sum()))

@@ -70,18 +70,34 @@ def diagnose(
         >>> found.harm, found.cause, found.divergence_step
         ('harmful', 'learning_rate', 61)
     """
-    other = reference if reference is None or isinstance(reference, Run) else Run.read(reference, by)
+    if baseline is not None:
+        return diagnose_comparison(comparison_of(run, baseline, reference, by, max_gap))
     mine = _read(run, by)
-    if baseline is None:
-        return _alone(mine, other, max_gap, bands_for(mine, bands))
-    return _paired(compare(_read(baseline, by), mine, other, by, max_gap=max_gap))
+    return _alone(mine, _reference(reference, by), max_gap, bands_for(mine, bands))
+
+
+def comparison_of(
+    run: str | os.PathLike[str] | Run,
+    baseline: str | os.PathLike[str] | Run,
+    reference: str | os.PathLike[str] | Run | None = None,
+    by: str = "step",
+    max_gap: float = MAX_GAP,
+) -> Comparison:
+    """The comparison that a diagnosis rests on: without samples of steps that the optimizer skipped. Arguments are those of
+    `diagnose`."""
+    return compare(_read(baseline, by), _read(run, by), _reference(reference, by), by, max_gap=max_gap)
+
+
+def _reference(path: str | os.PathLike[str] | Run | None, by: str) -> Run | None:
+    return path if path is None or isinstance(path, Run) else Run.read(path, by)
 
 
 def _read(path: str | os.PathLike[str] | Run, by: str) -> Run:
     return (path if isinstance(path, Run) else Run.read(path, by)).without_skipped()
 
 
-def _paired(comparison: Comparison) -> Diagnosis:
+def diagnose_comparison(comparison: Comparison) -> Diagnosis:
+    """What is wrong with a run that has been compared; see `diagnose`."""
     run, baseline, reference, loss = comparison.run, comparison.baseline, comparison.reference, comparison.loss
     reference_since = None
     if reference is not None:

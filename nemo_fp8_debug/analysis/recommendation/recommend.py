@@ -19,6 +19,7 @@ from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.rules.finding import NOT_FP8
 from ..formatting import number
 from ..runs.run import Run
+from ..story.ranking import harm_ranks
 from .engines import why_none
 from .flops import coverage, flops_of
 from .options import BF16, STAY, Budget, Errors, Judged, Option, options_of, replayable
@@ -174,7 +175,7 @@ def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, Errors]) -> list[
 
 
 def flagged_by(found: Diagnosis) -> dict[Key, str]:
-    """The operands that left the baseline's band before the loss diverged, earliest first, and by which metric; all of them
+    """The operands that left the baseline's band before the loss diverged, by harm rank, and by which metric; all of them
     where it stays, and none where they are not to blame. A scale that surely went wrong counts whenever it did: no loss
     brings that about."""
     flagged: dict[Key, str] = {}
@@ -190,7 +191,8 @@ def flagged_by(found: Diagnosis) -> dict[Key, str]:
         wrong_by_itself = each.rule == "operand" and each.confidence == "high" and not each.may_follow_the_loss
         if wrong_by_itself and each.layer and each.role and each.cause != "nonfinite":
             flagged.setdefault((each.layer, each.role), f"{each.cause}: {each.evidence}")
-    return flagged
+    ranks = harm_ranks(found)
+    return {key: flagged[key] for key in sorted(flagged, key=lambda key: ranks.get(key, len(ranks)))}
 
 
 def over_budget(run: Run, budget: Budget) -> list[Key]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.keys import SHOWN_AS
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.rules.finding import CAUSES, NOT_FP8, Finding
 from ..formatting import number
 from ..loss.outcome import LossOutcome, described
-from ..recommendation.options import Option
-from ..recommendation.recommend import Recommendation
 from .told import sentence, steps_apart, tensor_of
+
+if TYPE_CHECKING:  # they import torch
+    from ..recommendation.options import Option
+    from ..recommendation.recommend import Recommendation
 
 
 def of_loss(loss: LossOutcome, unit: str) -> dict[str, Any]:
@@ -118,14 +120,14 @@ def _when(culprit: Finding, found: Diagnosis) -> str:
 
 def change(found: Diagnosis, recommendation: Recommendation | None) -> str | None:
     """What to change, in a sentence; None: nothing, or it is not known."""
-    if found.cause not in NOT_FP8 and recommendation is not None and recommendation.to_change:
+    wrong = found.culprit is not None or found.harm in ("harmful", "likely", "harmless so far")
+    if wrong and found.cause not in NOT_FP8 and recommendation is not None and recommendation.to_change:
         return _recommended(found, recommendation)
     blamed = found.blame.finding
     if blamed is not None and blamed.advice:
         return blamed.advice
     if found.baseline is None and found.harm == "unknown":
         return "Give a baseline, a run that went well: it shows a gap that this run alone cannot."
-    wrong = found.harm in ("harmful", "likely", "harmless so far")
     return next(iter(found.advice), None) if wrong else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -14,13 +14,15 @@ from ..comparison.drift import SHOWN
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.events import Event, in_order
 from ..formatting import jsonable
-from ..recommendation.recommend import Recommendation
 from ..runs.run import Run
 from .headline import first_of, headline
 from .ranking import BESIDES, BLAMED, KEY, later_half, ranked
 from .reasons import why
-from .strip import row_of
+from .strip import ROWS, row_of
 from .told import tensor_of, value_of
+
+if TYPE_CHECKING:  # it imports torch
+    from ..recommendation.recommend import Recommendation
 
 #: tensors that are told of, and how many of them because the format holds them worst
 MOST, WORST_HELD = 40, 5
@@ -35,22 +37,28 @@ def story(found: Diagnosis, recommendation: Recommendation | None = None) -> dic
     Returns:
         `headline`: harm, title, cause, cause_told, confidence, about_fp8, since, unit, gap, gap_told, first, change.
         `events`: step, kind (one of `diagnosis.events.KINDS`), what, layer, role, and the row of the strip, in order.
+        `rows`: of the strip, from above.
         `tensors`: the 40 that matter, by harm rank: layer, role, tensor, blamed, why, since, metric, expected, found,
         harm_rank, error_rank, and values, by metric of baseline, run and reference run (medians over the later half of the
         samples of each).
 
+    Raises:
+        RecordError: a table of the record that is read for this only cannot be read.
+
     Example:
-        >>> from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
         >>> story(diagnose("runs/bad", "runs/baseline"))["headline"]["title"]
         'The loss diverges at step 61'
     """
     rows = ranked(found)
     tensors = _tensors(found, _that_matter(rows))
     first = first_of(tensors[0] | {"onset": tensors[0]["since"]}, found) if tensors else None
+    events = [asdict(event) | {"row": row_of(event)} for event in _events(found, tensors)]
+    present = {event["row"] for event in events}
     plain: dict[str, Any] = jsonable(
         {
             "headline": headline(found, recommendation, first),
-            "events": [asdict(event) | {"row": row_of(event)} for event in _events(found, tensors)],
+            "events": events,
+            "rows": [row for row in ROWS if row in present],
             "tensors": tensors,
         }
     )

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 #: seconds after which a job that nobody asks about is stopped, and a failure or a result of a grown record is forgotten
 _ABANDONED, _STALE = 60.0, 30.0
@@ -31,6 +31,8 @@ class _Job:
     version: str
     asked: float
     began: float
+    #: what is known so far; None: nothing
+    partial: Any = None
     answer: dict[str, Any] | None = None
     ended: float = 0.0
     delivered: bool = field(default=False)
@@ -60,7 +62,7 @@ class Jobs:
             version: of all records that it reads.
 
         Returns:
-            state: working (and for how many seconds), done (and its result), or failed (and why).
+            state: working (for how many seconds, and what is known so far), done (and its result), or failed (and why).
         """
         key, now = json.dumps(what, sort_keys=True), time.monotonic()
         with self._lock:
@@ -73,7 +75,7 @@ class Jobs:
             job.asked = now
             if job.answer is None:
                 self._work()
-                return {"state": "working", "seconds": round(now - job.began, 1)}
+                return {"state": "working", "seconds": round(now - job.began, 1), "partial": job.partial}
             job.delivered = True
             return job.answer
 
@@ -127,9 +129,9 @@ class Jobs:
             start_new_session=True,
         )
         self._child = child
-        said: list[bytes] = []
+        said: list[Any] = []
         assert child.stdin and child.stdout
-        reader = threading.Thread(target=lambda: said.append(child.stdout.read()), daemon=True)  # type: ignore[union-attr]
+        reader = threading.Thread(target=_listen, args=(child.stdout, job, said), daemon=True)
         try:
             reader.start()
             with contextlib.suppress(OSError):
@@ -142,7 +144,8 @@ class Jobs:
                 reader.join(_LOOK)
                 if not reader.is_alive():
                     child.wait(_ABANDONED)
-            return _outcome(child.returncode, said, reader)
+            reader.join(5)
+            return _outcome(child.returncode, said)
         finally:
             _kill(child)
             self._child = None
@@ -150,14 +153,20 @@ class Jobs:
                 child.stdin.close()
 
 
-def _outcome(code: int, said: list[bytes], reader: threading.Thread) -> dict[str, Any]:
-    reader.join(5)
-    try:
-        answer = json.loads(said[0])
-        if answer["state"] in ("done", "failed"):
-            return dict(answer)
-    except (ValueError, IndexError, KeyError, TypeError):
-        pass
+def _listen(out: IO[bytes], job: _Job, said: list[Any]) -> None:
+    """Keep what a child knows so far, and its answer, the last line that it writes."""
+    for line in out:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            told = json.loads(line)
+            if told["state"] == "working":
+                job.partial = told["partial"]
+            else:
+                said.append(told)
+
+
+def _outcome(code: int, said: list[Any]) -> dict[str, Any]:
+    if said and said[-1]["state"] in ("done", "failed"):
+        return dict(said[-1])
     killed = (
         "was killed, most likely because the machine ran out of memory" if code in (-9, 137) else f"ended with code {code}"
     )

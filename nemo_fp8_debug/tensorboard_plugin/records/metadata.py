@@ -55,6 +55,16 @@ def metrics_of() -> list[dict[str, Any]]:
     return [*offered, scale, nonfinite, *map(_of_activations, _OF_ACTIVATIONS)]
 
 
+def worse_of(metric: str) -> int | None:
+    """1: more is worse; -1: less is; None: what is farther from 0 is.
+
+    Example:
+        >>> worse_of("underflow_pct"), worse_of("cosine"), worse_of("scale_ratio_log2")
+        (1, -1, None)
+    """
+    return _WORSE.get(metric, 1)
+
+
 def table_of(role: str) -> str:
     """The table that has tensors of a role.
 
@@ -76,3 +86,6 @@ def _about(name: str, like: str, more: str = "") -> dict[str, Any]:
 def _described(name: str, like: str, worse: int, more: str = "") -> dict[str, Any]:
     label, unit = LABELS[like]
     return {"name": name, "label": label + more, "unit": unit, "worse": worse, "scale": _SCALES.get(like, "linear")}
+
+
+_WORSE = {about["name"]: None if about["scale"] == "diverging" else about["worse"] for about in metrics_of()}

@@ -23,12 +23,15 @@ from ...record.schema import SCHEMAS, Part, arrow_schema, attempt_of_fingerprint
 from ...record.storage import Storage
 from ..web.errors import NotReadable
 from .cache import Cache
+from .extent import Extent
 from .part_index import WHAT_IF, Array, Layout, Texts, coded, laid_out
 
 T = TypeVar("T")
 
 #: bytes of metrics that are held, and of where the rows of parts are
 _HELD, _LAYOUTS = 384 << 20, 64 << 20
+#: and of where their values lie
+_EXTENTS = 32 << 20
 #: seconds for which the list of a record's parts is taken as it is
 _LISTED = 1.0
 #: records whose parts are known at a time, and parts whose steps are
@@ -105,7 +108,7 @@ class Parts:
         self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
         self._tensors: Cache[tuple[tuple[str, str], ...]] = Cache(_RECORDS, lambda _: 1)
         self._metrics: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
-        self._extents: Cache[tuple[float, float, float]] = Cache(_PARTS, lambda _: 1)
+        self._extents: Cache[Extent] = Cache(_EXTENTS, lambda held: held.nbytes)
         self._harmed: dict[tuple[str, str, str], str] = {}
         self._texts: Cache[Texts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
 
@@ -203,19 +206,15 @@ class Parts:
         """Columns of a part, all its rows; they are not held."""
         return _read(run, self.table, part, *names)
 
-    def extent(self, run: Storage, part: Part, name: str, steps: Sequence[int]) -> tuple[float, float, float]:
-        """Of a metric at some steps of a part the least and the largest finite value and the least above 0; infinite where
-        there is none."""
+    def extent(self, run: Storage, part: Part, name: str, steps: Sequence[int]) -> Extent:
+        """Where the values of a metric lie at some steps of a part."""
 
-        def make() -> tuple[float, float, float]:
+        def make() -> Extent:
             whole = len(steps) == len(self._steps_of(run, part))
             values, step = _values(run, self.table, part, name, *(() if whole else ("step",)))
             if self.table != "metrics":
                 values = np.where(_is_tried(run, self.table, part), np.nan, values)
-            found = values if step is None else values[np.isin(step, steps)]
-            found = found[np.isfinite(found)]
-            least, most = found.min(initial=np.inf), found.max(initial=-np.inf)
-            return float(least), float(most), float(found[found > 0].min(initial=np.inf))
+            return Extent.of(values if step is None else values[np.isin(step, steps)])
 
         return self._extents.get((str(run), part.path, name, tuple(steps)), make)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..web.errors import BadParameter, NotReadable, NotThere
 from ..web.json_values import numbers, plain
 from ..web.query import shortened
 from . import metadata
+from .execution import ordered
 from .notes import notes
 from .part_index import Array, Layout, Texts
 from .part_matrices import Gone, Index, Parts
@@ -44,7 +45,7 @@ def about_run(parts: Parts, run: Storage) -> dict[str, Any]:
             "version": index.version,
             "steps": index.steps.tolist(),
             "tables": [table for table in metadata.TABLES if index.listed[table]],
-            "tensors": _placed(_tensors_of_newest(parts, run, index)),
+            "tensors": placed(ordered(_tensors_of_newest(parts, run, index))),
             "notes": notes(parts, run, index),
         }
 
@@ -52,7 +53,7 @@ def about_run(parts: Parts, run: Storage) -> dict[str, Any]:
 
 
 @lru_cache(_PLACED)
-def _placed(tensors: tuple[tuple[str, str], ...]) -> dict[str, list[Any]]:
+def placed(tensors: tuple[tuple[str, str], ...]) -> dict[str, list[Any]]:
     """Layer, role, kind and depth of tensors."""
     layers = [layer for layer, _ in tensors]
     roles = [role for _, role in tensors]
@@ -62,16 +63,17 @@ def _placed(tensors: tuple[tuple[str, str], ...]) -> dict[str, list[Any]]:
 def _tensors_of_newest(parts: Parts, run: Storage, index: Index) -> tuple[tuple[str, str], ...]:
     """The tensors of the newest part whose names can be read."""
     for part in index.newest_first:
-        if layout := _layout(parts, run, part):
+        if layout := layout_of(parts, run, part):
             return layout.tensors
     return ()
 
 
-def _layout(parts: Parts, run: Storage, part: Part) -> Layout | None:
+def layout_of(parts: Parts, run: Storage, part: Part) -> Layout | None:
+    """Where the rows of a part are; None where that is damaged."""
     return parts.unless_damaged(run, part, "layout", lambda: parts.layout(run, part))
 
 
-def _metric(parts: Parts, run: Storage, part: Part, layout: Layout, name: str) -> Array:
+def metric_of(parts: Parts, run: Storage, part: Part, layout: Layout, name: str) -> Array:
     """float64 [S, T]; NaN where the column is damaged."""
     found = parts.unless_damaged(run, part, name, lambda: parts.metric(run, part, name))
     return np.full((len(layout.steps), len(layout.tensors)), np.nan) if found is None else found
@@ -96,44 +98,30 @@ def frames(parts: Parts, run: Storage, metric: str, first: int, last: int) -> by
                 f"There are {len(steps)} sampled steps from {first} to {last}; ask for {MOST_STEPS} at a time."
             )
         owners = list(dict.fromkeys(index.owner[step] for step in steps))
-        layouts = {part: layout for part in owners if (layout := _layout(parts, run, part))}
+        layouts = {part: layout for part in owners if (layout := layout_of(parts, run, part))}
         tensors = list(dict.fromkeys(key for held in dict.fromkeys(lay.tensors for lay in layouts.values()) for key in held))
         column = {key: i for i, key in enumerate(tensors)}
         values = np.full((len(steps), len(tensors)), np.nan, "<f4")
         for part, layout in layouts.items():
             mine = [i for i, step in enumerate(steps) if index.owner[step] == part]
             at = np.searchsorted(layout.steps, [steps[i] for i in mine])
-            metrics = _metric(parts, run, part, layout, metric)
+            metrics = metric_of(parts, run, part, layout, metric)
             with np.errstate(over="ignore"):
                 found = metrics[at].astype("<f4")
             if len(layout.tensors) == len(tensors) and list(layout.tensors) == tensors:
                 values[mine] = found
             else:
                 values[np.ix_(mine, [column[key] for key in layout.tensors])] = found
-        return _packed({"steps": steps, **_placed(tuple(tensors))}, values)
+        return packed({"steps": steps, **placed(tuple(tensors))}, values)
 
     return parts.settled(run, read)
 
 
-def _packed(header: dict[str, Any], values: Any) -> bytes:
+def packed(header: dict[str, Any], values: Any) -> bytes:
+    """A header as JSON, its length before it (4 bytes, little endian), and an array behind it."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
     return len(text).to_bytes(4, "little") + text + bytes(values.tobytes())
-
-
-def extent(parts: Parts, run: Storage, metric: str) -> dict[str, float | None]:
-    """Of a metric the least and the largest finite value, and the least above 0, over all sampled steps that can be read."""
-
-    def read(index: Index) -> dict[str, float | None]:
-        found = [
-            ends
-            for part, steps in index.held.items()
-            if (ends := parts.unless_damaged(run, part, metric, partial(parts.extent, run, part, metric, steps)))
-        ]
-        low, high, positive = zip(*found, strict=True) if found else ((np.inf,), (-np.inf,), (np.inf,))
-        return plain({"low": min(low), "high": max(high), "positive": min(positive)})  # type: ignore[no-any-return]
-
-    return parts.settled(run, read)
 
 
 def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[str]) -> dict[str, Any]:
@@ -147,7 +135,7 @@ def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[st
         step: list[int] = []
         columns: dict[str, list[Any]] = {name: [] for name in (*metrics, *TEXTS)}
         for part, steps in index.held.items():
-            if (layout := _layout(parts, run, part)) is None:
+            if (layout := layout_of(parts, run, part)) is None:
                 continue
             mine = set(steps)
             rows = [
@@ -160,7 +148,7 @@ def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[st
             tensor, at = layout.places[layer, role], [row for row, _ in rows]
             step += [s for _, s in rows]
             for name in metrics:
-                columns[name] += numbers(_metric(parts, run, part, layout, name)[at, tensor])
+                columns[name] += numbers(metric_of(parts, run, part, layout, name)[at, tensor])
             for name in TEXTS:
                 held = _texts(parts, run, part, name)
                 columns[name] += [held.known[code] for code in held.codes[at, tensor]] if held else [None] * len(at)

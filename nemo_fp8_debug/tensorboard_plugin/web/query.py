@@ -14,6 +14,8 @@ _LONGEST, _SHOWN = 2000, 80
 _WHOLE = re.compile(r"[0-9]{1,18}")
 #: metrics that are asked for at once
 _MOST_METRICS = 16
+#: columns of a picture
+_MOST_COLUMNS = 2000
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,13 @@ def step(name: str, value: str) -> int:
     """A training step."""
     if not _WHOLE.fullmatch(value):
         raise BadParameter(f"Parameter {name} is {shortened(value)}; give a step, a whole number of at most 18 digits.")
+    return int(value)
+
+
+def count(name: str, value: str) -> int:
+    """How many columns: 1 to 2000."""
+    if not _WHOLE.fullmatch(value) or not 0 < int(value) <= _MOST_COLUMNS:
+        raise BadParameter(f"Parameter {name} is {shortened(value)}; give a whole number from 1 to {_MOST_COLUMNS}.")
     return int(value)
 
 

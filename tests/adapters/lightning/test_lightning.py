@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import polars as pl_frames
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from small_models.lightning import Module, fit
 from torch import nn
 from torch.utils.data import DataLoader
@@ -36,11 +38,42 @@ def test_the_record_lies_beside_the_events_and_has_every_loss(tmp_path: Path) ->
     assert read_table(run, "steps")["step"].to_list() == list(range(6))
 
 
-def test_any_logger_gets_the_scalars(tmp_path: Path) -> None:
-    fit(tmp_path, [FP8DebugCallback(interval=2, output=str(tmp_path / "record"))], logger=CSVLogger(tmp_path, name="csv"))
-    rows = pl_frames.read_csv(next(tmp_path.rglob("metrics.csv")))
-    written = rows.filter(pl_frames.col("fp8_cosine/weight/layers.2").is_not_null())
-    assert written["step"].to_list() == [0, 2, 4]
+def test_a_csv_logger_keeps_its_file_and_gets_one_of_few_columns_beside_it(tmp_path: Path) -> None:
+    def columns(logger: CSVLogger, callbacks: list[pl.Callback]) -> tuple[list[str], Path]:
+        fit(tmp_path, callbacks, logger=logger)
+        return pl_frames.read_csv(Path(logger.log_dir) / "metrics.csv").columns, Path(logger.log_dir)
+
+    without, _ = columns(CSVLogger(tmp_path, name="without"), [])
+    watching = FP8DebugCallback(interval=2, output=str(tmp_path / "record"))
+    beside, folder = columns(CSVLogger(tmp_path, name="with"), [watching])
+    assert beside == without
+    rows = pl_frames.read_csv(folder / "fp8_metrics.csv")
+    assert rows["step"].to_list() == [0, 2, 4]
+    assert len(rows.columns) <= 60
+    metrics = read_table(tmp_path / "record", "metrics").filter(pl_frames.col("role") == "weight")
+    worst = metrics.group_by("step", maintain_order=True).agg(pl_frames.col("relative_error").max())
+    assert rows["fp8/relative_error/weight/worst"].to_list() == worst["relative_error"].to_list()
+
+
+class TwoThreads(DummyLogger):
+    """Notes who calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[tuple[int, int | None, bool]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.called.append((threading.get_ident(), step, any(name.startswith("fp8/") for name in metrics)))
+
+
+def test_another_logger_of_the_trainer_gets_nothing_unless_it_is_named(tmp_path: Path) -> None:
+    unnamed, named = TwoThreads(), TwoThreads()
+    with pytest.warns(FP8DebugWarning, match="TwoThreads gets nothing: it may not be made for calls from two threads"):
+        fit(tmp_path, [FP8DebugCallback(interval=2, output=str(tmp_path / "a"))], logger=unnamed)
+    fit(tmp_path, [FP8DebugCallback(interval=2, output=str(tmp_path / "b"), loggers=[named])], logger=named)
+    assert not any(ours for *_, ours in unnamed.called)
+    ours = [(step, thread == threading.get_ident()) for thread, step, ours in named.called if ours]
+    assert ours == [(0, False), (2, False), (4, False)]
 
 
 def test_no_logger_at_all(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import {at, go} from './address.js';
 import {Notice, Problem} from './components/notice.jsx';
 import {Runs} from './components/pickers.jsx';
 import {about, chosen, details, keepLooking, known, PARTS, unreachable} from './records.js';
+import {Headline} from './story/headline.jsx';
+import {Course} from './views/course.jsx';
 import {Distribution} from './views/distribution.jsx';
 import {Fingerprints} from './views/fingerprints.jsx';
 import {MapView} from './views/map.jsx';
@@ -12,11 +14,12 @@ import {Verdict} from './views/verdict.jsx';
 import {WhatIf} from './views/what_if.jsx';
 
 const VIEWS = {
+  verdict: {label: 'Verdict', show: Verdict},
+  course: {label: 'Course', show: Course},
   map: {label: 'Map', show: MapView},
   timeline: {label: 'Timeline', show: Timeline},
   distribution: {label: 'Distribution', show: Distribution},
   what_if: {label: 'What if', show: WhatIf},
-  verdict: {label: 'Verdict', show: Verdict},
   fingerprints: {label: 'Fingerprints', show: Fingerprints},
 };
 
@@ -24,7 +27,7 @@ export function App() {
   useEffect(keepLooking, []);
   if (!known.value) return unreachable.value ? <Problem error={unreachable.value} /> : <p class="soft" role="status">Looking for records …</p>;
   if (!known.value.runs.length) return <NoRecord />;
-  const view = VIEWS[at('view')] ? at('view') : 'map';
+  const view = VIEWS[at('view')] ? at('view') : 'verdict';
   return (
     <>
       {unreachable.value && <Problem error={unreachable.value} />}
@@ -32,6 +35,7 @@ export function App() {
         <Views view={view} />
         <Runs />
       </header>
+      <Headline />
       <main id="view" role="tabpanel" aria-labeledby={`tab-${view}`} data-view={VIEWS[view].label}>
         <Notes />
         <Shown view={view} />

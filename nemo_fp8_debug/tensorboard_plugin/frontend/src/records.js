@@ -58,6 +58,12 @@ effect(() => {
   }
 });
 
+/** The name of the run that plays a part, and the part where the name does not say it. */
+export function nameOf(part) {
+  const [name, label] = [chosen.value[part], PARTS[part].label.toLowerCase()];
+  return label.startsWith(name.toLowerCase()) ? name : `${name} (${label})`;
+}
+
 export const choose = (part, name) => go({[part]: name ?? ''}, true);
 
 /** What `runs` says of a run. */
@@ -97,3 +103,13 @@ export const metricsOfTable = () => known.value.metrics.filter((metric) => !metr
 
 /** What there is to know of a metric: {name, label, unit, worse, scale}. */
 export const metricNamed = (name) => (known.value?.metrics ?? []).find((metric) => metric.name === name);
+
+const suggestion = signal({});
+
+/** The metric by which a verdict found the first tensor out of the baseline's band; undefined: none, or not known. */
+export const suggestedMetric = () => (suggestion.value.run === chosen.value.run && suggestion.value.baseline === chosen.value.baseline ? suggestion.value.metric : undefined);
+
+/** Look at a metric as long as none is chosen. */
+export function suggest(run, baseline, metric) {
+  if (suggestion.value.run !== run || suggestion.value.baseline !== baseline || suggestion.value.metric !== metric) suggestion.value = {run, baseline, metric};
+}

@@ -24,8 +24,11 @@ async function fetched(url, parse) {
 
 const asJson = (response) => response.json();
 
-/** Steps, tensors and values of one metric: float32 [steps, tensors], NaN where there is none. */
-async function asFrames(response) {
+/** Routes whose answers are a header and an array. */
+const PACKED = new Set(['frames', 'course', 'spread']);
+
+/** A header and `values`, a Float32Array: of `frames` [steps, tensors], of `course` [tensors, columns], NaN where there is none. */
+async function asPacked(response) {
   const bytes = await response.arrayBuffer();
   const length = new DataView(bytes).getUint32(0, true);
   const about = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, length)));
@@ -42,7 +45,7 @@ export function ask(route, parameters = {}, version = '') {
   const url = addressOf(route, parameters);
   const key = `${version} ${url}`;
   if (!answers.has(key)) {
-    const answer = fetched(url, route === 'frames' ? asFrames : asJson);
+    const answer = fetched(url, PACKED.has(route) ? asPacked : asJson);
     answer.then((data) => (answer.data = data), () => answers.delete(key));
     answers.set(key, answer);
     if (answers.size > KEPT) answers.delete(answers.keys().next().value);
@@ -104,31 +107,40 @@ export function useAnswer(route, parameters, version) {
 
 const AGAIN_MS = 1000;
 
-/** {data, error, seconds} of a job: what the server works on for a while. */
+/**
+ * Asks about a job, what the server works on for a while, until it is done.
+ * @param {function} tell told {loading, seconds, partial}, then {data} or {error}
+ * @returns {function} ends it
+ */
+export function watchJob(route, parameters, tell) {
+  let timer;
+  let wanted = true;
+  const look = () =>
+    askAgain(route, parameters).then(
+      (job) => {
+        if (!wanted) return;
+        if (job.state === 'working') {
+          tell({loading: true, seconds: job.seconds, partial: job.partial});
+          timer = setTimeout(look, AGAIN_MS);
+        } else tell(job.state === 'done' ? {data: job.result} : {error: job.error});
+      },
+      (error) => wanted && tell({error: error.message}),
+    );
+  look();
+  return () => {
+    wanted = false;
+    clearTimeout(timer);
+  };
+}
+
+/** {data, error, seconds, partial} of a job. */
 export function useJob(route, parameters, version) {
   const key = route && JSON.stringify([route, parameters, version]);
   const [found, keep] = useState(WAITING);
   useEffect(() => {
     if (!key) return undefined;
-    let timer;
-    let wanted = true;
     keep(WAITING);
-    const look = () =>
-      askAgain(route, parameters).then(
-        (job) => {
-          if (!wanted) return;
-          if (job.state === 'working') {
-            keep({loading: true, seconds: job.seconds});
-            timer = setTimeout(look, AGAIN_MS);
-          } else keep(job.state === 'done' ? {data: job.result} : {error: job.error});
-        },
-        (error) => wanted && keep({error: error.message}),
-      );
-    look();
-    return () => {
-      wanted = false;
-      clearTimeout(timer);
-    };
+    return watchJob(route, parameters, keep);
   }, [key]);
   return found;
 }

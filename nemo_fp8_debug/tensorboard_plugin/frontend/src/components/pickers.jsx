@@ -1,6 +1,6 @@
 // Choices: which runs, which metric, which tensor.
 import {at, go, tensor, toTensor} from '../address.js';
-import {about, choose, chosen, details, known, metricsOfTable, PARTS, table, TABLES} from '../records.js';
+import {about, choose, chosen, details, known, metricsOfTable, PARTS, suggestedMetric, table, TABLES} from '../records.js';
 import {shown, titleOf} from '../units.js';
 
 const STATES = {growing: 'growing', empty: 'nothing recorded yet', unreadable: 'unreadable', still: ''};
@@ -32,7 +32,8 @@ function Growing() {
 
 export const DEFAULT_METRIC = 'underflow_pct';
 
-export const currentMetric = () => (metricsOfTable().some((metric) => metric.name === at('metric')) ? at('metric') : DEFAULT_METRIC);
+/** The metric that was chosen, or that the verdict goes by, as soon as it is known. */
+export const currentMetric = () => [at('metric'), suggestedMetric()].find((name) => metricsOfTable().some((metric) => metric.name === name)) ?? DEFAULT_METRIC;
 
 export function Metric() {
   return (
@@ -43,6 +44,7 @@ export function Metric() {
           <option key={metric.name} value={metric.name}>{metric.unit ? `${metric.label} (${metric.unit})` : metric.label}</option>
         ))}
       </select>
+      {!at('metric') && suggestedMetric() === currentMetric() && <span class="soft" role="status">by which the verdict found the first tensor</span>}
     </label>
   );
 }

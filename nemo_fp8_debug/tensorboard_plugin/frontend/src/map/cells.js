@@ -4,7 +4,7 @@ import {chosen, details, table} from '../records.js';
 import {ROLES, shown} from '../units.js';
 import {keyOf, met} from './met.js';
 
-/** {named, rows, columns, cells, tensors}: whether rows are names of layers, names of both, [column, row, tensors] of each cell that has any, and all; of all runs. */
+/** {named, rows, columns, groups, cells, tensors}: whether rows are names of layers, names of both, which columns are of one kind of GEMM, [column, row, tensors] of each cell that has any, and all; of all runs. */
 export const cells = computed(() => {
   const all = [...tensorsOfAll().values()];
   // Layers that have no number stand one under the other by their names.
@@ -27,7 +27,8 @@ export const cells = computed(() => {
   return {
     named,
     rows: rows.map((row) => (row === null ? 'outside' : String(row))),
-    columns: columns.map(({group, role}) => `${group} ${shown(role)}`.trim()),
+    columns: columns.map(({role}) => shown(role)),
+    groups: groups.map((group) => ({label: group, from: columns.findIndex((one) => one.group === group), count: columns.filter((one) => one.group === group).length})),
     cells: [...found.values()],
     tensors: all,
   };

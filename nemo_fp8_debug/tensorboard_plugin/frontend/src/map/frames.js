@@ -48,22 +48,10 @@ function sampled(chunk, step) {
     const column = at.get(keyOf(layer, role));
     return column === undefined ? NaN : chunk.values[row * width + column];
   };
-  return {step, of, chunk};
+  return {step, of};
 }
 
-/** Least and largest finite value of a chunk, and the least above zero. */
-function extentOf(chunk) {
-  const extent = {low: Infinity, high: -Infinity, positive: Infinity};
-  for (const value of chunk.values) {
-    if (!Number.isFinite(value)) continue;
-    if (value < extent.low) extent.low = value;
-    if (value > extent.high) extent.high = value;
-    if (value > 0 && value < extent.positive) extent.positive = value;
-  }
-  return extent;
-}
-
-/** {samples: by part, extents: by part, error}: the samples at the step, or the last that were there while they are read. */
+/** {samples: by part, error}: the samples at the step, or the last that were there while they are read. */
 export function useSamples(metric, parts) {
   const step = currentStep();
   const steps = parts.map((part) => details.value[part]?.data?.steps ?? []);
@@ -96,18 +84,7 @@ export function useSamples(metric, parts) {
     samples[part] = sample ?? (before?.run === chosen.value[part] && before?.metric === metric && before?.table === table.value ? before.sample : null);
     if (sample) shown.current[part] = {run: chosen.value[part], metric, table: table.value, sample};
   }
-  return {samples, error, extents: useExtents(metric, parts, samples)};
-}
-
-/** By part: of all its samples, so that colors stay the same; until that is known of the sample that is there. */
-function useExtents(metric, parts, samples) {
-  const all = parts.every((part) => samples[part]);  // what is drawn comes first
-  const asked = parts.map((part) => (all ? ['extent', {run: chosen.value[part], metric, table: table.value}, versionOf(chosen.value[part])] : null));
-  const {data} = useAnswers(asked);
-  return Object.fromEntries(parts.map((part, i) => {
-    const whole = data?.[i];
-    return [part, whole && whole.low !== null ? {...whole, positive: whole.positive ?? Infinity} : samples[part] && extentOf(samples[part].chunk)];
-  }));
+  return {samples, error};
 }
 
 function ahead(asked) {

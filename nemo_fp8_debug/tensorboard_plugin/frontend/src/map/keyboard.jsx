@@ -1,12 +1,12 @@
 // The map for the keyboard: arrows choose a tensor, Enter opens its timeline.
 import {useRef} from 'preact/hooks';
 import {go, toTensor} from '../address.js';
-import {titleOf, withUnit} from '../units.js';
+import {titleOf} from '../units.js';
 import {isChosen} from './values.js';
 
 const MOVES = {ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0]};
 
-export function Keyed({values, unit, label, children}) {
+export function Keyed({values, tell, label, children}) {
   const box = useRef();
   const now = values.find(isChosen);
   const keys = (event) => {
@@ -21,7 +21,7 @@ export function Keyed({values, unit, label, children}) {
   return (
     <div ref={box} class="keyed" tabIndex={0} role="group" aria-label={label} onKeyDown={keys}>
       {children}
-      <span class="unseen" aria-live="polite">{now ? `${titleOf(now.tensor)}: ${withUnit(now.value, unit)}` : ''}</span>
+      <span class="unseen" aria-live="polite">{now ? `${titleOf(now.tensor)}: ${tell(now)}` : ''}</span>
     </div>
   );
 }

@@ -1,13 +1,11 @@
 // One map: a run's metric at a step, or what sets two runs apart.
-import {titleOf, withUnit} from '../units.js';
+import {asMultiple} from '../color/against.js';
+import {number, titleOf, withUnit} from '../units.js';
 import {cells} from './cells.js';
 import {Keyed} from './keyboard.jsx';
-import {Picture} from './picture.jsx';
+import {heightOf, Picture} from './picture.jsx';
 import {Pointed} from './pointer.jsx';
 import {worstOf} from './values.js';
-
-const ROW_PX = 20;
-const [LEAST_PX, MOST_PX] = [150, 860];
 
 /**
  * @param {string} name of the panel: run, baseline, reference or difference
@@ -15,23 +13,26 @@ const [LEAST_PX, MOST_PX] = [150, 860];
  * @param {number} step of the sample
  * @param {Array} values as of `valuesOf`
  * @param {object} scale as of `scaleOf`
- * @param {function} badness of a value, more for worse
+ * @param {function} badness of what is colored, more for worse
+ * @param {boolean} multiples whether that is multiples of what counts
+ * @param {function} show a value in words, without its unit
  */
-export function Panel({name, title, step, values, scale, unit, badness}) {
+export function Panel({name, title, step, values, scale, unit, badness, multiples = false, show = number}) {
   const worst = worstOf(values, badness);
   const {rows} = cells.value;
-  const height = Math.min(MOST_PX, Math.max(LEAST_PX, rows.length * ROW_PX)) + 130;
-  const described = worst ? `worst is ${titleOf(worst.tensor)} with ${withUnit(worst.value, unit)}` : 'no values';
+  const tell = ({value, number: times}) => `${withUnit(value, unit, show)}${multiples ? `, ${asMultiple(times)}` : ''}`;
+  const most = multiples ? 'Farthest' : 'Worst';
+  const described = worst ? `${most.toLowerCase()} is ${titleOf(worst.tensor)} with ${tell(worst)}` : 'no values';
   return (
     <section class="panel" data-panel={name} data-layer={worst?.tensor.layer} data-role={worst?.tensor.role} data-value={worst?.value}>
       <h3>{title}</h3>
-      <p class="soft">{worst ? <>Worst: <b>{titleOf(worst.tensor)}</b>, {withUnit(worst.value, unit)}</> : 'No values at this step.'}</p>
-      <Keyed values={values} unit={unit} label={`${title}: ${described}. Arrow keys move over the map, Enter opens the timeline.`}>
-        <Pointed values={values} unit={unit}>
+      <p class="soft">{worst ? <>{most}: <b>{titleOf(worst.tensor)}</b>, {tell(worst)}</> : 'No values at this step.'}</p>
+      <Keyed values={values} tell={tell} label={`${title}: ${described}. Arrow keys move over the map, Enter opens the timeline.`}>
+        <Pointed values={values} tell={tell}>
           {(ready) => (
             <Picture
-              name={`map-${name}-step-${step}`} label={`${title}: ${described}`} height={height} mark={step} ready={ready}
-              values={values} scale={scale} rows={() => table(values, unit)}
+              name={`map-${name}-step-${step}`} label={`${title}: ${described}`} height={heightOf(rows.length)} mark={step} ready={ready}
+              values={values} scale={scale} rows={() => table(values, unit, multiples)}
             />
           )}
         </Pointed>
@@ -41,4 +42,7 @@ export function Panel({name, title, step, values, scale, unit, badness}) {
 }
 
 // Of several in a place the worst.
-const table = (values, unit) => [['layer', 'role', `value (${unit || '1'})`], ...values.map(({tensor: {layer, role}, value}) => [layer, role, value])];
+const table = (values, unit, multiples) => [
+  ['layer', 'role', `value (${unit || '1'})`, ...(multiples ? ['times what counts'] : [])],
+  ...values.map(({tensor: {layer, role}, value, number: times}) => [layer, role, value, ...(multiples ? [times] : [])]),
+];

@@ -1,7 +1,7 @@
 // The cells of a map as one picture between axes that are laid out once: an element a cell would make thousands a step.
 import {useEffect, useMemo, useRef} from 'preact/hooks';
 import Image from 'zrender/lib/graphic/Image.js';
-import {lerp} from 'zrender/lib/tool/color.js';
+import {colorOf} from '../color/scales.js';
 import {axis, Chart} from '../components/chart.jsx';
 import {COLORS, dark, inks} from '../theme.js';
 import {cells} from './cells.js';
@@ -12,6 +12,15 @@ const leftOf = (named) => (named ? 190 : 64);
 const [RIGHT, TOP, BOTTOM] = [12, 26, 96];
 /** Columns whose names all fit beside each other. */
 const ALL_NAMED = 60;
+const [LEAST_ROW, MOST_ROW, LEAST_PX, MOST_PX] = [20, 56, 150, 860];
+/** Part of the window that rows of a small model take. */
+const SHARE = 0.42;
+
+/** Of a map of so many rows. */
+export function heightOf(rows) {
+  const row = Math.min(MOST_ROW, Math.max(LEAST_ROW, (SHARE * window.innerHeight) / Math.max(1, rows)));
+  return Math.min(MOST_PX, Math.max(LEAST_PX, rows * row)) + TOP + BOTTOM;
+}
 
 /**
  * @param {Array} values as of `valuesOf`
@@ -19,7 +28,7 @@ const ALL_NAMED = 60;
  * @param {function} ready called with ECharts' instance
  */
 export function Picture({values, scale, ready, ...more}) {
-  const {named, rows, columns} = cells.value;
+  const {named, rows, columns, groups} = cells.value;
   const left = leftOf(named);
   const made = useRef();
   const paint = (width, height) => painted(values, scale, columns.length, rows.length, width, height);
@@ -28,7 +37,10 @@ export function Picture({values, scale, ready, ...more}) {
   const option = useMemo(() => ({
     // As given, whatever labels would like: the picture has to fit.
     grid: {left, right: RIGHT, top: TOP, bottom: BOTTOM, outerBoundsMode: 'none'},
-    xAxis: axis({type: 'category', data: columns, axisLabel: {rotate: 40, interval: columns.length > ALL_NAMED ? 'auto' : 0, fontSize: 10, overflow: 'truncate', width: 110}, splitLine: {show: false}}),
+    xAxis: [
+      axis({type: 'category', data: columns, axisLabel: {interval: columns.length > ALL_NAMED ? 'auto' : 0, fontSize: 10}, axisTick: {show: false}, splitLine: {show: false}}),
+      groupAxis(groups, columns.length),
+    ],
     yAxis: axis({type: 'category', data: rows, inverse: true, name: 'layer', nameLocation: 'start', axisLabel: {overflow: 'truncate', width: left - 10}, splitLine: {show: false}}),
     series: [],
   }), [cells.value, dark.value]);
@@ -39,13 +51,24 @@ export function Picture({values, scale, ready, ...more}) {
     if (width > 0 && height > 0) made.current.picture.attr({style: {image: latest.current(width, height), x: left, y: TOP, width, height}});
   };
   const start = (chart) => {
-    made.current = {chart, picture: new Image({silent: true, z: -1, style: {}})};
+    made.current = {chart, picture: new Image({silent: true, zlevel: -1, style: {}})};
     chart.getZr().add(made.current.picture);
     ready(chart);
     repaint();
   };
   useEffect(repaint);
   return <Chart option={option} ready={start} resized={repaint} {...more} />;
+}
+
+/** Below the roles the GEMM that they are of, once for each, with a line between two. */
+function groupAxis(groups, columns) {
+  const ends = [...groups.map(({from}) => from), columns];
+  const names = new Map(groups.map(({label, from, count}) => [from + count / 2, label]));
+  return axis({
+    type: 'value', min: 0, max: columns, position: 'bottom', offset: 20, splitLine: {show: false}, axisLine: {show: false},
+    axisTick: {show: true, length: 6, customValues: ends, lineStyle: {color: inks().soft}},
+    axisLabel: {customValues: [...names.keys()], formatter: (at) => names.get(at) ?? '', rotate: 22, fontSize: 10, overflow: 'truncate', width: 110, hideOverlap: true},
+  });
 }
 
 /** The cells as a canvas of a size in pixels of the page. */
@@ -57,11 +80,9 @@ function painted(values, scale, columns, rows, width, height) {
   pen.scale(fine, fine);
   const [wide, high] = [width / columns, height / rows];
   const gap = high > 8 ? 1 : 0;
-  const colors = shadesOf(scale.colors);
-  for (const {column, row, value} of values) {
-    const at = scale.to(value);
-    const share = ((Number.isNaN(at) ? scale.low : at) - scale.low) / (scale.high - scale.low); // 0 on a logarithmic scale: its least
-    pen.fillStyle = Number.isNaN(value) ? ink.empty : colors[Math.round(Math.min(1, Math.max(0, share)) * (SHADES - 1))];
+  for (const {column, row, number} of values) {
+    const share = scale.share(number);
+    pen.fillStyle = Number.isNaN(share) ? ink.empty : colorOf(scale, share);
     pen.fillRect(column * wide, row * high, wide - gap, high - gap);
   }
   const now = values.find(isChosen);
@@ -70,13 +91,4 @@ function painted(values, scale, columns, rows, width, height) {
     pen.strokeRect(now.column * wide, now.row * high, wide - gap, high - gap);
   }
   return canvas;
-}
-
-const SHADES = 256;
-const shades = new Map();
-
-function shadesOf(colors) {
-  const key = colors.join();
-  if (!shades.has(key)) shades.set(key, Array.from({length: SHADES}, (_, i) => lerp(i / (SHADES - 1), colors)));
-  return shades.get(key);
 }

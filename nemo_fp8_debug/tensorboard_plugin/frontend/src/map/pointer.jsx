@@ -2,36 +2,35 @@
 import {useSignal} from '@preact/signals';
 import {useRef} from 'preact/hooks';
 import {go, toTensor} from '../address.js';
-import {titleOf, withUnit} from '../units.js';
+import {titleOf} from '../units.js';
 
-export function Pointed({values, unit, children}) {
+/** @param {function} tell a place's value in words */
+export function Pointed({values, tell, children}) {
   const under = useSignal(null);
   const chart = useRef();
-  const found = (event) => {
-    const [column, row] = chart.current.convertFromPixel({gridIndex: 0}, [event.offsetX, event.offsetY]);
-    return chart.current.containPixel({gridIndex: 0}, [event.offsetX, event.offsetY]) ? values.find((one) => one.column === column && one.row === row) : undefined;
+  const placeOf = (event) => {
+    const where = [event.offsetX, event.offsetY];
+    if (event.target.tagName !== 'CANVAS' || !chart.current.containPixel({gridIndex: 0}, where)) return null;
+    const [column, row] = chart.current.convertFromPixel({gridIndex: 0}, where);
+    return {column, row, x: where[0], y: where[1], width: chart.current.getWidth()};
   };
-  const move = (event) => {
-    const one = event.target.tagName === 'CANVAS' ? found(event) : undefined;
-    under.value = one ? {one, x: event.offsetX, y: event.offsetY} : null;
-  };
+  // Where the pointer is, not what was there: that changes with the step and the metric.
+  const found = (place) => place && values.find((one) => one.column === place.column && one.row === place.row);
   const open = (event) => {
-    const one = event.target.tagName === 'CANVAS' && found(event);
+    const one = found(placeOf(event));
     if (one) go(toTensor(one.tensor));
   };
+  const now = found(under.value);
   return (
-    <div class="pointed" onMouseMove={move} onMouseLeave={() => (under.value = null)} onClick={open}>
+    <div class="pointed" onMouseMove={(event) => (under.value = placeOf(event))} onMouseLeave={() => (under.value = null)} onClick={open}>
       {children((made) => (chart.current = made))}
-      {under.value && <Under {...under.value} unit={unit} />}
+      {now && <Under {...under.value}><b>{titleOf(now.tensor)}</b><br />{tell(now)}{now.tensors.length > 1 && <><br />the worst of {now.tensors.length} in this place</>}</Under>}
     </div>
   );
 }
 
-function Under({one, x, y, unit}) {
-  return (
-    <div class="under" style={{left: `${x}px`, top: `${y}px`}}>
-      <b>{titleOf(one.tensor)}</b><br />{withUnit(one.value, unit)}
-      {one.tensors.length > 1 && <><br />the worst of {one.tensors.length} in this place</>}
-    </div>
-  );
+/** A box beside the pointer, on the side that has more room. */
+export function Under({x, y, width, children}) {
+  const right = x > width / 2;
+  return <div class="under" style={{top: `${y + 14}px`, ...(right ? {right: `${width - x + 10}px`} : {left: `${x + 10}px`}), maxWidth: `min(24rem, ${(right ? x : width - x) - 12}px)`}}>{children}</div>;
 }

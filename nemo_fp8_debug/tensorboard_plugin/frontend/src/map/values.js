@@ -3,24 +3,26 @@ import {tensor} from '../address.js';
 import {cells} from './cells.js';
 
 /**
- * The places with their values: {column, row, tensor, value, tensors}; of several tensors in a place the worst.
+ * The places with their values: {column, row, tensor, value, number, tensors}; of several tensors in a place the worst.
  * @param {function} of a tensor's layer and role: its value, NaN where there is none
- * @param {function} badness of a value, more for worse
+ * @param {function} badness of a number, more for worse
+ * @param {function} numberOf layer, role and value: what is colored
  */
-export function valuesOf(of, badness) {
+export function valuesOf(of, badness, numberOf = (layer, role, value) => value) {
   return cells.value.cells.map(([column, row, tensors]) => {
-    let [worst, value] = [tensors[0], NaN];
+    let [worst, value, number] = [tensors[0], NaN, NaN];
     for (const one of tensors) {
       const mine = of(one.layer, one.role);
-      if (!Number.isNaN(mine) && !(badness(mine) <= badness(value))) [worst, value] = [one, mine];
+      const its = numberOf(one.layer, one.role, mine);
+      if (Number.isNaN(value) || (!Number.isNaN(its) && !(badness(its) <= badness(number)))) [worst, value, number] = [one, mine, its];
     }
-    return {column, row, tensor: worst, value, tensors};
+    return {column, row, tensor: worst, value, number, tensors};
   });
 }
 
 /** The worst of values; null where there is none. */
 export const worstOf = (values, badness) =>
-  values.reduce((worst, one) => (Number.isNaN(one.value) || (worst && badness(one.value) <= badness(worst.value)) ? worst : one), null);
+  values.reduce((worst, one) => (Number.isNaN(one.number) || (worst && badness(one.number) <= badness(worst.number)) ? worst : one), null);
 
 /** Whether the tensor that is looked at is in this place. */
 export const isChosen = ({tensors}) => tensors.some(({layer, role}) => layer === tensor.value?.layer && role === tensor.value?.role);

@@ -2,31 +2,37 @@
 import {go, toTensor} from '../address.js';
 import {chosen} from '../records.js';
 import {TensorLink} from '../story/link.jsx';
-import {titleOf, withUnit} from '../units.js';
+import {number, titleOf, withUnit} from '../units.js';
 
 const LISTED = 10;
 
-/** @param {Array} ordered of the worst first: {tensor, by: values by part, difference} */
-export function Worst({ordered, parts, unit, difference}) {
+/**
+ * @param {Array} ordered of the worst first: {tensor, by: values by part, apart, times}
+ * @param {?object} difference as of `differenceOf`
+ * @param {boolean} multiples whether it is ordered by multiples of what counts
+ */
+export function Worst({ordered, parts, unit, difference, multiples}) {
   const open = (view, tensor) => go(toTensor(tensor, {view}), true);
   return (
     <div class="wide">
       <table>
-        <caption>The {Math.min(LISTED, ordered.length)} worst of {ordered.length} tensors at this step</caption>
+        <caption>The {Math.min(LISTED, ordered.length)} {multiples ? 'farthest' : 'worst'} of {ordered.length} tensors at this step</caption>
         <thead>
           <tr>
             <th scope="col">tensor</th>
             {parts.map((part) => <th key={part} scope="col" class="n">{chosen.value[part]}</th>)}
-            {difference !== undefined && <th scope="col" class="n">{difference ? `difference (${difference})` : 'difference'}</th>}
+            {difference && <th scope="col" class="n">{difference.unit ? `${difference.label} (${difference.unit})` : difference.label}</th>}
+            {multiples && <th scope="col" class="n">times what counts</th>}
             <th scope="col">see</th>
           </tr>
         </thead>
         <tbody>
-          {ordered.slice(0, LISTED).map(({tensor, by, apart}) => (
+          {ordered.slice(0, LISTED).map(({tensor, by, apart, times}) => (
             <tr key={titleOf(tensor)}>
               <th scope="row"><TensorLink {...tensor} /></th>
               {parts.map((part) => <td key={part} class="n">{withUnit(by[part], unit)}</td>)}
-              {difference !== undefined && <td class="n">{withUnit(apart, '')}</td>}
+              {difference && <td class="n">{withUnit(apart, '', difference.show)}</td>}
+              {multiples && <td class="n">{number(times)}</td>}
               <td>
                 <button type="button" onClick={() => open('timeline', tensor)}>Timeline</button>{' '}
                 <button type="button" onClick={() => open('distribution', tensor)}>Distribution</button>

@@ -1,8 +1,5 @@
-// The story of the runs that are looked at, as the verdict tells it; whoever has the verdict puts it here.
-import {signal} from '@preact/signals';
-
-/** {tensors: [...], events: [...], headline: {...}}; null: not known yet. */
-export const story = signal(null);
+// What the story tells of one tensor.
+import {story} from './judged.js';
 
 /** Whether the tensors that matter are known by now. */
 export const isTold = () => Boolean(story.value?.tensors);

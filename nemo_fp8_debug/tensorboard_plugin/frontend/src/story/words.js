@@ -34,5 +34,5 @@ function within({metrics}, baseline) {
 /** Why a tensor is blamed or is not. @param {?object} row what the story tells of it @param {boolean} known whether there is a story */
 export function whyTold(row, known) {
   if (row) return row.why;
-  return known ? 'It is not among the tensors that matter.' : 'The Verdict view tells whether it is to blame.';
+  return known ? 'It is not among the tensors that matter.' : 'Whether it is to blame is not known yet.';
 }

@@ -11,7 +11,7 @@ export function Compared({found, names}) {
   const {unit} = found;
   return (
     <section aria-label="Comparison">
-      <h2>What sets it apart from {names.baseline}</h2>
+      <h2>{names.run} against {names.baseline}</h2>
       <p class="verdict">{found.verdict}</p>
       {found.notes.map((note) => <p key={note} class="soft">{note}</p>)}
       <Losses runs={found.runs} names={names} unit={unit} />

@@ -11,11 +11,11 @@ export function Diagnosed({found, unit, run}) {
   const others = found.findings.filter((finding) => !fits.includes(finding));
   return (
     <section aria-label="Diagnosis">
+      <h2>The verdict in full</h2>
       <p class="verdict"><Sentence text={found.verdict} /></p>
       <Facts found={found} unit={unit} />
       {found.about_fp8 ? <ToDo findings={fits} culprit={found.culprit} /> : <LookElsewhere findings={fits} />}
       {found.notes.map((note) => <p key={note} class="soft"><Sentence text={note} /></p>)}
-      <Events events={found.events} unit={unit} />
       {fits.length > 0 && <Findings name={`findings of ${run}`} caption="What the rules found" findings={fits} unit={unit} />}
       {others.length > 0 && (
         <details>
@@ -50,20 +50,6 @@ function told({percent, low, high, visible}) {
   if (percent == null) return 'infinite';
   const signed = (value) => `${value < 0 ? '' : '+'}${value.toPrecision(3)}`;
   return `${signed(percent)}% (95%: ${signed(low)} to ${signed(high)}%; visible from ${visible.toPrecision(3)}%)`;
-}
-
-function Events({events, unit}) {
-  if (events.length < 2) return null;
-  return (
-    <>
-      <h3>In order</h3>
-      <ol class="events">
-        {events.map(({step, what}) => (
-          <li key={`${step} ${what}`}><Link to={{view: 'timeline', step}}>{unit} {step}</Link>: <Sentence text={what} /></li>
-        ))}
-      </ol>
-    </>
-  );
 }
 
 /** Advice in the order of the rules, that about the culprit first. */

@@ -1,81 +1,108 @@
 // Every tensor of the runs at a step, one metric as color: side by side on one scale, and what sets them apart.
 import {useMemo} from 'preact/hooks';
 import {at, tensor} from '../address.js';
+import {currentChoice} from '../color/choice.js';
+import {Choice, Legend} from '../color/legend.jsx';
+import {badnessOf, badnessOfDifference, differenceOf, scaleOfDifferences} from '../color/scales.js';
 import {Problem} from '../components/notice.jsx';
 import {currentMetric, Metric, Table} from '../components/pickers.jsx';
 import {Steps} from '../components/steps.jsx';
+import {useMarks} from '../course/marks.js';
 import {cells} from '../map/cells.js';
+import {coloringOf, useBackground} from '../map/coloring.js';
 import {useSamples} from '../map/frames.js';
-import {Legend} from '../map/legend.jsx';
 import {Panel} from '../map/panel.jsx';
-import {badnessOf, badnessOfDifference, differenceOf, scaleOf, scaleOfDifferences} from '../map/scales.js';
 import {valuesOf} from '../map/values.js';
 import {Worst} from '../map/worst.jsx';
-import {chosen, metricNamed, PARTS, table} from '../records.js';
+import {chosen, metricNamed, nameOf, PARTS, table} from '../records.js';
 import {Card} from '../story/card.jsx';
 import {dark} from '../theme.js';
 
 export function MapView() {
   const metric = metricNamed(currentMetric());
   const parts = Object.keys(PARTS).filter((part) => chosen.value[part]);
-  const {samples, extents, error} = useSamples(metric.name, parts);
+  const {samples, error} = useSamples(metric.name, parts);
   const there = parts.filter((part) => samples[part]);
+  useMarks();
+  const background = useBackground(metric, parts, samples);
   // Drawn anew only where something else is to be seen.
-  const seen = [metric.name, table.value, dark.value, at('layer'), at('role'), cells.value, ...Object.keys(PARTS).flatMap((part) => [samples[part], JSON.stringify(extents[part])])];
-  const maps = useMemo(() => <Maps metric={metric} parts={there} samples={samples} extents={extents} />, seen);
+  const seen = [
+    metric.name, table.value, dark.value, at('layer'), at('role'), at('limits'), cells.value, currentChoice(),
+    background.choice, background.spread, background.extents?.[0], ...Object.keys(PARTS).map((part) => samples[part]),
+  ];
+  const maps = useMemo(() => there.length > 0 && <Maps metric={metric} parts={there} samples={samples} background={background} />, seen);
   return (
     <>
-      <div class="controls"><Table /><Metric /><Steps /></div>
+      <div class="controls"><Table /><Metric /><Choice /><Steps /></div>
       {error && <Problem error={error} />}
       {there.length ? maps : !error && <p class="soft" role="status">Reading the record …</p>}
     </>
   );
 }
 
-function Maps({metric, parts, samples, extents}) {
-  const {unit} = metric;
-  const badness = badnessOf(metric);
-  const scale = scaleOf(metric, parts.map((part) => extents[part]));
+
+/** Maps in the order in which they are looked at: what sets the run apart comes right behind it. */
+function Maps({metric, parts, samples, background}) {
+  const coloring = coloringOf(metric, parts, samples, background);
+  const multiples = coloring.choice === 'spread';
   const difference = samples.run && samples.baseline ? differenceOf(metric) : undefined;
+  const apart = difference && !multiples ? apartOf(metric, difference, samples) : null;
+  const label = multiples ? `${metric.label}, against ${chosen.value.baseline}` : metric.unit ? `${metric.label} (${metric.unit})` : metric.label;
+  const shown = parts.filter((part) => !multiples || part !== 'baseline').map((part) => <Valued key={part} part={part} metric={metric} sample={samples[part]} coloring={coloring} against={samples.baseline} />);
+  if (apart) shown.splice(1, 0, <Panel key="difference" {...apart.panel} />);
   return (
     <>
-      <Legend scale={scale} unit={unit} label={metric.label} />
-      <div class="side-by-side">
-        {parts.map((part) => (
-          <Panel
-            key={part} name={part} title={`${PARTS[part].label} ${chosen.value[part]}, step ${samples[part].step}`}
-            step={samples[part].step} values={valuesOf(samples[part].of, badness)} scale={scale} unit={unit} badness={badness}
-          />
-        ))}
-        {difference && <Difference metric={metric} difference={difference} run={samples.run} baseline={samples.baseline} />}
+      <div class="legends">
+        <Legend metric={metric} label={label} {...coloring} />
+        {apart && <Legend metric={metric} {...apart.legend} />}
       </div>
+      <div class="side-by-side maps">{shown}</div>
       {tensor.value && <Card {...tensor.value} inLine />}
-      <Worst ordered={ordered(metric, samples, difference)} parts={parts} unit={unit} difference={difference?.unit} />
+      <Worst ordered={ordered(metric, samples, difference, multiples && coloring.numberOf('run'))} parts={parts} unit={metric.unit} difference={difference} multiples={multiples} />
     </>
   );
 }
 
-function Difference({metric, difference, run, baseline}) {
-  const badness = badnessOfDifference(metric);
-  const values = valuesOf((layer, role) => difference.of(run.of(layer, role), baseline.of(layer, role)), badness);
-  const scale = scaleOfDifferences(metric, values.map((one) => one.value));
-  const names = run.step === baseline.step ? `${chosen.value.run} against ${chosen.value.baseline}` : `${chosen.value.run} at step ${run.step} against ${chosen.value.baseline} at ${baseline.step}`;
+function Valued({part, metric, sample, coloring, against}) {
+  const multiples = coloring.choice === 'spread';
+  const badness = badnessOf(metric);
+  const title = multiples ? `${nameOf(part)} against ${nameOf('baseline')}, ${stepsOf(sample, against)}` : `${nameOf(part)}, step ${sample.step}`;
   return (
-    <div>
-      <Panel name="difference" title={`Difference: ${names}`} step={run.step} values={values} scale={scale} unit={difference.unit} badness={badness} />
-      <Legend scale={scale} unit={difference.unit} label="difference" />
-    </div>
+    <Panel
+      name={part} title={title} step={sample.step} scale={coloring.scale} unit={metric.unit} badness={badness} multiples={multiples}
+      values={valuesOf(sample.of, badness, coloring.numberOf(part))}
+    />
   );
 }
 
+const stepsOf = (one, other) => (one.step === other.step ? `step ${one.step}` : `step ${one.step} against ${other.step}`);
+
+/** What sets the run apart from the baseline: a panel's and a legend's properties. */
+function apartOf(metric, difference, {run, baseline}) {
+  const badness = badnessOfDifference(metric);
+  const values = valuesOf((layer, role) => difference.of(run.of(layer, role), baseline.of(layer, role)), badness);
+  const numbers = values.map((one) => one.number);
+  const scale = scaleOfDifferences(metric, numbers);
+  const {unit, show} = difference;
+  return {
+    panel: {name: 'difference', title: `${nameOf('run')} against ${nameOf('baseline')}, ${stepsOf(run, baseline)}`, step: run.step, values, scale, unit, badness, show},
+    legend: {
+      choice: 'difference', scale, show, automatic: [scale.from(scale.low), scale.from(scale.high)], fixed: true,
+      distribution: {values: numbers.filter((value) => !Number.isNaN(value))}, label: unit ? `${difference.label} (${unit})` : difference.label,
+    },
+  };
+}
+
 /** All tensors, the worst first: by what sets them apart, and by their own value those that the baseline has not. */
-function ordered(metric, samples, difference) {
+function ordered(metric, samples, difference, multipleOf) {
   const badness = badnessOf(metric);
   const apartness = badnessOfDifference(metric);
   const rows = cells.value.tensors.map((tensor) => {
     const by = Object.fromEntries(Object.entries(samples).map(([part, sample]) => [part, sample ? sample.of(tensor.layer, tensor.role) : NaN]));
     const apart = difference ? difference.of(by.run, by.baseline) : NaN;
-    return {tensor, by, apart, sort: Number.isNaN(apart) ? alone(metric, badness(by.run ?? NaN)) : apartness(apart)};
+    const times = multipleOf ? multipleOf(tensor.layer, tensor.role, by.run) : NaN;
+    const own = alone(metric, badness(by.run ?? NaN));
+    return {tensor, by, apart, times, sort: multipleOf ? (Number.isNaN(times) ? own : badness(times)) : Number.isNaN(apart) ? own : apartness(apart)};
   });
   return rows.filter((row) => !Number.isNaN(row.by.run)).sort((a, b) => b.sort - a.sort || badness(b.by.run) - badness(a.by.run));
 }

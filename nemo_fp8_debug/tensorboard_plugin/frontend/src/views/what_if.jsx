@@ -1,20 +1,24 @@
 // Recipes x layers at a step: what would be lost under recipes that were not in use.
 import {at, go} from '../address.js';
-import {TensorLink} from '../story/link.jsx';
+import {limitsSet} from '../color/choice.js';
+import {Legend} from '../color/legend.jsx';
+import {limitsOfValues} from '../color/limits.js';
+import {scaleOf} from '../color/scales.js';
 import {Answered, Notice} from '../components/notice.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
 import {Table} from '../components/table.jsx';
-import {Legend} from '../map/legend.jsx';
-import {scaleOf} from '../map/scales.js';
 import {chosen, details, metricNamed, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
+import {TensorLink} from '../story/link.jsx';
 import {number, placeOf, shown, titleOf} from '../units.js';
 import {exceeds, keeps, LIMITS} from '../what_if/budget.js';
 import {byTensor, METRICS, IN_USE, leastOf, valueOf, worstFirst} from '../what_if/rows.js';
-import {extentOf, styleOf} from '../what_if/shades.js';
+import {styleOf} from '../what_if/shades.js';
 import {asked, Picker, rowsOf, Trying} from '../what_if/try.jsx';
 
 const PAGE = 30;
+/** What its limits of colors are of, in the address. */
+const CHOICE = 'what_if';
 const metricOf = () => (METRICS.includes(at('metric')) ? at('metric') : METRICS[0]);
 
 /** The run's own sampled step that is nearest below the one that is looked at. */
@@ -98,8 +102,10 @@ function Recipes({run, step, tensors, recipes, inUse}) {
   const listed = worstFirst(tensors.filter(wanted), metric);
   const names = [IN_USE, ...recipes];
   const values = tensors.flatMap((tensor) => names.map((name) => valueOf(tensor, name, metric))).filter((value) => value !== null);
-  const {label, unit} = metricNamed(metric);
-  const scale = scaleOf(metricNamed(metric), [extentOf(values)]);
+  const about = metricNamed(metric);
+  const automatic = limitsOfValues(about, values);
+  const set = limitsSet(about, CHOICE);
+  const scale = scaleOf(about, set ?? automatic);
   if (!listed.length) return <Notice><p>No tensor matches; take the search or the operand away.</p></Notice>;
   const columns = [
     {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} step={step} view="distribution" />},
@@ -109,7 +115,10 @@ function Recipes({run, step, tensors, recipes, inUse}) {
   const caption = `${labelOf(metric)} of ${listed.length} tensors of ${run} at step ${step}, worst in use first`;
   return (
     <>
-      <Legend scale={scale} unit={unit} label={label} />
+      <Legend
+        metric={about} choice={CHOICE} scale={scale} label={labelOf(metric)} automatic={automatic} set={Boolean(set)}
+        distribution={{values}} counting={LIMITS[metric] === undefined ? [] : [LIMITS[metric]]}
+      />
       <Key metric={metric} />
       <Table key={`${metric} ${find} ${at('only')}`} name={`recipes of ${run} at step ${step}`} caption={caption} columns={columns} rows={listed} summary={summary} first={PAGE} />
     </>

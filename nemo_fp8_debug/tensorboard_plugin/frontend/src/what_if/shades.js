@@ -18,17 +18,9 @@ function luminance(rgb) {
 
 const WHITE_IS_READ_BETTER_BELOW = 0.179;
 
-/** What `scaleOf` asks of values. */
-export const extentOf = (values) => ({
-  low: values.reduce((least, value) => Math.min(least, value), Infinity),
-  high: values.reduce((most, value) => Math.max(most, value), -Infinity),
-  positive: values.reduce((least, value) => (value > 0 ? Math.min(least, value) : least), Infinity),
-});
-
 /** Of a cell; values that a logarithmic scale has no place for are the lowest. */
-export function styleOf({to, low, high, colors}, value) {
+export function styleOf({share, colors}, value) {
   if (value === null) return {};
-  const part = Math.min(1, Math.max(0, (to(value) - low) / (high - low))) || 0;
-  const rgb = mixed(colors, part);
+  const rgb = mixed(colors, share(value));
   return {background: `rgb(${rgb})`, color: luminance(rgb) < WHITE_IS_READ_BETTER_BELOW ? '#fff' : '#111'};
 }

@@ -1,0 +1,80 @@
+"""What the option `loggers` takes, as values: a name, a name with settings, or a logger that the user made."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core.arguments import nearest, shown
+from ..errors import ConfigError
+
+#: names of loggers, and the packages that they are from
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "comet": "comet_ml"}
+
+
+@dataclass(frozen=True)
+class LoggerChoice:
+    """One logger of the option.
+
+    Attributes:
+        name: of the logger; None: it follows from `given`.
+        settings: of the run that is started; None: a run that is open is joined.
+        given: a run or logger that the user made.
+    """
+
+    name: str | None = None
+    settings: Mapping[str, Any] | None = field(default=None, repr=False)
+    given: Any = field(default=None, repr=False)
+
+    def check_installed(self) -> None:
+        """See that its package is there, without importing it.
+
+        Raises:
+            ConfigError: it is not; says how to install it.
+        """
+        if self.name and importlib.util.find_spec(PACKAGES[self.name]) is None:
+            install = f"pip install 'nemo-fp8-debug[{self.name}]'"
+            raise ConfigError(f"the logger {self.name!r} needs the package {PACKAGES[self.name]}: {install}")
+
+    def __str__(self) -> str:
+        return self.name or type(self.given).__name__
+
+
+def parse_loggers(value: Any) -> tuple[LoggerChoice, ...]:
+    """Read the option.
+
+    Raises:
+        ConfigError: it is not a list, or one of it is neither a known name, nor a mapping of one, nor a logger.
+
+    Example:
+        >>> [str(choice) for choice in parse_loggers(["wandb", {"mlflow": {"experiment_name": "fp8"}}])]
+        ['wandb', 'mlflow']
+    """
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
+        raise ConfigError(f"loggers is {shown(value)}; it takes a list, as ['wandb']")
+    return tuple(choice for item in value for choice in _choices(item))
+
+
+def _choices(item: Any) -> list[LoggerChoice]:
+    if isinstance(item, str):
+        return [LoggerChoice(_known(item))]
+    if isinstance(item, Mapping):
+        for name, settings in item.items():
+            if not isinstance(settings, Mapping):
+                raise ConfigError(f"settings of the logger {name!r} are {shown(settings)}; they must be a mapping")
+        return [LoggerChoice(_known(name), dict(settings)) for name, settings in item.items()]
+    if item is None or isinstance(item, (bool, int, float, Sequence)):
+        raise ConfigError(f"{shown(item)} is not a logger; use {_names()}, or a run or logger that you made")
+    return [LoggerChoice(given=item)]
+
+
+def _known(name: Any) -> str:
+    if name not in PACKAGES:
+        raise ConfigError(f"unknown logger {shown(name)}{nearest(str(name), PACKAGES)}; choose from {_names()}")
+    return str(name)
+
+
+def _names() -> str:
+    return ", ".join(PACKAGES)

@@ -1,0 +1,1 @@
+"""Experiment trackers, each in a thread of its own. Internal."""

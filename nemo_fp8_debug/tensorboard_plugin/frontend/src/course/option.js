@@ -1,0 +1,85 @@
+// The axes of Course: the scalars of the run above, a small multiple for each role below, one axis of steps for all.
+import {axis, tip, tooltip} from '../components/chart.jsx';
+import {COLORS, inks, STROKES} from '../theme.js';
+import {number} from '../units.js';
+
+export const [LEFT, RIGHT] = [150, 20];
+const [TOP, GAP, LINE, BOTTOM, LEAST] = [36, 24, 46, 44, 96];
+/** Pixels that a name takes. */
+const NAME = 11;
+/** Part of the window that the small multiples take. */
+const SHARE = 0.5;
+
+/** {lines, maps, height}: {top, height} of each panel, in pixels. */
+export function placesOf(lines, multiples) {
+  const rows = multiples.reduce((sum, {tensors}) => sum + tensors.length, 0);
+  const share = ({tensors}) => Math.round(Math.max(LEAST, Math.min((SHARE * window.innerHeight * tensors.length) / rows, 34 * tensors.length)));
+  let top = TOP;
+  const take = (height) => {
+    const place = {top, height};
+    top += height + GAP;
+    return place;
+  };
+  const found = {lines: lines.map(() => take(LINE)), maps: multiples.map((one) => take(share(one)))};
+  return {...found, height: top - GAP + BOTTOM};
+}
+
+/**
+ * @param {Array<{name, label, log, lines: Array<{part, step, values}>}>} lines
+ * @param {Array<{step, label, kind}>} marks where something diverges
+ */
+export function optionOf({lines, multiples, places, span, marks, step, names}) {
+  const [from, to] = span;
+  const ink = inks();
+  const all = [...places.lines, ...places.maps];
+  const last = all.length - 1;
+  const title = (text, i) => ({text, left: 4, top: all[i].top - 19, textStyle: {fontSize: 12, fontWeight: 600, color: ink.text}});
+  return {
+    title: [...lines.map(({label, log}, i) => title(`${label}${log ? ', logarithmic' : ''}`, i)), ...multiples.map(({label}, i) => title(label, lines.length + i))],
+    grid: all.map(({top, height}) => ({left: LEFT, right: RIGHT, top, height, outerBoundsMode: 'none'})),
+    xAxis: all.map((_, i) => axis({
+      type: 'value', gridIndex: i, min: from, max: Math.max(to, from + 1), minInterval: 1, splitLine: {show: false},
+      axisLabel: {show: i === last}, name: i === last ? 'step' : '', nameLocation: 'middle', nameGap: 24, axisPointer: {label: {show: i === last, formatter: ({value}) => `step ${Math.round(value)}`}},
+    })),
+    yAxis: [
+      ...lines.map(({log, ...panel}, i) => axis({type: log ? 'log' : 'value', gridIndex: i, scale: true, splitNumber: 2, ...(log ? decadesOf(panel) : {}), axisLabel: {formatter: short, hideOverlap: true}})),
+      ...multiples.map(({names: rows}, i) => axis({type: 'category', data: rows, inverse: true, gridIndex: lines.length + i, splitLine: {show: false}, axisTick: {show: false}, axisLabel: {width: LEFT - 12, overflow: 'truncate', fontSize: 10, interval: Math.ceil((NAME * rows.length) / all[lines.length + i].height) - 1}, axisPointer: {show: false}})),
+    ],
+    axisPointer: {link: [{xAxisIndex: 'all'}], lineStyle: {color: ink.soft}},
+    tooltip: tooltip({trigger: 'axis', formatter: (found) => told([found].flat(), lines, names)}),
+    series: [
+      ...lines.flatMap((panel, i) => panel.lines.map((line, j) => ({
+        type: 'line', id: `${panel.name} ${line.part}`, xAxisIndex: i, yAxisIndex: i, data: line.step.map((at, k) => [at, line.values[k]]), showSymbol: false,
+        color: COLORS[line.part], lineStyle: {color: COLORS[line.part], type: STROKES[line.part], width: 1.6}, emphasis: {disabled: true}, markLine: j ? undefined : markLine(marks, step, span, ink, i === 0),
+      }))),
+      ...multiples.map((_, i) => ({type: 'line', id: `map ${i}`, xAxisIndex: lines.length + i, yAxisIndex: lines.length + i, data: [], tooltip: {show: false}, markLine: markLine(marks, step, span, ink, lines.length === 0 && i === 0)})),
+    ],
+  };
+}
+
+/** Whole powers of ten around the values. */
+function decadesOf({lines}) {
+  const values = lines.flatMap((line) => line.values);
+  return {min: 10 ** Math.floor(Math.log10(Math.min(...values))), max: 10 ** Math.ceil(Math.log10(Math.max(...values)))};
+}
+
+const short = (value) => (value !== 0 && (Math.abs(value) >= 1e4 || Math.abs(value) < 1e-2) ? value.toExponential(0) : number(value));
+
+function markLine(marks, step, [from, to], ink, labeled) {
+  const data = marks.map(({step: at, label, kind}, i) => ({
+    xAxis: at, lineStyle: {color: kind === 'loss' ? COLORS.run : COLORS.mark, type: kind === 'loss' ? 'solid' : 'dashed', width: 2},
+    label: {show: labeled, formatter: label, position: 'end', distance: 3 + 13 * i, color: ink.text, align: at > (from + to) / 2 ? 'right' : 'left', fontSize: 11},
+  }));
+  if (step !== null) data.push({xAxis: step, lineStyle: {color: ink.text, type: 'dotted', width: 1}, label: {show: false}});
+  return {silent: true, symbol: 'none', animation: false, data};
+}
+
+function told(found, lines, names) {
+  const seen = found.filter(({seriesId}) => !seriesId.startsWith('map '));
+  if (!seen.length) return '';
+  const told = seen.map(({seriesId, value: [at, value]}) => {
+    const panel = lines.find(({name}) => seriesId.startsWith(`${name} `));
+    return `${panel.label}, ${names[seriesId.slice(panel.name.length + 1)]}: ${number(value)} at step ${at}`;
+  });
+  return tip(...told);
+}

@@ -1,0 +1,112 @@
+// The verdict in a few lines, above every view: what happened and since when, why, how sure, what to change.
+import '@preact/signals';
+import {at} from '../address.js';
+import {Link} from '../components/link.jsx';
+import {TensorLink} from './link.jsx';
+import {Sentence} from '../components/notice.jsx';
+import {chosen} from '../records.js';
+import {number} from '../units.js';
+import {hasGrown, judgeAnew, judged, stage, story} from './judged.js';
+
+/** What harm means, in a word and a sign. */
+const HARM = {
+  harmful: ['✖', 'harmed'],
+  likely: ['✖', 'likely harmed'],
+  gap: ['≈', 'within the limit'],
+  'harmless so far': ['!', 'harmless so far'],
+  none: ['✔', 'no harm'],
+  unknown: ['?', 'cannot tell'],
+};
+
+/** What comes next, by what is known. */
+const NEXT = {
+  none: 'The losses are read; then come the tensors, the cause, and what to do.',
+  loss: 'Tensors are compared; then come the cause and what to do.',
+  comparison: 'The cause comes next, then what to do.',
+  diagnosis: 'Changes are tried.',
+};
+
+export function Headline() {
+  const {error, seconds} = judged.value;
+  const told = story.value?.headline;
+  const name = chosen.value.run;
+  const brief = isBrief();
+  return (
+    <section class={`headline ${brief ? 'brief ' : ''}${told?.harm.replaceAll(' ', '-') ?? 'unknown'}`} aria-label="Headline" data-stage={error ? 'failed' : stage.value} data-harm={told?.harm}>
+      <h1>
+        {told && stage.value !== 'loss' && stage.value !== 'comparison' && <Badge harm={told.harm} />}
+        <span>{name} (run){told ? `: ${titleOf(told)}` : ''}</span>
+      </h1>
+      {told && <Facts told={told} brief={brief} />}
+      {error && <p class="soft">No verdict: {error} <button type="button" onClick={judgeAnew}>Try again</button></p>}
+      {!error && stage.value !== 'all' && <p class="soft" role="status">{NEXT[stage.value]} {seconds ? `For ${Math.round(seconds)} s so far …` : '…'}</p>}
+      {hasGrown.value && stage.value === 'all' && (
+        <p class="soft" role="status">The records have grown since. <button type="button" onClick={judgeAnew}>Judge them anew</button></p>
+      )}
+    </section>
+  );
+}
+
+/** Views that have much to show leave it fewer lines. */
+const isBrief = () => Boolean(at('view')) && at('view') !== 'verdict';
+
+/** Losses that do not tell are no verdict while tensors are still to come. */
+const titleOf = (told) => (told.harm === 'unknown' && told.cause === undefined ? 'the loss alone does not tell' : told.title);
+
+function Badge({harm}) {
+  const [sign, word] = HARM[harm];
+  return <span class="badge"><span aria-hidden="true">{sign}</span> {word}</span>;
+}
+
+function Facts({told, brief}) {
+  const {unit, first, since, gap} = told;
+  const facts = [
+    told.cause_told && ['Why', <Why told={told} />],
+    gap && ['Gap', <Gap gap={gap} brief={brief} />],
+    told.out_of_band != null && ['Tensors', outOfBand(told)],
+    first && [first.is_consequence ? 'First tensor, a consequence' : 'First tensor', <First first={first} since={since} unit={unit} />],
+    told.change && ['What to do', <Sentence text={told.change} />],
+  ];
+  return (
+    <>
+      <dl class="facts">{facts.filter(Boolean).map(([term, fact]) => <div key={term}><dt>{term}</dt><dd>{fact}</dd></div>)}</dl>
+      <p class="ways">
+        {since != null && <Link to={{view: 'timeline', step: since}}>The loss at {unit} {since}</Link>}
+        {told.cause !== undefined && brief && <Link to={{view: 'verdict'}}>All the evidence</Link>}
+      </p>
+    </>
+  );
+}
+
+const Why = ({told}) => (
+  <>
+    <span class="chips">
+      {told.cause !== 'none' && told.cause !== 'unknown' && <span class="chip">{told.about_fp8 ? 'FP8' : 'not FP8'}</span>}
+      <span class="chip">{told.confidence} confidence</span>
+    </span>{' '}
+    <Sentence text={told.cause_told} />
+  </>
+);
+
+const signed = (value) => `${value < 0 ? '' : '+'}${number(value)}%`;
+
+function Gap({gap: {percent, low, high, visible, first, last, paired}, brief}) {
+  if (percent == null) return 'no number is left of the loss';
+  const where = `steps ${first} to ${last}, ${paired ? 'the same batches' : 'other batches'}`;
+  const more = brief ? '' : `; a gap of ${number(visible)}% or more could have been seen; ${where}`;
+  return <>{signed(percent)} <span class="soft">(95% interval {signed(low)} to {signed(high)}{more})</span></>;
+}
+
+const outOfBand = ({out_of_band: out, tensors, first_out: first, unit}) =>
+  out ? `${out} of ${tensors} are out of the baseline's band, the first since ${unit} ${first}` : `All ${tensors} stay in the baseline's band`;
+
+/** The tensor, since when, and how far from the loss. */
+function First({first, since, unit}) {
+  const apart = since == null || first.since == null ? '' : `, ${distance(first.since - since, unit)} the loss`;
+  return <><TensorLink {...first} step={first.since} />{first.since == null ? '' : ` since ${unit} ${first.since}${apart}`}</>;
+}
+
+function distance(by, unit) {
+  if (by === 0) return 'with';
+  return `${Math.abs(by)} ${unit}${Math.abs(by) === 1 ? '' : 's'} ${by < 0 ? 'before' : 'after'}`;
+}

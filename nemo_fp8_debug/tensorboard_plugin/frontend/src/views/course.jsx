@@ -1,0 +1,133 @@
+// Layers by steps: since when, where it began, and whether it spread.
+import {useMemo} from 'preact/hooks';
+import {at, go, tensor} from '../address.js';
+import {asMultiple} from '../color/against.js';
+import {limitsSet} from '../color/choice.js';
+import {Legend} from '../color/legend.jsx';
+import {limitsOfMultiples} from '../color/limits.js';
+import {badnessOf, scaleOf, scaleOfMultiples} from '../color/scales.js';
+import {Notice, Problem} from '../components/notice.jsx';
+import {currentMetric, Metric, Table as Tables} from '../components/pickers.jsx';
+import {currentStep} from '../components/steps.jsx';
+import {Table} from '../components/table.jsx';
+import {CourseChart} from '../course/chart.jsx';
+import {currentlyShown, offered, useCourse} from '../course/data.js';
+import {linesOf, useLosses} from '../course/lines.js';
+import {useMarks} from '../course/marks.js';
+import {multiplesOf, ranked} from '../course/rows.js';
+import {chosen, metricNamed, steps} from '../records.js';
+import {Card} from '../story/card.jsx';
+import {TensorLink} from '../story/link.jsx';
+import {dark} from '../theme.js';
+import {number, titleOf, withUnit} from '../units.js';
+import {LIMITS} from '../what_if/budget.js';
+
+const LISTED = 12;
+
+const asStep = (text) => (/^\d{1,15}$/.test(text ?? '') ? Number(text) : null);
+
+/** [from, to]: the steps that are looked at, as the address has them; shared with Timeline. */
+function spanOf() {
+  const [first, last] = [steps.value[0], steps.value.at(-1)];
+  const [from, to] = [asStep(at('from')) ?? first, asStep(at('to')) ?? last];
+  return from < to ? [from, to] : [first, last];
+}
+
+export function Course() {
+  if (!steps.value.length) return <p class="soft" role="status">Reading the record …</p>;
+  return <CourseOf span={spanOf()} />;
+}
+
+function CourseOf({span}) {
+  const metric = metricNamed(currentMetric());
+  const shown = currentlyShown();
+  const {data, error} = useCourse(metric, shown, span);
+  const losses = useLosses();
+  const marks = useMarks();
+  return (
+    <>
+      <div class="controls">
+        <Tables /><Metric />
+        <label>
+          Show
+          <select value={shown} onChange={(event) => go({show: event.target.value})} data-picker="show">
+            {Object.entries(offered()).map(([name, label]) => <option key={name} value={name}>{label}</option>)}
+          </select>
+        </label>
+        <Span span={span} />
+        <span class="soft">Click a cell for its tensor and step; drag across to zoom.</span>
+      </div>
+      {error && <Problem error={error} />}
+      {data && losses ? <Shown metric={metric} shown={shown} data={data} losses={losses} marks={marks} span={span} /> : !error && <p class="soft" role="status">Reading all steps of the record …</p>}
+    </>
+  );
+}
+
+/** Which steps, for those who cannot drag. */
+function Span({span: [from, to]}) {
+  const [first, last] = [steps.value[0], steps.value.at(-1)];
+  const set = (low, high) => low < high && go({from: low <= first ? null : low, to: high >= last ? null : high}, true);
+  return (
+    <span class="span">
+      <label>Steps from <input type="number" min={first} max={last} value={from} onChange={(event) => set(event.target.valueAsNumber, to)} data-zoom="from" /></label>
+      <label>to <input type="number" min={first} max={last} value={to} onChange={(event) => set(from, event.target.valueAsNumber)} data-zoom="to" /></label>
+      <button type="button" disabled={from <= first && to >= last} onClick={() => set(first, last)}>All steps</button>
+    </span>
+  );
+}
+
+function Shown({metric, shown, data, losses, marks, span}) {
+  const against = shown === 'against';
+  const badness = badnessOf(metric);
+  const choice = against ? 'course' : 'all';
+  const automatic = useMemo(() => (against ? limitsOfMultiples(settled(data)) : data.robust), [data]);
+  const set = limitsSet(metric, choice);
+  const limits = set ?? automatic;
+  const scale = useMemo(() => (against ? scaleOfMultiples : scaleOf)(metric, limits), [metric, limits.join(), against, dark.value]);
+  const multiples = useMemo(() => multiplesOf(data.course), [data.course]);
+  const [from, to] = span;
+  const lines = useMemo(() => linesOf(losses, span), [from, to, ...Object.values(losses)]);
+  const distribution = useMemo(() => ({values: settled(data).filter((value) => !Number.isNaN(value))}), [data]);
+  const counting = against ? [-1, 1] : LIMITS[metric.name] ? [LIMITS[metric.name]] : [];
+  const rows = useMemo(() => ranked(data, badness, against ? 1 : LIMITS[metric.name] ?? Infinity), [data]);
+  const label = `${offered()[shown]}: ${metric.label}${metric.unit && !against ? ` (${metric.unit})` : ''}`;
+  const tell = (cell) => `${withUnit(cell.value, metric.unit)}${against ? `, ${asMultiple(cell.number)}` : ''}, ${stepsOf(cell)}`;
+  if (!data.course.layer.length) return <Notice><p>Nothing was sampled in these steps.</p></Notice>;
+  const farthest = rows[0];
+  return (
+    <>
+      <div class="legends"><Legend metric={metric} choice={choice} scale={scale} label={label} automatic={automatic} set={Boolean(set)} distribution={distribution} counting={counting} note={noteOf(against)} show={against ? asMultiple : undefined} /></div>
+      <CourseChart
+        key={`${multiples.length} ${lines.length}`} data={data} multiples={multiples} lines={lines} marks={marks} span={span} scale={scale} badness={badness} names={chosen.value}
+        tell={tell} step={currentStep()} mark={`${metric.name} ${shown} ${span.join(' ')}`} rows={() => csvOf(data)}
+        label={`${label}, layers down and steps ${from} to ${to} across. ${farthest ? `Farthest: ${titleOf(farthest)} at step ${farthest.step}.` : ''}`}
+      />
+      {tensor.value && <Card {...tensor.value} inLine />}
+      <Table name={`course of ${metric.name}`} caption={`The farthest of ${rows.length} tensors, each at its worst step; without the warm-up`} columns={columnsOf(metric, against)} rows={rows} first={LISTED} />
+    </>
+  );
+}
+
+const stepsOf = ({step, last, samples}) => (samples > 1 ? `the worst of ${samples} samples, steps ${step} to ${last}` : `step ${step}`);
+
+const noteOf = (against) => `${against ? `How many times the change that counts: more than ${chosen.value.baseline} itself moves by.` : 'From the 1st to the 99th percentile.'} The first tenth of the samples, the warm-up, is left out and faint.`;
+
+/** What is colored, without the warm-up. */
+function settled({course, numbers, warmUp}) {
+  const width = course.first.length;
+  const begin = course.first.findIndex((step) => step > warmUp);
+  return begin < 0 ? numbers : numbers.filter((_, i) => i % width >= begin);
+}
+
+const columnsOf = (metric, against) => [
+  {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} />},
+  {label: metric.unit ? `${metric.label} (${metric.unit})` : metric.label, of: (row) => row.value, show: (row) => number(row.value)},
+  ...(against ? [{label: 'times what counts', of: (row) => row.number, show: (row) => number(row.number)}] : []),
+  {label: 'at step', of: (row) => row.step},
+  {label: 'counts from step', of: (row) => row.since},
+];
+
+function csvOf({course, numbers}) {
+  const width = course.first.length;
+  return [['layer', 'role', ...course.first.map((step) => `step ${step}`)], ...course.layer.map((layer, i) => [layer, course.role[i], ...numbers.subarray(i * width, (i + 1) * width)])];
+}

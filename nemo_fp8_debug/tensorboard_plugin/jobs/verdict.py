@@ -1,0 +1,94 @@
+"""The job that judges a run: what its loss did, what sets it apart, why, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...analysis.comparison.comparison import Comparison
+from ...analysis.comparison.summary import to_json
+from ...analysis.diagnosis.diagnose import comparison_of, diagnose, diagnose_comparison
+from ...analysis.diagnosis.diagnosis import Diagnosis
+from ...analysis.loss.outcome import LossOutcome
+from ...analysis.runs.run import Run
+from ...analysis.story.headline import of_loss
+from ...analysis.story.ranking import harm_ranks
+from ...analysis.story.story import story
+from ...errors import hearing
+from ...record.reader import rows_of
+from .telling import Tell, to_nobody
+
+#: rows of metrics that are read of each run: a million take 1.1 GB
+MOST_ROWS = 2_000_000
+#: of `metrics`, what losses need
+_STEPS = ("step", "consumed_samples")
+_THINNED = (
+    "The records are large: one of each {} samples was looked at, and nothing was recommended. `nemo-fp8-debug diagnose` "
+    "and `recommend` look at all, with 1.1 GB of memory for a million rows of metrics."
+)
+
+
+def verdict(run: str, baseline: str | None, reference: str | None, by: str, tell: Tell = to_nobody) -> dict[str, Any]:
+    """Compare, diagnose and recommend, as the commands of these names do.
+
+    Args:
+        tell: called with what is known so far: `stage` (`loss`, `comparison`, `diagnosis`), and `story`, whose headline is
+            filled in part by part; with the last of them `diagnosis`.
+
+    Raises:
+        RecordError: a record is unreadable, or has nothing to go by.
+    """
+    records = [record for record in (run, baseline, reference) if record]
+    every = max(-(-rows_of(record, "metrics") // MOST_ROWS) for record in records) or 1
+    with hearing() as heard:
+        told = _headline_of_losses(run, baseline, by)
+        tell({"stage": "loss", "story": {"headline": told}})
+        runs = {record: Run.read(record, by, every=every) for record in records}
+        good, other = (None if record is None else runs[record] for record in (baseline, reference))
+        found = _diagnosed(runs[run], good, other, by, told, tell)
+        so_far = _with_notes(found, heard)
+        tell({"stage": "diagnosis", "story": story(found), "diagnosis": so_far})
+        from .recommended import recommended, snippets  # torch and SciPy take seconds to import
+
+        recommendation, more = recommended(found, run, by) if every == 1 else (None, [_THINNED.format(every)])
+        comparison = None if found.comparison is None else _compared(found, found.comparison)
+    diagnosis = _with_notes(found, heard, more)
+    return {
+        "story": story(found, recommendation),
+        "comparison": comparison,
+        "diagnosis": diagnosis,
+        "recommendation": None if recommendation is None else recommendation.to_json(),
+        "snippets": [] if recommendation is None else snippets(recommendation),
+    }
+
+
+def _headline_of_losses(run: str, baseline: str | None, by: str) -> dict[str, Any]:
+    """What the losses tell, which takes little to read."""
+    mine, theirs = (None if record is None else Run.read(record, by, _STEPS) for record in (run, baseline))
+    assert mine is not None
+    loss = LossOutcome.of(mine.loss, None if theirs is None else theirs.loss)
+    return of_loss(loss, mine.unit)
+
+
+def _diagnosed(
+    run: Run, baseline: Run | None, reference: Run | None, by: str, headline: dict[str, Any], tell: Tell
+) -> Diagnosis:
+    """Tells between the comparison and the diagnosis."""
+    if baseline is None:
+        return diagnose(run, None, reference, by)
+    comparison = comparison_of(run, baseline, reference, by)
+    out = comparison.tensors["onset"].drop_nulls()
+    of_tensors = {"tensors": len(comparison.tensors), "out_of_band": len(out), "first_out": out.min()}
+    tell({"stage": "comparison", "story": {"headline": headline | of_tensors}})
+    return diagnose_comparison(comparison)
+
+
+def _compared(found: Diagnosis, comparison: Comparison) -> dict[str, Any]:
+    """A comparison whose tensors are in the order of harm."""
+    ranks, told = harm_ranks(found), to_json(comparison)
+    return told | {"tensors": sorted(told["tensors"], key=lambda row: ranks[row["layer"], row["role"]])}
+
+
+def _with_notes(found: Diagnosis, heard: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
+    told = found.to_json()
+    return told | {"notes": [*told["notes"], *dict.fromkeys(heard), *more]}

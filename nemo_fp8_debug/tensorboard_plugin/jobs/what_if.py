@@ -1,0 +1,32 @@
+"""The job that tries a recipe on all tensors of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from ...analysis.replay.replay import replay
+from ...errors import RecordError, hearing
+from ...record.reader import rows_of
+from ..records.tables import WHAT_IF_METRICS, in_columns
+
+#: rows of metrics of a record that is replayed
+_MOST_REPLAYED = 8_000_000
+
+
+def what_if(run: str, step: int, recipe: str) -> dict[str, Any]:
+    """Metrics of all tensors at a sampled step under another recipe, from histograms.
+
+    Raises:
+        ConfigError: the recipe is none, or histograms cannot tell.
+        RecordError: there are no histograms of that step.
+    """
+    if (rows_there := rows_of(run, "metrics")) > _MOST_REPLAYED:
+        raise RecordError(f"{run} has {rows_there:,} rows of metrics, too many to replay here; run `nemo-fp8-debug replay`")
+    with hearing():
+        rows = replay(run, recipe, steps=[step])
+    if rows.is_empty():
+        raise RecordError(f"the record has no exact histograms of step {step} to replay; record the run with histograms")
+    shown = rows.select("layer", "role", "recipe", *WHAT_IF_METRICS).with_columns(in_use=pl.lit(False))
+    return {"step": step, "rows": in_columns(shown)}
