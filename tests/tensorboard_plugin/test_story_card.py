@@ -120,7 +120,15 @@ def test_a_name_opens_its_card_for_pointer_and_keyboard(page: Page) -> None:
 def test_the_card_says_what_the_story_says(page: Page, logdir: Path) -> None:
     arguments = "diagnose", logdir / "bad", "--baseline", logdir / "baseline", "--reference", logdir / "reference"
     first = said(*arguments)["story"]["tensors"][0]
-    page.evaluate(f"location.hash = location.hash.replace(/p.fp8.layer=[^&]*/, 'p.fp8.layer={first['layer']}')")
+    changes = {f"p.fp8.{name}": first[name] for name in ("layer", "role")}
+    page.evaluate(
+        """changes => {
+          const at = new URLSearchParams(location.hash.slice(1));
+          for (const [name, value] of Object.entries(changes)) at.set(name, value);
+          location.hash = at.toString();
+        }""",
+        changes,
+    )
     card = page.locator("main .card.in-line")
     ranks = card.locator("[data-words=ranks]")
     expect(ranks).to_contain_text(f"Rank {first['harm_rank']} by harm, {first['error_rank']} by error")
