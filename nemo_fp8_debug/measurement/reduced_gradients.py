@@ -1,0 +1,182 @@
+"""Whether the gradient that an optimizer steps by is the sum of what ranks and micro-batches have computed.
+
+Each rank knows k x l values of its own dW and, if it keeps them, of the reduced one. Both are added up over ranks as they
+are, so that the first rank can compare them. With T roundings at most on the way of a summand, and unit roundoff u,
+
+    |G / f - sum C| <= T u / (1 - T u) sum|C|
+
+for any order of summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), where f is the
+factor that a framework averages with.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..numerics.product_check import CHECKED, Accumulation, Exact, check_block
+from .verification import GRADIENT_NOT_SEEN, OF_RANKS, OTHER_REDUCTION, PARTS_MISSING, REASONS, REDUCTION, ROUNDINGS
+from .verification import REDUCED_ROWS as ROWS
+
+_VALUES = ROWS * ROWS
+_TINY = 2.0**-126
+_FIRST_REASON = OTHER_REDUCTION
+#: of a rank, beside its values: that it takes part, the ranks that have to, whether it had a backward pass, whether the
+#: factor is all that its framework multiplies by, how many values of the reduced gradient it has, its number if it has the
+#: first of them, the rows and columns that are compared, and why it cannot tell
+_HEADER = ("ranks", "expected", "passes", "known", "held", "owner", "rows", "columns", *REASONS[_FIRST_REASON:])
+#: numbers that a rank adds for each part of a weight
+NUMBERS = len(_HEADER) + 3 * _VALUES
+_EXACT = Accumulation(roundoff=0.0, besides=1.0, bias=1.0)
+
+
+def bound_of_sum(sizes: torch.Tensor, roundings: int, roundoff: float) -> torch.Tensor:
+    """How far a sum may be off, in any order of summation; infinite if nothing can be told.
+
+    Args:
+        sizes: float64, sums of the magnitudes of what is added up.
+        roundings: on the way of a summand, at the most.
+        roundoff: unit roundoff of each.
+
+    Example:
+        >>> float(bound_of_sum(torch.tensor(8.0), 4, 2.0**-8))
+        0.126984...
+    """
+    part = roundings * roundoff
+    return sizes * (part / (1 - part) if part < 1 else math.inf) + roundings * _TINY
+
+
+@dataclass(frozen=True)
+class GradientParts:
+    """What a rank has of the gradient of one weight."""
+
+    #: of the weight, which other ranks may have too
+    part: int
+    #: float64 [k, l]: its own dW, and how far the reduced one may be off for it
+    summand: torch.Tensor
+    bound: torch.Tensor
+    #: float64 [k, l]: what it keeps of the reduced gradient, divided by the factor; zero where it keeps none
+    reduced: torch.Tensor
+    #: values of it that it keeps, and whether the first is among them
+    held: int
+    first: bool
+    #: ranks that have to add up theirs
+    expected: int
+    #: whether it had a backward pass in this step
+    passes: bool
+    #: whether the factor is all that the gradient is multiplied by
+    known: bool
+    #: in `REASONS`
+    reason: int = 0
+
+    def numbers(self, rank: int) -> torch.Tensor:
+        """float64 [`NUMBERS`], which adds up over ranks."""
+        high, wide = self.summand.shape
+        header = [1, self.expected, self.passes, self.known, self.held, rank * self.first, high, wide]
+        reasons = [float(self.reason == reason) for reason in range(_FIRST_REASON, len(REASONS))]
+        row = torch.zeros(NUMBERS, dtype=torch.float64)
+        row[: len(_HEADER)] = torch.tensor([*map(float, header), *reasons], dtype=torch.float64)
+        values = row[len(_HEADER) :].view(3, _VALUES)
+        for place, x in zip(values, (self.summand, self.bound, self.reduced), strict=True):
+            place[: x.numel()] = x.flatten()
+        return row
+
+
+@dataclass(frozen=True)
+class _Added:
+    """What all ranks have of one part of a weight."""
+
+    of: Mapping[str, float]
+    exact: torch.Tensor
+    bound: torch.Tensor
+    reduced: torch.Tensor
+
+    @classmethod
+    def read(cls, row: torch.Tensor) -> _Added | None:
+        """Of a sum of `GradientParts.numbers`; None: no rank has computed a gradient."""
+        of = dict(zip(_HEADER, row[: len(_HEADER)].tolist(), strict=True))
+        if not of["passes"]:
+            return None
+        shape = [round(of[name] / of["ranks"]) for name in ("rows", "columns")]
+        values = row[len(_HEADER) :].view(3, _VALUES)[:, : shape[0] * shape[1]].unflatten(1, shape)
+        return cls(of, *values)
+
+    @property
+    def reason(self) -> int:
+        """Why nothing can be told, as in `REASONS`."""
+        given = [reason for reason in range(_FIRST_REASON, len(REASONS)) if self.of[REASONS[reason]]]
+        if given:
+            return given[0]
+        if self.of["ranks"] ** 2 != self.of["expected"]:  # each rank has told how many there ought to be
+            return PARTS_MISSING
+        if self.of["held"] != self.exact.numel():
+            return GRADIENT_NOT_SEEN
+        return 0 if (self.bound.isfinite() & self.exact.isfinite()).any() else ROUNDINGS
+
+    @property
+    def slope(self) -> tuple[float, float]:
+        """Of what was reduced on what is exact, and how far that may be off, as a share of it."""
+        size = float(self.exact.square().sum())
+        error = float((self.exact.abs() * self.bound).sum())
+        if not size or not math.isfinite(size + error):
+            return math.nan, math.inf
+        return float((self.exact * self.reduced).sum()) / size, error / size
+
+    def found(self, factor: float, loose: float) -> torch.Tensor:
+        """float64 as `OF_RANKS`.
+
+        Args:
+            factor: that the gradient is multiplied by beside the one that is known.
+            loose: how far that may be off, as a share of it.
+        """
+        reason, ranks = self.reason, self.of["ranks"]
+        row = torch.zeros(len(OF_RANKS), dtype=torch.float64)
+        named = dict(zip(OF_RANKS, row.tolist(), strict=True))
+        named |= {"rank": self.of["owner"], "reason": reason, "result_rows": ROWS, "result_columns": ROWS}
+        if not reason:
+            bound = (self.bound + self.exact.abs() * loose) / (1 - loose)
+            high, wide = self.exact.shape
+            exact = Exact(self.exact, bound, torch.zeros(high).double(), torch.zeros(wide).double(), 1)
+            checked = check_block(self.reduced / factor, exact, _EXACT)
+            named |= dict(zip(CHECKED, checked.tolist(), strict=True))
+        beyond = not reason and max(named[f"{name}_ratio"] for name in ("value", "row", "column", "block")) > 1
+        outcome = "ranks_unknown" if reason else "ranks_beyond" if beyond else "ranks_within"
+        named |= {outcome: ranks, "values_of_all": named["values"]}
+        return torch.tensor(list(named.values()), dtype=torch.float64)
+
+
+def compared(rows: Mapping[str, Sequence[torch.Tensor]]) -> dict[tuple[str, str], torch.Tensor]:
+    """By (layer, `REDUCTION`), float64 as `verification.OF_RANKS`: the part of each weight that is worst.
+
+    A framework may multiply all gradients by a number that nobody tells, such as the one that it clips with. It is then
+    found from what all weights have in common, and what is wrong with all of them alike is not seen.
+
+    Args:
+        rows: by layer, sums over ranks of `GradientParts.numbers`, a row a part.
+    """
+    added = [(name, one) for name, parts in rows.items() for row in parts if (one := _Added.read(row))]
+    factor, loose = _in_common([one for _, one in added if not one.of["known"]])
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for name, one in added:
+        row = one.found(1.0, 0.0) if one.of["known"] else one.found(factor, loose)
+        key = name, REDUCTION
+        found[key] = row if key not in found or _severity(row) > _severity(found[key]) else found[key]
+    return found
+
+
+def _in_common(added: Sequence[_Added]) -> tuple[float, float]:
+    """A factor of all, and how far it may be off, from the half of them that tell it best."""
+    slopes = sorted((one.slope for one in added if not one.reason), key=lambda slope: slope[1])
+    usable = [slope for slope in slopes[: (len(slopes) + 1) // 2] if slope[1] < 0.5]
+    if not usable:
+        return 1.0, 0.0
+    return statistics.median_low([slope for slope, _ in usable]), usable[-1][1]
+
+
+def _severity(row: torch.Tensor) -> tuple[float, float]:
+    of = dict(zip(OF_RANKS, row.tolist(), strict=True))
+    return of["ranks_beyond"] > 0, max(of["value_ratio"], float(of["ranks_unknown"] > 0))
