@@ -260,6 +260,8 @@ class Capture:
         self._stored.add(key)
         x, use, multiplied = beside_master(stored, self._masters)
         sink.add(x, counted.order + 1, use)
+        if self._replicas:
+            self._replicas.see_stored(gemm.name, stored)
         whole = x if multiplied is use else stored.decoded().values
         self._multiply(gemm, "weight", whole, counted, multiplied)
 

@@ -7,6 +7,7 @@ begins to step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -49,44 +50,40 @@ class _Gradient:
     keeps: Callable[[torch.Tensor], bool]
     shape: tuple[int, int]
     reducer: Reducer | None = None
-    #: float64 [k, l] each
-    summand: torch.Tensor | None = None
-    size: torch.Tensor | None = None
+    #: [k, l] each: summands of this rank, and the reduced gradient
+    summands: list[torch.Tensor] = field(default_factory=list)
     reduced: torch.Tensor | None = None
+    #: which values of it this rank keeps; None: all, if any
     held: torch.Tensor | None = None
     passes: int = 0
-    dtypes: set[torch.dtype] = field(default_factory=set)
 
     @property
     def name(self) -> str:
         """Of the parameter in its module."""
         return f"weight{self.gemm.part}"
 
-    def places(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and columns that are looked at."""
-        high, wide = self.shape
-        return spread(high, ROWS, device), spread(wide, ROWS, device)
-
     def block(self, m: torch.Tensor) -> torch.Tensor:
-        """float64 copy of them."""
-        rows, columns = self.places(m.device)
-        return m.detach().index_select(0, rows).index_select(1, columns).double()
+        """A copy of the rows and columns that are looked at."""
+        return m.detach()[_places(self.shape, m.device)]
 
-    def add(self, block: torch.Tensor, anew: bool) -> None:
-        """Take a summand in."""
-        if anew or self.summand is None or self.size is None:
-            self.summand, self.size = block, block.abs()
-        else:
-            self.summand, self.size = self.summand + block, self.size + block.abs()
+    def add(self, anew: bool, *blocks: torch.Tensor) -> None:
+        """Take summands in."""
+        self.summands = [*blocks] if anew else [*self.summands, *blocks]
 
-    def keep(self, flat: torch.Tensor, begin: int) -> None:
-        """Take in what this rank has of the reduced gradient: values from the one with this number on."""
-        rows, columns = self.places(flat.device)
-        at = (rows[:, None] * self.shape[1] + columns) - begin
+    def keep_part(self, flat: torch.Tensor, begin: int) -> None:
+        """Take in a part of the reduced gradient: values from the one with this number on."""
+        rows, columns = _places(self.shape, flat.device)
+        at = rows * self.shape[1] + columns - begin
         self.held = (at >= 0) & (at < flat.numel())
         if flat.numel():
-            self.reduced = torch.where(self.held, flat[at.clamp(0, flat.numel() - 1)].double(), 0)
-        self.dtypes.add(flat.dtype)
+            self.reduced = torch.where(self.held, flat[at.clamp(0, flat.numel() - 1)], 0)
+
+
+@functools.lru_cache(1024)
+def _places(shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [k, 1] and [l]: rows and columns that are looked at. To be read only."""
+    rows, columns = (spread(n, ROWS, device) for n in shape)
+    return rows[:, None], columns
 
 
 class ReducedGradients:
@@ -177,20 +174,18 @@ class ReducedGradients:
         weight = one.weight
         main = getattr(weight, "main_grad", None)
         if main is not None and adds_to_main_grad(one.gemm):  # the GEMM has done so, and autograd gets nothing of it
-            one.add(one.block(main), anew=True)
+            one.add(True, one.block(main))
         elif grad is not None and not is_dtensor(grad):
             own = one.block(grad)
             if main is not None:
-                own = own if one.passes else own + one.block(main)
-                one.add(own, anew=not one.passes)
+                one.add(False, own, *([] if one.passes else [one.block(main)]))
             elif self._sharded.parameter(one.gemm.module, one.name) is not None:
                 earlier = self._sharded.has_gradient(one.gemm.module, one.name)
                 if earlier and not one.passes:
                     one.reducer = Reducer(reason=PARTS_MISSING)
-                one.add(own, anew=not earlier)
+                one.add(not earlier, own)
             else:
-                one.add(own if weight.grad is None else own + one.block(weight.grad), anew=True)
-            one.dtypes.add(grad.dtype)
+                one.add(True, own, *([] if weight.grad is None else [one.block(weight.grad)]))
         one.passes += 1
 
     def _after_backward(self) -> None:
@@ -205,11 +200,11 @@ class ReducedGradients:
         grad = (one.weight if parameter is None else parameter).grad
         if grad is None or not one.keeps(grad):
             return
-        begin = 0
-        if is_dtensor(grad):
+        if is_dtensor(grad):  # which has rows, as torch splits them
             size, rank = grad.device_mesh.size(-1), grad.device_mesh.get_coordinate()[-1]
-            begin = -(-one.shape[0] // size) * rank * one.shape[1]
-        one.keep(local(grad).reshape(-1), begin)
+            one.keep_part(local(grad).reshape(-1), -(-one.shape[0] // size) * rank * one.shape[1])
+        else:
+            one.reduced = one.block(grad)
 
     def _before_step(self, *_: Any) -> None:
         """An optimizer begins: what comes later is of another step."""
@@ -223,14 +218,14 @@ class ReducedGradients:
                     continue
                 one.reducer, held = of_megatron(one.gemm.module, one.weight, self._roots)
                 if held is not None and one.keeps(main):
-                    one.keep(main.detach().reshape(-1)[held], held.start)
+                    one.keep_part(main.detach().reshape(-1)[held], held.start)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by what `to` gives for it."""
         for one in self._gradients.values():
-            for name in ("summand", "size", "reduced", "held"):
-                if (x := getattr(one, name)) is not None:
-                    setattr(one, name, to(x))
+            one.summands = [to(x) for x in one.summands]
+            one.reduced = None if one.reduced is None else to(one.reduced)
+            one.held = None if one.held is None else to(one.held)
 
     def found(self) -> Mapping[str, GradientParts]:
         """By layer, what this rank has to add."""
@@ -245,11 +240,13 @@ def _parts(one: _Gradient) -> GradientParts | None:
         return None
     high, wide = (min(n, ROWS) for n in one.shape)
     none = torch.zeros(high, wide, dtype=torch.float64)
-    summand, size, reduced = (none if x is None else x for x in (one.summand, one.size, one.reduced))
-    dtypes = one.dtypes if reducer.dtype is None else {*one.dtypes, reducer.dtype}
-    roundoff = max((torch.finfo(dtype).eps / 2 for dtype in dtypes), default=0.0)
-    bound = bound_of_sum(size, max(one.passes, 1) * reducer.ranks + _SCALINGS, roundoff)
-    held = torch.zeros(high, wide, dtype=torch.bool) if one.held is None else one.held
+    summands = [x.double() for x in one.summands]
+    summand, size = sum(summands, none), sum((x.abs() for x in summands), none)
+    reduced = none if one.reduced is None else one.reduced.double()
+    held = (none == 0 if one.held is None else one.held) if one.reduced is not None else none > 0
+    given = [*one.summands, *([] if one.reduced is None else [one.reduced])]
+    dtypes = {x.dtype for x in given} | {reducer.dtype or torch.float32}
+    bound = bound_of_sum(size, max(one.passes, 1) * reducer.ranks + _SCALINGS, max(torch.finfo(d).eps / 2 for d in dtypes))
     return GradientParts(
         part=part,
         summand=summand,

@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..capture.output_samples import Chosen
 from ..core.keys import ATTENTION, ROLES, Key, roles_of
 from ..measurement.operand_stats import Cast, Collected, OperandStats, OutputSums
-from ..measurement.verification import ProductsFound
 from ..numerics.gemm_error import PRODUCTS, SUMS
 from ..numerics.histogram import Histogram
 from .gradient_sums import GradientSums
@@ -81,9 +80,12 @@ class Reduction:
         verified = found.products, found.gradients
         return PackedStats(stats, casts, rows, known, len(self.keys), plan.what_if, outputs, *verified, found.checksums)
 
-    def alone(self, found: Collected) -> ProductsFound:
-        """What is known of products and gradients where no other rank computes them."""
-        return self._verified.alone(found.products) | self._gradients.of_all(self._gradients.rows(found.gradients))
+    def alone(self, found: Collected) -> Collected:
+        """What is known of products, gradients and masters where no other rank has parts of them."""
+        products = self._verified.alone(found.products) | self._gradients.of_all(self._gradients.rows(found.gradients))
+        extremes = self._copies.extremes(found.checksums)
+        copies = self._copies.of_all(self._copies.rows(found.checksums, extremes).flatten(), extremes)
+        return replace(found, products=products, replicas={key: of for key, of in copies.items() if of.ranks})
 
     def _outputs_of(self, found: OutputSums) -> torch.Tensor:
         """float64 [products, 6], zeros where this rank has none."""

@@ -13,13 +13,23 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..numerics.product_check import CHECKED, Accumulation, Exact, check_block
-from .verification import GRADIENT_NOT_SEEN, OF_RANKS, OTHER_REDUCTION, PARTS_MISSING, REASONS, REDUCTION, ROUNDINGS
+from ..numerics.product_check import CHECKED, Accumulation, Block, Exact, check_blocks
+from .verification import (
+    GRADIENT_NOT_SEEN,
+    OF_RANKS,
+    OTHER_REDUCTION,
+    PARTS_MISSING,
+    REASONS,
+    REDUCTION,
+    ROUNDINGS,
+    error_over_bound,
+)
 from .verification import REDUCED_ROWS as ROWS
 
 _VALUES = ROWS * ROWS
@@ -126,26 +136,30 @@ class _Added:
             return math.nan, math.inf
         return float((self.exact * self.reduced).sum()) / size, error / size
 
-    def found(self, factor: float, loose: float) -> torch.Tensor:
-        """float64 as `OF_RANKS`.
+    def block(self, factor: float, loose: float) -> Block:
+        """To be checked; nothing but single values has limits, which are proven.
 
         Args:
             factor: that the gradient is multiplied by beside the one that is known.
             loose: how far that may be off, as a share of it.
         """
-        reason, ranks = self.reason, self.of["ranks"]
-        row = torch.zeros(len(OF_RANKS), dtype=torch.float64)
-        named = dict(zip(OF_RANKS, row.tolist(), strict=True))
-        named |= {"rank": self.of["owner"], "reason": reason, "result_rows": ROWS, "result_columns": ROWS}
-        if not reason:
-            bound = (self.bound + self.exact.abs() * loose) / (1 - loose)
-            high, wide = self.exact.shape
-            exact = Exact(self.exact, bound, torch.zeros(high).double(), torch.zeros(wide).double(), 1)
-            checked = check_block(self.reduced / factor, exact, _EXACT)
+        bound = (self.bound + self.exact.abs() * loose) / (1 - loose)
+        rows, columns = (torch.zeros(n, dtype=torch.float64) for n in self.exact.shape)
+        return Block(self.reduced / factor, Exact(self.exact, bound, rows, columns, terms=1), _EXACT)
+
+    def found(self, checked: torch.Tensor | None) -> torch.Tensor:
+        """float64 as `OF_RANKS`.
+
+        Args:
+            checked: as `CHECKED`; None: nothing can be told.
+        """
+        named = dict.fromkeys(OF_RANKS, 0.0)
+        named |= {"rank": self.of["owner"], "reason": self.reason, "result_rows": ROWS, "result_columns": ROWS}
+        outcome = "ranks_unknown"
+        if checked is not None:
             named |= dict(zip(CHECKED, checked.tolist(), strict=True))
-        beyond = not reason and max(named[f"{name}_ratio"] for name in ("value", "row", "column", "block")) > 1
-        outcome = "ranks_unknown" if reason else "ranks_beyond" if beyond else "ranks_within"
-        named |= {outcome: ranks, "values_of_all": named["values"]}
+            outcome = "ranks_beyond" if error_over_bound(named) > 1 else "ranks_within"
+        named |= {outcome: self.of["ranks"], "values_of_all": named["values"]}
         return torch.tensor(list(named.values()), dtype=torch.float64)
 
 
@@ -160,12 +174,24 @@ def compared(rows: Mapping[str, Sequence[torch.Tensor]]) -> dict[tuple[str, str]
     """
     added = [(name, one) for name, parts in rows.items() for row in parts if (one := _Added.read(row))]
     factor, loose = _in_common([one for _, one in added if not one.of["known"]])
+    blocks = {
+        i: one.block(1.0, 0.0) if one.of["known"] else one.block(factor, loose)
+        for i, (_, one) in enumerate(added)
+        if not one.reason
+    }
+    checked = _checked(blocks)
     found: dict[tuple[str, str], torch.Tensor] = {}
-    for name, one in added:
-        row = one.found(1.0, 0.0) if one.of["known"] else one.found(factor, loose)
-        key = name, REDUCTION
+    for i, (name, one) in enumerate(added):
+        row, key = one.found(checked.get(i)), (name, REDUCTION)
         found[key] = row if key not in found or _severity(row) > _severity(found[key]) else found[key]
     return found
+
+
+def _checked(blocks: Mapping[int, Block]) -> dict[int, torch.Tensor]:
+    kinds = defaultdict[object, list[int]](list)
+    for i, block in blocks.items():
+        kinds[block.kind].append(i)
+    return {i: row for of in kinds.values() for i, row in zip(of, check_blocks([blocks[i] for i in of]), strict=True)}
 
 
 def _in_common(added: Sequence[_Added]) -> tuple[float, float]:

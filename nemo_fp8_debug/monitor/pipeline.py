@@ -165,8 +165,7 @@ class Pipeline:
         self._ranks.close(in_sync=not self.over)
 
     def _alone(self, sampled: Sampled) -> Measured:
-        found = sampled.collected()
-        found.products = self._reduction.alone(found)
+        found = self._reduction.alone(sampled.collected())
         self._report(sampled, found.operands)
         self._scales.observe({stat.key: stat.amax for stat in found.operands if stat.key[1] in ROLES})
         return self._measured(found, sampled)
@@ -223,7 +222,7 @@ class Pipeline:
         with self._errors.guard("while collecting a sample"):
             found = sampled.collected()
         if self._shard_group.group is None:
-            whole: Collected | None = replace(found, products=self._reduction.alone(found))
+            whole: Collected | None = self._reduction.alone(found)
             amax = {stat.key: stat.amax for stat in found.operands}
         else:
             packed = self._reduction.pack(plan, Collected(), sampled.expected)  # this rank takes part, whatever it has

@@ -182,10 +182,9 @@ class SampledStep:
         inside = {key: sink for key, sink in sinks.items() if seen_in_forward(sink.gemm)}
         outside = {key: sink for key, sink in sinks.items() if key not in inside}
         options = self._lose, model.scales.auto, self._products, order
-        if self._plan.replicas and self._watched.world > 1:
-            self._replicas = ReplicaChecks(
-                list({sink.gemm.name: sink.gemm for sink in outside.values()}.values()), model.masters, guard
-            )
+        if self._plan.replicas:
+            gemms = list({sink.gemm.name: sink.gemm for sink in outside.values()}.values())
+            self._replicas = ReplicaChecks(gemms, model.masters, guard, self._watched.world == 1)
         if outside:
             self._captures.append(Capture(outside, *options, model.masters, self._replicas))
         if inside:

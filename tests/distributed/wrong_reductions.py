@@ -22,6 +22,7 @@ from nemo_fp8_debug import Monitor
 
 STEPS, ONSET, MICRO_BATCHES, WORLD = 5, 3, 2, 4
 WRONG, WRONG_RANK = "2", 1
+FAULTY = ("twice", "twice everywhere", "missing", "stale")
 
 
 class Faults:
@@ -30,7 +31,7 @@ class Faults:
     def __init__(self, kind: str, model: nn.Module, rank: int) -> None:
         self.kind, self.rank, self.step, self.log = kind, rank, -1, list[int]()
         self._earlier: dict[str, torch.Tensor] = {}
-        self._model = model
+        self._model, self._watched = model, set[int]()
 
     def begin(self, step: int) -> None:
         """A step begins, whose parameters are those that autograd adds to."""
@@ -38,6 +39,9 @@ class Faults:
 
     def watch(self, weight: torch.Tensor) -> None:
         """Of the layer that goes wrong."""
+        if id(weight) in self._watched:
+            return
+        self._watched.add(id(weight))
         if self.kind == "missing":
             node = weight.expand_as(weight).grad_fn.next_functions[0][0]
             self._node = node  # of which autograd holds no reference
@@ -105,13 +109,9 @@ def train(rank: int, world: int, folder: Path) -> None:
 def run(rank: int, world: int, folder: Path, engine: str, kind: str) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
-    if kind == "clean" and engine == "ddp":
-        model[2].weight.data[:4] = 0
     net = ENGINES[engine](model)
     faults = Faults(kind, net, rank)
-    if engine == "fsdp":
-        model[2].register_forward_pre_hook(lambda module, args: None if kind == "clean" else faults.watch(module.weight))
-    elif kind != "clean":
+    if engine != "fsdp" and kind in FAULTY:
         faults.watch(model[2].weight)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     monitor = Monitor(net, str(folder), interval=1, table_rows=0, on_error="raise", verify_rows=16)
@@ -120,11 +120,12 @@ def run(rank: int, world: int, folder: Path, engine: str, kind: str) -> None:
         optimizer.zero_grad()
         with monitor.step(step) as report:
             for micro in range(MICRO_BATCHES):
-                last = micro == MICRO_BATCHES - 1 and kind != "unsynced"
                 if engine == "ddp":
-                    net.require_backward_grad_sync = last
+                    net.require_backward_grad_sync = micro == MICRO_BATCHES - 1 and kind != "unsynced"
                 x = torch.randn(64, 32, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
                 loss = net(x if engine == "fsdp" else x.bfloat16()).float().square().mean()
+                if engine == "fsdp" and kind in FAULTY:
+                    faults.watch(model[2]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0]._unsharded_param)
                 loss.backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
             optimizer.step()
