@@ -29,7 +29,7 @@ class Faults:
     """Puts one fault into the gradient of a weight from a step on, and notes when it did."""
 
     def __init__(self, kind: str, model: nn.Module, rank: int) -> None:
-        self.kind, self.rank, self.step, self.log = kind, rank, -1, list[int]()
+        self.kind, self.rank, self.step, self.is_last, self.log = kind, rank, -1, False, list[int]()
         self._earlier: dict[str, torch.Tensor] = {}
         self._model, self._watched = model, set[int]()
 
@@ -62,6 +62,8 @@ class Faults:
 
     def _reduced(self) -> None:
         """What a collective has left is divided again, or that of the step before."""
+        if not self.is_last:
+            return
         for name, parameter in self._model.named_parameters():
             grad = parameter.grad
             if grad is None or not (self.kind == "twice everywhere" or f"{WRONG}.weight" in name):
@@ -120,8 +122,9 @@ def run(rank: int, world: int, folder: Path, engine: str, kind: str) -> None:
         optimizer.zero_grad()
         with monitor.step(step) as report:
             for micro in range(MICRO_BATCHES):
+                faults.is_last = micro == MICRO_BATCHES - 1
                 if engine == "ddp":
-                    net.require_backward_grad_sync = micro == MICRO_BATCHES - 1 and kind != "unsynced"
+                    net.require_backward_grad_sync = faults.is_last and kind != "unsynced"
                 x = torch.randn(64, 32, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
                 loss = net(x if engine == "fsdp" else x.bfloat16()).float().square().mean()
                 if engine == "fsdp" and kind in FAULTY:
