@@ -246,7 +246,8 @@ def _parts(one: _Gradient) -> GradientParts | None:
     held = (none == 0 if one.held is None else one.held) if one.reduced is not None else none > 0
     given = [*one.summands, *([] if one.reduced is None else [one.reduced])]
     dtypes = {x.dtype for x in given} | {reducer.dtype or torch.float32}
-    bound = bound_of_sum(size, max(one.passes, 1) * reducer.ranks + _SCALINGS, max(torch.finfo(d).eps / 2 for d in dtypes))
+    roundings = max(one.passes, 1) * reducer.ranks + _SCALINGS
+    bound = bound_of_sum(size, roundings, dtypes, reducer.ranks, reducer.factor)
     return GradientParts(
         part=part,
         summand=summand,

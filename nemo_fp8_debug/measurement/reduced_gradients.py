@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,8 @@ from .verification import (
 from .verification import REDUCED_ROWS as ROWS
 
 _VALUES = ROWS * ROWS
-_TINY = 2.0**-126
+#: what a rounding to zero may lose, of float16 and of others, whose small values a framework may divide once more
+_SMALL, _TINY = {torch.float16: 2.0**-25}, 2.0**-100
 _FIRST_REASON = OTHER_REDUCTION
 #: of a rank, beside its values: that it takes part, the ranks that have to, whether it had a backward pass, whether the
 #: factor is all that its framework multiplies by, how many values of the reduced gradient it has, its number if it has the
@@ -44,20 +45,27 @@ NUMBERS = len(_HEADER) + 3 * _VALUES
 _EXACT = Accumulation(roundoff=0.0, besides=1.0, bias=1.0)
 
 
-def bound_of_sum(sizes: torch.Tensor, roundings: int, roundoff: float) -> torch.Tensor:
+def bound_of_sum(
+    sizes: torch.Tensor, roundings: int, dtypes: Collection[torch.dtype], ranks: int = 1, factor: float = 1.0
+) -> torch.Tensor:
     """How far a sum may be off, in any order of summation; infinite if nothing can be told.
 
     Args:
-        sizes: float64, sums of the magnitudes of what is added up.
+        sizes: float64, sums of the magnitudes of what this rank adds.
         roundings: on the way of a summand, at the most.
-        roundoff: unit roundoff of each.
+        dtypes: that sums are kept in.
+        ranks: that add up as much.
+        factor: that sums are multiplied by on the way.
 
     Example:
-        >>> float(bound_of_sum(torch.tensor(8.0), 4, 2.0**-8))
+        >>> float(bound_of_sum(torch.tensor(8.0).double(), 4, [torch.bfloat16]))
         0.126984...
     """
-    part = roundings * roundoff
-    return sizes * (part / (1 - part) if part < 1 else math.inf) + roundings * _TINY
+    part = roundings * max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
+    small = roundings * max(_SMALL.get(dtype, _TINY) for dtype in dtypes) / min(factor, 1.0)
+    largest = min(torch.finfo(dtype).max for dtype in dtypes)
+    bound = sizes * (part / (1 - part) if part < 1 else math.inf) + small
+    return torch.where(sizes * ranks < largest, bound, math.inf)
 
 
 @dataclass(frozen=True)
