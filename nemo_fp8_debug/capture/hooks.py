@@ -262,8 +262,7 @@ class Capture:
         sink.add(x, counted.order + 1, use)
         if self._replicas:
             self._replicas.see_stored(gemm.name, stored)
-        whole = x if multiplied is use else stored.decoded().values
-        self._multiply(gemm, "weight", whole, counted, multiplied)
+        self._multiply(gemm, "weight", x if multiplied is use else stored.decoded().values, counted, multiplied)
 
     def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any, counted: Pass) -> None:
         y = gemm.backend.output(out)

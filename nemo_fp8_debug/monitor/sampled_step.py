@@ -194,8 +194,8 @@ class SampledStep:
             self._captures.append(activations)
         self._states = state_capture(self._known, self._plan, self._operands, shard_group, rank, guard)
         if self._plan.verify_rows and self._products:
-            verified = [gemm for gemm in self._known if gemm.name in self._products]
-            self._gradients = ReducedGradients(verified, model.roots, partial(counts_weight, shard_group, rank), guard)
+            verified, keeps = [g for g in self._known if g.name in self._products], partial(counts_weight, shard_group, rank)
+            self._gradients = ReducedGradients(verified, model.roots, keeps, guard)
         for capture in (*self._captures, self._replicas, self._gradients, self._states):
             if capture is not None:
                 capture.attach()
