@@ -37,7 +37,7 @@ def state_capture(
     if not plan.states:
         return None
     gemms = [gemm for gemm in matching(known, plan.layers) if weight_of(gemm) is not None]
-    found = state_operands(gemms, plan.states, plan.what_if_recipes, partial(_counts, shard_group, rank))
+    found = state_operands(gemms, plan.states, plan.what_if_recipes, partial(counts_weight, shard_group, rank))
     operands |= found
     return StateCapture(found, guard)
 
@@ -49,7 +49,7 @@ def warn_of_unseen_states(capture: StateCapture | None, errors: ErrorGuard) -> N
         errors.warn(f"no states of an optimizer were seen: {why}", kind="states")
 
 
-def _counts(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
+def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
     """Whether this rank counts a tensor that lies as a weight does: a part that no other has, or the first of copies."""
     is_copy, weight = copied_part(gemm.module), weight_of(gemm)
     if getattr(weight, "main_param_sharded", False):

@@ -141,8 +141,8 @@ def _blamed(evidence: Evidence) -> Blame:
 
 
 def _wrong_by_proof(evidence: Evidence) -> Finding | None:
-    """What needs no comparison, in time to have caused the harm: a product that is none, copies that are not equal."""
-    found = [f for f in evidence.findings if f.rule in ("product", "replicas") and f.since is not None]
+    """What needs no comparison, in time to have caused the harm: a wrong product or sum, copies that differ."""
+    found = [f for f in evidence.findings if f.rule in ("product", "reduction", "replicas") and f.since is not None]
     in_time = [f for f in found if evidence.latest is None or (f.since or 0) <= evidence.latest]
     return min(in_time, key=lambda f: f.since or 0, default=None)
 

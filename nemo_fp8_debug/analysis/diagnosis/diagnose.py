@@ -36,7 +36,7 @@ from .rules.replicas import replicas
 from .rules.settings import settings
 from .rules.spikes import compared
 from .rules.weights import weights
-from .rules.wrong_product import wrong_product
+from .rules.wrong_product import wrong_product, wrong_reduction
 
 
 def diagnose(
@@ -145,6 +145,7 @@ def _added_up(
         *around,
         *optimizer_steps(run, baseline),
         *wrong_product(run),
+        *wrong_reduction(run),
         *replicas(run),
         *gradient_norm(run, baseline),
         *weights(run, baseline),

@@ -76,6 +76,8 @@ def _of_findings(findings: Sequence[Finding]) -> Iterator[Event]:
             yield Event(found.since, "recipe", f"{found.operand} is cast under another recipe", *where)
         elif found.rule == "product":
             yield Event(found.since, "product", f"a product of {found.layer} is wrong", *where)
+        elif found.rule == "reduction":
+            yield Event(found.since, "product", f"the reduced gradient of {found.layer} is wrong", *where)
         elif found.rule == "replicas":
             told = f"ranks hold different copies of a tensor of {found.layer}"
             yield Event(found.since, "replica", told, *where)
