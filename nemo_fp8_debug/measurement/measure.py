@@ -57,6 +57,8 @@ class Measured:
     replicas: Columns = field(default_factory=dict)
     #: columns of what histograms of activations do not tell
     activations: Columns = field(default_factory=dict)
+    #: layer, role and norm of weights and of what optimizers keep of them
+    norms: Columns = field(default_factory=dict)
 
     def and_those_of(self, others: Sequence[Measured]) -> Measured:
         """The rows of all, as of the stages of a pipeline."""
@@ -98,6 +100,7 @@ def measure(
     _leave_out_errors_of_stored(measured)
     tables = {"copies": _copies(stats, operands), "block_scales": _block_scales(operands)}
     tables["activations"] = activation_columns(stats)
+    tables["norms"] = _norms(operands)
     return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others), **tables)
 
 
@@ -124,6 +127,13 @@ def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Columns:
         "recipe": [casts[i].copy_recipe for i in index],
         "scale_source": [casts[i].copy_source for i in index],
     }
+
+
+def _norms(operands: _Operands) -> Columns:
+    """Of what is compared in size: weights and states."""
+    norms = zip(operands.rows, operands.moments.sum_x2.double().sqrt().tolist(), strict=True)
+    found = [(*s.key, norm) for s, norm in norms if s.key[1] in ("weight", *UNCAST["states"])]
+    return dict(zip(("layer", "role", "norm"), map(list, zip(*found, strict=True)), strict=True)) if found else {}
 
 
 def _block_scales(operands: _Operands) -> Columns:

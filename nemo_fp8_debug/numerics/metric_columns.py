@@ -32,7 +32,6 @@ def rows(
         "n": moments.n.tolist(),
         "nan": moments.nan.tolist(),
         "inf": moments.inf.tolist(),
-        "norm": moments.sum_x2.double().sqrt().tolist(),
         "scale": _absent_as_none(scale.double()),
         "scale_current": current.double().tolist(),
         **{name: _absent_as_none(measured[name]) for name in METRICS},

@@ -75,8 +75,8 @@ class Comparison:
         return activations_apart(self.baseline, self.run)
 
     def what_if(self) -> pl.DataFrame:
-        """The run's tensors, states and activations under recipes that were tried or replayed: medians over its later half, a
-        row a recipe."""
+        """The run's tensors, states and activations under recipes that were tried or replayed: a row a recipe, medians over
+        the later half."""
         steps = self.run.metrics["step"].unique().sort()
         tail = steps.tail(max(1, round(len(steps) * TAIL)))
         columns = ["step", "layer", "role", "recipe", *_WEIGHED]

@@ -20,9 +20,9 @@ def states_apart(baseline: Run, run: Run) -> pl.DataFrame:
 
     Returns:
         A row a weight and state: layer, role, tensor (as people write the role), rms_baseline, rms_run (root mean squares,
-        medians), size_log2 (the median of the log2 of their ratio), share_baseline, share_run (percent of all layers' squared
-        norm, medians), nonfinite_since (first step at which it holds NaN or infinity in the run alone); those that are not
-        finite first, then the farthest apart. Empty where a record has none.
+        medians), size_log2 (the median of the log2 of their ratio), share_baseline, share_run (percent of all squared norms,
+        medians), nonfinite_since (first step at which it holds NaN or infinity in the run alone); those that are not finite
+        first, then the farthest apart. Empty where a record has none.
 
     Example:
         >>> from nemo_fp8_debug.analysis.runs.run import Run
