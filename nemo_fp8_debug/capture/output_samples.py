@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..kernels import quantize_dequantize
 from ..measurement.verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 from ..numerics.block_scaling import BlockRule, matrix
-from ..numerics.gemm_error import PRODUCTS, Rows, Side, product_sums, scale_of, spread, take_rows
+from ..numerics.gemm_error import PRODUCTS, Rows, Side, product_block, product_sums, scale_of, spread, take_rows
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied
 from .backends.parallel import adds_up
@@ -90,6 +90,8 @@ class Products:
         self._kept: dict[Side, _Kept] = {}
         self._done: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
+        #: part of dW of that call, exact and as quantized operands give it, until the optimizer has stepped
+        self.weight_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
         self._counted = False
         self._checks = ProductChecks(chosen.rows, queue) if chosen.verify else None
         self._results: Results | None = None
@@ -205,7 +207,10 @@ class Products:
                 splits = self._gemm.backend.splits_accumulator(self._gemm.module, product)
                 self._checks.operands(product, a.used, b.used, splits)
             if self._chosen.errors and a.rows and b.rows and a.rows.values.shape[1] == b.rows.values.shape[1]:
-                self._sums[product] = product_sums(a.rows, b.rows)
+                block = product_block(a.rows, b.rows)
+                self._sums[product] = product_sums(block)
+                if product == "wgrad" and "update" in self._chosen.states:
+                    self.weight_gradient = block.exact, block.exact + block.of_both
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each sum by what `to` gives for it."""

@@ -101,7 +101,7 @@ class Delivery:
                 histograms, tables[f"{name.removesuffix('s')}_histograms"] = _apart(histograms, roles)
                 tables[name] = _joined(own, tried)
         if of_states := tables.get("states"):
-            tables["states"] = {**of_states, **state_columns(of_states, measured.norms)}
+            tables["states"] = {**of_states, **state_columns(of_states, measured.norms, measured.updates)}
         if of_activations := tables.get("activations"):
             tables["activations"] = _with_own_metrics(of_activations, measured.activations)
         sample = Sample(step, metrics, scalars, histograms, what_if, steps[step].trigger, **tables)

@@ -103,21 +103,30 @@ def _in_blocks(
     return (codes.double() * of_each_value(scales.scale_inv)).float()
 
 
-def product_sums(a: Rows, b: Rows) -> torch.Tensor:
-    """What quantization does to A B^T, float64 [5] as `SUMS`: sums over parts of a product, or over several, add up.
+@dataclass(frozen=True)
+class Block:
+    """A part of a product, float64 [k, l]: what is right, and what is wrong with it where A, B or both are quantized."""
 
-    n is the number of output values, `error2` the sum of the squares of what is wrong with them, `first_error2` and
-    `second_error2` the same with only A or only B quantized, `output2` the sum of the squares of what is right. All in
-    float64, which neither TF32 nor autocast touches.
+    exact: torch.Tensor
+    of_first: torch.Tensor
+    of_second: torch.Tensor
+    of_both: torch.Tensor
 
-    Args:
-        a: [k, c].
-        b: [l, c].
-    """
+
+def product_block(a: Rows, b: Rows) -> Block:
+    """A B^T of [k, c] and [l, c]. All in float64, which neither TF32 nor autocast touches."""
     x, y = a.values.double(), b.values.double()
     of_a, of_b = a.quantized.double() - x, b.quantized.double() - y
     first, second = of_a @ y.T, x @ of_b.T
     # Aq Bq^T - A B^T, term by term: the difference of the two products would round what is small.
-    both = first + second + of_a @ of_b.T
-    squares = [m.square().sum() for m in (both, first, second, x @ y.T)]
-    return torch.stack([torch.full_like(squares[0], both.numel()), *squares])
+    return Block(x @ y.T, first, second, first + second + of_a @ of_b.T)
+
+
+def product_sums(block: Block) -> torch.Tensor:
+    """What quantization does to A B^T, float64 [5] as `SUMS`: sums over parts of a product, or over several, add up.
+
+    n is the number of output values, `error2` the sum of the squares of what is wrong with them, `first_error2` and
+    `second_error2` the same with only A or only B quantized, `output2` the sum of the squares of what is right.
+    """
+    squares = [m.square().sum() for m in (block.of_both, block.of_first, block.of_second, block.exact)]
+    return torch.stack([torch.full_like(squares[0], block.exact.numel()), *squares])

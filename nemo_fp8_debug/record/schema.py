@@ -11,7 +11,15 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ..numerics.metric_names import ACTIVATION_METRICS, BLOCK_SCALES, METRICS, OUTPUT_METRICS, STATE_METRICS, UNITS
+from ..numerics.metric_names import (
+    ACTIVATION_METRICS,
+    BLOCK_SCALES,
+    METRICS,
+    OUTPUT_METRICS,
+    STATE_METRICS,
+    UNITS,
+    UPDATE_METRICS,
+)
 
 VERSION = 4
 
@@ -110,7 +118,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "block_scales": _BLOCK_SCALES,
     "verification": _VERIFICATION,
     "replicas": _REPLICAS,
-    "states": {**_METRICS, **dict.fromkeys(STATE_METRICS, pl.Float64)},
+    "states": {**_METRICS, **dict.fromkeys((*STATE_METRICS, *UPDATE_METRICS), pl.Float64)},
     "state_histograms": _HISTOGRAMS,
     "activations": {**_METRICS, **dict.fromkeys(ACTIVATION_METRICS, pl.Float64), "loads": pl.List(pl.Int64)},
     "activation_histograms": _HISTOGRAMS,

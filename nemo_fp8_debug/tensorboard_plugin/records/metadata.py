@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.keys import SHOWN_AS, UNCAST
-from ...numerics.metric_names import ACTIVATION_METRICS, LABELS, METRICS, STATE_METRICS, UNITS, WORSE
+from ...numerics.metric_names import ACTIVATION_METRICS, LABELS, METRICS, STATE_METRICS, UNITS, UPDATE_METRICS, WORSE
 from ...record.schema import SCHEMAS
 from .part_matrices import NONFINITE
 
@@ -18,17 +18,18 @@ NUMBERS = (
     *(name for name, kind in SCHEMAS["metrics"].items() if kind.is_numeric() and name not in ("attempt", "step")),
     NONFINITE,
     *STATE_METRICS,
+    *UPDATE_METRICS,
     *ACTIVATION_METRICS,
 )
 
 #: scales of the colors that are not linear
 _SCALES = {
     **dict.fromkeys(("mse", "relative_error", "amax", "amin", "kurtosis", "channel_ratio", "load_ratio"), "log"),
-    **dict.fromkeys(("norm", "update_to_weight"), "log"),
+    **dict.fromkeys(("norm", "update_to_weight", *UPDATE_METRICS), "log"),
     "scale_ratio_log2": "diverging",
 }
 #: of one table alone: whether more is worse
-_OF_STATES = dict.fromkeys(STATE_METRICS, 1)
+_OF_STATES = dict.fromkeys((*STATE_METRICS, *UPDATE_METRICS), 1)
 _OF_ACTIVATIONS = {
     "channel_ratio": 1,
     "entropy": -1,
