@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from fault_injection.families import family
+from fault_injection.run_part import surroundings
 
 from around_gemms.faults import FAULTS, ONSET, RULE_OF
 from nemo_fp8_debug import Emulation, Monitor, diagnose
@@ -66,20 +67,25 @@ def told(found: Diagnosis, fault: str | None) -> str:
     return f"{'named' if known else 'MISSED'}{late}: {'; '.join(rules) or '-'} [{verdict}]"
 
 
+def judge(name: str, folder: Path) -> None:
+    """Train the runs of a family, and print what is said of them."""
+    clean = [Path(folder, f"clean-{seed}") for seed in SEEDS]
+    for seed, path in zip(SEEDS, clean, strict=True):
+        train(path, name, seed, None)
+    for i, path in enumerate(clean):
+        print(f"{name}, seed {SEEDS[i]}: alone {told(diagnose(path), None)}", flush=True)
+        print(f"{name}, seed {SEEDS[i]}: paired {told(diagnose(path, clean[i - 1]), None)}", flush=True)
+    for fault in FAULTS:
+        path = Path(folder, fault)
+        if train(path, name, SEEDS[0], fault):
+            print(f"{name}, {fault}: alone {told(diagnose(path), fault)}", flush=True)
+            print(f"{name}, {fault}: paired {told(diagnose(path, clean[1]), fault)}", flush=True)
+
+
 def main(families: Sequence[str]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for name in families:
-            clean = [Path(folder, name, f"clean-{seed}") for seed in SEEDS]
-            for seed, path in zip(SEEDS, clean, strict=True):
-                train(path, name, seed, None)
-            for i, path in enumerate(clean):
-                print(f"{name}, seed {SEEDS[i]}: alone {told(diagnose(path), None)}", flush=True)
-                print(f"{name}, seed {SEEDS[i]}: paired {told(diagnose(path, clean[i - 1]), None)}", flush=True)
-            for fault in FAULTS:
-                path = Path(folder, name, fault)
-                if train(path, name, SEEDS[0], fault):
-                    print(f"{name}, {fault}: alone {told(diagnose(path), fault)}", flush=True)
-                    print(f"{name}, {fault}: paired {told(diagnose(path, clean[1]), fault)}", flush=True)
+    for name in families:
+        with tempfile.TemporaryDirectory() as folder, surroundings(name):
+            judge(name, Path(folder))
 
 
 if __name__ == "__main__":
