@@ -34,6 +34,8 @@ _NAMES = {
 
 
 _LOOKING = "while looking at an optimizer's states"
+#: raised for parts of states, and for what is no matrix: of their steps nothing is told
+_NOT_WHOLE = (LookupError, TypeError)
 
 
 def state_operands(
@@ -108,7 +110,7 @@ class StateCapture:
             for stepped in stepped_by(optimizer, self._gemms):
                 self._stepped = True
                 self._take(stepped.name, "weight_gradient", stepped.of(_gradient(optimizer, stepped.parameter)))
-                if (stepped.name, "update") in self._operands:
+                if self._wants(stepped.name, "update"):
                     self._earlier[stepped.name] = stepped.of(stepped.parameter).detach().clone()
                     self._begin_sample(stepped, optimizer)
 
@@ -127,7 +129,7 @@ class StateCapture:
     def _begin_sample(self, stepped: Stepped, optimizer: Any) -> None:
         gradient = _gradient(optimizer, stepped.parameter)
         if self._rows and stepped.place is None and gradient is not None:
-            with self._guard(_LOOKING), contextlib.suppress(LookupError):  # of parts and of other shapes nothing is told
+            with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
                 self._samples[stepped.name] = UpdateSample(self._rows, *held, gradient)
 
@@ -135,7 +137,7 @@ class StateCapture:
         sample, operand = self._samples.pop(stepped.name, None), self._operands[stepped.name, "update"]
         adam = adam_of(optimizer, stepped.parameter) if sample else None
         if sample and adam and operand.calls:  # else another rank counts it
-            with self._guard(_LOOKING), contextlib.suppress(LookupError):
+            with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
                 operand.add_further(sample.sums(adam, *held, self._products(stepped.name)))
 

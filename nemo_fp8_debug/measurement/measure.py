@@ -23,7 +23,7 @@ from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from .activations import activation_columns
 from .expert_groups import ExpertAggregates
 from .operand_stats import COPY, OperandStats, added_up
-from .states import update_columns
+from .states import norm_columns, update_columns
 
 Columns = dict[str, list[Any]]
 #: the GEMM that multiplies the column-wise copy of an operand
@@ -103,7 +103,7 @@ def measure(
     _leave_out_errors_of_stored(measured)
     tables = {"copies": _copies(stats, operands), "block_scales": _block_scales(operands)}
     tables["activations"] = activation_columns(stats)
-    tables |= {"norms": _norms(operands), "updates": update_columns(stats)}
+    tables |= {"norms": norm_columns(operands.rows, moments.sum_x2), "updates": update_columns(stats)}
     return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others), **tables)
 
 
@@ -130,13 +130,6 @@ def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Columns:
         "recipe": [casts[i].copy_recipe for i in index],
         "scale_source": [casts[i].copy_source for i in index],
     }
-
-
-def _norms(operands: _Operands) -> Columns:
-    """Of what is compared in size: weights and states."""
-    norms = zip(operands.rows, operands.moments.sum_x2.double().sqrt().tolist(), strict=True)
-    found = [(*s.key, norm) for s, norm in norms if s.key[1] in ("weight", *UNCAST["states"])]
-    return dict(zip(("layer", "role", "norm"), map(list, zip(*found, strict=True)), strict=True)) if found else {}
 
 
 def _block_scales(operands: _Operands) -> Columns:

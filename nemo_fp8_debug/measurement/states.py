@@ -8,12 +8,24 @@ from typing import Any
 
 import torch
 
+from ..core.keys import UNCAST
 from ..core.layer_names import is_aggregate
 from ..numerics.adam import UPDATE_SUMS
 from ..numerics.metric_names import STATE_METRICS, UPDATE_METRICS
 from .operand_stats import OperandStats
 
 _Columns = Mapping[str, Sequence[Any]]
+
+
+def norm_columns(stats: Sequence[OperandStats], squares: torch.Tensor) -> dict[str, list[Any]]:
+    """layer, role and norm of weights and of what optimizers keep of them.
+
+    Args:
+        squares: the sum of squares of each.
+    """
+    norms = zip(stats, squares.double().sqrt().tolist(), strict=True)
+    found = [(*s.key, norm) for s, norm in norms if s.key[1] in ("weight", *UNCAST["states"])]
+    return dict(zip(("layer", "role", "norm"), map(list, zip(*found, strict=True)), strict=True)) if found else {}
 
 
 def update_columns(stats: Sequence[OperandStats]) -> dict[str, list[Any]]:

@@ -1,18 +1,20 @@
 """What sampled steps cost that look at optimizer states and activations too: `around_gemms.py [--rounds 8]`.
 
-In sampled steps that look at operands alone, on the model of overhead.py, as verified_step.py does it.
+In sampled steps that look at operands alone, on the model of overhead.py. What counts is time on CPUs, of all threads, until
+all is measured and recorded; options take turns within one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections import defaultdict
 from typing import Any
 
 from benchmarks.common.paired import Estimate
 from benchmarks.common.small_gpt import SmallGPT, one_process
-from benchmarks.verified_step import STEPS, seconds
+from benchmarks.common.step_costs import monitored, step
 from nemo_fp8_debug.core.keys import ACTIVATIONS, STATES
 
 #: by what is looked at
@@ -24,6 +26,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{f"activations: {kind}": {"activations": (kind,)} for kind in ACTIVATIONS if kind != "router"},
     "all of it": {"states": tuple(STATES), "activations": ("norm", "attention"), "output_rows": 64},
 }
+
+
+STEPS = 4
+
+
+def seconds(gpt: SmallGPT, options: dict[str, Any]) -> float:
+    """On CPUs, of some sampled steps."""
+    with monitored(gpt, interval=1, **options) as monitor:
+        step(gpt, monitor, 0)
+        monitor.flush()
+        began = time.process_time()
+        for number in range(1, 1 + STEPS):
+            step(gpt, monitor, number)
+        monitor.flush()
+        return time.process_time() - began
 
 
 def main() -> None:

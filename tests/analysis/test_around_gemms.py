@@ -140,7 +140,7 @@ def test_what_goes_wrong_is_named_with_its_layer_and_step(run_of: Callable[..., 
     found = named(told)[rule]
     assert (found.cause, found.layer) == (cause, layer) and found.since is not None
     assert ONSET <= found.since <= ONSET + (8 if change is louder_queries else 0)
-    assert any(step == found.since and layer in what for step, what in told.events)
+    assert any(event.step == found.since and layer in event.what for event in told.events)
 
 
 def test_an_expert_is_named_by_its_number(run_of: Callable[..., Path]) -> None:
@@ -183,7 +183,7 @@ def test_the_channel_that_an_outlier_comes_from_is_named(run_of: Callable[..., P
     run = Run.read(run_of(louder_channel))
     culprit = Finding("operand", "outlier", "medium", "", layer="out", role="input", since=ONSET + 4)
     for baseline in (None, Run.read(run_of(nothing, 1))):
-        found = channels(run, baseline, culprit)
+        found = channels(run, baseline, culprit, None)
         assert found and (found.layer, found.role, found.since) == ("norm", "norm_input", ONSET)
         assert "channel 5 of the input of norm" in found.evidence and "4 steps before X of out" in found.evidence
-    assert channels(Run.read(run_of(nothing)), None, culprit) is None
+    assert channels(Run.read(run_of(nothing)), None, culprit, None) is None

@@ -159,7 +159,7 @@ def _added_up(
         *operands,
     ]
     findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
-    findings += filter(None, [channels(run, baseline, f) for f in operands[:1]])
+    findings += filter(None, [channels(run, baseline, next(iter(operands), None), harmed_since)])
     findings += filter(None, [error_budget(f, run.outputs, run.verification, run.states) for f in operands[:1]])
     sampled = (
         None if harmed_since is None else harmed_since + int(interval_of(run.metrics["step"].unique().sort().to_numpy()))
