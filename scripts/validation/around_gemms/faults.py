@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 #: step from which they act
-ONSET = 75
+ONSET = 60
 #: what acts in a step, given its number and the optimizer
 Act = Callable[[int, torch.optim.Optimizer], None]
 

@@ -21,7 +21,7 @@ from nemo_fp8_debug import Emulation, Monitor, diagnose
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.core.keys import STATES
 
-STEPS, WARM_UP, INTERVAL, SEEDS = 150, 25, 5, (0, 1)
+STEPS, WARM_UP, INTERVAL, SEEDS = 120, 20, 4, (0, 1)
 
 
 def train(folder: Path, name: str, seed: int, fault: str | None) -> bool:

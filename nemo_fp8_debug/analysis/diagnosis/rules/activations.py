@@ -15,8 +15,8 @@ _Loads = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 #: times what is usual that logits must grow, and what they must come to: exp(50) tells one key from all others
 _GROWS, _LOGIT = 4.0, 50.0
-#: share of tokens that one expert is given if a router has collapsed, and that it is given at the most before
-_ALL, _BEFORE = 0.95, 0.7
+#: how far from an even load (0) to all tokens (1) one expert is if a router has collapsed, and at the most before
+_ALL, _BEFORE = 0.95, 0.6
 #: samples at the end in which an expert is given nothing, if it is dead; and tokens that it would have had in each by chance
 _SAMPLES, _TOKENS = 4, 16.0
 _LOGITS_ADVICE = (
@@ -71,11 +71,12 @@ def _entropy(rows: pl.DataFrame, course: Course, since: int) -> str:
 
 def _collapsed(mine: pl.DataFrame, theirs: pl.DataFrame | None, unit: str) -> list[Finding]:
     """Routers that give one expert nearly all tokens, and did not."""
-    role, share = "router_logits", pl.col("loads").list.max() / pl.col("rows")
-    rows, others = (None if table is None else table.with_columns(share=share) for table in _of(role, mine, theirs))
+    role, even = "router_logits", pl.col("loads").list.mean()
+    uneven = (pl.col("loads").list.max() - even) / (pl.col("rows") - even)
+    rows, others = (None if table is None else table.with_columns(uneven=uneven) for table in _of(role, mine, theirs))
     assert rows is not None
     found = []
-    for course in courses(rows, others, "share"):
+    for course in courses(rows, others, "uneven"):
         usual = float(course.usual.max())
         if usual <= _BEFORE and (at := course.since(course.values >= _ALL)) is not None:
             found.append((at, course, usual))
@@ -84,10 +85,11 @@ def _collapsed(mine: pl.DataFrame, theirs: pl.DataFrame | None, unit: str) -> li
     at, course, usual = min(found, key=lambda each: each[1].steps[each[0]])
     since = int(course.steps[at])
     row = rows.filter(layer=course.layer, step=since).row(0, named=True)
-    expert = int(np.argmax(row["loads"]))
+    expert, even_load = int(np.argmax(row["loads"])), sum(row["loads"]) / len(row["loads"]) / row["rows"]
     told = (
-        f"{course.layer} gives expert {expert} {100 * course.values[at]:.0f}% of the tokens at {unit} {since}, at the most "
-        f"{100 * usual:.0f}% {_before(theirs)}{_others(len(found) - 1, 'routers')}"
+        f"{course.layer} gives expert {expert} {100 * max(row['loads']) / row['rows']:.0f}% of the tokens at {unit} {since}, "
+        f"and no expert more than {100 * (even_load + usual * (1 - even_load)):.0f}% {_before(theirs)}"
+        f"{_others(len(found) - 1, 'routers')}"
     )
     return [Finding("router", "router_collapse", "medium", told, _ROUTER_ADVICE, course.layer, role, since, True)]
 

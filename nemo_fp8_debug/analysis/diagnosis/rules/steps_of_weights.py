@@ -15,7 +15,7 @@ from .finding import Finding
 from .rises import Course, courses
 
 #: part of a weight that a step may change; times the baseline's, or the other layers' rise, that count
-_LARGE, _TIMES = 0.3, 4.0
+_LARGE, _TIMES = 0.1, 4.0
 _ADVICE = (
     "Look at the learning rate of this weight's parameter group, at its gradient, and, if it stands still, at whether its "
     "dtype can hold such small steps."
