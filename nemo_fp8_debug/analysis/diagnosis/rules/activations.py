@@ -86,8 +86,9 @@ def _collapsed(mine: pl.DataFrame, theirs: pl.DataFrame | None, unit: str) -> li
     since = int(course.steps[at])
     row = rows.filter(layer=course.layer, step=since).row(0, named=True)
     expert, even_load = int(np.argmax(row["loads"])), sum(row["loads"]) / len(row["loads"]) / row["rows"]
+    share = max(row["loads"]) / row["rows"]
     told = (
-        f"{course.layer} gives expert {expert} {100 * max(row['loads']) / row['rows']:.0f}% of the tokens at {unit} {since}, "
+        f"{course.layer} gives expert {expert} {100 * share:.0f}% of the tokens at {unit} {since}, "
         f"and no expert more than {100 * (even_load + usual * (1 - even_load)):.0f}% {_before(theirs)}"
         f"{_others(len(found) - 1, 'routers')}"
     )
