@@ -27,7 +27,8 @@ STEPS, WARM_UP, INTERVAL, SEEDS = 120, 20, 4, (0, 1)
 def train(folder: Path, name: str, seed: int, fault: str | None) -> bool:
     """A recorded run, emulated in FP8; returns whether it could have the fault."""
     of = family(name)
-    model = of.build(seed, of.depth, "delayed").float()
+    model = of.build(seed, of.depth, "delayed")
+    model = model if name == "gpt" else model.float()  # Megatron's attention computes in BF16
     act = FAULTS[fault](model) if fault else None
     if fault and act is None:
         return False
