@@ -78,7 +78,8 @@ def silenced_expert(model: Block, age: int) -> None:
 
 
 def louder_channel(model: Block, age: int) -> None:
-    model.fc.bias[5] = 40.0
+    for expert in model.moe.experts:
+        expert.bias[5] = 400.0
 
 
 def trained(folder: Path, change: Change, seed: int = 0, rises: bool = False, rate: float = 1e-3) -> Path:
