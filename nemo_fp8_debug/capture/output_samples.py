@@ -90,6 +90,8 @@ class Products:
         self._kept: dict[Side, _Kept] = {}
         self._done: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
+        #: part of dW of that call, exact and as quantized operands give it, until the optimizer has stepped
+        self.weight_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
         self._counted = False
         self._checks = ProductChecks(chosen.rows, queue) if chosen.verify else None
         self._results: Results | None = None
@@ -205,6 +207,8 @@ class Products:
             if self._chosen.errors and a.rows and b.rows and a.rows.values.shape[1] == b.rows.values.shape[1]:
                 terms = Terms.product(a.rows, b.rows)
                 self._sums[product] = terms.sums()
+                if product == "wgrad" and "update" in self._chosen.states:
+                    self.weight_gradient = terms.values, terms.values + terms.error
             if self._checks:
                 splits = self._gemm.backend.splits_accumulator(self._gemm.module, product)
                 self._checks.operands(product, a.used, b.used, splits, _exact(a, b, terms))

@@ -104,7 +104,7 @@ class SampledStep:
         known, plan, dump, rank = self._known, self._plan, self._watched.dump, self._watched.rank
         dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
         sampled = {g.name for g in matching(known, plan.layers)}
-        chosen = Chosen(plan.output_rows, plan.verify_rows)
+        chosen = Chosen(plan.output_rows, plan.verify_rows, states=plan.states)
         of_outputs = {g.name: g for g in known if g.name in sampled and not g.backend.in_forward} if chosen.rows else {}
         sinks, seen = dict[Key, OperandSink](), defaultdict[str, dict[str, Operand]](dict)
         for role in plan.roles:
@@ -192,7 +192,8 @@ class SampledStep:
         shard_group, rank = self._watched.shard_group, self._watched.rank
         if activations := activation_capture(model.sites, self._plan, self._operands, self._lose, order, rank):
             self._captures.append(activations)
-        self._states = state_capture(self._known, self._plan, self._operands, shard_group, rank, guard)
+        beside = shard_group, rank, guard, self._products
+        self._states = state_capture(self._known, self._plan, self._operands, *beside)
         if self._plan.verify_rows and self._products:
             verified, keeps = [g for g in self._known if g.name in self._products], partial(counts_weight, shard_group, rank)
             self._gradients = ReducedGradients(verified, model.roots, keeps, guard)

@@ -31,7 +31,7 @@ PRODUCTS: dict[str, tuple[Side, Side]] = {
     "dgrad": (("grad_output", False), ("weight", True)),
     "wgrad": (("grad_output", True), ("input", True)),
 }
-#: what is known of a product, in the order of `product_sums`
+#: what is known of a product, in the order of `Terms.sums`
 SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -143,8 +143,3 @@ class Terms:
         """
         squares = [m.square().sum() for m in (self.error, self.first, self.second, self.values)]
         return torch.stack([torch.full_like(squares[0], self.values.numel()), *squares])
-
-
-def product_sums(a: Rows, b: Rows) -> torch.Tensor:
-    """As `Terms.sums`, of rows of A and of B."""
-    return Terms.product(a, b).sums()
