@@ -260,8 +260,9 @@ class Capture:
         self._stored.add(key)
         x, use, multiplied = beside_master(stored, self._masters)
         sink.add(x, counted.order + 1, use)
-        whole = x if multiplied is use else stored.decoded().values
-        self._multiply(gemm, "weight", whole, counted, multiplied)
+        if self._replicas:
+            self._replicas.see_stored(gemm.name, stored)
+        self._multiply(gemm, "weight", x if multiplied is use else stored.decoded().values, counted, multiplied)
 
     def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any, counted: Pass) -> None:
         y = gemm.backend.output(out)

@@ -57,20 +57,21 @@ class Masters:
         main = parameter.main_param
         if main is None:
             return torch.empty(0, device=parameter.device), 0
-        for buffer in self._buffers():
+        for buffer in buffers_of(self._roots):
             if parameter in buffer.param_index_map:
-                start = _begin_of_part(buffer, parameter)
+                start = begin_of_part(buffer, parameter)
                 if main.dtype == torch.float32 and start + main.numel() <= parameter.numel():
                     return main.detach().reshape(-1), start
         raise LookupError("ranks keep parts of its master weight, and which one this rank has is not known")
 
-    def _buffers(self) -> Iterator[Any]:
-        """Megatron's, of which ranks keep parts."""
-        for root in self._roots:
-            for module in root.modules():
-                for name in ("buffers", "expert_parallel_buffers"):
-                    found = vars(module).get(name)
-                    yield from found if isinstance(found, list) else ()
+
+def buffers_of(roots: Sequence[nn.Module]) -> Iterator[Any]:
+    """Megatron's buffers of gradients, of which ranks may keep parts."""
+    for root in roots:
+        for module in root.modules():
+            for name in ("buffers", "expert_parallel_buffers"):
+                found = vars(module).get(name)
+                yield from found if isinstance(found, list) else ()
 
 
 def beside_master(stored: StoredCodes, masters: Masters | None) -> tuple[torch.Tensor, ScaleInUse, ScaleInUse]:
@@ -97,7 +98,7 @@ def _is_whole(master: Any, parameter: Any) -> bool:
     return isinstance(master, torch.Tensor) and master.dtype == torch.float32 and master.numel() == parameter.numel()
 
 
-def _begin_of_part(buffer: Any, parameter: Any) -> int:
+def begin_of_part(buffer: Any, parameter: Any) -> int:
     """Ranks have equal parts of each bucket: of a parameter, where this rank's part of its bucket begins."""
     start, _, number = buffer.param_index_map[parameter]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group

@@ -6,6 +6,7 @@ An optimizer steps by parameters of the model or, in mixed precision, by float32
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,6 +23,7 @@ from .gemms import Gemm
 from .operands import Operand
 from .stepped import Stepped, stepped_by
 from .uncast import UncastOperand
+from .update_samples import Products, UpdateSample, adam_of
 
 #: under which optimizers keep each state; the first one that is there counts
 _NAMES = {
@@ -32,6 +34,8 @@ _NAMES = {
 
 
 _LOOKING = "while looking at an optimizer's states"
+#: raised for parts of states, and for what is no matrix: of their steps nothing is told
+_NOT_WHOLE = (LookupError, TypeError)
 
 
 def state_operands(
@@ -58,13 +62,22 @@ def state_operands(
 class StateCapture:
     """The hooks of one sampled step on all optimizers."""
 
-    def __init__(self, operands: Mapping[Key, Operand], guard: Callable[[str], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        operands: Mapping[Key, Operand],
+        guard: Callable[[str], AbstractContextManager[None]],
+        rows: int,
+        products: Products,
+    ) -> None:
         """
         Args:
             operands: as of `state_operands`.
             guard: a context that keeps an exception out of the training loop.
+            rows: and columns of each weight whose steps are compared with exact ones; 0: none are.
+            products: what is known of dW, by layer.
         """
-        self._operands, self._guard = operands, guard
+        self._operands, self._guard, self._rows, self._products = operands, guard, rows, products
+        self._samples: dict[str, UpdateSample] = {}
         self._gemms = {name: operand.gemm for (name, _), operand in operands.items()}
         self._seen: set[Key] = set()
         #: weights as they were before the step, by layer
@@ -85,7 +98,7 @@ class StateCapture:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._earlier = {}
+        self._earlier, self._samples = {}, {}
 
     @property
     def unseen(self) -> bool:
@@ -97,8 +110,9 @@ class StateCapture:
             for stepped in stepped_by(optimizer, self._gemms):
                 self._stepped = True
                 self._take(stepped.name, "weight_gradient", stepped.of(_gradient(optimizer, stepped.parameter)))
-                if (stepped.name, "update") in self._operands:
+                if self._wants(stepped.name, "update"):
                     self._earlier[stepped.name] = stepped.of(stepped.parameter).detach().clone()
+                    self._begin_sample(stepped, optimizer)
 
     def _after(self, optimizer: Any) -> None:
         with self._guard(_LOOKING):
@@ -110,6 +124,22 @@ class StateCapture:
                     self._take(stepped.name, "master_weight", now)
                 if (earlier := self._earlier.pop(stepped.name, None)) is not None:
                     self._take(stepped.name, "update", now.float() - earlier.float())
+                    self._end_sample(stepped, optimizer)
+
+    def _begin_sample(self, stepped: Stepped, optimizer: Any) -> None:
+        gradient = _gradient(optimizer, stepped.parameter)
+        if self._rows and stepped.place is None and gradient is not None:
+            with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
+                held = _held(stepped, optimizer)
+                self._samples[stepped.name] = UpdateSample(self._rows, *held, gradient)
+
+    def _end_sample(self, stepped: Stepped, optimizer: Any) -> None:
+        sample, operand = self._samples.pop(stepped.name, None), self._operands[stepped.name, "update"]
+        adam = adam_of(optimizer, stepped.parameter) if sample else None
+        if sample and adam and operand.calls:  # else another rank counts it
+            with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
+                held = _held(stepped, optimizer)
+                operand.add_further(sample.sums(adam, *held, self._products(stepped.name)))
 
     def _take_state(self, stepped: Stepped, role: str, optimizer: Any) -> None:
         state = optimizer.state.get(stepped.parameter, {})
@@ -131,6 +161,17 @@ class StateCapture:
 def _gradient(optimizer: Any, parameter: Any) -> Any:
     """What an optimizer steps by; Transformer Engine's FusedAdam may be told to keep it apart from `.grad`."""
     return getattr(parameter, "decoupled_grad" if getattr(optimizer, "use_decoupled_grad", False) else "grad", None)
+
+
+def _held(stepped: Stepped, optimizer: Any) -> tuple[Any, Any, Any]:
+    """What an optimizer adds to, and the moments as numbers; None of those that are not there yet."""
+    parameter, found = stepped.parameter, dict[str, Any]()
+    state = optimizer.state.get(parameter, {})
+    for role, names in _NAMES.items():
+        name = next((name for name in names if name in state), None)
+        found[role] = None if name is None else _decoded(state[name], optimizer, parameter, name)
+    weight = found["master_weight"]
+    return parameter if weight is None else weight, found["first_moment"], found["second_moment"]
 
 
 def _decoded(x: Any, optimizer: Any, parameter: Any, name: str) -> Any:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..kernels import quantize_dequantize
 from ..measurement.verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 from ..numerics.block_scaling import BlockRule, matrix
-from ..numerics.gemm_error import PRODUCTS, Rows, Side, product_sums, scale_of, spread, take_rows
+from ..numerics.gemm_error import PRODUCTS, Rows, Side, Terms, scale_of, spread, take_rows
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied
 from .backends.parallel import adds_up
@@ -90,6 +90,8 @@ class Products:
         self._kept: dict[Side, _Kept] = {}
         self._done: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
+        #: part of dW of that call, exact and as quantized operands give it, until the optimizer has stepped
+        self.weight_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
         self._counted = False
         self._checks = ProductChecks(chosen.rows, queue) if chosen.verify else None
         self._results: Results | None = None
@@ -201,11 +203,15 @@ class Products:
         if first in self._kept and second in self._kept:
             a, b = self._kept.pop(first), self._kept.pop(second)
             self._done.add(product)
+            terms = None
+            if self._chosen.errors and a.rows and b.rows and a.rows.values.shape[1] == b.rows.values.shape[1]:
+                terms = Terms.product(a.rows, b.rows)
+                self._sums[product] = terms.sums()
+                if product == "wgrad" and "update" in self._chosen.states:
+                    self.weight_gradient = terms.values, terms.values + terms.error
             if self._checks:
                 splits = self._gemm.backend.splits_accumulator(self._gemm.module, product)
-                self._checks.operands(product, a.used, b.used, splits)
-            if self._chosen.errors and a.rows and b.rows and a.rows.values.shape[1] == b.rows.values.shape[1]:
-                self._sums[product] = product_sums(a.rows, b.rows)
+                self._checks.operands(product, a.used, b.used, splits, _exact(a, b, terms))
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each sum by what `to` gives for it."""
@@ -220,6 +226,17 @@ class Products:
     def checks(self) -> dict[tuple[str, str], torch.Tensor]:
         """As `ProductChecks.found`, of this rank, whose operands may be copies of another's."""
         return {(self.name, product): found for product, found in self._checks.found().items()} if self._checks else {}
+
+
+def _exact(a: _Kept, b: _Kept, terms: Terms | None) -> torch.Tensor | None:
+    """The product that the GEMM computes, if errors of outputs have needed it already."""
+    if terms is None or a.rows is None or b.rows is None:
+        return None
+    if a.used.rows is a.rows.values and b.used.rows is b.rows.values:
+        return terms.values
+    if a.used.rows is a.rows.quantized and b.used.rows is b.rows.quantized:
+        return terms.values + terms.error
+    return None
 
 
 def _emulated(

@@ -126,11 +126,12 @@ class ProductChecks:
             if shape == other:
                 self._changed = ~((seen == now) | (seen.isnan() & now.isnan())).all()
 
-    def operands(self, product: str, a: Used, b: Used, splits: bool = False) -> None:
+    def operands(self, product: str, a: Used, b: Used, splits: bool = False, exact: torch.Tensor | None = None) -> None:
         """What was multiplied: A and B of A B^T.
 
         Args:
             splits: whether the engine asks for sums in float32 between those of an FP8 tensor core.
+            exact: A B^T in float64, if it is known.
         """
         if a.rows is None or b.rows is None:
             self.cannot_tell(product, a.reason or b.reason)
@@ -139,7 +140,7 @@ class ProductChecks:
         else:
             fp8 = a.quantized and b.quantized
             self._how[product] = accumulation_of(a.rows.device, a.rows.dtype, a.rows.shape[1], fp8, splits)
-            self._exact[product] = Exact.product(a.rows, b.rows), (a.of, b.of)
+            self._exact[product] = Exact.product(a.rows, b.rows, exact), (a.of, b.of)
             self._compare(product)
 
     def returned(

@@ -14,8 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..measurement.replicas import Checksums
-from .backends.base import raw_weight
+from ..numerics.stored_codes import is_cast_of
+from .backends.base import StoredCodes, raw_weight
 from .backends.parallel import part_of
+from .backends.transformer_engine.casts import is_quantized
 from .dtensor import is_dtensor, local
 from .gemms import Gemm
 from .masters import Masters
@@ -51,15 +53,21 @@ class ReplicaChecks:
     """Checksums of one sampled step on this rank."""
 
     def __init__(
-        self, gemms: Sequence[Gemm], masters: Masters, guard: Callable[[str], AbstractContextManager[None]]
+        self,
+        gemms: Sequence[Gemm],
+        masters: Masters,
+        guard: Callable[[str], AbstractContextManager[None]],
+        is_alone: bool = False,
     ) -> None:
         """
         Args:
             gemms: whose tensors are compared.
             masters: finds master weights.
             guard: a context that keeps an exception out of the training loop.
+            is_alone: no other rank has copies, so that weights are held against their masters and nothing else is done.
         """
         self._gemms, self._masters, self._guard = {gemm.name: gemm for gemm in gemms}, masters, guard
+        self._alone = is_alone
         self._found: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -78,16 +86,31 @@ class ReplicaChecks:
         if (name, role) in self._found or name not in self._gemms:
             return
         with self._guard("while comparing copies over ranks"):
-            part = None if is_dtensor(x) else part_of(self._gemms[name].module, role)
+            part = None if is_dtensor(x) or self._alone else part_of(self._gemms[name].module, role)
             if part is not None and x.numel():
                 self._found[name, role] = part, checksum(x)
             if role == "weight":
                 self._see_master(self._gemms[name])
 
+    def see_stored(self, name: str, stored: StoredCodes) -> None:
+        """Take in a weight that is stored in codes: what they stand for, and whether that is what its master is cast to."""
+        if (name, "weight") in self._found or (name, "master") in self._found or name not in self._gemms:
+            return
+        with self._guard("while comparing copies over ranks"):
+            codes, parameter = stored.decoded(), stored.parameter
+            self.see(name, "weight", codes.values)
+            master = self._masters.of(parameter)
+            if master is not None and master[0].numel():
+                values, start = master
+                mine = codes if values.numel() == codes.values.numel() else codes.part(start, values.numel())
+                self._found[name, "master"] = 0, (~is_cast_of(mine, values, parameter.dtype)).long()
+
     def _see_master(self, gemm: Gemm) -> None:
         """Compare a parameter with what this rank has of its master weight: 0 if it is that, rounded, and 1 if it is not."""
         parameter: Any = raw_weight(gemm.module) if not gemm.part else None
-        if parameter is None or is_dtensor(parameter) or parameter.dtype not in (torch.bfloat16, torch.float16):
+        if parameter is None or is_dtensor(parameter) or is_quantized(parameter):
+            return
+        if parameter.dtype not in (torch.bfloat16, torch.float16):
             return
         master = self._masters.of(parameter)
         if master is not None and master[0].numel():
@@ -98,7 +121,7 @@ class ReplicaChecks:
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         with self._guard("while comparing copies over ranks"):
-            for stepped in stepped_by(optimizer, self._gemms):
+            for stepped in () if self._alone else stepped_by(optimizer, self._gemms):
                 if (grad := _whole_gradient(stepped.weight)) is not None:
                     self.see(stepped.name, "weight_gradient", grad)
 

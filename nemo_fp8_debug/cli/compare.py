@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
+import polars as pl
 import typer
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from ..analysis.comparison.comparison import Comparison
 from ..analysis.comparison.summary import summarize, to_json
 from ..analysis.formatting import number
 from ..analysis.runs.run import Run
+from ..core.keys import SHOWN_AS, STATES
 from ..numerics.metric_names import label_of
 from .console import console, say, working
 from .listing import TENSOR, Column, print_rows
@@ -81,6 +83,8 @@ def _print(found: Comparison, top: int) -> None:
         _print_groups(out, found)
     if len(found.states):
         _print_states(out, found, top)
+    if len(tried := _tried_states(found)):
+        _print_other_formats(out, tried, top)
     if len(found.activations):
         _print_activations(out, found, top)
     if len(found.differences()):
@@ -138,12 +142,30 @@ def _print_groups(out: Console, found: Comparison) -> None:
 
 def _print_states(out: Console, found: Comparison, top: int) -> None:
     title = "What the optimizers keep, baseline -> run, medians over the later half of the run"
-    headings = ("size (log2 of the ratio)", "root mean square", f"NaN or infinity from {found.run.unit}")
+    since = f"NaN or infinity from {found.run.unit}"
+    headings = ("size (log2 of the ratio)", "root mean square", "share of the squared norm %", since)
     rows = []
     for row in found.states.head(top).iter_rows(named=True):
         sizes = f"{number(row['rms_baseline'])} -> {number(row['rms_run'])}"
-        rows.append((row["layer"], row["tensor"], number(row["size_log2"]), sizes, _count(row["nonfinite_since"])))
+        shares = f"{number(row['share_baseline'])} -> {number(row['share_run'])}"
+        lost = _count(row["nonfinite_since"])
+        rows.append((row["layer"], row["tensor"], number(row["size_log2"]), sizes, shares, lost))
     print_rows(out, title, (*TENSOR, *map(Column, headings)), rows)
+
+
+def _tried_states(found: Comparison) -> pl.DataFrame:
+    """What each format that was tried would do to what the run's optimizers keep, the worst weights first."""
+    rows = found.what_if().filter(pl.col("role").is_in(list(STATES)))
+    return rows.sort("relative_error", descending=True, nulls_last=True, maintain_order=True)
+
+
+def _print_other_formats(out: Console, tried: pl.DataFrame, top: int) -> None:
+    columns = (*TENSOR, Column("recipe", "text"), *map(Column, ("underflow %", "relative error")))
+    rows = [
+        (row["layer"], SHOWN_AS[row["role"]], row["recipe"], number(row["underflow_pct"]), number(row["relative_error"]))
+        for row in tried.head(top).iter_rows(named=True)
+    ]
+    print_rows(out, "What other formats would do to what the run's optimizers keep", columns, rows)
 
 
 def _print_activations(out: Console, found: Comparison, top: int) -> None:

@@ -46,8 +46,8 @@ SHOWN_AS = {
     **STATES,
     **_OF_ACTIVATIONS,
 }
-#: how people write what a GEMM returns, by product
-RESULTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}
+#: how people write what a GEMM returns, by product, and what ranks make of dW
+RESULTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW", "reduction": "the reduced dW"}
 #: roles whose values are multiplied by the effective gradient scale
 GRADIENTS = ("grad_output", *ATTENTION_BACKWARD)
 #: source of the scales of experts that were not all found in the same way

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..measurement.operand_stats import BLOCK_SCALES, OperandStats
+from ..measurement.reduced_gradients import GradientParts
 from ..measurement.replicas import Checksums
 from ..measurement.verification import ProductsFound
 from ..numerics.block_scale_counts import CODES
@@ -53,6 +54,7 @@ class PackedStats:
         what_if: Sequence[str],
         outputs: torch.Tensor,
         products: ProductsFound | None = None,
+        gradients: Mapping[str, GradientParts] | None = None,
         checksums: Checksums | None = None,
     ) -> None:
         """
@@ -64,9 +66,11 @@ class PackedStats:
             what_if: names of the what-if recipes.
             outputs: float64, sums over parts of outputs, which are added up as they are.
             products: as `verification.FOUND`.
+            gradients: by layer.
             checksums: of copies that other ranks may have.
         """
         self.outputs, self.products, self.checksums = outputs, products or {}, checksums or {}
+        self.gradients = gradients or {}
         self.rows = torch.tensor(rows, dtype=torch.int64)
         #: by row, float64: sums beside those of all operands
         self.further = {row: s.further for row, s in zip(rows, stats, strict=True) if s.further is not None}

@@ -12,16 +12,16 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..capture.output_samples import Chosen
 from ..core.keys import ATTENTION, ROLES, Key, roles_of
 from ..measurement.operand_stats import Cast, Collected, OperandStats, OutputSums
-from ..measurement.verification import ProductsFound
 from ..numerics.gemm_error import PRODUCTS, SUMS
 from ..numerics.histogram import Histogram
+from .gradient_sums import GradientSums
 from .packing import EXTREMES, NONE, Layout, PackedStats, SummedStats, recipes_of
 from .rank_store import Ranks
 from .replicas import ReplicaComparison
@@ -60,6 +60,7 @@ class Reduction:
         products = [(name, product) for name in gemms for product in PRODUCTS]
         self._products = products if chosen.errors else []
         self._verified = WorstProducts(products if chosen.verify else [], ranks.rank)
+        self._gradients = GradientSums(gemms if chosen.verify else [], parts["weight_gradient"], ranks.rank)
         self._copies = ReplicaComparison(gemms if chosen.replicas else [], parts, ranks.rank)
         states = [(name, role) for name in gemms for role in chosen.states]
         self.keys: list[Key] = [*shard_group.keys(), *states, *shard_group.activations]
@@ -76,11 +77,15 @@ class Reduction:
         stats, outputs = found.operands, self._outputs_of(found.outputs)
         rows, casts = [self._index[s.key] for s in stats], [self._number_of(s.cast) for s in stats]
         known = [self._index[key] for key in expected]
-        return PackedStats(stats, casts, rows, known, len(self.keys), plan.what_if, outputs, found.products, found.checksums)
+        verified = found.products, found.gradients
+        return PackedStats(stats, casts, rows, known, len(self.keys), plan.what_if, outputs, *verified, found.checksums)
 
-    def alone(self, found: ProductsFound) -> ProductsFound:
-        """What is known of products where no other rank computes them."""
-        return self._verified.alone(found)
+    def alone(self, found: Collected) -> Collected:
+        """What is known of products, gradients and masters where no other rank has parts of them."""
+        products = self._verified.alone(found.products) | self._gradients.of_all(self._gradients.rows(found.gradients))
+        extremes = self._copies.extremes(found.checksums)
+        copies = self._copies.of_all(self._copies.rows(found.checksums, extremes).flatten(), extremes)
+        return replace(found, products=products, replicas={key: of for key, of in copies.items() if of.ranks})
 
     def _outputs_of(self, found: OutputSums) -> torch.Tensor:
         """float64 [products, 6], zeros where this rank has none."""
@@ -109,10 +114,11 @@ class Reduction:
         column = dict(zip(EXTREMES, table[:, : len(EXTREMES)].T, strict=True))
         layout = Layout(seen, table[:, len(EXTREMES) :] > 0, plan.what_if, column["further"].tolist())
         of_products = self._verified.rows(packed.products, worst), self._copies.rows(packed.checksums, copies)
-        beside = [packed.outputs.flatten(), *(rows.flatten() for rows in of_products)]
+        of_gradients = self._gradients.rows(packed.gradients)
+        beside = [packed.outputs.flatten(), *(rows.flatten() for rows in (*of_products, of_gradients))]
         buffer = torch.cat([layout.packed(packed), *beside])
         group.add_up(buffer)
-        buffer, outputs, products, equal = buffer.split([len(buffer) - sum(map(len, beside)), *map(len, beside)])
+        buffer, outputs, products, equal, gradients = buffer.split([len(buffer) - sum(map(len, beside)), *map(len, beside)])
         keys = [self.keys[i] for i in seen.tolist()]
         amax = dict(zip(keys, _floats(column["amax"]).tolist(), strict=True))
         if self._ranks.rank != self._shard_group.ranks[0]:
@@ -120,8 +126,8 @@ class Reduction:
         parts = zip(self._products, outputs.view(-1, len(SUMS) + 1), strict=True)
         whole = self._whole(keys, column, layout.unpacked(buffer, plan.what_if), plan)
         sums = {key: of for key, of in parts if of[-1] > 0}
-        found = Collected(whole, sums, self._verified.of_all(products), replicas=self._copies.of_all(equal, copies))
-        return found, amax
+        verified = self._verified.of_all(products) | self._gradients.of_all(gradients)
+        return Collected(whole, sums, verified, replicas=self._copies.of_all(equal, copies)), amax
 
     def _number_of(self, cast: Cast) -> int:
         """31 bits that stand for it on all ranks."""

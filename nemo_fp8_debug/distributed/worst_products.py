@@ -19,7 +19,7 @@ class WorstProducts:
         """
         self._keys, self._rank = keys, rank
 
-    def alone(self, found: ProductsFound) -> ProductsFound:
+    def alone(self, found: ProductsFound) -> dict[tuple[str, str], torch.Tensor]:
         """As of all ranks, where there is one."""
         return {key: of_a_rank(of, self._rank, is_worst=True) for key, of in found.items()}
 
@@ -38,7 +38,7 @@ class WorstProducts:
         rows = [of_a_rank(found.get(key), self._rank, is_mine) for key, is_mine in zip(self._keys, mine, strict=True)]
         return torch.stack(rows) if rows else none
 
-    def of_all(self, added: torch.Tensor) -> ProductsFound:
+    def of_all(self, added: torch.Tensor) -> dict[tuple[str, str], torch.Tensor]:
         """By (layer, product), what was seen on any rank.
 
         Args:

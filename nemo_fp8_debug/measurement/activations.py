@@ -16,7 +16,7 @@ def activation_columns(stats: Sequence[OperandStats]) -> dict[str, list[Any]]:
     found = [(s.key, _OF_ROLE[s.key[1]](s.further)) for s in stats if s.further is not None and s.key[1] in _OF_ROLE]
     if not found:
         return {}
-    columns: dict[str, list[Any]] = {name: [of.get(name) for _, of in found] for name in ACTIVATION_METRICS}
+    columns: dict[str, list[Any]] = {name: [of.get(name) for _, of in found] for name in (*ACTIVATION_METRICS, "loads")}
     return {"layer": [layer for (layer, _), _ in found], "role": [role for (_, role), _ in found]} | columns
 
 
@@ -54,7 +54,7 @@ def of_attention(sums: torch.Tensor) -> dict[str, float | None]:
     return {"rows": rows, "entropy": _ratio(entropies, rows), "sink_pct": None if sink is None else 100 * sink}
 
 
-def of_router(sums: torch.Tensor) -> dict[str, float | None]:
+def of_router(sums: torch.Tensor) -> dict[str, Any]:
     """Of a router with E experts.
 
     Args:
@@ -63,11 +63,11 @@ def of_router(sums: torch.Tensor) -> dict[str, float | None]:
 
     Returns:
         Tokens, their mean entropy in nats, the load of the expert with the most tokens over the mean, how many experts got
-        none, and the percentage of what was asked for that was dropped.
+        none, the percentage of what was asked for that was dropped, and how many tokens each expert was given.
 
     Example:
         >>> of_router(torch.tensor([4.0, 2.0, 8.0, 4.0, 2.0, 0.0], dtype=torch.float64))
-        {'rows': 4.0, 'entropy': 0.5, 'load_ratio': 2.0, 'idle_experts': 1.0, 'dropped_pct': 25.0}
+        {'rows': 4.0, 'entropy': 0.5, 'load_ratio': 2.0, 'idle_experts': 1.0, 'dropped_pct': 25.0, 'loads': [4, 2, 0]}
     """
     tokens, entropies, asked = sums[:3].tolist()
     load = sums[3:]
@@ -78,6 +78,7 @@ def of_router(sums: torch.Tensor) -> dict[str, float | None]:
         "load_ratio": _ratio(float(load.max()) * len(load), given),
         "idle_experts": float((load == 0).sum()) if given else None,
         "dropped_pct": 100 * (1 - given / asked) if asked and given else None,
+        "loads": [int(n) for n in load.tolist()] if given else None,
     }
 
 

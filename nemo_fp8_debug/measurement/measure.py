@@ -23,6 +23,7 @@ from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from .activations import activation_columns
 from .expert_groups import ExpertAggregates
 from .operand_stats import COPY, OperandStats, added_up
+from .states import norm_columns, update_columns
 
 Columns = dict[str, list[Any]]
 #: the GEMM that multiplies the column-wise copy of an operand
@@ -57,6 +58,10 @@ class Measured:
     replicas: Columns = field(default_factory=dict)
     #: columns of what histograms of activations do not tell
     activations: Columns = field(default_factory=dict)
+    #: layer, role and norm of weights and of what optimizers keep of them
+    norms: Columns = field(default_factory=dict)
+    #: layer and errors of what a step adds to its weight
+    updates: Columns = field(default_factory=dict)
 
     def and_those_of(self, others: Sequence[Measured]) -> Measured:
         """The rows of all, as of the stages of a pipeline."""
@@ -98,6 +103,7 @@ def measure(
     _leave_out_errors_of_stored(measured)
     tables = {"copies": _copies(stats, operands), "block_scales": _block_scales(operands)}
     tables["activations"] = activation_columns(stats)
+    tables |= {"norms": norm_columns(operands.rows, moments.sum_x2), "updates": update_columns(stats)}
     return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others), **tables)
 
 

@@ -10,6 +10,7 @@ import torch
 from ..core.keys import MIXED, Key
 from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums, merge
+from .reduced_gradients import GradientParts
 from .replicas import Checksums, Compared
 from .verification import ProductsFound
 
@@ -91,6 +92,8 @@ class Collected:
     outputs: OutputSums = field(default_factory=dict)
     #: of a rank as `verification.FOUND`, of all together as `verification.OF_RANKS`
     products: ProductsFound = field(default_factory=dict)
+    #: of a rank, by layer
+    gradients: Mapping[str, GradientParts] = field(default_factory=dict)
     #: of a rank's copies
     checksums: Checksums = field(default_factory=dict)
     #: of the copies of all ranks, by (layer, what)

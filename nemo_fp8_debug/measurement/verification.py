@@ -24,8 +24,18 @@ REASONS = (
     "its weight is stored in blocks, with a copy for this product that was not read",
     "a hook of somebody else's may change X or W after they were looked at",
     "a hook of somebody else's changed dY after it was looked at",
+    "how ranks add up its gradient is not known here",
+    "ranks did not add up its gradient in this step",
+    "the gradient that the optimizer steps by was not seen",
+    "not all that its gradient is the sum of was seen",
+    "its gradient is not finite, or so many roundings may be in it that nothing can be told",
 )
-NOT_SEEN, UNKNOWN_CAST, BY_CHANCE, GATHERED, ADDED_UP, INSIDE, UNKNOWN_COPY, STORED, HOOKED, CHANGED = range(1, len(REASONS))
+NOT_SEEN, UNKNOWN_CAST, BY_CHANCE, GATHERED, ADDED_UP, INSIDE, UNKNOWN_COPY, STORED, HOOKED, CHANGED = range(1, 11)
+OTHER_REDUCTION, NOT_REDUCED, GRADIENT_NOT_SEEN, PARTS_MISSING, ROUNDINGS = range(11, len(REASONS))
+#: what is known beside products: whether the gradient that an optimizer steps by is the sum of what ranks have computed
+REDUCTION = "reduction"
+#: rows and columns of it that are compared, at the most
+REDUCED_ROWS = 8
 
 #: what a rank knows of a product: why nothing can be told, 0 for none, the shape of what was returned, and of its block
 FOUND = ("reason", "result_rows", "result_columns", *CHECKED)
@@ -85,8 +95,12 @@ def verification_columns(found: ProductsFound, kinds: Mapping[str, str], rows: i
     """
     named = {key: dict(zip(OF_RANKS, of.tolist(), strict=True)) for key, of in found.items()}
     about = [{"layer": layer, "gemm": kinds[layer], "product": product} for layer, product in named]
-    table = [row | _row(of, rows) for row, of in zip(about, named.values(), strict=True)]
+    table = [row | _row(of, _rows_of(row["product"], rows)) for row, of in zip(about, named.values(), strict=True)]
     return {name: [row[name] for row in table] for name in table[0]} if table else {}
+
+
+def _rows_of(product: str, rows: int) -> int:
+    return min(rows, REDUCED_ROWS) if product == REDUCTION else rows
 
 
 def _row(of: Mapping[str, float], rows: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ..core.error_guard import ErrorGuard
 from ..core.keys import UNCAST
 from ..core.sample import Sample
 from ..distributed import Ranks
+from ..measurement.states import state_columns
 from ..numerics.metric_columns import unscaled
 from ..record.dump import TensorDump
 from .live_control import LiveControl
@@ -99,6 +100,8 @@ class Delivery:
             if own:
                 histograms, tables[f"{name.removesuffix('s')}_histograms"] = _apart(histograms, roles)
                 tables[name] = _joined(own, tried)
+        if of_states := tables.get("states"):
+            tables["states"] = {**of_states, **state_columns(of_states, measured.norms, measured.updates)}
         if of_activations := tables.get("activations"):
             tables["activations"] = _with_own_metrics(of_activations, measured.activations)
         sample = Sample(step, metrics, scalars, histograms, what_if, steps[step].trigger, **tables)

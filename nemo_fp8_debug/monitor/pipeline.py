@@ -14,6 +14,7 @@ from ..capture.collect import collect
 from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.operands import Operand
 from ..capture.output_samples import Chosen, Products
+from ..capture.reduced_gradients import ReducedGradients
 from ..capture.replicas import ReplicaChecks
 from ..capture.scales import Scales
 from ..core.error_guard import ErrorGuard
@@ -42,6 +43,8 @@ class Sampled:
     products: list[Products]
     #: copies that are compared over ranks; None: that is not asked for
     replicas: ReplicaChecks | None
+    #: before and after ranks add them up; None: that is not asked for
+    gradients: ReducedGradients | None
     #: operands that this rank was to see
     expected: Collection[Key]
     what_if: Sequence[Recipe]
@@ -59,7 +62,8 @@ class Sampled:
         self.device_to_host.wait()
         sums = {key: of for p in self.products for key, of in p.sums().items()}
         checks = {key: of for p in self.products for key, of in p.checks().items()}
-        return Collected(collect(self.operands), sums, checks, self.replicas.found() if self.replicas else {})
+        gradients = self.gradients.found() if self.gradients else {}
+        return Collected(collect(self.operands), sums, checks, gradients, self.replicas.found() if self.replicas else {})
 
 
 @dataclass(frozen=True)
@@ -161,8 +165,7 @@ class Pipeline:
         self._ranks.close(in_sync=not self.over)
 
     def _alone(self, sampled: Sampled) -> Measured:
-        found = sampled.collected()
-        found.products = self._reduction.alone(found.products)
+        found = self._reduction.alone(sampled.collected())
         self._report(sampled, found.operands)
         self._scales.observe({stat.key: stat.amax for stat in found.operands if stat.key[1] in ROLES})
         return self._measured(found, sampled)
@@ -219,7 +222,7 @@ class Pipeline:
         with self._errors.guard("while collecting a sample"):
             found = sampled.collected()
         if self._shard_group.group is None:
-            whole: Collected | None = replace(found, products=self._reduction.alone(found.products))
+            whole: Collected | None = self._reduction.alone(found)
             amax = {stat.key: stat.amax for stat in found.operands}
         else:
             packed = self._reduction.pack(plan, Collected(), sampled.expected)  # this rank takes part, whatever it has

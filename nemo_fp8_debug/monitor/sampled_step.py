@@ -26,6 +26,7 @@ from ..capture.operands import Operand
 from ..capture.optimizer_states import StateCapture
 from ..capture.output_samples import Chosen, Products
 from ..capture.product_checks import CheckQueue
+from ..capture.reduced_gradients import ReducedGradients
 from ..capture.replicas import ReplicaChecks
 from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
@@ -41,7 +42,7 @@ from .dump_tap import Dumping
 from .model_scan import ModelScan
 from .pipeline import Sampled, Steps
 from .schedule import Schedule
-from .states import state_capture, warn_of_unseen_states
+from .states import counts_weight, state_capture, warn_of_unseen_states
 
 #: operands that a warning names, at the most
 _NAMED = 4
@@ -80,6 +81,7 @@ class SampledStep:
         self._captures: list[Capture | MatmulCapture | ActivationCapture] = []
         self._attention: AttentionCapture | None = None
         self._replicas: ReplicaChecks | None = None
+        self._gradients: ReducedGradients | None = None
         self._states: StateCapture | None = None
         self._multiplier: GradScale | None = None
         self._lost: dict[str, list[Key]] = {}
@@ -102,7 +104,7 @@ class SampledStep:
         known, plan, dump, rank = self._known, self._plan, self._watched.dump, self._watched.rank
         dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
         sampled = {g.name for g in matching(known, plan.layers)}
-        chosen = Chosen(plan.output_rows, plan.verify_rows)
+        chosen = Chosen(plan.output_rows, plan.verify_rows, states=plan.states)
         of_outputs = {g.name: g for g in known if g.name in sampled and not g.backend.in_forward} if chosen.rows else {}
         sinks, seen = dict[Key, OperandSink](), defaultdict[str, dict[str, Operand]](dict)
         for role in plan.roles:
@@ -180,10 +182,9 @@ class SampledStep:
         inside = {key: sink for key, sink in sinks.items() if seen_in_forward(sink.gemm)}
         outside = {key: sink for key, sink in sinks.items() if key not in inside}
         options = self._lose, model.scales.auto, self._products, order
-        if self._plan.replicas and self._watched.world > 1:
-            self._replicas = ReplicaChecks(
-                list({sink.gemm.name: sink.gemm for sink in outside.values()}.values()), model.masters, guard
-            )
+        if self._plan.replicas:
+            gemms = list({sink.gemm.name: sink.gemm for sink in outside.values()}.values())
+            self._replicas = ReplicaChecks(gemms, model.masters, guard, self._watched.world == 1)
         if outside:
             self._captures.append(Capture(outside, *options, model.masters, self._replicas))
         if inside:
@@ -191,8 +192,12 @@ class SampledStep:
         shard_group, rank = self._watched.shard_group, self._watched.rank
         if activations := activation_capture(model.sites, self._plan, self._operands, self._lose, order, rank):
             self._captures.append(activations)
-        self._states = state_capture(self._known, self._plan, self._operands, shard_group, rank, guard)
-        for capture in (*self._captures, self._replicas, self._states):
+        beside = shard_group, rank, guard, self._products
+        self._states = state_capture(self._known, self._plan, self._operands, *beside)
+        if self._plan.verify_rows and self._products:
+            verified, keeps = [g for g in self._known if g.name in self._products], partial(counts_weight, shard_group, rank)
+            self._gradients = ReducedGradients(verified, model.roots, keeps, guard)
+        for capture in (*self._captures, self._replicas, self._gradients, self._states):
             if capture is not None:
                 capture.attach()
         self._attention = attention_capture(model, self._plan, self._operands, self._lose, order)
@@ -219,7 +224,8 @@ class SampledStep:
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
             self._eager = None
-        for watching in (*self._captures, self._multiplier, self._attention, self._replicas, self._states):
+        of_ranks = self._replicas, self._gradients, self._states
+        for watching in (*self._captures, self._multiplier, self._attention, *of_ranks):
             if watching is not None:
                 watching.detach()
         warn_of_unseen(self._attention, self._watched.errors)
@@ -283,12 +289,13 @@ class SampledStep:
         sampled, dumped = compile_patterns(self._plan.layers), compile_patterns(self._dumped)
         operands, products = list(self._operands.values()), list(self._products.values())
         expected = self._expected - {operand.key for operand in operands if operand.copies and not operand.calls}
-        copies, what_if = self._replicas, self._plan.what_if_recipes
-        holders: list[Holder] = [*operands, *products, self._queue, *([copies] if copies else [])]
+        copies, gradients, what_if = self._replicas, self._gradients, self._plan.what_if_recipes
+        of_ranks: list[Holder] = [holder for holder in (copies, gradients) if holder is not None]
+        holders: list[Holder] = [*operands, *products, self._queue, *of_ranks]
         home = DeviceToHostCopy(holders, {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
         beside = [name for name, on in ((COPY, self._plan.copies), (BLOCK_SCALES, self._plan.block_scales)) if on]
-        return Sampled(self.step, operands, products, copies, expected, what_if, beside, of_sample, steps, home)
+        return Sampled(self.step, operands, products, copies, gradients, expected, what_if, beside, of_sample, steps, home)
 
 
 def _never(x: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -13,6 +13,7 @@ from ..capture.dtensor import is_counted
 from ..capture.gemms import Gemm, matching
 from ..capture.operands import Operand
 from ..capture.optimizer_states import StateCapture, state_operands
+from ..capture.output_samples import Products
 from ..capture.stepped import is_split_by_zero, weight_of
 from ..core.error_guard import ErrorGuard
 from ..core.keys import Key
@@ -27,19 +28,26 @@ def state_capture(
     shard_group: ShardGroup,
     rank: int,
     guard: Callable[[str], AbstractContextManager[None]],
+    products: Mapping[str, Products],
 ) -> StateCapture | None:
     """What looks at the optimizer's tensors; None: that is not asked for.
 
     Args:
         operands: what is captured in the step; those of states are added.
         guard: a context that keeps an exception out of the training loop.
+        products: what is looked at of what GEMMs put out, by layer.
     """
     if not plan.states:
         return None
     gemms = [gemm for gemm in matching(known, plan.layers) if weight_of(gemm) is not None]
-    found = state_operands(gemms, plan.states, plan.what_if_recipes, partial(_counts, shard_group, rank))
+    found = state_operands(gemms, plan.states, plan.what_if_recipes, partial(counts_weight, shard_group, rank))
     operands |= found
-    return StateCapture(found, guard)
+
+    def of_weight(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        of_gemm = products.get(name)
+        return None if of_gemm is None else of_gemm.weight_gradient
+
+    return StateCapture(found, guard, plan.output_rows, of_weight)
 
 
 def warn_of_unseen_states(capture: StateCapture | None, errors: ErrorGuard) -> None:
@@ -49,7 +57,7 @@ def warn_of_unseen_states(capture: StateCapture | None, errors: ErrorGuard) -> N
         errors.warn(f"no states of an optimizer were seen: {why}", kind="states")
 
 
-def _counts(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
+def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
     """Whether this rank counts a tensor that lies as a weight does: a part that no other has, or the first of copies."""
     is_copy, weight = copied_part(gemm.module), weight_of(gemm)
     if getattr(weight, "main_param_sharded", False):

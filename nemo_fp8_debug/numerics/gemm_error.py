@@ -31,7 +31,7 @@ PRODUCTS: dict[str, tuple[Side, Side]] = {
     "dgrad": (("grad_output", False), ("weight", True)),
     "wgrad": (("grad_output", True), ("input", True)),
 }
-#: what is known of a product, in the order of `product_sums`
+#: what is known of a product, in the order of `Terms.sums`
 SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -103,21 +103,43 @@ def _in_blocks(
     return (codes.double() * of_each_value(scales.scale_inv)).float()
 
 
-def product_sums(a: Rows, b: Rows) -> torch.Tensor:
-    """What quantization does to A B^T, float64 [5] as `SUMS`: sums over parts of a product, or over several, add up.
+@dataclass(frozen=True)
+class Terms:
+    """A B^T in the values and in the codes of both operands, float64 [k, l] each."""
 
-    n is the number of output values, `error2` the sum of the squares of what is wrong with them, `first_error2` and
-    `second_error2` the same with only A or only B quantized, `output2` the sum of the squares of what is right. All in
-    float64, which neither TF32 nor autocast touches.
+    #: of the values
+    values: torch.Tensor
+    #: what quantization of A adds, what that of B adds, and what both together add to that
+    first: torch.Tensor
+    second: torch.Tensor
+    joint: torch.Tensor
 
-    Args:
-        a: [k, c].
-        b: [l, c].
-    """
-    x, y = a.values.double(), b.values.double()
-    of_a, of_b = a.quantized.double() - x, b.quantized.double() - y
-    first, second = of_a @ y.T, x @ of_b.T
-    # Aq Bq^T - A B^T, term by term: the difference of the two products would round what is small.
-    both = first + second + of_a @ of_b.T
-    squares = [m.square().sum() for m in (both, first, second, x @ y.T)]
-    return torch.stack([torch.full_like(squares[0], both.numel()), *squares])
+    @classmethod
+    def product(cls, a: Rows, b: Rows) -> Terms:
+        """Of rows of both, in float64, which neither TF32 nor autocast touches.
+
+        Args:
+            a: [k, c].
+            b: [l, c].
+        """
+        high, wide = len(a.values), len(b.values)
+        both = []
+        for rows in (a, b):
+            values = rows.values.double()
+            both.append(torch.cat([values, rows.quantized.double() - values]))
+        of = both[0] @ both[1].T
+        return cls(of[:high, :wide], of[high:, :wide], of[:high, wide:], of[high:, wide:])
+
+    @property
+    def error(self) -> torch.Tensor:
+        """Aq Bq^T - A B^T, term by term: the difference of the two products would round what is small."""
+        return self.first + self.second + self.joint
+
+    def sums(self) -> torch.Tensor:
+        """What quantization does to A B^T, float64 [5] as `SUMS`: sums over parts of a product, or over several, add up.
+
+        n is the number of output values, `error2` the sum of the squares of what is wrong with them, `first_error2` and
+        `second_error2` the same with only A or only B quantized, `output2` the sum of the squares of what is right.
+        """
+        squares = [m.square().sum() for m in (self.error, self.first, self.second, self.values)]
+        return torch.stack([torch.full_like(squares[0], self.values.numel()), *squares])

@@ -37,6 +37,14 @@ LABELS = {
     "load_ratio": ("largest / mean load of experts", ""),
     "idle_experts": ("experts without a token", "experts"),
     "dropped_pct": ("dropped tokens", "%"),
+    "norm": ("norm", ""),
+    "share_pct": ("share of all squared norms", "%"),
+    "update_to_weight": ("step of W / W", ""),
+    "update_error": ("error of the step of W", ""),
+    "error_of_weight_gradient": ("error of the step of W by dW", ""),
+    "error_of_first_moment": ("error of the step of W by m", ""),
+    "error_of_second_moment": ("error of the step of W by v", ""),
+    "error_of_weight": ("error of the step of W by its rounding", ""),
 }
 
 #: metrics that grow with the values, and with which power of them
@@ -46,6 +54,16 @@ UNITS = {"amax": 1, "amin": 1, "mse": 2}
 OUTPUT_METRICS = ("relative_error", "error_of_input", "error_of_weight", "error_of_grad_output")
 #: of the scales of an operand's blocks
 BLOCK_SCALES = ("blocks", "empty_blocks", "scale_min", "scale_median", "scale_max", "at_smallest_pct", "at_largest_pct")
+#: of what optimizers keep beside those of all tensors
+STATE_METRICS = ("norm", "share_pct", "update_to_weight")
+#: of what a step adds to a weight: its error, and what of it each of these does
+UPDATE_METRICS = (
+    "update_error",
+    "error_of_weight_gradient",
+    "error_of_first_moment",
+    "error_of_second_moment",
+    "error_of_weight",
+)
 #: of activations beside those of all tensors
 ACTIVATION_METRICS = (
     "rows",

@@ -31,6 +31,8 @@ _FLUSHED = 2.0**-126
 #: A run of 500 GEMMs and 1,000 samples, whose three products have a block of 64 rows and columns with two limits each, is
 #: to expect 0.01 false alarms: how many standard bounds a sum of errors may reach.
 TIMES = math.sqrt(2 * math.log(2 * 500 * 1000 * 3 * (2 * 128 + 2) / 0.01))
+#: blocks that are checked at once: their temporaries stay in a cache
+_TOGETHER = 8
 #: What is known of a block, in the order of `check_blocks`. Rows that are hit have a value beyond its bound, rows that are
 #: beyond are so as a whole.
 CHECKED = (
@@ -99,17 +101,17 @@ class Exact:
     terms: int
 
     @classmethod
-    def product(cls, a: torch.Tensor, b: torch.Tensor) -> Exact:
+    def product(cls, a: torch.Tensor, b: torch.Tensor, values: torch.Tensor | None = None) -> Exact:
         """Of rows of A and of B.
 
         Args:
             a: [k, n], any floating dtype.
             b: [l, n].
+            values: float64 [k, l]: the product, if it is known.
         """
-        a, b = a.double(), b.double()
-        size_a, size_b = a.abs(), b.abs()
-        magnitudes = (size_a @ size_b.T) * (1 + 2.0**-22)
-        return cls(a @ b.T, magnitudes.float(), size_a.sum(1), size_b.sum(1), a.shape[1])
+        magnitudes, size_a, size_b = _magnitudes(a, b)
+        exact = a.double() @ b.double().T if values is None else values
+        return cls(exact, magnitudes, size_a.sum(1).double(), size_b.sum(1).double(), a.shape[1])
 
     def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Exact:
         """With what `to` gives for each tensor."""
@@ -138,6 +140,19 @@ class Block:
         return Block(to(self.actual), self.exact.moved(to), self.how, added)
 
 
+def _magnitudes(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float32 [k, l], the product of magnitudes, rounded up; and the magnitudes of A and B.
+
+    In float32 on a CPU, where that takes half the time: sums of positive terms are off by n roundings at the most.
+    """
+    in_float32 = a.device.type == "cpu" and torch.float64 not in (a.dtype, b.dtype)
+    in_float32 = in_float32 and torch.get_float32_matmul_precision() == "highest"
+    dtype, terms = (torch.float32, a.shape[1]) if in_float32 else (torch.float64, 0)
+    size_a, size_b = a.to(dtype).abs(), b.to(dtype).abs()
+    rounded_up = 1 + 2.0**-22 + 2.0**-23 * terms
+    return ((size_a @ size_b.T) * rounded_up).float(), size_a, size_b
+
+
 def check_block(
     actual: torch.Tensor, exact: Exact, how: Accumulation = FLOAT32, added: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -161,6 +176,10 @@ def check_blocks(blocks: Sequence[Block]) -> torch.Tensor:
     Ratios are error over bound: 1 is what arithmetic may do, and `factor` is the slope of what was computed on what is
     exact. Values are passed over, and counted as unchecked, whose exact one is not finite or is beyond the dtype.
     """
+    return torch.cat([_checked(blocks[i : i + _TOGETHER]) for i in range(0, len(blocks), _TOGETHER)])
+
+
+def _checked(blocks: Sequence[Block]) -> torch.Tensor:
     first = blocks[0]
     roundoff, smallest = _DTYPES[first.actual.dtype]
 
@@ -182,16 +201,16 @@ def check_blocks(blocks: Sequence[Block]) -> torch.Tensor:
     gamma = each([block.how.gamma(block.exact.terms) for block in blocks])
     bound = (1 + roundoff) * gamma * sizes + roundings + small
     usable = bound.isfinite() & ((expected.abs() + bound) < torch.finfo(first.actual.dtype).max)
-    error = torch.where(usable, computed - expected, 0)
+    error, expected = (torch.where(usable, x, 0) for x in (computed - expected, expected))
     # What is not finite and ought to be is as wrong as can be.
-    error = torch.nan_to_num(error, nan=torch.inf)
+    error = torch.where(error.isnan(), torch.inf, error)
     ratio = error.abs() / torch.where(usable, bound, 1)
     noise = torch.hypot(roundings, each([block.how.noise(block.exact.terms) for block in blocks]) * sizes) + small
-    weight = usable & error.isfinite()
-    weight &= _first_of_its_kind(expected)[:, :, None] & _first_of_its_kind(expected.transpose(1, 2))[:, None]
-    bias = each([block.how.bias for block in blocks]) * sizes
-    sums = _Sums(*(torch.where(weight, x, 0) for x in (error, expected, noise, bias)))
-    of_rows, of_columns, whole = sums.ratios(2), sums.ratios(1), sums.ratios((1, 2))
+    weight = error.isfinite() & _first_of_their_kind(expected)
+    error_, expected_, noise_ = (torch.where(weight, x, 0) for x in (error, expected, noise))
+    biased = any(block.how.bias for block in blocks)
+    bias = torch.where(weight, each([block.how.bias for block in blocks]) * sizes, 0) if biased else None
+    of_rows, of_columns, whole = _ratios(error_, expected_, noise_, bias)
     beyond, flat = ratio > 1, ratio.flatten(1)
     worst = flat.argmax(1)
     found = [
@@ -209,44 +228,54 @@ def check_blocks(blocks: Sequence[Block]) -> torch.Tensor:
         of_columns.amax(1),
         of_columns.argmax(1),
         whole,
-        1 + (sums.expected * sums.error).sum((1, 2)) / sums.expected.square().sum((1, 2)),
+        1 + (error_ * expected_).sum((1, 2)) / expected_.square().sum((1, 2)),
         (~usable).sum((1, 2)),
-        torch.where(usable, error, 0).square().sum((1, 2)),
-        torch.where(usable, expected, 0).square().sum((1, 2)),
+        error.square().sum((1, 2)),
+        expected.square().sum((1, 2)),
     ]
     return torch.stack([x.double() for x in found], 1)
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Errors of blocks, [blocks, k, l] each, zero where they do not count."""
+def _ratios(
+    error: torch.Tensor, expected: torch.Tensor, noise: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The greater of how a slope and a mean compare with their limits: of rows [blocks, k], columns [blocks, l] and wholes.
 
-    error: torch.Tensor
-    expected: torch.Tensor
-    noise: torch.Tensor
-    bias: torch.Tensor
-
-    def ratios(self, dim: int | tuple[int, ...]) -> torch.Tensor:
-        """Over dimensions: the greater of how a slope and a mean compare with their limits."""
-        return torch.maximum(self._ratio(self.expected, dim), self._ratio(None, dim))
-
-    def _ratio(self, weights: torch.Tensor | None, dim: int | tuple[int, ...]) -> torch.Tensor:
-        error, noise, bias = self.error, self.noise, self.bias
-        if weights is not None:
-            error, noise, bias = error * weights, noise * weights, bias * weights.abs()
-        limit = TIMES * noise.square().sum(dim).sqrt() + bias.sum(dim)
-        return torch.where(limit > 0, error.sum(dim).abs() / limit, 0)
+    Args:
+        error, expected, noise, bias: [blocks, k, l], zero where they do not count; bias may be zero everywhere: None.
+    """
+    squares = noise.square()
+    means = _of_lines(error, squares, bias)
+    slopes = _of_lines(error * expected, squares * expected.square(), None if bias is None else bias * expected.abs())
+    rows, columns, whole = (torch.maximum(mean, slope) for mean, slope in zip(means, slopes, strict=True))
+    return rows, columns, whole
 
 
-def _first_of_its_kind(rows: torch.Tensor) -> torch.Tensor:
-    """bool [blocks, k]: no row before it is the same but for a power of two and its sign."""
-    kept = torch.nan_to_num(rows)
-    at = kept.abs().argmax(2, keepdim=True)
-    largest = kept.gather(2, at)
-    _, exponent = torch.frexp(largest)
-    normed = torch.ldexp(kept, -exponent) * largest.sign()
-    # Rows that are the same have the same sum with any weights; those that are not have it by no chance that counts.
-    weights = torch.arange(1, rows.shape[2] + 1, device=rows.device, dtype=torch.float64).sqrt()
-    told = (normed * weights).sum(2)
+def _of_lines(error: torch.Tensor, squares: torch.Tensor, bias: torch.Tensor | None) -> list[torch.Tensor]:
+    """How sums of errors compare with their limits, of rows, columns and wholes."""
+    found = []
+    for dim in (2, 1, (1, 2)):
+        limit = TIMES * squares.sum(dim).sqrt()
+        if bias is not None:
+            limit = limit + bias.sum(dim)
+        found.append(torch.where(limit > 0, error.sum(dim).abs() / limit, 0))
+    return found
+
+
+def _first_of_their_kind(blocks: torch.Tensor) -> torch.Tensor:
+    """bool [blocks, k, l]: no row and no column before that of a value is the same but for a power of two and its sign."""
+    sizes = blocks.abs()
+    rows, columns = (_first(blocks, sizes, dim) for dim in (2, 1))
+    return rows[:, :, None] & columns[:, None]
+
+
+def _first(kept: torch.Tensor, sizes: torch.Tensor, dim: int) -> torch.Tensor:
+    """Of what lies along a dimension."""
+    largest = kept.gather(dim, sizes.argmax(dim, keepdim=True)).squeeze(dim)
+    # Of what is the same but for a power of two, sums with any weights are too, and their ratio to the largest value is the
+    # same; that of others is so by no chance that counts.
+    weights = torch.arange(1, kept.shape[dim] + 1, device=kept.device, dtype=torch.float64).sqrt()
+    sums = (kept * (weights if dim == 2 else weights[:, None])).sum(dim)
+    told = torch.where(largest == 0, 0, sums / largest)
     same = told[:, :, None] == told[:, None]
     return ~same.tril(-1).any(2)

@@ -114,9 +114,14 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
     return found
 
 
+#: what a result ought to be that is no product
+_OUGHT = {"reduction": "the sum of what ranks and micro-batches computed"}
+
+
 @dataclass(frozen=True)
 class WrongProduct:
-    """A GEMM that returned what is not the product of its operands; needs `verify_rows`."""
+    """A GEMM that returned what is not the product of its operands, or a gradient that is not the sum of what ranks have
+    computed; needs `verify_rows`."""
 
     def passed_by(self, sample: Sample) -> str | None:
         """The one whose result is farthest off, in words."""
@@ -128,7 +133,7 @@ class WrongProduct:
             columns[name][max(wrong, key=lambda i: columns["error_over_bound"][i])]
             for name in ("layer", "product", "rank", "error_over_bound")
         )
-        told = f"{RESULTS[product]} of {layer} is not the product of its operands on rank {rank}"
+        told = f"{RESULTS[product]} of {layer} is not {_OUGHT.get(product, f'the product of its operands on rank {rank}')}"
         return f"{told} (error {times:.3g} times its bound)"
 
 

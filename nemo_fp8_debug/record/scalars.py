@@ -114,6 +114,8 @@ class ScalarRecorder:
                 tags |= found
         tags |= self._of_products(sample.outputs, "relative_error", "output_error", tensors)
         tags |= self._of_products(sample.verification, "error_over_bound", "error_over_bound", tensors)
+        if shares := _gradient_shares(sample.states):
+            tags |= self._streamed("gradient_share_pct", "weight_gradient", shares, tensors)[0]
         tags |= _of_uncast("fp8_states", sample.states) | _activations(sample)
         return tags | _update_to_weights(sample) | _unscaled(sample) | _what_if(sample), worst
 
@@ -162,6 +164,12 @@ def _of_uncast(tag: str, columns: Mapping[str, Sequence[Any]]) -> dict[str, floa
     return {f"{name}/{kind}": of(found) for name, found in values.items() for kind, of in _KINDS.items()}
 
 
+def _gradient_shares(states: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Of the squared gradient norm, in percent, by layer."""
+    rows = zip(*(states.get(name, ()) for name in ("layer", "role", "share_pct")), strict=False)
+    return {layer: share for layer, role, share in rows if role == "weight_gradient" and share is not None}
+
+
 def _activations(sample: Sample) -> dict[str, float]:
     """Those of all tensors, and the smallest, median and largest of what activations have of their own."""
     columns, values = sample.activations, defaultdict[str, list[float]](list)
@@ -174,29 +182,10 @@ def _activations(sample: Sample) -> dict[str, float]:
 
 
 def _update_to_weights(sample: Sample) -> dict[str, float]:
-    found = _update_to_weight(sample)
+    """What a step adds to a weight over the weight: the smallest, median and largest of all layers."""
+    rows = zip(sample.states.get("layer", ()), sample.states.get("update_to_weight", ()), strict=False)
+    found = [ratio for layer, ratio in rows if ratio is not None and not is_aggregate(layer)]
     return {f"fp8_states/update_to_weight/{kind}": of(found) for kind, of in _ENDS.items()} if found else {}
-
-
-def _update_to_weight(sample: Sample) -> list[float]:
-    """The root mean square of each step of a weight over that of the weight."""
-    if not sample.states or not sample.columns:
-        return []
-    steps, weights = (
-        _root_mean_squares(columns, of) for columns, of in ((sample.states, "update"), (sample.columns, "weight"))
-    )
-    return [step / weights[layer] for layer, step in steps.items() if weights.get(layer)]
-
-
-def _root_mean_squares(columns: Mapping[str, Sequence[Any]], of: str) -> dict[str, float]:
-    """Of the tensors of a role, by layer."""
-    names = ("layer", "role", "scale_source", "mse", "relative_error")
-    rows = zip(*(columns[name] for name in names), strict=True)
-    return {
-        layer: math.sqrt(mse) / error
-        for layer, role, source, mse, error in rows
-        if role == of and source != "what-if" and mse and error and not is_aggregate(layer)
-    }
 
 
 def _unscaled(sample: Sample) -> dict[str, float]:

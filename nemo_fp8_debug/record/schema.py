@@ -11,7 +11,15 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ..numerics.metric_names import ACTIVATION_METRICS, BLOCK_SCALES, METRICS, OUTPUT_METRICS, UNITS
+from ..numerics.metric_names import (
+    ACTIVATION_METRICS,
+    BLOCK_SCALES,
+    METRICS,
+    OUTPUT_METRICS,
+    STATE_METRICS,
+    UNITS,
+    UPDATE_METRICS,
+)
 
 VERSION = 4
 
@@ -110,9 +118,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "block_scales": _BLOCK_SCALES,
     "verification": _VERIFICATION,
     "replicas": _REPLICAS,
-    "states": _METRICS,
+    "states": {**_METRICS, **dict.fromkeys((*STATE_METRICS, *UPDATE_METRICS), pl.Float64)},
     "state_histograms": _HISTOGRAMS,
-    "activations": {**_METRICS, **dict.fromkeys(ACTIVATION_METRICS, pl.Float64)},
+    "activations": {**_METRICS, **dict.fromkeys(ACTIVATION_METRICS, pl.Float64), "loads": pl.List(pl.Int64)},
     "activation_histograms": _HISTOGRAMS,
     "steps": _STEPS,
     "validation": _VALIDATION,
@@ -141,9 +149,11 @@ def _array(values: Sequence[Any] | None, kind: pa.DataType, rows: int) -> pa.Arr
     if not pa.types.is_list(kind):
         return pa.array(values, kind)
     # Of a list of arrays pyarrow makes one value after the other, and loads pandas to do it.
-    ends, dtype = np.cumsum([0, *map(len, values)], dtype=np.int32), kind.value_type.to_pandas_dtype()
-    flat = np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in values)])
-    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat), kind)
+    absent, arrays = [array is None for array in values], [() if array is None else array for array in values]
+    ends, dtype = np.cumsum([0, *map(len, arrays)], dtype=np.int32), kind.value_type.to_pandas_dtype()
+    flat = np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
+    mask = pa.array(absent) if any(absent) else None
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat), kind, mask=mask)
 
 
 def arrow_schema(table: str, columns: Iterable[str] | None = None) -> pa.Schema:

@@ -62,6 +62,28 @@ def test_a_step_of_a_weight_and_how_large_it_is(tmp_path: Path) -> None:
         assert tags[f"fp8_states/update_to_weight/{kind}"] == pytest.approx(ratio.item(), rel=1e-5)
 
 
+def test_norms_and_shares_of_layers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, OUT, bias=False), nn.Linear(OUT, OUT, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"states": ("weight_gradient", "update"), "what_if": ["current-e5m2"], "on_error": "raise"}
+    monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, **options)
+    before = [layer.weight.detach().double().clone() for layer in model]
+    with monitor.step(0):
+        model(torch.randn(16, IN)).square().mean().backward()
+        gradients = torch.stack([layer.weight.grad.double().norm() for layer in model])
+        optimizer.step()
+    monitor.close()
+    rows = read_record(str(tmp_path), "states").sort("layer")
+    assert rows.filter(scale_source="what-if")["norm"].is_null().all()
+    mine = rows.filter(scale_source="not quantized", role="weight_gradient")
+    assert mine["norm"].to_list() == pytest.approx(gradients.tolist(), rel=1e-6)
+    assert mine["share_pct"].to_list() == pytest.approx((100 * gradients**2 / (gradients**2).sum()).tolist(), rel=1e-6)
+    ratios = [float((layer.weight.double() - w).norm() / w.norm()) for layer, w in zip(model, before, strict=True)]
+    steps = rows.filter(scale_source="not quantized", role="update")
+    assert steps["update_to_weight"].to_list() == pytest.approx(ratios, rel=1e-5)
+
+
 def test_without_moments_there_are_gradient_and_step(tmp_path: Path) -> None:
     model = nn.Linear(IN, OUT, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,6 +14,8 @@ LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH, VOCABULARY = 4, 64, 32, 2, 64
 #: over all data-parallel ranks
 MICRO_BATCHES = 2
 EXPERTS = 4
+#: whose gradient is averaged twice in the last step, where that is tried
+TWICE = "decoder.layers.1.mlp.linear_fc1"
 STEPS = 2
 
 

@@ -24,6 +24,7 @@ from layouts import (
     MICRO_BATCHES,
     SEQUENCE,
     STEPS,
+    TWICE,
     VOCABULARY,
     WATCHED,
     Layout,
@@ -89,7 +90,7 @@ class Kept:
         out[0].register_hook(lambda grad: kept[name, "grad_output"].append(grad.clone()))
 
 
-def train(layout: Layout, folder: Path, watch: dict[str, Any] | None) -> dict[str, Any]:
+def train(layout: Layout, folder: Path, watch: dict[str, Any] | None, wrong: bool = False) -> dict[str, Any]:
     chunks = chunks_of(layout)
     kept = Kept(chunks) if watch is None else None
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **layout.ddp)
@@ -104,7 +105,7 @@ def train(layout: Layout, folder: Path, watch: dict[str, Any] | None) -> dict[st
         1e-3,
         bf16=True,
         params_dtype=torch.bfloat16,
-        clip_grad=0.0,
+        clip_grad=0.1 if wrong else 0.0,
         use_distributed_optimizer=ddp.use_distributed_optimizer,
         overlap_param_gather=ddp.overlap_param_gather,
     )
@@ -128,6 +129,8 @@ def train(layout: Layout, folder: Path, watch: dict[str, Any] | None) -> dict[st
             micro_batch_size=MICRO_BATCH,
             forward_only=False,
         )
+        if wrong and step == STEPS - 1:
+            chunks[0].get_parameter(f"{TWICE}.weight").main_grad.div_(layout.world)
         optimizer.step()
         loss = torch.stack([f["loss"] for f in found]).mean() if found else None
         losses.append(None if loss is None else loss.item())
@@ -200,6 +203,8 @@ def main(rank: int, world: int, folder: Path) -> None:
             for name, watch in ({"kept": None} | WATCHED).items():
                 run = train_linears if layout.name == "cp" else partial(train, layout)
                 results.setdefault(layout.name, {})[name] = run(folder / layout.name / name, watch)
+            if layout.name in ("dp", "dp-sharded"):
+                train(layout, folder / layout.name / "twice", {"verify_rows": 16}, wrong=True)
             parallel_state.destroy_model_parallel()
     (folder / f"results-{world}-{rank}.json").write_text(json.dumps(results))
     dist.barrier()

@@ -61,7 +61,7 @@ def test_a_weight_that_missed_an_update_is_held_against_its_master(trained: Path
     rows = read_record(str(trained / "master"), "replicas").filter(pl.col("what") == "master")
     assert set(rows["ranks"]) == {WORLD} and set(rows.filter(pl.col("step") != ONSET)["outcome"]) == {"equal"}
     verdict = diagnose(str(trained / "master")).verdict()
-    assert f"W of 2 is not its master weight, rounded, on 1 of 4 ranks: rank {WRONG_RANK} is apart" in verdict
+    assert f"W of 2 is not what its master weight is cast to, on 1 of 4 ranks: rank {WRONG_RANK} is apart" in verdict
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_named_with_it(trained: Path) -> None:

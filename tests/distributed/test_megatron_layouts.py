@@ -14,7 +14,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
-from layouts import BY_NAME, LAYOUTS, SPREAD, STEPS, WATCHED, Layout, sequences
+from layouts import BY_NAME, LAYOUTS, SPREAD, STEPS, TWICE, WATCHED, Layout, sequences
 from processes import run_script
 from products import errors, metrics_of, quantized
 
@@ -195,7 +195,7 @@ def test_errors_of_outputs_are_those_of_what_each_rank_multiplies(trained: Path,
 @of_all
 def test_what_gemms_returned_is_the_product_of_their_operands(trained: Path, layout: Layout) -> None:
     """On every rank, but for dW of what sequence parallelism gathers inside the module: no rank has both its operands."""
-    found = read_table(find_run(trained / layout.name / "delayed"), "verification")
+    found = read_table(find_run(trained / layout.name / "delayed"), "verification").filter(pl.col("product") != "reduction")
     assert set(found["step"]) == set(range(STEPS)) and not found["ranks_beyond"].sum()
     unknown = found.filter(pl.col("outcome") == "unknown")
     assert found.filter(pl.col("outcome") == "within")["error_over_bound"].is_between(0, 1).all()
@@ -205,6 +205,30 @@ def test_what_gemms_returned_is_the_product_of_their_operands(trained: Path, lay
     assert set(unknown["product"]) == {"wgrad"} and all("gathered inside" in why for why in unknown["reason"])
     gathered = {"linear_qkv", "linear_proj", "output_layer"} | (set() if layout.experts else {"linear_fc1", "linear_fc2"})
     assert gathered <= set(unknown["gemm"])
+
+
+@of_all
+def test_reduced_gradients_are_the_sums_of_what_ranks_computed(trained: Path, layout: Layout) -> None:
+    """Under sequence parallelism too, and with parts that ranks of a distributed optimizer keep; `cp` reduces nothing."""
+    found = read_table(find_run(trained / layout.name / "delayed"), "verification")
+    rows = found.filter(product="reduction")
+    assert set(rows["layer"]) == set(found["layer"]) and set(rows["step"]) == set(range(STEPS))
+    if layout.name == "cp":
+        assert set(rows["reason"]) == {"how ranks add up its gradient is not known here"}
+        return
+    assert set(rows["outcome"]) == {"within"} and rows["values"].min() == 64
+    ranks = layout.world // math.prod(
+        size for name, size in layout.groups.items() if name.split("_")[0] in ("tensor", "pipeline")
+    )
+    assert set(rows.filter(~pl.col("layer").str.contains("local_experts"))["ranks"]) == {ranks}
+
+
+@pytest.mark.parametrize("name", ["dp", "dp-sharded"])
+def test_a_gradient_that_megatron_averages_twice_is_named(trained: Path, name: str) -> None:
+    """Of one layer, in a run that clips: by what all gradients have in common."""
+    found = read_table(find_run(trained / name / "twice"), "verification").filter(outcome="beyond")
+    assert found.select("step", "product").rows() == [(STEPS - 1, "reduction")]
+    assert TWICE in found["layer"][0] and found["factor"][0] == pytest.approx(0.5, rel=1e-3)
 
 
 @of_all

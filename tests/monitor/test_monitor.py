@@ -21,6 +21,10 @@ from nemo_fp8_debug.core.sample import Sample
 from nemo_fp8_debug.record.reader import find_run, read_table
 
 STEPS = 4
+_EVERYTHING = {
+    **{"states": tuple(STATES), "activations": ("norm", "attention"), "what_if": ["current-e5m2", "mxfp8", "bf16"]},
+    **{"copies": True, "block_scales": True, "replicas": True},
+}
 RECOMPUTE = {"recompute_method": "uniform", "recompute_granularity": "full", "recompute_num_layers": 1}
 
 
@@ -30,7 +34,7 @@ def train(interval: int | None, options: dict[str, Any], recipe: str | None) -> 
     emulation = attached(model, recipe, ["layers.*"]) if recipe else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = 8 if interval == 1 else 0
-    beside = {"states": tuple(STATES), "activations": ("norm", "attention")} if interval == 1 else {}
+    beside = _EVERYTHING if interval == 1 else {}
     watched = {"interval": interval, "output_rows": rows, "verify_rows": rows, "on_error": "raise", **beside}
     monitor = Monitor(model, recorders=[Samples()], **watched) if interval else None
     losses = []

@@ -62,12 +62,19 @@ def compare(rank: int, folder: Path) -> None:
     for i, layer in enumerate(bare.layers):
         weight: Any = layer.weight
         part = own_part(optimizer, weight)
-        if weight.main_param is not None:  # as training does, but on: no kernel of that is emulated
+        split = 0 < part.stop - part.start < weight.numel()
+        # As training does, but on: no kernel of that is emulated. Of a weight in two parts the first one keeps its codes.
+        moved = weight.main_param is not None and not (split and rank == 0)
+        if moved:
             weight.main_param.data += 1e-2 * torch.randn(weight.main_param.shape)
         codes = weight.dequantize(dtype=torch.float32).double().reshape(-1)[part]
         error = 0.0 if weight.main_param is None else (weight.main_param.double() - codes).square().sum().item()
-        expected[f"layers.{i}"] = {"n": len(codes), "error2": error}
-    monitor = Monitor(model, str(folder / "record"), interval=1, table_rows=0, on_error="raise")
+        expected[f"layers.{i}"] = {
+            "n": len(codes),
+            "error2": error,
+            "moved": weight.main_param is not None and not (split and rank == 0),
+        }
+    monitor = Monitor(model, str(folder / "record"), interval=1, table_rows=0, on_error="raise", replicas=True)
     with monitor.step(0), te.autocast(enabled=True, recipe=RECIPE):
         model(torch.randn(16, WIDTHS[0]).bfloat16()).float().square().sum().backward()
     monitor.close()
@@ -77,6 +84,7 @@ def compare(rank: int, folder: Path) -> None:
         rows = read_record(str(folder / "record"), "metrics").filter(role="weight")
         found = {row["layer"]: row for row in rows.iter_rows(named=True)}
         (folder / "found.json").write_text(json.dumps(found))
+        (folder / "replicas.json").write_text(json.dumps(read_record(str(folder / "record"), "replicas").to_dicts()))
     torch.distributed.destroy_process_group()
 
 

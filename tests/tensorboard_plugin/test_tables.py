@@ -58,7 +58,7 @@ def in_use(folder: Path, table: str) -> pl.DataFrame:
 
 @pytest.mark.parametrize(
     ("table", "metric"),
-    [("states", "amax"), ("states", "underflow_pct"), ("activations", "kurtosis"), ("activations", "channel_ratio")],
+    [("states", "amax"), ("states", "share_pct"), ("activations", "kurtosis"), ("activations", "channel_ratio")],
 )
 def test_frames_and_extent_are_those_of_what_is_in_use(trained: Path, tab: Tab, table: str, metric: str) -> None:
     rows = in_use(trained, table)

@@ -75,8 +75,11 @@ class Comparison:
         return activations_apart(self.baseline, self.run)
 
     def what_if(self) -> pl.DataFrame:
-        """The run's tensors under recipes that were tried or replayed: medians over its later half, a row a recipe."""
+        """The run's tensors, states and activations under recipes that were tried or replayed: a row a recipe, medians over
+        the later half."""
         steps = self.run.metrics["step"].unique().sort()
         tail = steps.tail(max(1, round(len(steps) * TAIL)))
-        rows = self.run.others.filter(pl.col("step").is_in(tail.implode()))
+        columns = ["step", "layer", "role", "recipe", *_WEIGHED]
+        uncast = [rows.filter(scale_source="what-if").select(columns) for rows in (self.run.states, self.run.activations)]
+        rows = pl.concat([self.run.others.select(columns), *uncast]).filter(pl.col("step").is_in(tail.implode()))
         return rows.group_by("layer", "role", "recipe", maintain_order=True).agg(pl.median(*_WEIGHED))

@@ -9,6 +9,7 @@ from ..runs.run import Run
 from .drift import TAIL
 
 _KEY = ["layer", "role"]
+_SHOWN = ("rms_baseline", "rms_run", "size_log2", "share_baseline", "share_run")
 _IS_KNOWN = (pl.col("mse") > 0) & (pl.col("relative_error") > 0)
 #: of a tensor; null where it is zero or not known
 ROOT_MEAN_SQUARE = pl.when(_IS_KNOWN).then(pl.col("mse").sqrt() / pl.col("relative_error"))
@@ -19,8 +20,9 @@ def states_apart(baseline: Run, run: Run) -> pl.DataFrame:
 
     Returns:
         A row a weight and state: layer, role, tensor (as people write the role), rms_baseline, rms_run (root mean squares,
-        medians), size_log2 (the median of the log2 of their ratio), nonfinite_since (first step at which it holds NaN or
-        infinity in the run alone); those that are not finite first, then the farthest apart. Empty where a record has none.
+        medians), size_log2 (the median of the log2 of their ratio), share_baseline, share_run (percent of all squared norms,
+        medians), nonfinite_since (first step at which it holds NaN or infinity in the run alone); those that are not finite
+        first, then the farthest apart. Empty where a record has none.
 
     Example:
         >>> from nemo_fp8_debug.analysis.runs.run import Run
@@ -35,14 +37,16 @@ def states_apart(baseline: Run, run: Run) -> pl.DataFrame:
         pl.col("rms").filter(later).median().alias("rms_baseline"),
         pl.col("rms_run").filter(later).median(),
         (pl.col("rms_run") / pl.col("rms")).log(2).filter(later).median().alias("size_log2"),
+        pl.col("share_pct").filter(later).median().alias("share_baseline"),
+        pl.col("share_pct_run").filter(later).median().alias("share_run"),
         lost.alias("nonfinite_since"),
     )
     named = found.with_columns(tensor=pl.col("role").replace_strict(SHOWN_AS, return_dtype=pl.String))
     ordered = named.sort("nonfinite_since", -pl.col("size_log2").abs(), nulls_last=True, maintain_order=True)
-    return ordered.select(*_KEY, "tensor", "rms_baseline", "rms_run", "size_log2", "nonfinite_since")
+    return ordered.select(*_KEY, "tensor", *_SHOWN, "nonfinite_since")
 
 
 def _sizes(run: Run) -> pl.DataFrame:
-    """step, layer, role, rms (null where it is zero or not known), lost (NaN and infinite values)."""
+    """step, layer, role, share_pct, rms (null where it is zero or not known), lost (NaN and infinite values)."""
     rows = run.states.filter(pl.col("scale_source") != "what-if")
-    return rows.select("step", *_KEY, rms=ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))
+    return rows.select("step", *_KEY, "share_pct", rms=ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))

@@ -141,8 +141,8 @@ def _blamed(evidence: Evidence) -> Blame:
 
 
 def _wrong_by_proof(evidence: Evidence) -> Finding | None:
-    """What needs no comparison, in time to have caused the harm: a product that is none, copies that are not equal."""
-    found = [f for f in evidence.findings if f.rule in ("product", "replicas") and f.since is not None]
+    """What needs no comparison, in time to have caused the harm: a wrong product or sum, copies that differ."""
+    found = [f for f in evidence.findings if f.rule in ("product", "reduction", "replicas") and f.since is not None]
     in_time = [f for f in found if evidence.latest is None or (f.since or 0) <= evidence.latest]
     return min(in_time, key=lambda f: f.since or 0, default=None)
 
@@ -185,7 +185,17 @@ def _is_earlier(lost: Finding, first: Finding) -> bool:
     return lost.since < first.since or (lost.since == first.since and first.cause == "nonfinite")
 
 
+def _between_gemms(evidence: Evidence) -> Finding | None:
+    """What went wrong first between GEMMs, or with the steps of a weight, if it did before the loss diverged."""
+    assert evidence.harmed_since is not None
+    found = [f for f in evidence.findings if f.rule in ("attention", "router", "steps of weights") and f.since is not None]
+    in_time = [f for f in found if f.since is not None and f.since < evidence.harmed_since]
+    return min(in_time, key=lambda f: f.since or 0, default=None)
+
+
 def _nothing_found(evidence: Evidence, hints: bool) -> Blame:
+    if evidence.harmed_since is not None and (found := _between_gemms(evidence)) is not None:
+        return Blame(found, found.cause, found.confidence)
     if not evidence.judged or (hints and not evidence.paired):
         return Blame(None, "unknown", "low")
     if evidence.harmed_since is None:

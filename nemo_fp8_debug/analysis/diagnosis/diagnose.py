@@ -22,7 +22,9 @@ from ..runs.run import Run
 from .culprit import Evidence, blamed
 from .diagnosis import Diagnosis
 from .operands import against_baseline, alone, beginning
+from .rules.activations import activations
 from .rules.beyond import with_limits
+from .rules.channels import channels
 from .rules.divergence import diverged_at_the_start, divergence
 from .rules.finding import Finding
 from .rules.grad_scale import multiplier
@@ -35,8 +37,9 @@ from .rules.recipe import recipes
 from .rules.replicas import replicas
 from .rules.settings import settings
 from .rules.spikes import compared
+from .rules.steps_of_weights import steps_of_weights
 from .rules.weights import weights
-from .rules.wrong_product import wrong_product
+from .rules.wrong_product import wrong_product, wrong_reduction
 
 
 def diagnose(
@@ -145,16 +148,20 @@ def _added_up(
         *around,
         *optimizer_steps(run, baseline),
         *wrong_product(run),
+        *wrong_reduction(run),
         *replicas(run),
         *gradient_norm(run, baseline),
         *weights(run, baseline),
+        *steps_of_weights(run, baseline),
+        *activations(run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
         *filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)]),
         *multiplier(run, baseline),
         *operands,
     ]
     findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
-    findings += filter(None, [error_budget(f, run.outputs, run.verification) for f in operands[:1]])
+    findings += filter(None, [channels(run, baseline, next(iter(operands), None), harmed_since)])
+    findings += filter(None, [error_budget(f, run.outputs, run.verification, run.states) for f in operands[:1]])
     sampled = (
         None if harmed_since is None else harmed_since + int(interval_of(run.metrics["step"].unique().sort().to_numpy()))
     )

@@ -23,6 +23,11 @@ _BEGINS = {
     "reference": ("reference", "the reference run's loss diverges"),
     "multiplier": ("multiplier", "gradients are multiplied by something else"),
     "spikes": ("spike", "the first spike of the loss"),
+    "attention": ("values", "logits explode"),
+    "router": ("values", "the router collapses"),
+    "experts": ("values", "an expert is given no more tokens"),
+    "channels": ("values", "a channel stands out"),
+    "steps of weights": ("weights", "out of proportion"),
 }
 
 
@@ -76,6 +81,8 @@ def _of_findings(findings: Sequence[Finding]) -> Iterator[Event]:
             yield Event(found.since, "recipe", f"{found.operand} is cast under another recipe", *where)
         elif found.rule == "product":
             yield Event(found.since, "product", f"a product of {found.layer} is wrong", *where)
+        elif found.rule == "reduction":
+            yield Event(found.since, "product", f"the reduced gradient of {found.layer} is wrong", *where)
         elif found.rule == "replicas":
             told = f"ranks hold different copies of a tensor of {found.layer}"
             yield Event(found.since, "replica", told, *where)
@@ -85,7 +92,8 @@ def _of_findings(findings: Sequence[Finding]) -> Iterator[Event]:
         elif found.rule == "gradient norm" and found.cause == "multiplier":
             yield Event(found.since, "grad_norm", "the gradient norm moves to another level")
         elif found.rule in _BEGINS:
-            yield Event(found.since, *_BEGINS[found.rule])
+            kind, what = _BEGINS[found.rule]
+            yield Event(found.since, kind, f"{found.operand}: {what}" if found.operand else what, *where)
 
 
 def _kind_of(found: Finding) -> str:

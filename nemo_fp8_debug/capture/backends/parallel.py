@@ -79,6 +79,18 @@ def parts_of() -> dict[str, int]:
     return {"weight": parts, "weight_gradient": parts, "master": 1} | data
 
 
+def gradient_ranks(module: nn.Module) -> int | None:
+    """Ranks of Megatron's groups whose gradients of a weight are added up; None: it does not use them."""
+    state = groups()
+    if state is None:
+        return None
+    if _is_expert(module):
+        get = getattr(state, "get_expert_data_parallel_world_size", None) or state.get_data_modulo_expert_parallel_world_size
+        return int(get())
+    tensor = state.get_tensor_model_parallel_world_size() if _kind(module) is None and _splits_sequence(module) else 1
+    return int(state.get_data_parallel_world_size(with_context_parallel=True) * tensor)
+
+
 def adds_up(module: nn.Module, product: str) -> bool:
     """Whether a module adds up a product over ranks: Y of row-parallel layers, dX of column-parallel ones."""
     state = groups()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.keys import SHOWN_AS, UNCAST
-from ...numerics.metric_names import ACTIVATION_METRICS, LABELS, METRICS, UNITS, WORSE
+from ...numerics.metric_names import ACTIVATION_METRICS, LABELS, METRICS, STATE_METRICS, UNITS, UPDATE_METRICS, WORSE
 from ...record.schema import SCHEMAS
 from .part_matrices import NONFINITE
 
@@ -17,15 +17,19 @@ TABLES = {"metrics": "histograms", "states": "state_histograms", "activations": 
 NUMBERS = (
     *(name for name, kind in SCHEMAS["metrics"].items() if kind.is_numeric() and name not in ("attempt", "step")),
     NONFINITE,
+    *STATE_METRICS,
+    *UPDATE_METRICS,
     *ACTIVATION_METRICS,
 )
 
 #: scales of the colors that are not linear
 _SCALES = {
     **dict.fromkeys(("mse", "relative_error", "amax", "amin", "kurtosis", "channel_ratio", "load_ratio"), "log"),
+    **dict.fromkeys(("norm", "update_to_weight", *UPDATE_METRICS), "log"),
     "scale_ratio_log2": "diverging",
 }
-#: of activations alone: whether more is worse
+#: of one table alone: whether more is worse
+_OF_STATES = dict.fromkeys((*STATE_METRICS, *UPDATE_METRICS), 1)
 _OF_ACTIVATIONS = {
     "channel_ratio": 1,
     "entropy": -1,
@@ -34,6 +38,7 @@ _OF_ACTIVATIONS = {
     "idle_experts": 1,
     "dropped_pct": 1,
 }
+_OF_TABLES = {"states": _OF_STATES, "activations": _OF_ACTIVATIONS}
 
 #: float formats as `numerics.formats` has them, for a process that does not import torch
 FORMATS: dict[str, dict[str, float]] = {
@@ -52,7 +57,8 @@ def metrics_of() -> list[dict[str, Any]]:
     offered += [_about(f"unscaled_{name}", name, ", in the units of the loss") for name in UNITS]
     scale = {"name": "scale", "label": "scale in use", "unit": "", "worse": 1, "scale": "log"}
     nonfinite = {"name": NONFINITE, "label": "NaN and infinities", "unit": "values", "worse": 1, "scale": "linear"}
-    return [*offered, scale, nonfinite, *map(_of_activations, _OF_ACTIVATIONS)]
+    own = [_of_table(table, name, worse) for table, of in _OF_TABLES.items() for name, worse in of.items()]
+    return [*offered, scale, nonfinite, *own]
 
 
 def worse_of(metric: str) -> int | None:
@@ -75,8 +81,8 @@ def table_of(role: str) -> str:
     return next((table for table, roles in UNCAST.items() if role in roles), "metrics")
 
 
-def _of_activations(name: str) -> dict[str, Any]:
-    return _described(name, name, _OF_ACTIVATIONS[name]) | {"table": "activations"}
+def _of_table(table: str, name: str, worse: int) -> dict[str, Any]:
+    return _described(name, name, worse) | {"table": table}
 
 
 def _about(name: str, like: str, more: str = "") -> dict[str, Any]:

@@ -66,6 +66,7 @@ def test_logits_are_those_that_the_model_returns(tmp_path: Path, name: str) -> N
         assert row["n"] == TOKENS * EXPERTS and row["rows"] == TOKENS
         assert row["load_ratio"] == pytest.approx(max(load) / (sum(load) / EXPERTS))
         assert row["idle_experts"] == load.count(0) and row["dropped_pct"] == 0
+        assert row["loads"] == load
 
 
 def test_a_router_that_limits_groups(tmp_path: Path) -> None:
@@ -136,3 +137,4 @@ def test_tokens_that_megatron_drops(tmp_path: Path) -> None:
         asked = 2 * len(given)
         assert row["dropped_pct"] == pytest.approx(100 * (1 - int(given.sum()) / asked)) and row["dropped_pct"] > 0
         assert row["load_ratio"] == pytest.approx(int(given.sum(0).max()) * 4 / int(given.sum()))
+        assert row["loads"] == given.sum(0).tolist()

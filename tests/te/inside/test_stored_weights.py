@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,34 @@ def test_analyses_take_weights_whose_errors_are_not_known(tmp_path: Path) -> Non
     assert compare(tmp_path / "a", tmp_path / "b").out_of_band.is_empty()
     assert diagnose(tmp_path / "a", tmp_path / "b").culprit is None
     assert not [change for change in recommend(tmp_path / "a").plan.changes if change.role == "weight"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("missed", [None, "experts.1"])
+def test_weights_are_the_casts_of_their_masters_but_for_one_that_missed_an_update(
+    tmp_path: Path, recipe: Any, missed: str | None
+) -> None:
+    """Codes and scales of a step before, in one weight."""
+    model = Model(recipe)
+    optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
+    monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, on_error="raise", replicas=True)
+    for step in range(3):
+        with monitor.step(step):
+            with te.autocast(enabled=True, recipe=recipe):
+                y = model(torch.cat([tokens(step, SIZE)] * 4, 1))
+            y.float().square().mean().backward()
+            earlier = copy.deepcopy(model.get_parameter(WEIGHTS[missed])) if missed else None
+            optimizer.step()
+            if missed and step == 1:
+                stale: Any = model.get_parameter(WEIGHTS[missed])
+                for name, kept in vars(earlier).items():
+                    if isinstance(kept, torch.Tensor) and isinstance(mine := getattr(stale, name), torch.Tensor):
+                        mine.data.copy_(kept)
+            optimizer.zero_grad()
+    monitor.close()
+    rows = read_record(str(tmp_path), "replicas")
+    assert set(rows["what"]) == {"master"} and sorted(rows.filter(step=1)["layer"]) == sorted(WEIGHTS)
+    apart = rows.filter(outcome="apart").select("step", "layer", "rank").rows()
+    assert apart == ([(2, missed, 0)] if missed else [])
+    if missed:
+        assert f"W of {missed} is not what its master weight is cast to" in diagnose(tmp_path).verdict()

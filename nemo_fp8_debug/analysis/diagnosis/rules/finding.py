@@ -19,15 +19,24 @@ CAUSES = {
     "changed_recipe": "the recipe that it is cast under is another one",
     "learning_rate": "the learning rate is the cause",
     "weight_decay": "the weights shrink faster than under any weight decay in use",
+    "attention_logits": "logits of attention grow until the weights of a row are those of a few keys",
+    "router_collapse": "a router gives nearly all tokens to the same expert",
+    "dead_experts": "experts are given no tokens",
+    "step_size": "steps of a weight are far too large for it, or nothing",
     "skipped": "the optimizer skips steps",
     "wrong_product": "a GEMM returned what is not the product of its operands; look at kernels, caches and hardware",
+    "wrong_reduction": "a gradient is not the sum of what ranks and micro-batches computed; look at communication",
     "replicas": "ranks hold different copies of what ought to be the same; look at communication and hardware",
     "software": "the cause is not how FP8 represents the operands; look at learning rate, data, kernels and communication",
     "none": "nothing is wrong",
     "unknown": "cannot tell",
 }
 #: causes that are not in how FP8 represents operands: what helps against that does not help against these
-NOT_FP8 = ("learning_rate", "weight_decay", "multiplier", "skipped", "wrong_product", "replicas", "software")
+NOT_FP8 = (
+    *("learning_rate", "weight_decay", "multiplier", "skipped"),
+    *("wrong_product", "wrong_reduction", "replicas", "software"),
+    *("attention_logits", "router_collapse", "dead_experts", "step_size"),
+)
 CONFIDENCE = ("high", "medium", "low")
 
 

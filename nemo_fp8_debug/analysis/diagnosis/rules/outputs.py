@@ -42,12 +42,13 @@ def reach(found: Finding, run: pl.DataFrame, baseline: pl.DataFrame | None = Non
     return Finding("outputs", found.cause if grown else "none", "high", facts, "", found.layer, found.role, found.since)
 
 
-def error_budget(found: Finding, outputs: pl.DataFrame, verification: pl.DataFrame) -> Finding | None:
-    """Whose the error of each product of a layer is, in parts of its square that sum to 100%; None if it was not measured.
+def error_budget(found: Finding, outputs: pl.DataFrame, verification: pl.DataFrame, states: pl.DataFrame) -> Finding | None:
+    """Whose the error of each product of a layer is, and that of the steps of its weight, in parts of their squares that sum
+    to 100%; None if neither was measured.
 
     Args:
         found: about an operand, whose layer it is.
-        outputs, verification: tables of the run; without the latter nothing is known of accumulation.
+        outputs, verification, states: tables of the run; without the second nothing is known of accumulation.
     """
     told = []
     for product, result in RESULTS.items():
@@ -56,6 +57,11 @@ def error_budget(found: Finding, outputs: pl.DataFrame, verification: pl.DataFra
         if shares:
             parts = ", ".join(f"{share:.0f}% {what}" for what, share in shares.items())
             told.append(f"of the error of {result}: {parts}")
+    here = (pl.col("layer") == found.layer) & (pl.col("role") == "update") & (pl.col("step") >= (found.since or 0))
+    if shares := _shares_of_update(states.filter(here)):
+        parts = ", ".join(f"{share:.0f}% {what}" for what, share in shares.items())
+        without = "" if "of dW" in shares else " (that of dW is not known)"
+        told.append(f"of the error of the step of W{without}: {parts}")
     if not told:
         return None
     return Finding("error budget", "none", "high", "; ".join(told), "", found.layer, found.role, found.since)
@@ -75,6 +81,34 @@ def _shares(outputs: pl.DataFrame, verification: pl.DataFrame) -> dict[str, floa
     rounding = (known.filter(known.is_finite()) ** 2).mean()
     if isinstance(rounding, float):
         parts["of accumulation and rounding"] = rounding
+    return _in_percent(parts)
+
+
+#: of the error of what a step adds to a weight
+_OF_UPDATE = {
+    "error_of_weight_gradient": "of dW",
+    "error_of_first_moment": "of m",
+    "error_of_second_moment": "of v",
+    "error_of_weight": "of the rounding of W",
+}
+
+
+def _shares_of_update(states: pl.DataFrame) -> dict[str, float]:
+    """Likewise, of what a step adds to a weight."""
+    rows = states.filter(pl.col("update_error").is_not_null())
+    if rows.is_empty():
+        return {}
+    # Samples in which the gradient's part is not known would make the others look larger.
+    rows = known if len(known := rows.drop_nulls("error_of_weight_gradient")) else rows
+    squares = {what: (rows[name] ** 2).mean() for name, what in _OF_UPDATE.items()}
+    parts = {what: float(value) for what, value in squares.items() if isinstance(value, float)}
+    both = (rows["update_error"] ** 2).mean()
+    assert isinstance(both, float)
+    return _in_percent(parts | {"joint": both - sum(parts.values())})
+
+
+def _in_percent(parts: dict[str, float]) -> dict[str, float]:
+    """Of their sum, largest first; nothing if that is zero."""
     total = sum(parts.values())
     shares = {what: 100 * value / total for what, value in parts.items()} if total > 0 else {}
     return dict(sorted(shares.items(), key=lambda part: -part[1]))

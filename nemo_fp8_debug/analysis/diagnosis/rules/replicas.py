@@ -27,9 +27,8 @@ def replicas(run: Run) -> list[Finding]:
     of_step = apart.filter(pl.col("step") == row["step"])
     rank = f"rank {row['rank']} is apart" if row["rank"] is not None else f"{row['ranks_apart']} are apart"
     if row["what"] == "master":
-        told = (
-            f"W of {row['layer']} is not its master weight, rounded, on {row['ranks_apart']} of {row['ranks']} ranks: {rank}"
-        )
+        ranks = f"{row['ranks_apart']} of {row['ranks']} ranks"
+        told = f"W of {row['layer']} is not what its master weight is cast to, on {ranks}: {rank}"
     else:
         copies = f"the {row['ranks']} ranks that hold copies"
         told = f"{_SHOWN[row['what']]} of {row['layer']} is not the same on {copies}: {rank}"

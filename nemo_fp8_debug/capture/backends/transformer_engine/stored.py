@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ....numerics.formats import E2M1, E4M3
+from ....numerics.formats import E2M1, E4M3, E5M2, FloatFormat
 from ....numerics.stored_codes import Decoded
 from ..base import ScaleInUse, UnknownCast, raw_weight
 from .casts import is_quantized
@@ -86,33 +86,34 @@ def _codes(x: torch.Tensor | None, what: str) -> torch.Tensor:
     return x.detach()
 
 
-def _fp8(data: torch.Tensor, dtype: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fp8(data: torch.Tensor, dtype: Any) -> tuple[torch.Tensor, torch.Tensor, FloatFormat]:
     name = getattr(dtype, "name", str(dtype).rpartition(".")[2])
     if name not in _TYPES:
         raise UnknownCast(f"it is stored as {dtype!r}, which is not known here")
     kind, largest = _TYPES[name]
-    return data.view(kind).float(), (data & 0x7F) == largest
+    return data.view(kind).float(), (data & 0x7F) == largest, E4M3 if kind == torch.float8_e4m3fn else E5M2
 
 
 def _float8(x: Any) -> Decoded:
-    values, at_limit = _fp8(_codes(x._data, "row-wise codes"), x._fp8_dtype)
-    return Decoded(values * x._scale_inv.detach().float().reshape(()), at_limit)
+    values, at_limit, fmt = _fp8(_codes(x._data, "row-wise codes"), x._fp8_dtype)
+    scale_inv = x._scale_inv.detach().float().reshape(())
+    return Decoded(values * scale_inv, at_limit, fmt, lambda: scale_inv)
 
 
 def _mxfp8(x: Any) -> Decoded:
-    values, at_limit = _fp8(_codes(x._rowwise_data, "row-wise codes"), x._fp8_dtype)
+    values, at_limit, fmt = _fp8(_codes(x._rowwise_data, "row-wise codes"), x._fp8_dtype)
     _check_layout(x)
     # 2^-127 is the smallest scale; exp2 of a float32 has it as a subnormal.
     scales = torch.exp2(x._rowwise_scale_inv.detach().double() - 127)
-    return _times(values, scales, (1, 32), at_limit)
+    return _times(values, scales, (1, 32), at_limit, fmt)
 
 
 def _blockwise(x: Any) -> Decoded:
-    values, at_limit = _fp8(_codes(x._rowwise_data, "row-wise codes"), x._fp8_dtype)
+    values, at_limit, fmt = _fp8(_codes(x._rowwise_data, "row-wise codes"), x._fp8_dtype)
     scales = x._rowwise_scale_inv.detach()
     if not x._is_2D_scaled:
-        return _times(values, scales.t(), (1, 128), at_limit)
-    return _times(values, scales, (128, 128), at_limit)
+        return _times(values, scales.t(), (1, 128), at_limit, fmt)
+    return _times(values, scales, (128, 128), at_limit, fmt)
 
 
 def _nvfp4(x: Any) -> Decoded:
@@ -123,7 +124,7 @@ def _nvfp4(x: Any) -> Decoded:
     values = table[(codes & 7).long()] * (1 - 2 * (codes >> 3).float())
     scales = x._rowwise_scale_inv.detach().view(torch.float8_e4m3fn).double()
     whole = x._amax_rowwise.detach().double().reshape(-1, 1) / (E2M1.max * getattr(x, "_nvfp4_e4m3_max", E4M3.max))
-    return _times(values, scales * whole, (1, 16), (codes & 7) == 7)
+    return _times(values, scales * whole, (1, 16), (codes & 7) == 7, E2M1)
 
 
 def _high_precision(x: Any) -> Decoded:
@@ -136,12 +137,17 @@ def _check_layout(x: Any) -> None:
         raise UnknownCast("its scales are swizzled for a kernel, which is not read here")
 
 
-def _times(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], at_limit: torch.Tensor) -> Decoded:
+def _times(
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], at_limit: torch.Tensor, fmt: FloatFormat
+) -> Decoded:
     """Each value under the scale of its block; scales may be padded."""
     m = values.reshape(-1, values.shape[-1])
-    rows, columns = (torch.arange(n, device=m.device) // size for n, size in zip(m.shape, block, strict=True))
-    found = m.double() * scales.double()[rows[:, None], columns]
-    return Decoded(found.float().reshape(values.shape), at_limit)
+
+    def of_values() -> torch.Tensor:
+        rows, columns = (torch.arange(n, device=m.device) // size for n, size in zip(m.shape, block, strict=True))
+        return scales.double()[rows[:, None], columns].reshape(values.shape)
+
+    return Decoded((values.double() * of_values()).float(), at_limit, fmt, of_values)
 
 
 _READERS: Mapping[str, Callable[[Any], Decoded]] = {

@@ -1,0 +1,268 @@
+"""Gradients of weights before ranks and micro-batches are added up, and after it: a few values of each.
+
+A hook on the parameter gets what each backward pass adds. What has become of it is read when the backward pass is over and
+the engine's own callbacks have run, before anyone clips it; where a gradient lies in Megatron's buffers, as an optimizer
+begins to step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..measurement.reduced_gradients import GradientParts, bound_of_sum
+from ..measurement.verification import PARTS_MISSING
+from ..measurement.verification import REDUCED_ROWS as ROWS
+from ..numerics.gemm_error import spread
+from .backends.parallel import part_of
+from .dtensor import is_dtensor, local
+from .gemms import Gemm
+from .gradient_reducers import ALONE, OTHER, Reducer, Sharded, is_alone, of_ddp, of_megatron
+from .results import adds_to_main_grad
+from .stepped import is_split_by_zero, weight_of
+from .tracing import Hook
+
+_LOOKING = "while comparing reduced gradients"
+#: Engines queue callbacks in a backward pass, some of which queue another: so many later than ours all have run.
+_LAST = 4
+#: roundings beside those of sums: by an average before and after them, by tokens, by clipping
+_SCALINGS = 4
+
+
+@dataclass
+class _Gradient:
+    """Of one weight."""
+
+    gemm: Gemm
+    #: as of `weight_of`; under FSDP2 the one that is gathered
+    weight: Any
+    #: whether this rank has summands of its own, and whether it keeps a tensor that lies as the weight does
+    adds: bool
+    keeps: Callable[[torch.Tensor], bool]
+    shape: tuple[int, int]
+    reducer: Reducer | None = None
+    #: [k, l] each: summands of this rank, and the reduced gradient
+    summands: list[torch.Tensor] = field(default_factory=list)
+    reduced: torch.Tensor | None = None
+    #: which values of it this rank keeps; None: all, if any
+    held: torch.Tensor | None = None
+    passes: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the parameter in its module."""
+        return f"weight{self.gemm.part}"
+
+    def block(self, m: torch.Tensor) -> torch.Tensor:
+        """A copy of the rows and columns that are looked at."""
+        return m.detach()[_places(self.shape, m.device)]
+
+    def add(self, anew: bool, *blocks: torch.Tensor) -> None:
+        """Take summands in."""
+        self.summands = [*blocks] if anew else [*self.summands, *blocks]
+
+    def keep_part(self, flat: torch.Tensor, begin: int) -> None:
+        """Take in a part of the reduced gradient: values from the one with this number on."""
+        rows, columns = _places(self.shape, flat.device)
+        at = rows * self.shape[1] + columns - begin
+        self.held = (at >= 0) & (at < flat.numel())
+        if flat.numel():
+            self.reduced = torch.where(self.held, flat[at.clamp(0, flat.numel() - 1)], 0)
+
+
+@functools.lru_cache(1024)
+def _places(shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [k, 1] and [l]: rows and columns that are looked at. To be read only."""
+    rows, columns = (spread(n, ROWS, device) for n in shape)
+    return rows[:, None], columns
+
+
+class ReducedGradients:
+    """Of one sampled step on this rank."""
+
+    def __init__(
+        self,
+        gemms: Sequence[Gemm],
+        roots: Sequence[nn.Module],
+        keeps: Callable[[Gemm], Callable[[torch.Tensor], bool]],
+        guard: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        """
+        Args:
+            gemms: whose weights are looked at.
+            roots: the model, or its chunks.
+            keeps: of a GEMM: whether this rank counts a tensor that lies as its weight does.
+            guard: a context that keeps an exception out of the training loop.
+        """
+        self._roots, self._guard, self._sharded = list(roots), guard, Sharded(roots)
+        self._gradients: dict[str, _Gradient] = {}
+        for gemm in gemms:
+            weight = weight_of(gemm)
+            if weight is not None and weight.dim() == 2 and weight.requires_grad:
+                copied = [gemm.backend.copied(gemm.module, role) for role in ("input", "grad_output")]
+                shape = (weight.shape[0], weight.shape[1])
+                self._gradients[gemm.name] = _Gradient(gemm, weight, not all(copied), keeps(gemm), shape)
+        self._handles: list[RemovableHandle] = []
+        self._hooked: set[int] = set()
+        self._queued = self._closed = False
+
+    def attach(self) -> None:
+        """Look at gradients from now on."""
+        self._handles = [register_optimizer_step_pre_hook(self._before_step)]
+        for one in self._gradients.values():
+            module = one.gemm.module
+            begin = partial(self._before_forward, one)
+            self._handles.append(module.register_forward_pre_hook(Hook(begin, module)))
+            if self._sharded.parameter(module, one.name) is None:
+                self._hook(one)
+
+    def detach(self) -> None:
+        """Look no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._roots, self._closed = [], [], True
+
+    def _hook(self, one: _Gradient) -> None:
+        weight = one.weight
+        if weight.is_leaf and weight.requires_grad and not is_dtensor(weight) and id(weight) not in self._hooked:
+            self._hooked.add(id(weight))
+            of = [other for other in self._gradients.values() if other.weight is weight]
+            self._handles.append(weight.register_hook(partial(self._see, of)))
+
+    def _before_forward(self, one: _Gradient, *_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+            return
+        with self._guard(_LOOKING):
+            if self._sharded.parameter(one.gemm.module, one.name) is not None:
+                one.weight = weight_of(one.gemm)
+                self._hook(one)
+            one.reducer = self._reducer(one)
+
+    def _reducer(self, one: _Gradient) -> Reducer:
+        weight, module = one.weight, one.gemm.module
+        if getattr(weight, "_post_accumulate_grad_hooks", None) or is_split_by_zero(weight):
+            return OTHER
+        if hasattr(weight, "main_grad"):
+            return of_megatron(module, weight, self._roots)[0]
+        if self._sharded.parameter(module, one.name) is not None:
+            return self._sharded.reducer(module, one.name)
+        if is_dtensor(weight):
+            return OTHER
+        return of_ddp(weight) or (ALONE if is_alone() else OTHER)
+
+    def _see(self, of: Sequence[_Gradient], grad: torch.Tensor | None) -> None:
+        """What a backward pass adds, before it is added."""
+        if self._closed:
+            return
+        with self._guard(_LOOKING):
+            for one in of:
+                self._see_summand(one, grad)
+            if not self._queued:
+                self._queued = True
+                _after_backward(self._after_backward, _LAST)
+
+    def _see_summand(self, one: _Gradient, grad: torch.Tensor | None) -> None:
+        weight = one.weight
+        main = getattr(weight, "main_grad", None)
+        if main is not None and adds_to_main_grad(one.gemm):  # the GEMM has done so, and autograd gets nothing of it
+            one.add(True, one.block(main))
+        elif grad is not None and not is_dtensor(grad):
+            own = one.block(grad)
+            if main is not None:
+                one.add(False, own, *([] if one.passes else [one.block(main)]))
+            elif self._sharded.parameter(one.gemm.module, one.name) is not None:
+                earlier = self._sharded.has_gradient(one.gemm.module, one.name)
+                if earlier and not one.passes:
+                    one.reducer = Reducer(reason=PARTS_MISSING)
+                one.add(not earlier, own)
+            else:
+                one.add(True, own, *([] if weight.grad is None else [one.block(weight.grad)]))
+        one.passes += 1
+
+    def _after_backward(self) -> None:
+        self._queued = False
+        with self._guard(_LOOKING):
+            for one in self._gradients.values():
+                if not self._closed and not hasattr(one.weight, "main_grad"):
+                    self._see_reduced(one)
+
+    def _see_reduced(self, one: _Gradient) -> None:
+        parameter = self._sharded.parameter(one.gemm.module, one.name)
+        grad = (one.weight if parameter is None else parameter).grad
+        if grad is None or not one.keeps(grad):
+            return
+        if is_dtensor(grad):  # which has rows, as torch splits them
+            size, rank = grad.device_mesh.size(-1), grad.device_mesh.get_coordinate()[-1]
+            one.keep_part(local(grad).reshape(-1), -(-one.shape[0] // size) * rank * one.shape[1])
+        else:
+            one.reduced = one.block(grad)
+
+    def _before_step(self, *_: Any) -> None:
+        """An optimizer begins: what comes later is of another step."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._guard(_LOOKING):
+            for one in self._gradients.values():
+                main = getattr(one.weight, "main_grad", None)
+                if main is None or is_dtensor(main):
+                    continue
+                one.reducer, held = of_megatron(one.gemm.module, one.weight, self._roots)
+                if held is not None and one.keeps(main):
+                    one.keep_part(main.detach().reshape(-1)[held], held.start)
+
+    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace each tensor by what `to` gives for it."""
+        for one in self._gradients.values():
+            one.summands = [to(x) for x in one.summands]
+            one.reduced = None if one.reduced is None else to(one.reduced)
+            one.held = None if one.held is None else to(one.held)
+
+    def found(self) -> Mapping[str, GradientParts]:
+        """By layer, what this rank has to add."""
+        return {name: parts for name, one in self._gradients.items() if (parts := _parts(one)) is not None}
+
+
+def _parts(one: _Gradient) -> GradientParts | None:
+    """None: it has nothing to add, and none of its own is expected."""
+    part, reducer = part_of(one.gemm.module, "weight_gradient"), one.reducer or OTHER
+    seen = one.passes > 0 or hasattr(one.weight, "main_grad")  # which is there for experts without tokens too
+    if part is None or not one.adds or not seen:
+        return None
+    high, wide = (min(n, ROWS) for n in one.shape)
+    none = torch.zeros(high, wide, dtype=torch.float64)
+    summands = [x.double() for x in one.summands]
+    summand, size = sum(summands, none), sum((x.abs() for x in summands), none)
+    reduced = none if one.reduced is None else one.reduced.double()
+    held = (none == 0 if one.held is None else one.held) if one.reduced is not None else none > 0
+    given = [*one.summands, *([] if one.reduced is None else [one.reduced])]
+    dtypes = {x.dtype for x in given} | {reducer.dtype or torch.float32}
+    roundings = max(one.passes, 1) * reducer.ranks + _SCALINGS
+    bound = bound_of_sum(size, roundings, dtypes, reducer.ranks, reducer.factor)
+    return GradientParts(
+        part=part,
+        summand=summand,
+        bound=bound,
+        reduced=reduced / reducer.factor,
+        held=int(held.sum()),
+        first=bool(held[0, 0]),
+        expected=reducer.ranks,
+        passes=one.passes > 0,
+        known=reducer.known,
+        reason=reducer.reason,
+    )
+
+
+def _after_backward(call: Callable[[], None], times: int) -> None:
+    """Have `call` called when the backward pass that runs is over."""
+    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+    queue(call if times == 0 else partial(_after_backward, call, times - 1))

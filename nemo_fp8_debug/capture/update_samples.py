@@ -1,0 +1,81 @@
+"""Some rows and columns of a weight and of its moments around a step of Adam, and what is wrong with that step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..numerics.adam import Adam, Held, update_sums
+from ..numerics.gemm_error import spread
+from .dtensor import is_dtensor
+
+#: exact and quantized dW of the first call of a layer, the same rows and columns; None: not known
+Products = Callable[[str], tuple[torch.Tensor, torch.Tensor] | None]
+_OPTIONS = ("amsgrad", "maximize")
+
+
+def adam_of(optimizer: Any, parameter: Any) -> Adam | None:
+    """The rule that an optimizer has stepped a parameter by; None: it is none of those that are known.
+
+    Known are torch's Adam and AdamW, those of torchao, and Transformer Engine's FusedAdam.
+    """
+    group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
+    decoupled = _is_decoupled(optimizer, group or {})
+    if group is None or decoupled is None or any(group.get(name) for name in _OPTIONS):
+        return None
+    step = optimizer.state.get(parameter, {}).get("step", group.get("step"))
+    if step is None:
+        return None
+    one, two = (float(beta) for beta in group["betas"])
+    step = step if group.get("bias_correction", True) else None
+    return Adam(group["lr"], (one, two), group["eps"], group["weight_decay"], decoupled, step)
+
+
+def _is_decoupled(optimizer: Any, group: Any) -> bool | None:
+    """Whether weight decay is apart from the gradient; None: it is no Adam that is known."""
+    kinds = {(base.__module__.partition(".")[0], base.__name__) for base in type(optimizer).__mro__}
+    if ("torch", "AdamW") in kinds:
+        return True
+    if ("torch", "Adam") in kinds:
+        return bool(group.get("decoupled_weight_decay", False))
+    if ("torchao", "_AdamBase") in kinds:
+        return bool(optimizer.is_adamw)
+    return bool(optimizer.adam_w_mode) if ("transformer_engine", "FusedAdam") in kinds else None
+
+
+class UpdateSample:
+    """A step of one weight, begun when its optimizer is about to take it."""
+
+    def __init__(self, rows: int, weight: Any, first: Any, second: Any, gradient: Any) -> None:
+        """
+        Args:
+            rows: and as many columns, that are looked at.
+            weight: what the optimizer steps by, a matrix.
+            first, second: its moments, as numbers; None: they begin with zero.
+            gradient: that it steps by.
+
+        Raises:
+            LookupError: ranks have parts of them, or they are no matrices of one shape.
+        """
+        self._k, self._shape = rows, tuple(weight.shape)
+        self._before = self._held(weight, first, second)
+        self._gradient = self._picked(gradient)
+
+    def sums(
+        self, adam: Adam, weight: Any, first: Any, second: Any, products: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """As `update_sums`, once the step is taken."""
+        after = self._held(weight, first, second)
+        return update_sums(adam, self._before, after, self._gradient, products, weight.dtype == torch.float32)
+
+    def _held(self, weight: Any, first: Any, second: Any) -> Held:
+        picked = self._picked(weight)
+        return Held(picked, *(torch.zeros_like(picked) if x is None else self._picked(x) for x in (first, second)))
+
+    def _picked(self, x: Any) -> torch.Tensor:
+        if is_dtensor(x) or not isinstance(x, torch.Tensor) or tuple(x.shape) != self._shape or x.dim() != 2:
+            raise LookupError("they are no matrices of one shape")
+        rows, columns = (spread(n, self._k, x.device) for n in x.shape)
+        return x.detach().index_select(0, rows).index_select(1, columns).double()

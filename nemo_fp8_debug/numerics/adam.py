@@ -1,0 +1,135 @@
+"""What makes a step of Adam or AdamW differ from the exact one, in parts: errors of the gradient, of the moments as they are
+stored, and of adding the step to the weight. All in float64, of some values of a weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+#: what is known of a step, in the order of `update_sums`
+UPDATE_SUMS = (
+    "n",
+    "error2",
+    "weight_gradient_error2",
+    "first_moment_error2",
+    "second_moment_error2",
+    "weight_error2",
+    "update2",
+    "parts",
+    "parts_with_gradient",
+)
+#: part of a gradient by which it may differ from a product, to be its sum and nothing else: rounding to BF16, and more
+_FITS = 2.0**-6
+#: part of a moment, or of a step that is added to float32, by which it may differ from Adam's, to be Adam's
+_IS_ADAM = 0.5
+
+
+@dataclass(frozen=True)
+class Adam:
+    """The rule of a step; numbers are Python's, or tensors of no dimension on any device.
+
+    Example:
+        >>> adam = Adam(rate=0.1, betas=(0.9, 0.99), eps=0.0, decay=0.0, decoupled=True, step=1)
+        >>> zero, gradient = torch.zeros(2, dtype=torch.float64), torch.tensor([2.0, -4.0], dtype=torch.float64)
+        >>> adam.change(*adam.moments(zero, zero, gradient, zero), zero)
+        tensor([-0.1000,  0.1000], dtype=torch.float64)
+    """
+
+    rate: float | torch.Tensor
+    betas: tuple[float, float]
+    eps: float
+    decay: float
+    #: whether weight decay is apart from the gradient, as in AdamW
+    decoupled: bool
+    #: counted from 1; None: moments are not corrected for their beginning at zero
+    step: float | torch.Tensor | None
+
+    def moments(
+        self, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both moments after a step, from those before it. All float64, of one shape."""
+        gradient = gradient if self.decoupled else gradient + self.decay * weight
+        one, two = self.betas
+        return one * first + (1 - one) * gradient, two * second + (1 - two) * gradient.square()
+
+    def change(self, first: torch.Tensor, second: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """What a step adds to the weight, from the moments after it."""
+        corrections = (1.0, 1.0) if self.step is None else tuple(1 - beta**self.step for beta in self.betas)
+        of_moments = first / corrections[0] / ((second / corrections[1]).sqrt() + self.eps)
+        return -self.rate * (of_moments + self.decay * weight if self.decoupled else of_moments)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Some values of a weight, of its gradient and moments, float64 of one shape."""
+
+    weight: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def update_sums(
+    adam: Adam,
+    before: Held,
+    after: Held,
+    gradient: torch.Tensor,
+    products: tuple[torch.Tensor, torch.Tensor] | None,
+    adds_exactly: bool,
+) -> torch.Tensor:
+    """Sums over values, float64 as `UPDATE_SUMS`, that add up over parts of a weight; zeros if the step is not Adam's.
+
+    The step is the one that the stored moments stand for; what is wrong with it is the sum of four errors and what they do
+    jointly. What storing them in earlier steps has lost is not in it.
+
+    Args:
+        before: the weight and its moments before the step, as they are stored.
+        after: likewise after it.
+        gradient: that the optimizer stepped by.
+        products: dW of one call, exact and as its operands were quantized; None: not known.
+        adds_exactly: whether the weight is stored in float32, so that what was added tells whether the step is Adam's.
+    """
+    exact = gradient
+    known = torch.zeros((), dtype=torch.float64, device=gradient.device)
+    if products is not None and products[0].shape == gradient.shape:
+        exact, known = _exact_gradient(gradient, *products)
+    first, second = adam.moments(before.first, before.second, gradient, before.weight)
+    right = adam.change(*adam.moments(before.first, before.second, exact, before.weight), before.weight)
+    of_gradient = adam.change(first, second, before.weight)
+    of_first, of_second = adam.change(after.first, second, before.weight), adam.change(first, after.second, before.weight)
+    stored = adam.change(after.first, after.second, before.weight)
+    added = after.weight - before.weight
+    # Some optimizers step by the moments before they round them, others by what is left of them.
+    meant = torch.where(_norm2(added - of_gradient) < _norm2(added - stored), of_gradient, stored)
+    errors = [of_gradient - right, of_first - of_gradient, of_second - of_gradient, added - meant]
+    total = stored - right + errors[3]
+    sums = torch.stack([torch.full_like(known, total.numel()), *map(_norm2, (total, *errors, right)), known * 0 + 1, known])
+    is_adam = _is_near(after.first, first) & _is_near(after.second, second)
+    if adds_exactly:
+        is_adam = is_adam & _is_near(added, meant)
+    return torch.where(is_adam & sums.isfinite().all(), sums, 0.0)
+
+
+def _exact_gradient(
+    gradient: torch.Tensor, exact: torch.Tensor, quantized: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient without the errors of its product, and 1.0; or as it is, and 0.0, if it is not a multiple of that.
+
+    A gradient that is summed over other calls or ranks too is none. Where nothing quantizes it is one of the exact product.
+    """
+    fits = []
+    for product in (quantized, exact):
+        factor = (gradient * product).sum() / _norm2(product)
+        fits.append((factor, _norm2(gradient - factor * product)))
+    quantizes = fits[0][1] <= fits[1][1]
+    factor, rest = (torch.where(quantizes, a, b) for a, b in zip(*fits, strict=True))
+    known = rest <= _FITS**2 * _norm2(gradient)
+    return torch.where(known, factor * exact, gradient), known.double()
+
+
+def _norm2(x: torch.Tensor) -> torch.Tensor:
+    return x.square().sum()
+
+
+def _is_near(x: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return _norm2(x - expected) <= _IS_ADAM**2 * _norm2(expected)

@@ -1,0 +1,1 @@
+"""How surely `diagnose` names what goes wrong between GEMMs and in the steps of weights."""
