@@ -88,8 +88,9 @@ class TestReport:
             figures = page.locator("article").first.locator(".report-figure")
             figures.last.locator("[data-drawn]").first.wait_for()
             verdict = figures.first
-            verdict.locator("table").first.wait_for()
-            assert diagnosis["verdict"] in verdict.inner_text() and comparison["verdict"] in verdict.inner_text()
+            verdict.locator("table").last.wait_for(state="attached")
+            told = str(verdict.text_content())
+            assert diagnosis["verdict"] in told and comparison["verdict"] in told
             views = [figure.get_attribute("data-view") for figure in figures.all()]
             assert views[0] == "verdict" and {"map", "timeline", "distribution"} <= set(views)
             culprit, since = diagnosis["culprit"], diagnosis["culprit"]["since"]
@@ -159,8 +160,8 @@ class TestExport:
                 page.locator(f"[aria-selected=true]#tab-{state['view']}").wait_for()
 
             look(view="verdict")
-            page.locator("main table").first.wait_for()
-            assert diagnosis["verdict"] in page.locator("main").inner_text()
+            page.locator("main table").last.wait_for(state="attached")
+            assert diagnosis["verdict"] in str(page.locator("main").text_content())
             look(view="map", metric="underflow_pct", step=40)
             page.locator("[data-panel=run] [data-drawn='40']").wait_for()
             worst = page.locator("[data-panel=run]")

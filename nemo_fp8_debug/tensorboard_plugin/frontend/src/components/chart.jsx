@@ -31,7 +31,7 @@ export function Chart({name, label, option, rows, on = {}, height = 320, ready, 
   after.current = resized;
   const isDark = dark.value;
 
-  // In time for the printer, which waits for no effect.
+  // In time for the printer, which waits for no effect either.
   useLayoutEffect(() => {
     const element = box.current;
     const made = echarts.init(element, null, {renderer: 'canvas'});
@@ -41,17 +41,14 @@ export function Chart({name, label, option, rows, on = {}, height = 320, ready, 
     const fit = () => {
       made.resize();
       after.current?.();
-    };
-    const print = () => {
-      fit();
-      made.getZr().flush();
+      made.getZr().flush(); // the printer waits for no frame
     };
     const observer = new ResizeObserver(fit);
     observer.observe(element);
-    window.addEventListener('beforeprint', print);
+    window.addEventListener('beforeprint', fit);
     return () => {
       observer.disconnect();
-      window.removeEventListener('beforeprint', print);
+      window.removeEventListener('beforeprint', fit);
       made.dispose();
     };
   }, []);
