@@ -1,4 +1,4 @@
-"""Takes the screenshots of the docs: TensorBoard over a demo's folder, and the page of its comparison, in headless Chromium.
+"""Takes the screenshots of the docs: TensorBoard over a demo's folder, and a report, in headless Chromium.
 
 `.venv/bin/python scripts/screenshots.py runs/demo`
 """
@@ -66,7 +66,7 @@ def comparison(page: Page, runs: Path) -> None:
         arguments = ["compare", runs / "baseline", runs / "bad", "--html", report]
         subprocess.run([command, *arguments], check=True, stdout=subprocess.DEVNULL)
         page.goto(report.as_uri())
-        page.wait_for_timeout(3000)
+        page.locator(".report-figure").last.locator("[data-drawn]").first.wait_for(timeout=120_000)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typer.main import get_command
 from .._version import __version__
 from .console import explained
 
-COMMANDS = ("compare", "diagnose", "gate", "learn", "recommend", "rescue", "control", "replay", "audit", "import")
+COMMANDS = ("compare", "diagnose", "gate", "learn", "recommend", "rescue", "control", "replay", "audit", "import", "view")
 
 
 def _module_of(name: str) -> Any:
@@ -60,6 +60,10 @@ def _module_of(name: str) -> Any:
             from . import imports
 
             return imports
+        case "view":
+            from . import view
+
+            return view
     raise KeyError(name)
 
 

@@ -25,6 +25,7 @@ EXAMPLES = (
     "runs/baseline runs/fp8",
     "runs/baseline runs/fp8 --reference runs/bf16",
     "runs/baseline runs/fp8 --json",
+    "runs/baseline runs/fp8 --html report.html",
 )
 
 
@@ -41,13 +42,13 @@ def command(
     ] = None,
     top: Annotated[int, typer.Option(metavar="N", help="tensors to list", min=1)] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="file for a page with plots")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="file for a report, which opens in any browser")] = None,
 ) -> None:
     """Compare runs with a baseline: the losses, and the tensors ranked by how far they drifted."""
     if html is not None:
-        from ..analysis.report import check_page
+        from ..tensorboard_plugin.page.report import check_report
 
-        check_page(html)
+        check_report(html)
     with working("reading the records", *(f"comparing {path}" for path in run)) as over:
         first, *others = _read([baseline, *run, *([reference] if reference else [])], by)
         over()
@@ -63,9 +64,11 @@ def command(
         for found in comparisons:
             _print(found, top)
     if html is not None:
-        from ..analysis.report import write_page
+        from ..tensorboard_plugin.page.report import Compared, write_report
 
-        write_page(html, comparisons)
+        paths = [run.path for run in others]
+        with working(f"writing {html}"):
+            write_report(html, Compared(first.path, paths, other.path if other else None, by, rename or ()))
 
 
 def _read(paths: list[Path], by: str) -> list[Run]:

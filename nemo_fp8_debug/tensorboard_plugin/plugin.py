@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .records import course, extents, losses, metadata, runs, spread, tables
 from .records.bands import Bands
 from .records.cache import Cache
 from .records.dumps import Dumps
-from .records.logdir import Logdir, roots_of
+from .records.logdir import Logdir, Root, roots_of
 from .records.part_matrices import Parts
 from .web.errors import Refused
 from .web.json_values import encoded, plain
@@ -59,6 +59,14 @@ class Route:
     answer: Callable[..., Any]
     parameters: Mapping[str, Parameter]
 
+    def asked(self, given: Iterable[tuple[str, str]]) -> Any:
+        """The answer to a request with these parameters: bytes, or what JSON can say.
+
+        Raises:
+            Refused: a parameter is wrong, or there is no such run, tensor or step.
+        """
+        return self.answer(**parsed(given, self.parameters))
+
 
 class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
     """The FP8 tab."""
@@ -70,19 +78,29 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         Args:
             context: TensorBoard's TBContext.
         """
+        self._open(roots_of(context.flags))
+
+    @classmethod
+    def over(cls, roots: Sequence[Root]) -> FP8Plugin:
+        """The same without TensorBoard, on records below some folders."""
+        plugin: FP8Plugin = cls.__new__(cls)
+        plugin._open(roots)
+        return plugin
+
+    def _open(self, roots: Sequence[Root]) -> None:
         self._tables = {table: Parts(table) for table in metadata.TABLES}
         self._parts = self._tables["metrics"]
-        self._logdir = Logdir(roots_of(context.flags), self._parts.warm)
+        self._logdir = Logdir(roots, self._parts.warm)
         self._bands = Bands(self._parts)
         self._dumps = Dumps()
         self._jobs = Jobs()
         self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
         self._pictures: Cache[bytes] = Cache(_PICTURES, len)
-        self._bundle = _Bundle(_BUNDLE)
+        self._bundle = Bundle(_BUNDLE)
 
-    def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
-        """A WSGI application for each address below data/plugin/fp8."""
-        routes = {
+    def routes(self) -> dict[str, Route]:
+        """What can be asked for, by the last part of its address."""
+        return {
             "runs": Route(self._runs, {}),
             "run": Route(self._run, {"run": _RUN, "table": _TABLE}),
             "frames": Route(self._frames, {"run": _RUN, "metric": _METRIC, "from": _STEP, "to": _STEP, "table": _TABLE}),
@@ -106,10 +124,17 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
             ),
             "fingerprints": Route(self._fingerprints, {"a": _RUN, "b": _OTHER}),
         }
+
+    def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
+        """A WSGI application for each address below data/plugin/fp8."""
         return {
-            "/index.js": _application(self._bundle),
-            **{f"/{name}": _application(_checked(r)) for name, r in routes.items()},
+            "/index.js": wsgi_of(self._bundle),
+            **{f"/{name}": wsgi_of(_checked(route)) for name, route in self.routes().items()},
         }
+
+    def await_records(self) -> None:
+        """Wait until all folders have been looked through."""
+        self._logdir.await_all()
 
     def is_active(self) -> bool:
         """Whether a record was found by now."""
@@ -125,8 +150,10 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _runs(self) -> Any:
         found = self._logdir.found()
+        listed = runs.listed(self._parts, self._logdir)
         return {
-            "runs": plain(runs.listed(self._parts, self._logdir)),
+            "runs": plain(listed),
+            "suggested": runs.suggested([run["name"] for run in listed if run["state"] != "unreadable"]),
             "logdirs": [root.address for root in self._logdir.roots],
             "refused": [{"name": name, "why": why} for name, why in sorted(found.refused.items())],
             "metrics": metadata.metrics_of(),
@@ -187,13 +214,24 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return self._jobs.ask({"kind": "what_if", "run": str(record), "step": at, "recipe": recipe}, index.version)
 
     def _verdict(self, run: str, baseline: str | None, reference: str | None, by: str | None) -> Any:
+        return self.judge(run, baseline, reference, by)
+
+    def judge(
+        self,
+        run: str,
+        baseline: str | None = None,
+        reference: str | None = None,
+        by: str | None = None,
+        renames: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """How far the verdict of runs is, as `Jobs.ask` says it; begins it if it was not asked for before."""
         records = {
             role: name and self._logdir.record(name)
             for role, name in (("run", run), ("baseline", baseline), ("reference", reference))
         }
         version = " ".join(self._parts.index(record).version for record in records.values() if record)
         places = {role: record and str(record) for role, record in records.items()}
-        return self._jobs.ask({"kind": "verdict", **places, "by": by or "step"}, version)
+        return self._jobs.ask({"kind": "verdict", **places, "by": by or "step", "renames": list(renames)}, version)
 
     def _fingerprints(self, a: str, b: str | None) -> Any:
         with hearing():
@@ -203,7 +241,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return {"a": plain(of_a), "b": plain(of_b), "differences": rows}
 
 
-class _Bundle:
+class Bundle:
     """The page's script, kept by browsers as long as it stays the same."""
 
     def __init__(self, path: Path) -> None:
@@ -211,6 +249,7 @@ class _Bundle:
         self._held: tuple[int, bytes, str] = (0, b"", "")
 
     def __call__(self, request: Request) -> Response:
+        """The script, or that it has not changed."""
         written = self._path.stat().st_mtime_ns
         if self._held[0] != written:
             content = self._path.read_bytes()
@@ -223,7 +262,7 @@ class _Bundle:
         return response.make_conditional(request)  # type: ignore[no-any-return]
 
 
-def _application(answer: Callable[[Request], Response]) -> Callable[..., Any]:
+def wsgi_of(answer: Callable[[Request], Response]) -> Callable[..., Any]:
     """WSGI around an answer to a request; a request that is refused gets a sentence."""
 
     def application(environ: Any, start_response: Any) -> Any:
@@ -250,10 +289,9 @@ def _application(answer: Callable[[Request], Response]) -> Callable[..., Any]:
 
 def _checked(route: Route) -> Callable[[Request], Response]:
     def answer(request: Request) -> Response:
-        found = route.answer(**parsed(request.args.items(multi=True), route.parameters))
-        if isinstance(found, bytes):
-            return _response(request, found, "application/octet-stream", 200)
-        return _response(request, encoded(found), "application/json", 200)
+        found = route.asked(request.args.items(multi=True))
+        kind = "application/octet-stream" if isinstance(found, bytes) else "application/json"
+        return _response(request, found if isinstance(found, bytes) else encoded(found), kind, 200)
 
     return answer
 

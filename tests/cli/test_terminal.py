@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,14 @@ def test_examples_of_help_run(command: str, place: Path, monkeypatch: pytest.Mon
             called = ["nemo-fp8-debug", command, *shlex.split(example)]
             ended = subprocess.run(called, env=os.environ | path, capture_output=True, text=True)
             assert "resumed" in ended.stdout, ended.stderr
+            continue
+        if command == "view" and "--export" not in example:  # it serves until Ctrl+C
+            path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+            called = ["nemo-fp8-debug", command, *shlex.split(example)]
+            with subprocess.Popen(called, env=os.environ | path, stdout=subprocess.PIPE, text=True) as serving:
+                assert serving.stdout and " at http://" in serving.stdout.readline()
+                serving.send_signal(signal.SIGINT)
+            assert serving.returncode == 0
             continue
         result = run_cli(command, *shlex.split(example))
         assert result.exit_code in ((0, 1, 3) if command == "gate" else (0,)), result.output

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...analysis.comparison.comparison import Comparison
+from ...analysis.comparison.layer_matching import named_alike
 from ...analysis.comparison.summary import to_json
 from ...analysis.diagnosis.diagnose import comparison_of, diagnose, diagnose_comparison
 from ...analysis.diagnosis.diagnosis import Diagnosis
@@ -28,10 +29,18 @@ _THINNED = (
 )
 
 
-def verdict(run: str, baseline: str | None, reference: str | None, by: str, tell: Tell = to_nobody) -> dict[str, Any]:
+def verdict(
+    run: str,
+    baseline: str | None,
+    reference: str | None,
+    by: str,
+    renames: Sequence[str] = (),
+    tell: Tell = to_nobody,
+) -> dict[str, Any]:
     """Compare, diagnose and recommend, as the commands of these names do.
 
     Args:
+        renames: of the run's layers, as `compare` takes them.
         tell: called with what is known so far: `stage` (`loss`, `comparison`, `diagnosis`), and `story`, whose headline is
             filled in part by part; with the last of them `diagnosis`.
 
@@ -44,6 +53,8 @@ def verdict(run: str, baseline: str | None, reference: str | None, by: str, tell
         told = _headline_of_losses(run, baseline, by)
         tell({"stage": "loss", "story": {"headline": told}})
         runs = {record: Run.read(record, by, every=every) for record in records}
+        if baseline and renames:
+            runs[run], _ = named_alike(runs[baseline], runs[run], renames)
         good, other = (None if record is None else runs[record] for record in (baseline, reference))
         found = _diagnosed(runs[run], good, other, by, told, tell)
         so_far = _with_notes(found, heard)

@@ -89,6 +89,11 @@ class Logdir:
         self._some.wait(wait)
         return bool(self._found.records)
 
+    def await_all(self) -> None:
+        """Wait until all roots have been looked through once."""
+        self._look_again()
+        self._done.wait()
+
     def record(self, name: str) -> Storage:
         """The record of a run.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import hearing
@@ -22,6 +24,26 @@ def listed(parts: Parts, logdir: Logdir) -> list[dict[str, Any]]:
     until = time.monotonic() + _PATIENCE
     names = sorted(logdir.found().records)
     return [about(parts, name, logdir, in_haste=time.monotonic() > until) for name in names]
+
+
+#: what names of runs say of the parts that they play
+_PLAYS = {
+    "baseline": re.compile(r"(^|[\W_])(good|baseline)([\W_]|$)", re.IGNORECASE),
+    "reference": re.compile(r"(^|[\W_])(reference|bf16)([\W_]|$)", re.IGNORECASE),
+    "run": re.compile(r"(^|[\W_])bad([\W_]|$)", re.IGNORECASE),
+}
+
+
+def suggested(names: Sequence[str]) -> dict[str, str | None]:
+    """Which of the runs plays which part, by their names.
+
+    Example:
+        >>> suggested(["bad", "baseline", "bf16", "other"])
+        {'baseline': 'baseline', 'reference': 'bf16', 'run': 'bad'}
+    """
+    found = {part: next((name for name in names if pattern.search(name)), None) for part, pattern in _PLAYS.items()}
+    others = [name for name in names if name not in (found["baseline"], found["reference"])]
+    return found | {"run": found["run"] or next(iter([*others, *names]), None)}
 
 
 def about(parts: Parts, name: str, logdir: Logdir, in_haste: bool) -> dict[str, Any]:

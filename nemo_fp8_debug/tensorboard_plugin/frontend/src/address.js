@@ -1,13 +1,11 @@
 // What is looked at, in the address: TensorBoard's hash, as #fp8&p.fp8.view=map&p.fp8.run=bad, so that a link shows the same.
 import {computed, signal} from '@preact/signals';
+import {figure, host} from './host.js';
 
 const PREFIX = 'p.fp8.';
 
-// The frame is of TensorBoard's origin; opened by itself it has a hash of its own.
-const page = window.parent;
-
 function parts() {
-  return page.location.hash.replace(/^#/, '').split('&').filter(Boolean);
+  return host.location.hash.replace(/^#/, '').split('&').filter(Boolean);
 }
 
 function decoded(text) {
@@ -19,6 +17,7 @@ function decoded(text) {
 }
 
 function read() {
+  if (figure) return figure.state;
   const state = {};
   for (const part of parts()) {
     const at = part.indexOf('=');
@@ -33,7 +32,7 @@ const WRITE_MS = 100;
 let waiting;
 let written = -WRITE_MS;
 const state = signal(read());
-page.addEventListener('hashchange', () => {
+host.addEventListener('hashchange', () => {
   clearTimeout(waiting);
   waiting = undefined;
   state.value = read();
@@ -68,12 +67,26 @@ function write(how) {
   clearTimeout(waiting);
   waiting = undefined;
   written = performance.now();
+  if (figure) return;
   const others = parts().filter((part) => !decoded(part).startsWith(PREFIX));
   const ours = Object.entries(state.value).map(([key, value]) => `${PREFIX}${encodeURIComponent(key)}=${encodeURIComponent(value)}`);
   const hash = `#${[...others, ...ours].join('&')}`;
   // In full: TensorBoard's page of a plugin has another base.
-  const {pathname, search} = page.location;
-  if (hash !== page.location.hash) page.history[how](page.history.state, '', pathname + search + hash);
+  const {pathname, search} = host.location;
+  try {
+    if (hash !== host.location.hash) host.history[how](host.history.state, '', pathname + search + hash);
+  } catch {
+    // A sandboxed frame, as others show a page in, has no address that could change.
+  }
+}
+
+function changed(changes) {
+  const next = {...state.value};
+  for (const [key, value] of Object.entries(changes)) {
+    if (value == null) delete next[key];
+    else next[key] = String(value);
+  }
+  return next;
 }
 
 /**
@@ -82,10 +95,10 @@ function write(how) {
  * @param {boolean} remember whether the browser's back button comes back to what is looked at now
  */
 export function go(changes, remember = false) {
-  const next = {...state.value};
-  for (const [key, value] of Object.entries(changes)) {
-    if (value == null) delete next[key];
-    else next[key] = String(value);
+  const next = changed(changes);
+  if (figure && next.view !== state.value.view) {
+    figure.goTo(next);
+    return;
   }
   if (remember && waiting) write('replaceState');
   state.value = next;
@@ -96,7 +109,8 @@ export function go(changes, remember = false) {
 
 /** The address under which something else is looked at; changes as for `go`. */
 export function linkTo(changes) {
-  const url = new URL(page.location.href);
+  if (figure) return figure.linkTo(changed(changes));
+  const url = new URL(host.location.href);
   const others = parts().filter((part) => !decoded(part).startsWith(PREFIX));
   const ours = Object.entries({...state.value, ...changes}).filter(([, value]) => value != null);
   url.hash = [...others, ...ours.map(([key, value]) => `${PREFIX}${encodeURIComponent(key)}=${encodeURIComponent(value)}`)].join('&');

@@ -78,7 +78,7 @@ function Views({view}) {
   );
 }
 
-function Shown({view}) {
+export function Shown({view}) {
   const run = about(chosen.value.run);
   if (!run) return <Notice title="No such run"><p>The address names a run that is not under the logdir; choose another above.</p></Notice>;
   if (run.state === 'unreadable') return <Problem error={`${run.name} cannot be read: ${run.why}`} />;
@@ -98,7 +98,7 @@ function Notes() {
     [...(data?.notes ?? []), ...(error ? [error] : [])].map((note) => `${chosen.value[part]}: ${note}`),
   );
   const refused = (known.value.refused ?? []).map(({name, why}) => `${name}: ${why}`);
-  const all = [...refused, ...missing(), ...notes];
+  const all = [...(known.value.told ?? []), ...refused, ...missing(), ...notes];
   if (!all.length) return null;
   return <ul class="notes" role="status">{all.map((note) => <li key={note}>{note}</li>)}</ul>;
 }

@@ -1,11 +1,10 @@
 // What TensorBoard loads into the frame of the tab.
 import {render as mount} from 'preact';
 import {App} from './app.jsx';
-import ofStory from './story/story.css';
-import styles from './styles.css';
+import {styled} from './styles.js';
 
 export function render() {
   document.documentElement.lang = 'en';
-  document.head.append(Object.assign(document.createElement('style'), {textContent: styles + ofStory}));
+  styled();
   mount(<App />, document.body);
 }

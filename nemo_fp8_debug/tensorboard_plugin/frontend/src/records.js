@@ -33,20 +33,11 @@ export const PARTS = {
   reference: {label: 'Reference run', hint: 'the same run in BF16'},
 };
 
-const readable = computed(() => (known.value?.runs ?? []).filter((run) => run.state !== 'unreadable'));
-
-function named(pattern) {
-  return readable.value.find((run) => pattern.test(run.name))?.name;
-}
-
 /** Names of the runs by part: as the address has them, or as their names suggest. */
 export const chosen = computed(() => {
   const names = new Set((known.value?.runs ?? []).map((run) => run.name));
   const pick = (part, guess) => (at(part) === undefined ? guess : names.has(at(part)) ? at(part) : undefined);
-  const baseline = pick('baseline', named(/(^|[\W_])(good|baseline)([\W_]|$)/i));
-  const reference = pick('reference', named(/(^|[\W_])(reference|bf16)([\W_]|$)/i));
-  const others = readable.value.filter((run) => run.name !== baseline && run.name !== reference);
-  const run = pick('run', named(/(^|[\W_])bad([\W_]|$)/i) ?? others[0]?.name ?? readable.value[0]?.name);
+  const [baseline, reference, run] = ['baseline', 'reference', 'run'].map((part) => pick(part, known.value?.suggested[part] ?? undefined));
   return {run, baseline: baseline === run ? undefined : baseline, reference: reference === run || reference === baseline ? undefined : reference};
 });
 

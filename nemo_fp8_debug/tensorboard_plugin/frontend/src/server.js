@@ -1,39 +1,11 @@
-// Questions to the Python side. Addresses are relative to this module, wherever TensorBoard is mounted.
+// Questions to what knows the records, and their answers as long as they are worth something.
 import {useEffect, useRef, useState} from 'preact/hooks';
+import {source} from './source.js';
 
 const KEPT = 400;
 const answers = new Map();
 
-function addressOf(route, parameters) {
-  const url = new URL(route, import.meta.url);
-  for (const [name, value] of Object.entries(parameters)) if (value != null) url.searchParams.set(name, value);
-  return url;
-}
-
-async function fetched(url, parse) {
-  let response;
-  try {
-    response = await fetch(url);
-  } catch {
-    throw new Error('TensorBoard does not answer: is it still running?');
-  }
-  if (response.ok) return parse(response);
-  const said = await response.json().catch(() => ({}));
-  throw new Error(said.error ?? `TensorBoard answered ${response.status} ${response.statusText}`);
-}
-
-const asJson = (response) => response.json();
-
-/** Routes whose answers are a header and an array. */
-const PACKED = new Set(['frames', 'course', 'spread']);
-
-/** A header and `values`, a Float32Array: of `frames` [steps, tensors], of `course` [tensors, columns], NaN where there is none. */
-async function asPacked(response) {
-  const bytes = await response.arrayBuffer();
-  const length = new DataView(bytes).getUint32(0, true);
-  const about = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, length)));
-  return {...about, values: new Float32Array(bytes, 4 + length)};
-}
+const keyOf = (route, parameters, version) => `${version} ${source.nameOf(route, parameters)}`;
 
 /**
  * The answer to a question, kept as long as the record it is about stays the same.
@@ -42,10 +14,9 @@ async function asPacked(response) {
  * @param {string} version of the records asked about
  */
 export function ask(route, parameters = {}, version = '') {
-  const url = addressOf(route, parameters);
-  const key = `${version} ${url}`;
+  const key = keyOf(route, parameters, version);
   if (!answers.has(key)) {
-    const answer = fetched(url, PACKED.has(route) ? asPacked : asJson);
+    const answer = source.answer(route, parameters);
     answer.then((data) => (answer.data = data), () => answers.delete(key));
     answers.set(key, answer);
     if (answers.size > KEPT) answers.delete(answers.keys().next().value);
@@ -54,10 +25,10 @@ export function ask(route, parameters = {}, version = '') {
 }
 
 /** An answer that is there already; undefined: it was not asked for, or is awaited. */
-export const known = (route, parameters, version) => answers.get(`${version} ${addressOf(route, parameters)}`)?.data;
+export const known = (route, parameters, version) => answers.get(keyOf(route, parameters, version))?.data;
 
 /** What is asked anew each time. */
-export const askAgain = (route, parameters = {}) => fetched(addressOf(route, parameters), asJson);
+export const askAgain = (route, parameters = {}) => source.answer(route, parameters);
 
 const WAITING = {loading: true};
 const RETRY_MS = 5000;

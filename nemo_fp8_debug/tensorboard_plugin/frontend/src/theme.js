@@ -1,20 +1,34 @@
 // Colors: light or dark as TensorBoard is, and scales that color-blind people can read.
 import {signal} from '@preact/signals';
+import {host} from './host.js';
 
 /** Whether TensorBoard, or else the system, is dark. */
 export const dark = signal(false);
 
 const media = window.matchMedia('(prefers-color-scheme: dark)');
-const host = window.parent.document.body;
+const {body} = host.document;
 
 function look() {
-  dark.value = window.parent === window ? media.matches : host.classList.contains('dark-mode');
+  show(host === window ? media.matches : body.classList.contains('dark-mode'));
+}
+
+function show(isDark) {
+  dark.value = isDark;
   document.documentElement.dataset.theme = dark.value ? 'dark' : 'light';
 }
 
 look();
 media.addEventListener('change', look);
-new MutationObserver(look).observe(host, {attributes: true, attributeFilter: ['class']});
+// Paper is white, and as wide as styles.css says of a page that is printed.
+window.addEventListener('beforeprint', () => {
+  document.documentElement.dataset.printed = '';
+  show(false);
+});
+window.addEventListener('afterprint', () => {
+  delete document.documentElement.dataset.printed;
+  look();
+});
+new MutationObserver(look).observe(body, {attributes: true, attributeFilter: ['class']});
 
 /** Okabe and Ito's, apart for every common kind of color blindness. */
 export const COLORS = {run: '#d55e00', baseline: '#009e73', reference: '#0072b2', mark: '#cc79a7'};

@@ -3,7 +3,7 @@ import {CustomChart, LineChart, ScatterChart} from 'echarts/charts';
 import {AriaComponent, AxisPointerComponent, DataZoomComponent, GridComponent, MarkLineComponent, TitleComponent, TooltipComponent} from 'echarts/components';
 import * as echarts from 'echarts/core';
 import {CanvasRenderer} from 'echarts/renderers';
-import {useEffect, useRef} from 'preact/hooks';
+import {useEffect, useLayoutEffect, useRef} from 'preact/hooks';
 import {saveCsv, savePng} from '../download.js';
 import {dark, inks} from '../theme.js';
 
@@ -31,24 +31,29 @@ export function Chart({name, label, option, rows, on = {}, height = 320, ready, 
   after.current = resized;
   const isDark = dark.value;
 
-  useEffect(() => {
+  // In time for the printer, which waits for no effect either.
+  useLayoutEffect(() => {
     const element = box.current;
     const made = echarts.init(element, null, {renderer: 'canvas'});
     chart.current = made;
     made.on('rendered', () => (element.dataset.drawn = marked.current));
     ready?.(made);
-    const observer = new ResizeObserver(() => {
+    const fit = () => {
       made.resize();
       after.current?.();
-    });
+      made.getZr().flush(); // the printer waits for no frame
+    };
+    const observer = new ResizeObserver(fit);
     observer.observe(element);
+    window.addEventListener('beforeprint', fit);
     return () => {
       observer.disconnect();
+      window.removeEventListener('beforeprint', fit);
       made.dispose();
     };
   }, []);
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     const ink = inks();
     chart.current.setOption(
       {

@@ -30,9 +30,14 @@ function useWidth() {
   const [width, keep] = useState(0);
   useEffect(() => {
     if (!box.current) return undefined;
-    const observer = new ResizeObserver(([entry]) => keep(Math.floor(entry.contentRect.width)));
+    const measure = () => keep(box.current.clientWidth);
+    const observer = new ResizeObserver(measure);
     observer.observe(box.current);
-    return () => observer.disconnect();
+    window.addEventListener('beforeprint', measure);
+    return () => {
+      observer.disconnect();
+      window.removeEventListener('beforeprint', measure);
+    };
   }, []);
   return [box, width];
 }

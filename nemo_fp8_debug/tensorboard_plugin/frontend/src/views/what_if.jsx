@@ -10,6 +10,7 @@ import {Table} from '../components/table.jsx';
 import {chosen, details, metricNamed, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
 import {TensorLink} from '../story/link.jsx';
+import {source} from '../source.js';
 import {number, placeOf, shown, titleOf} from '../units.js';
 import {exceeds, keeps, LIMITS} from '../what_if/budget.js';
 import {byTensor, METRICS, IN_USE, leastOf, valueOf, worstFirst} from '../what_if/rows.js';
@@ -77,13 +78,21 @@ function Tried({run, step, rows}) {
   const all = byTensor([rows, ...questions.map(rowsOf).filter(Boolean)]);
   return (
     <>
-      <Picker inUse={recorded.inUse} />
+      {source.live ? <Picker inUse={recorded.inUse} /> : <NeedsServer run={run} />}
       <Trying questions={questions} version={versionOf(run)} />
       <Recipes run={run} step={step} {...all} />
-      {!all.recipes.length && <NoOther run={run} />}
+      {source.live && !all.recipes.length && <NoOther run={run} />}
     </>
   );
 }
+
+const NeedsServer = ({run}) => (
+  <p class="soft">
+    Recipes that were not recorded are tried from the record's histograms, which this page has no server for:{' '}
+    <code>nemo-fp8-debug view</code> has one, and <code>nemo-fp8-debug replay {run} --recipe current</code> adds a recipe to the
+    record before the page is written.
+  </p>
+);
 
 const NoOther = ({run}) => (
   <Notice title="No other recipe was tried at this step">
