@@ -135,18 +135,6 @@ class Pair:
         return np.where(most > 0, most, np.inf)
 
 
-def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metric: str) -> pl.DataFrame:
-    """What decides whether a tensor is out: step, found, expected (running median of the baseline), limit (above which it is
-    out), at the run's steps."""
-    evidence = next(e for e in EVIDENCE if e.metric == metric)
-    rows = (Grid.of_table(run.filter(layer=layer, role=role)) for run in (baseline, run))
-    pair = Pair(*in_common(*rows))
-    expected, found = pair.of(metric)
-    limit = limits(evidence, pair)
-    columns = {"found": found, "expected": expected, "limit": limit}
-    return pl.DataFrame({"step": pair.steps} | {name: values.reshape(-1) for name, values in columns.items()})
-
-
 def limits(evidence: Evidence, pair: Pair) -> Floats:
     """[T, S]: the value beyond which a tensor is out; above it, or below it if a fall counts."""
     expected, _ = pair.of(evidence.metric)
