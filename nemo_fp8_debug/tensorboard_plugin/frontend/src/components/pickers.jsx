@@ -44,7 +44,7 @@ export function Metric() {
           <option key={metric.name} value={metric.name}>{metric.unit ? `${metric.label} (${metric.unit})` : metric.label}</option>
         ))}
       </select>
-      {!at('metric') && suggestedMetric() === currentMetric() && <span class="soft" role="status">by which the verdict found the first tensor</span>}
+      {!at('metric') && suggestedMetric() === currentMetric() && <span class="soft" role="status">the metric that shows the first tensor out of band</span>}
     </label>
   );
 }

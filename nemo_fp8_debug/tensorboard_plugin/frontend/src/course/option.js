@@ -1,10 +1,10 @@
 // The axes of Course: the scalars of the run above, a small multiple for each role below, one axis of steps for all.
 import {axis, tip, tooltip} from '../components/chart.jsx';
 import {COLORS, inks, STROKES} from '../theme.js';
-import {number} from '../units.js';
+import {number, tick} from '../units.js';
 
 export const [LEFT, RIGHT] = [150, 20];
-const [TOP, GAP, LINE, BOTTOM, LEAST] = [36, 24, 46, 44, 96];
+const [TOP, GAP, LINE, BOTTOM, LEAST] = [40, 30, 46, 44, 96];
 /** Pixels that a name takes. */
 const NAME = 11;
 /** Part of the window that the small multiples take. */
@@ -33,7 +33,7 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
   const ink = inks();
   const all = [...places.lines, ...places.maps];
   const last = all.length - 1;
-  const title = (text, i) => ({text, left: 4, top: all[i].top - 19, textStyle: {fontSize: 12, fontWeight: 600, color: ink.text}});
+  const title = (text, i) => ({text, left: 4, top: all[i].top - 24, textStyle: {fontSize: 12, fontWeight: 600, color: ink.text}});
   return {
     title: [...lines.map(({label, log}, i) => title(`${label}${log ? ', logarithmic' : ''}`, i)), ...multiples.map(({label}, i) => title(label, lines.length + i))],
     grid: all.map(({top, height}) => ({left: LEFT, right: RIGHT, top, height, outerBoundsMode: 'none'})),
@@ -42,7 +42,7 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
       axisLabel: {show: i === last}, name: i === last ? 'step' : '', nameLocation: 'middle', nameGap: 24, axisPointer: {label: {show: i === last, formatter: ({value}) => `step ${Math.round(value)}`}},
     })),
     yAxis: [
-      ...lines.map(({log, ...panel}, i) => axis({type: log ? 'log' : 'value', gridIndex: i, scale: true, splitNumber: 2, ...(log ? decadesOf(panel) : {}), axisLabel: {formatter: short, hideOverlap: true}})),
+      ...lines.map(({log, ...panel}, i) => axis({type: log ? 'log' : 'value', gridIndex: i, scale: true, splitNumber: 2, ...(log ? decadesOf(panel) : {}), axisLabel: {formatter: log ? endsOf(panel) : tick, hideOverlap: true}})),
       ...multiples.map(({names: rows}, i) => axis({type: 'category', data: rows, inverse: true, gridIndex: lines.length + i, splitLine: {show: false}, axisTick: {show: false}, axisLabel: {width: LEFT - 12, overflow: 'truncate', fontSize: 10, interval: Math.ceil((NAME * rows.length) / all[lines.length + i].height) - 1}, axisPointer: {show: false}})),
     ],
     axisPointer: {link: [{xAxisIndex: 'all'}], lineStyle: {color: ink.soft}},
@@ -63,7 +63,11 @@ function decadesOf({lines}) {
   return {min: 10 ** Math.floor(Math.log10(Math.min(...values))), max: 10 ** Math.ceil(Math.log10(Math.max(...values)))};
 }
 
-const short = (value) => (value !== 0 && (Math.abs(value) >= 1e4 || Math.abs(value) < 1e-2) ? value.toExponential(0) : number(value));
+/** Writes the ends of an axis alone: the decades between them would overlap. */
+function endsOf(panel) {
+  const ends = Object.values(decadesOf(panel));
+  return (value) => (ends.some((end) => Math.abs(Math.log10(value / end)) < 1e-6) ? tick(value) : '');
+}
 
 function markLine(marks, step, [from, to], ink, labeled) {
   const data = marks.map(({step: at, label, kind}, i) => ({

@@ -30,7 +30,8 @@ function useWidth() {
   const [width, keep] = useState(0);
   useEffect(() => {
     if (!box.current) return undefined;
-    const measure = () => keep(box.current.clientWidth);
+    // The view may have been left before the observer tells.
+    const measure = () => box.current && keep(box.current.clientWidth);
     const observer = new ResizeObserver(measure);
     observer.observe(box.current);
     window.addEventListener('beforeprint', measure);
