@@ -29,11 +29,11 @@ function useWidth() {
   const box = useRef();
   const [width, keep] = useState(0);
   useEffect(() => {
-    if (!box.current) return undefined;
-    // The view may have been left before the observer tells.
-    const measure = () => box.current && keep(box.current.clientWidth);
+    const element = box.current;
+    if (!element) return undefined;
+    const measure = () => keep(element.clientWidth);
     const observer = new ResizeObserver(measure);
-    observer.observe(box.current);
+    observer.observe(element);
     window.addEventListener('beforeprint', measure);
     return () => {
       observer.disconnect();
