@@ -12,8 +12,9 @@ from rich.console import Console
 
 from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.formatting import number
+from ..analysis.recommendation.flags import Flag, flagged_by
 from ..analysis.recommendation.options import STAY, Budget, Errors
-from ..analysis.recommendation.recommend import Finding, Recommendation, flagged_by, over_budget, recommend
+from ..analysis.recommendation.recommend import Finding, Recommendation, over_budget, recommend
 from ..analysis.recommendation.snippets import PLAN, snippets_of, unwritten, write
 from ..analysis.recommendation.snippets.snippet import Snippet
 from ..analysis.runs.run import Run
@@ -63,19 +64,19 @@ def command(
     """
     budget = Budget(relative_error, underflow, overflow)
     flagged: Iterable[Key]
-    why: dict[Key, str] = {}
+    flags: dict[Key, Flag] = {}
     with working(f"diagnosing {run}", "trying changes") as over:
         if baseline is None:
             examined = Run.read(run)
             flagged = over_budget(examined, budget)
         else:
             diagnosis = diagnose(run, baseline)
-            examined, why = diagnosis.run, flagged_by(diagnosis)
-            flagged = why
-        if baseline is not None and not why and not operand and not as_json:
+            examined, flags = diagnosis.run, flagged_by(diagnosis)
+            flagged = flags
+        if baseline is not None and not flags and not operand and not as_json:
             say(console(), diagnosis.verdict())
         over()
-        found = recommend(examined, [_key(text) for text in operand] if operand else list(flagged), budget, why)
+        found = recommend(examined, [_key(text) for text in operand] if operand else list(flagged), budget, flags)
     output = output if found.plan.changes else None
     snippets = write(found, output) if output else snippets_of(found)
     if as_json:

@@ -16,7 +16,7 @@ from samples import FINGERPRINT, sample
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.recommendation.recommend import flagged_by
+from nemo_fp8_debug.analysis.recommendation.flags import flagged_by
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.cli import app

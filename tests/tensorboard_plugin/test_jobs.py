@@ -20,7 +20,8 @@ from tab import FC1, FC2, Tab, start, write_counted_run
 
 from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.recommendation.recommend import flagged_by, recommend
+from nemo_fp8_debug.analysis.recommendation.flags import flagged_by
+from nemo_fp8_debug.analysis.recommendation.recommend import recommend
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.story.ranking import harm_ranks
 from nemo_fp8_debug.analysis.story.story import story
@@ -109,7 +110,7 @@ def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
     assert found.comparison and comparison | {"tensors": None} == plain(to_json(found.comparison)) | {"tensors": None}
     expected = sorted(to_json(found.comparison)["tensors"], key=lambda row: ranks[row["layer"], row["role"]])
     assert comparison["tensors"] == plain(expected)
-    recommended = recommend(found.run, list(flagged_by(found)), why=flagged_by(found))
+    recommended = recommend(found.run, list(flagged_by(found)), flags=flagged_by(found))
     assert answer["result"]["story"] == plain(story(found, recommended))
     assert answer["result"]["story"]["headline"]["change"].startswith(f"Cast X of {FC1} in ")
     assert answer["result"]["diagnosis"]["culprit"]["layer"] == FC1

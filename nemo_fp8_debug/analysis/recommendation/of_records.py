@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from ...core.keys import Key
 from ..diagnosis.diagnose import diagnose
 from ..runs.run import Run
+from .flags import Flag, flagged_by
 from .options import Budget
-from .recommend import Recommendation, flagged_by, over_budget
+from .recommend import Recommendation, over_budget
 from .recommend import recommend as recommend_for
 
 
@@ -42,11 +43,10 @@ def recommend(
     """
     budget = budget or Budget()
     if baseline is None:
-        examined = run if isinstance(run, Run) else Run.read(run)
-        why: dict[Key, str] = {}
+        examined, flags = run if isinstance(run, Run) else Run.read(run), dict[Key, Flag]()
         flagged = list(operands) if operands else over_budget(examined, budget)
     else:
         found = diagnose(run, baseline)
-        examined, why = found.run, flagged_by(found)
-        flagged = list(operands) if operands else list(why)
-    return recommend_for(examined, flagged, budget, why)
+        examined, flags = found.run, flagged_by(found)
+        flagged = list(operands) if operands else list(flags)
+    return recommend_for(examined, flagged, budget, flags)

@@ -173,16 +173,23 @@ def _known(name: str) -> Recipe | None:
 class Judged:
     """Errors of operands under recipes in use, what_if, replayed before, or replayed now from histograms.
 
-    They are the worst of the later half of the samples of an operand that have metrics of it: a budget that is kept in the
-    middle of a run only is not kept. A recipe counts where it was tried in all of those.
+    They are the worst of the later half of the samples of an operand that have metrics of it, and of those in which it was
+    out of order: a budget that is kept in the middle of a run only is not kept, nor is one that is broken for a while. A
+    recipe counts where it was tried in all of those.
     """
 
-    def __init__(self, run: Run, keys: Sequence[Key]) -> None:
+    def __init__(self, run: Run, keys: Sequence[Key], out: Mapping[Key, tuple[int, int]] | None = None) -> None:
+        """
+        Args:
+            out: first and last step in which an operand was out of order, where that is known.
+        """
         self._run = run
         of_keys = pl.DataFrame(list(keys), schema=dict.fromkeys(_KEY, pl.String), orient="row")
         known = run.metrics.join(of_keys, on=_KEY, how="semi").filter(pl.any_horizontal(pl.col(_METRICS).is_not_null()))
         rank, n = pl.col("step").rank().over(_KEY), pl.len().over(_KEY)
-        self._looked_at = known.filter(rank > n // 2)
+        known = known.join(_stretches(out or {}), on=_KEY, how="left", maintain_order="left")
+        was_out = pl.col("step").is_between("out_first", "out_last").fill_null(False)
+        self._looked_at = known.filter((rank > n // 2) | was_out).drop("out_first", "out_last")
         self._samples = {key: n for key, (n,) in _by_key(self._looked_at.group_by(_KEY).len())}
         self._errors: dict[tuple[Key, Cast], Errors] = {}
         self._note(run.others)
@@ -217,6 +224,12 @@ class Judged:
             recipe, key = _known(name), (layer, role)
             if recipe is not None and samples == self._samples[key]:
                 self._errors[key, cast_of(recipe, role)] = Errors(*metrics)
+
+
+def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
+    """layer, role, out_first, out_last."""
+    schema = dict.fromkeys(_KEY, pl.String) | dict.fromkeys(("out_first", "out_last"), pl.Int64)
+    return pl.DataFrame([(*key, *steps) for key, steps in out.items()], schema=schema, orient="row")
 
 
 def _worst(rows: pl.DataFrame, by: list[str], *more: pl.Expr) -> pl.DataFrame:

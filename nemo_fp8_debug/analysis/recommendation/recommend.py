@@ -15,12 +15,10 @@ from ...core.scale_sources import QUANTIZED, notice
 from ...errors import RecordError
 from ...plan.plan import Change, Plan
 from ..comparison.compare import quantized
-from ..diagnosis.diagnosis import Diagnosis
-from ..diagnosis.rules.finding import NOT_FP8
 from ..formatting import number
 from ..runs.run import Run
-from ..story.ranking import harm_ranks
 from .engines import why_none
+from .flags import Flag
 from .flops import coverage, flops_of
 from .options import BF16, STAY, Budget, Errors, Judged, Option, options_of, replayable
 
@@ -109,14 +107,14 @@ class Recommendation:
 
 
 def recommend(
-    run: Run, flagged: Sequence[Key], budget: Budget | None = None, why: Mapping[Key, str] | None = None
+    run: Run, flagged: Sequence[Key], budget: Budget | None = None, flags: Mapping[Key, Flag] | None = None
 ) -> Recommendation:
     """The cheapest change for each operand that keeps a budget.
 
     Args:
         flagged: (layer, role); an expert aggregate stands for the experts of a layer.
-        budget: what an operand may lose at the worst of the later half of its samples.
-        why: what is wrong with an operand, where more is known than its metrics.
+        budget: what an operand may lose at the worst of the later half of its samples, and of those that are flagged.
+        flags: what is wrong with an operand, where more is known than its metrics.
 
     Raises:
         RecordError: the record has no such operand, or no sampled step.
@@ -126,7 +124,8 @@ def recommend(
     budget = budget or Budget()
     flagged = [key for key in flagged if key[1] in ROLES]  # no plan changes operands of attention
     about = _about(run, flagged)
-    judged = Judged(run, flagged)
+    flags = flags or {}
+    judged = Judged(run, flagged, {key: flag.out for key, flag in flags.items() if flag.out})
     now = judged.in_use()
     unknown = [key for key, (recipe, *_) in about.items() if recipe is None]
     about = {key: what for key, what in about.items() if key not in unknown}
@@ -142,7 +141,7 @@ def recommend(
     for key, (recipe, fmt, dtype) in about.items():
         stay = Option(STAY, recipe, now.get(key), key not in too_bad)
         options = (stay, *(options_of(key, recipe, fmt, dtype, judged, budget) if key in too_bad else ()))
-        reason = (why or {}).get(key) or _reason(now.get(key), budget)
+        reason = flags[key].why if key in flags else _reason(now.get(key), budget)
         finding = Finding(*key, reason, options, None)
         alone = left(_plan([finding]))
         cost = before - alone if before is not None and alone is not None and _known(key[0], flops) else None
@@ -172,27 +171,6 @@ def _of_unknown_recipes(keys: Sequence[Key], now: Mapping[Key, Errors]) -> list[
         f"The record does not tell under which recipe {len(keys)} operands were cast, so nothing can be tried for them: "
         f"{SHOWN_AS[role]} of {layer}{lost} is the first."
     ]
-
-
-def flagged_by(found: Diagnosis) -> dict[Key, str]:
-    """The operands that left the baseline's band before the loss diverged, by harm rank, and by which metric; all of them
-    where it stays, and none where they are not to blame. A scale that surely went wrong counts whenever it did: no loss
-    brings that about."""
-    flagged: dict[Key, str] = {}
-    if found.cause in NOT_FP8 or found.comparison is None:
-        return flagged
-    begun = (found.culprit.since or 0) if found.culprit else 0
-    for row in found.comparison.out_of_band.iter_rows(named=True):
-        if found.divergence_step is not None and row["onset"] > max(found.divergence_step, begun):
-            continue
-        what = f"{row['metric']} {number(row['expected'])} -> {number(row['value'])} from step {row['onset']}"
-        flagged.setdefault((row["layer"], row["role"]), what)
-    for each in found.findings:
-        wrong_by_itself = each.rule == "operand" and each.confidence == "high" and not each.may_follow_the_loss
-        if wrong_by_itself and each.layer and each.role and each.cause != "nonfinite":
-            flagged.setdefault((each.layer, each.role), f"{each.cause}: {each.evidence}")
-    ranks = harm_ranks(found)
-    return {key: flagged[key] for key in sorted(flagged, key=lambda key: ranks.get(key, len(ranks)))}
 
 
 def over_budget(run: Run, budget: Budget) -> list[Key]:
