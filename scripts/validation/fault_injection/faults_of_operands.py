@@ -140,6 +140,11 @@ class OtherRecipe(Fault):
     roles: tuple[str, ...] = ()
     _before: dict[tuple[str, str], Recipe] = field(default_factory=dict, repr=False)
 
+    def build_into(self, run: Run) -> Sequence[Any]:
+        if self.acts:  # a plan has replaced what casts
+            self._before = self._switch(run, lambda operand: parse_recipe(self.recipe))
+        return ()
+
     def before_step(self, step: int, run: Run) -> None:
         super().before_step(step, run)
         if step == self.onset:

@@ -1,6 +1,8 @@
-"""Trains each run of a part that a fault in an operand has harmed again, with what is recommended from the onset on:
-`fault_injection/rescue.py --family llama --part 0`. The fault stays. A part that is there already is left alone. Without
-arguments it says how many were rescued so far."""
+"""Trains each run of a part that a fault in an operand has harmed again, as a user would who resumes it from a checkpoint
+before the onset that `diagnose` tells, with what `recommend` says: `fault_injection/rescue.py --family llama --part 0`.
+
+The fault stays. A part that is there already is left alone. Without arguments it says how many were rescued so far.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,17 @@ from fault_injection.families import FAMILIES
 from fault_injection.judge import baseline_of
 from fault_injection.records import FOLDER, read_run, truths
 from fault_injection.run_part import surroundings
-from fault_injection.training import train
+from fault_injection.training import INTERVAL, train
 from fault_injection.truth import HARM, gap_of
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.recommendation.of_records import recommend
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.writer import RunRecord
+
+#: steps from a checkpoint to the next
+CHECKPOINTS = 20
 
 
 def rescued(family: str, part: int) -> list[dict[str, Any]]:
@@ -40,23 +47,31 @@ def rescued(family: str, part: int) -> list[dict[str, Any]]:
         if not (one["harmful"] and one["culprits"]) or one["kind"] == "nan_operand":  # which no precision helps against
             continue
         outcome: dict[str, Any] = {"part": one["part"], "name": name, "gap_pct": one["gap_pct"], "rescued": False}
-        if plan := _recommended(made[name], read_run(told[str(baseline_of(one, "near"))])):
+        plan, resumed_at = _recommended(made[name], read_run(told[str(baseline_of(one, "near"))]))
+        if plan.changes:
             fault = cases(family, part)[list(made).index(name)].fault  # as it was before it was trained
-            losses = np.array(train(made[name].setup, fault, None, plan=plan))
+            losses = np.array(train(made[name].setup, fault, None, plan=plan, resumed_at=resumed_at))
             gap, _ = gap_of(losses, read_run(told[one["counterpart"]]).loss.losses)
-            outcome |= {"plan": [asdict(change) for change in plan.changes], "gap_with_plan_pct": 100 * gap}
+            outcome |= {"plan": [asdict(change) for change in plan.changes], "resumed_at": resumed_at}
+            outcome["gap_with_plan_pct"] = 100 * gap
             outcome["rescued"] = gap <= HARM
         print(json.dumps({k: v for k, v in outcome.items() if k != "plan"}), flush=True)
         found.append(outcome)
     return found
 
 
-def _recommended(case: Case, baseline: Run) -> Plan | None:
-    """What is recommended of a run, which is recorded whole for that; None where nothing is to be changed."""
+def _recommended(case: Case, baseline: Run) -> tuple[Plan, int]:
+    """What is recommended of a run, which is recorded whole for that, and the step of the checkpoint to resume from."""
     with tempfile.TemporaryDirectory() as folder:
         train(case.setup, case.fault, RunRecord(folder))
-        plan = recommend(Run.read(folder), baseline).plan
-        return plan if plan.changes else None
+        run = Run.read(folder)
+        return recommend(run, baseline).plan, checkpoint_before(diagnose(run, baseline))
+
+
+def checkpoint_before(found: Diagnosis) -> int:
+    """The last checkpoint at or before the last sample that was in order."""
+    onset = found.divergence_step if found.culprit is None else found.culprit.since
+    return max((onset or 0) - INTERVAL, 0) // CHECKPOINTS * CHECKPOINTS
 
 
 def told(folder: Path) -> str:

@@ -53,12 +53,14 @@ class Training:
     The parameters and their gradients are views of one tensor each, as in Megatron's distributed optimizer.
     """
 
-    def __init__(self, setup: Setup, fault: Fault, plan: Plan = NO_CHANGES) -> None:
+    def __init__(self, setup: Setup, fault: Fault, plan: Plan = NO_CHANGES, resumed_at: int = 0) -> None:
         """
         Args:
-            plan: what is done about the fault, from its onset on.
+            plan: what is done about the fault.
+            resumed_at: step from which the plan is carried out.
         """
-        self.setup, self.fault, self.family, self.plan = setup, fault, family(setup.family), plan
+        self.setup, self.fault, self.family, self.plan = setup, fault, family(setup.family), NO_CHANGES
+        self._planned, self._resumed_at = plan, resumed_at
         self.model = self.family.build(setup.seed, setup.depth, setup.engine)
         self.site_of = self.family.site_of
         self.gemms = select(find_gemms([self.model]), list(self.family.layers))
@@ -76,6 +78,7 @@ class Training:
     def _carry_out_the_plan(self) -> None:
         """Cast as the plan says from here on; the fault's hooks stay behind those of the engine."""
         assert isinstance(self.engine, EmulatedEngine)
+        self.plan = self._planned
         for handle in self._handles:
             handle.remove()
         self.engine.follow(self.plan)
@@ -111,7 +114,7 @@ class Training:
     def step(self, i: int, monitor: Monitor) -> dict[str, Any]:
         """One optimizer step; returns what a host reports."""
         fault, scale = self.fault, LOSS_SCALE if self.setup.host == "scaled" else 1.0
-        if i == fault.onset and self.plan.changes:
+        if i == self._resumed_at and self._planned.changes:
             self._carry_out_the_plan()
         fault.before_step(i, self)
         batch = fault.batch(i, lambda step: self.family.draw(self.setup.order, step))
@@ -138,14 +141,22 @@ class Training:
         return {"grad_norm": norm} | ({} if self.setup.host == "plain" else {"skipped": float(skips)})
 
 
-def train(setup: Setup, fault: Fault, recorder: Recorder | None, steps: int = STEPS, plan: Plan = NO_CHANGES) -> list[float]:
+def train(
+    setup: Setup,
+    fault: Fault,
+    recorder: Recorder | None,
+    steps: int = STEPS,
+    plan: Plan = NO_CHANGES,
+    resumed_at: int = 0,
+) -> list[float]:
     """Train a run, recorded; returns its losses, of which the last `GIVEN_UP` may not be finite.
 
     Args:
         recorder: None: it is not recorded.
-        plan: what is done about the fault, from its onset on.
+        plan: what is done about the fault.
+        resumed_at: step from which the plan is carried out.
     """
-    run = Training(setup, fault, plan)
+    run = Training(setup, fault, plan, resumed_at)
     monitor = Monitor(run.model, recorders=[recorder] if recorder else [], interval=INTERVAL, table_rows=0)
     losses = list[float]()
     for step in range(steps):
