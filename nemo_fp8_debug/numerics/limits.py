@@ -13,6 +13,8 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     "weight": {"scale_ratio_log2": 3.0, "underflow_pct": 4.0, "overflow_pct": 2.0},
     "grad_output": {"scale_ratio_log2": 8.0, "underflow_pct": 25.0, "overflow_pct": 3.0},
 }
+#: values that must underflow or overflow at least: percents of the few that an expert gets tell little
+LEAST_VALUES = 24
 #: formats that they are of: FP4 loses more in runs that go well, and how much has not been measured
 FORMATS = ("e4m3", "e5m2")
 #: samples at the beginning of a run whose scales are still made up
@@ -22,18 +24,25 @@ MADE_UP = 2
 FAR = 3.0
 
 
-def worst_of(role: str, metrics: Mapping[str, float | None]) -> tuple[str | None, float]:
+def worst_of(role: str, metrics: Mapping[str, float | None], n: float | None = None) -> tuple[str | None, float]:
     """The metric that is the most times its limit, and how many times.
+
+    Args:
+        n: values of the operand; None: it is not known.
 
     Example:
         >>> worst_of("weight", {"scale_ratio_log2": -6.0, "underflow_pct": 1.0, "overflow_pct": None})
         ('scale_ratio_log2', 2.0)
+        >>> worst_of("input", {"overflow_pct": 15.0}, n=320)
+        ('overflow_pct', 2.0)
         >>> worst_of("query", {"underflow_pct": 99.0})
         (None, 0.0)
     """
     worst, most = None, 0.0
     for name, limit in LIMITS.get(role, {}).items():
         value = metrics.get(name)
+        if n and name.endswith("_pct"):
+            limit = max(limit, 100 * LEAST_VALUES / n)
         if value is not None and not math.isnan(value) and abs(value) / limit > most:
             worst, most = name, abs(value) / limit
     return worst, most

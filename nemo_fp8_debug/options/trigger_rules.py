@@ -108,7 +108,7 @@ def _times(sample: Sample | None) -> dict[tuple[str, str], tuple[float, str, flo
         return {}
     columns, found = sample.columns, dict[tuple[str, str], tuple[float, str, float]]()
     for i, (layer, role) in enumerate(zip(columns["layer"], columns["role"], strict=True)):
-        metric, times = worst_of(role, {name: columns[name][i] for name in LIMITS.get(role, ())})
+        metric, times = worst_of(role, {name: columns[name][i] for name in LIMITS.get(role, ())}, columns["n"][i])
         if metric is not None and columns["format"][i] in FORMATS and not is_aggregate(layer):
             found[layer, role] = times, metric, columns[metric][i]
     return found

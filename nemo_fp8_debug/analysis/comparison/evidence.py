@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...numerics.limits import LEAST_VALUES
 from ..runs.grid import Floats
 
 
@@ -54,7 +55,7 @@ EVIDENCE = (
     Evidence("nonfinite", 0.5),
     Evidence("scale_ratio_log2", 1.0),
     Evidence("scale_ratio_log2", 6.0, sign=-1, transient=2.0),
-    Evidence("overflow_pct", 0.05, of_error=True, least_values=24, least_part=0.5),
+    Evidence("overflow_pct", 0.05, of_error=True, least_values=LEAST_VALUES, least_part=0.5),
     Evidence("underflow_pct", 1.0, of_error=True, least_part=0.5),
     Evidence("relative_error", 0.585, of_error=True, log2=True),  # half as much again
     Evidence("outlier_log2", 3.0, of_error=True, transient=3.0, anyway=2.5),

@@ -129,16 +129,16 @@ class Pair:
 
     @cached_property
     def sizes(self) -> Floats:
-        """[T]: values of each tensor, the most of any sample; infinite where that is not known."""
+        """[T, S]: values of each tensor, an expert's differ from sample to sample; infinite where that is not known."""
+        n = self._run.of("n")
         with np.errstate(invalid="ignore"):
-            most: Floats = np.fmax.reduce(self._run.of("n"), axis=1, initial=0.0)
-        return np.where(most > 0, most, np.inf)
+            return np.where(n > 0, n, np.inf)
 
 
 def limits(evidence: Evidence, pair: Pair) -> Floats:
     """[T, S]: the value beyond which a tensor is out; above it, or below it if a fall counts."""
     expected, _ = pair.of(evidence.metric)
-    return evidence.unscaled(_usual(evidence, expected, pair) + least_rise_of(evidence, pair)[:, None])
+    return evidence.unscaled(_usual(evidence, expected, pair) + least_rise_of(evidence, pair))
 
 
 def least_rise(evidence: Evidence, values: Floats, medians: Floats) -> Floats:
@@ -157,14 +157,14 @@ def least_rise(evidence: Evidence, values: Floats, medians: Floats) -> Floats:
 
 
 def least_of_values(evidence: Evidence, sizes: Floats) -> Floats:
-    """[T]: the least rise in percent at which enough values of a tensor are affected; sizes: how many it has."""
+    """As `sizes`: the least rise in percent at which enough values of a tensor are affected; sizes: how many it has."""
     least: Floats = 100 * evidence.least_values / sizes
     return least
 
 
 def least_rise_of(evidence: Evidence, pair: Pair) -> Floats:
-    """[T]: that counts."""
-    least = least_rise(evidence, *pair.of_baseline(evidence.metric))
+    """[T, S], or [T, 1] if all samples have the same: that counts."""
+    least = least_rise(evidence, *pair.of_baseline(evidence.metric))[:, None]
     return np.maximum(least, least_of_values(evidence, pair.sizes)) if evidence.least_values else least
 
 
@@ -179,7 +179,7 @@ def measured(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
     the band; -inf where it does not count."""
     expected, found = pair.of(evidence.metric)
     excess = evidence.scaled(found) - _usual(evidence, expected, pair)
-    excess /= least_rise_of(evidence, pair)[:, None]
+    excess /= least_rise_of(evidence, pair)
     counts = ~np.isnan(excess) & (pair.loses_more | (not evidence.of_error) | (excess > evidence.anyway))
     return expected, found, np.where(counts, excess, -np.inf)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
-from ...core.keys import MIXED
+from ...core.keys import GRADIENTS, MIXED
 from ...core.layer_names import aggregate_of, is_aggregate
 from ...core.scale_sources import ENGINE, QUANTIZED
 from ..bands.judge import Judged
@@ -58,8 +58,10 @@ def against_baseline(comparison: Comparison) -> list[Finding]:
 
 
 def _as_transient(found: Finding, samples: int) -> Finding:
+    """A batch may have far larger gradients than others, which a scale lags behind: no more than a hint."""
     told = f"{found.evidence}; it lasts for {samples} sample{'s' if samples > 1 else ''}, a transient"
-    return replace(found, evidence=told)
+    lags = found.role in GRADIENTS and found.cause in ("clipping", "underflow")
+    return replace(found, evidence=told, confidence="low" if lags else found.confidence)
 
 
 def _comparable(comparison: Comparison) -> pl.DataFrame:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from ....numerics.limits import FAR, FORMATS, LIMITS, MADE_UP
+from ....numerics.limits import FAR, FORMATS, LEAST_VALUES, LIMITS, MADE_UP
 from ...runs.grid import Floats, Grid
 
 
@@ -58,7 +58,11 @@ def strengths(times: Floats) -> Floats:
 def times_of_limits(grid: Grid) -> Floats:
     """[T, S]: how many times the limit of any metric an operand shows; 0 where it has no row."""
     roles = grid.tensors["role"].to_list()
-    shown = [np.abs(grid.of(metric)) / _limits(metric, roles)[:, None] for metric in LIMITS["input"]]
+    with np.errstate(divide="ignore"):
+        least = 100 * LEAST_VALUES / grid.of("n")
+    limits = {metric: _limits(metric, roles)[:, None] for metric in LIMITS["input"]}
+    limits |= {metric: np.fmax(limit, least) for metric, limit in limits.items() if metric.endswith("_pct")}
+    shown = [np.abs(grid.of(metric)) / limit for metric, limit in limits.items()]
     times: Floats = np.nan_to_num(np.fmax.reduce(shown), posinf=np.inf)
     return times
 
