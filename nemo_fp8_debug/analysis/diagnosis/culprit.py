@@ -85,7 +85,7 @@ class Evidence:
             and STANDS_OUT * f.excess >= found.excess
         ]
         tensors = {_tensor(f) for f in near}
-        return len(tensors) <= TOGETHER and all(f.cause == found.cause and f.since == found.since for f in near)
+        return len(tensors) <= TOGETHER and all(f.cause == found.cause for f in near)
 
 
 def _alike(found: Finding, culprit: Finding) -> bool:
