@@ -17,7 +17,7 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
 
     With a baseline of other batches two things must agree: a gap of twice the limit, which another seed may explain, and
     something that harmed at least half of the benchmark's runs that had it; or a gap of five times the limit to a baseline
-    of the same model, and anything. Alone, something that harmed nearly all.
+    of the same model, and anything. Alone, something that harmed most of them.
 
     Args:
         blamed: what the verdict names; None: nothing.

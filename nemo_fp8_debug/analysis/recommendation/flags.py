@@ -25,7 +25,7 @@ class Flag:
 def flagged_by(found: Diagnosis) -> dict[Key, Flag]:
     """The operands that left the baseline's band before the loss diverged, by harm rank, and by which metric; all of them
     where it stays, and none where they are not to blame. A scale that surely went wrong counts whenever it did, since no
-    loss brings that about, and so does an X that loses most of its values from some sample on to the end."""
+    loss brings that about, and so does an X or W that loses most of its values from some sample on to the end."""
     flagged: dict[Key, Flag] = {}
     if found.cause in NOT_FP8 or found.comparison is None:
         return flagged

@@ -1,4 +1,5 @@
-"""How well the loss alone can tell harm with a baseline of another seed: `fault_injection/harm_limit.py --set tune`.
+"""How well the loss alone can tell harm with a baseline of another seed, or of another depth:
+`fault_injection/harm_limit.py --set tune --baseline other`.
 
 The best that any threshold on the gap over the last steps can do, which is chosen with the truth in hand: without regard to
 clean runs, and so that no more than 1 in 100 of them is above it.
@@ -20,11 +21,11 @@ from fault_injection.truth import HARM, LAST
 Floats = npt.NDArray[np.float64]
 
 
-def gaps(which: str) -> Iterator[tuple[float, bool, bool]]:
+def gaps(which: str, baseline: str) -> Iterator[tuple[float, bool, bool]]:
     """Of each run that has such a baseline: percent that its last losses lie above the baseline's, whether it is clean, and
     whether it is harmed; those harmed or not by a hair are left out, as `judge` does."""
     for told in truths(which):
-        true, name = told["gap_pct"], baseline_of(told, "other")
+        true, name = told["gap_pct"], baseline_of(told, baseline)
         clean = told["kind"] == "none"
         if name is None or (not clean and true is not None and 50 * HARM < true <= 150 * HARM):
             continue
@@ -41,7 +42,9 @@ def _row(path: str, name: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=("tune", "held-out"), default="tune")
-    found = np.array(list(gaps(parser.parse_args().set)))
+    parser.add_argument("--baseline", choices=("other", "depth"), default="other")
+    options = parser.parse_args()
+    found = np.array(list(gaps(options.set, options.baseline)))
     of_clean = found[found[:, 1] == 1, 0]
     gap, harmed = found[found[:, 1] == 0, 0], found[found[:, 1] == 0, 2] == 1
     print(f"{len(of_clean)} clean pairs: standard deviation {of_clean.std():.2f}%, largest {of_clean.max():.1f}%")

@@ -61,7 +61,7 @@ class Finding:
     may_follow_the_loss: bool = False
     #: of an operand out of band: how many times the least that counts
     excess: float | None = None
-    #: what it did to runs of the benchmark that had it: 2, nearly all were harmed; 1, half of them; 0, it may do nothing
+    #: what it did to runs of the benchmark that had it: 2, most were harmed; 1, up to half of them; 0, it may do nothing
     severity: int = 0
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from ....core.keys import GRADIENTS
 from ....numerics.limits import MADE_UP
 from ...formatting import number
 from ...runs.grid import Floats, Ints
@@ -110,7 +111,7 @@ def why(run: Course, since: int, baseline: Course | None = None, samples: int = 
 
 
 def severity(run: Course, since: int) -> int:
-    """As of a `Finding`: 2 if most values of an X are lost from the onset to the end, 1 if those of another operand are."""
+    """As of a `Finding`: 2 if most values of an X or W are lost from the onset to the end, 1 if those of dY are."""
     behind = run.steps >= since
     if behind.sum() < _LASTING:
         return 0
@@ -118,7 +119,7 @@ def severity(run: Course, since: int) -> int:
     known = lost[np.isfinite(lost)]
     if not len(known) or np.median(known) < _MOST_LOST or np.median(known[-_LASTING:]) < _MOST_LOST:
         return 0
-    return 2 if run.role == "input" else 1
+    return 1 if run.role in GRADIENTS else 2
 
 
 def _usual(metric: Floats, otherwise: float = 0.0) -> float:

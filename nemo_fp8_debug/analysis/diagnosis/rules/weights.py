@@ -17,8 +17,6 @@ from .finding import Finding
 
 #: decay that counts; and how many times the baseline's
 _DECAY, _TIMES = 1.0, 4.0
-#: natural logarithm of what weights shrank by in all, beyond which all runs of the benchmark were harmed
-_HARMS = 0.15
 #: samples in a row that must show it
 _IN_A_ROW = 3
 #: share of layers that must agree, and the least number of them
@@ -28,10 +26,10 @@ _ADVICE = "Look at the weight decay, at its parameter groups, and at what else w
 
 def weights(run: Run, baseline: Run | None) -> list[Finding]:
     """That the weights of most layers shrink, by how much, and since when."""
-    steps, decays, falls = _decays(run)
+    steps, decays = _decays(run)
     limit = _DECAY
     if baseline is not None:
-        _, usual, _ = _decays(baseline)
+        _, usual = _decays(baseline)
         limit = max(limit, _TIMES * float(usual.max())) if len(usual) else limit
     if len(steps) < _IN_A_ROW:
         return []
@@ -40,18 +38,15 @@ def weights(run: Run, baseline: Run | None) -> list[Finding]:
         return []
     at = int(np.argmax(shrinks))
     decay = float(np.median(decays[at:][decays[at:] > limit]))
-    shrunk = float(falls[at:].sum())
     facts = (
         f"the weights of most layers shrink from {run.unit} {steps[at]} on as under a weight decay of {number(decay)} "
         "(their root mean square, by the learning rate)"
     )
-    severity = 2 if shrunk > _HARMS else 1
-    return [Finding("weights", "weight_decay", "medium", facts, _ADVICE, since=int(steps[at]), severity=severity)]
+    return [Finding("weights", "weight_decay", "medium", facts, _ADVICE, since=int(steps[at]), severity=2)]
 
 
-def _decays(run: Run) -> tuple[Ints, Floats, Floats]:
-    """Sampled steps but for the last one, and of the steps up to the next: by what decay the weights of most layers shrank,
-    and by how much (natural logarithm)."""
+def _decays(run: Run) -> tuple[Ints, Floats]:
+    """Sampled steps but for the last one, and by what decay the weights of most layers shrank up to the next."""
     rows = run.metrics.filter(pl.col("role") == "weight", pl.col("relative_error") > 0, pl.col("mse") > 0)
     level = rows.with_columns(
         level=0.5 * pl.col("mse").log() - pl.col("relative_error").log()
@@ -59,7 +54,7 @@ def _decays(run: Run) -> tuple[Ints, Floats, Floats]:
     table = level.pivot(on="layer", index="step", values="level", aggregate_function="first").sort("step")
     levels, steps = table.drop("step").to_numpy().astype(np.float64), table["step"].to_numpy()
     if len(steps) < 2 or levels.shape[1] < _FEWEST:
-        return steps[:0], np.zeros(0), np.zeros(0)
+        return steps[:0], np.zeros(0)
     rates = _rates(run, steps)
     by_layer = -np.diff(levels, axis=0)
     known = np.isfinite(by_layer).sum(axis=1) >= _FEWEST
@@ -68,7 +63,7 @@ def _decays(run: Run) -> tuple[Ints, Floats, Floats]:
     falls[known] = np.nanquantile(by_layer[known], 1 - _MOST, axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
         decays = np.nan_to_num(falls / rates, nan=-np.inf, posinf=-np.inf)
-    return steps[:-1], decays, falls
+    return steps[:-1], decays
 
 
 def _rates(run: Run, steps: Ints) -> Floats:
