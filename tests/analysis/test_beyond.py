@@ -40,6 +40,12 @@ def test_since_when(underflow: list[float], onset: int | None) -> None:
     assert all(excess > 1 for excess in found["excess"])
 
 
+@pytest.mark.parametrize(("n", "onset"), [(4096, [20]), (300, [20]), (150, [])])
+def test_percents_of_few_values_tell_little(n: int, onset: list[int]) -> None:
+    found = beyond(metrics([0, 0, 0, 0, 25, 0, 0]).with_columns(n=pl.lit(n)))
+    assert found["onset"].to_list() == onset
+
+
 def test_of_roles_without_limits_and_of_nothing_there_is_none() -> None:
     assert beyond(metrics([99.0] * 7, "query")).is_empty() and beyond(metrics([99.0] * 7).clear()).is_empty()
     assert set(LIMITS) == {"input", "weight", "grad_output"}

@@ -75,6 +75,34 @@ class TestAPair:
         assert found.culprit and found.culprit.layer == FIRST
         assert list(flagged_by(found)) == [(FIRST, "input"), (CULPRIT, "input")]
 
+    def test_an_operand_that_loses_most_of_its_values_after_the_loss_is_to_be_changed_too(self, tmp_path: Path) -> None:
+        turns = itertools.cycle((0, 5 * EVERY))
+
+        def one_later(step: int) -> Mapping[str, Any]:
+            wrong = {"outlier_log2": 24.0, "underflow_pct": 90.0, "mse": 1e-2, "relative_error": 0.3}
+            return wrong if step - next(turns) >= ONSET else {}
+
+        baseline = write(tmp_path / "baseline")
+        found = diagnose(write(tmp_path / "both", one_later, falling(left=112), culprit=[FIRST, CULPRIT]), baseline)
+        assert found.culprit and found.culprit.layer == FIRST and not found.blame.besides
+        assert {key: flag.out for key, flag in flagged_by(found).items()} == {
+            (FIRST, "input"): (ONSET, STEPS[-1]),
+            (CULPRIT, "input"): (ONSET + 5 * EVERY, STEPS[-1]),
+        }
+
+    @pytest.mark.parametrize(("role", "named"), [("input", True), ("grad_output", False)])
+    def test_a_batch_of_large_gradients_that_a_scale_lags_behind_is_a_hint(
+        self, tmp_path: Path, baseline: Path, role: str, named: bool
+    ) -> None:
+        def spike(step: int) -> Mapping[str, Any]:
+            wrong = {"scale_ratio_log2": 2.0, "overflow_pct": 5.0, "mse": 1e-2, "relative_error": 0.3}
+            return wrong if step == ONSET else {}
+
+        found = diagnose(write(tmp_path / "run", spike, changed=role), baseline)
+        (told,) = [f for f in found.findings if f.rule == "operand"]
+        assert "a transient" in told.evidence and (found.culprit is not None) == named
+        assert found.cause == ("clipping" if named else "none")
+
     def test_without_a_rise_it_is_harmless_so_far(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted), baseline)
         assert (found.cause, found.harm, found.lead) == ("corrupted_scale", "harmless so far", None)

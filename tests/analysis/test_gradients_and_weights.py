@@ -127,14 +127,14 @@ def lost(step: int) -> Mapping[str, Any]:
 
 
 class TestLikelyHarm:
-    def test_alone_an_x_that_is_lost_to_the_end_is_likely_to_harm(self, tmp_path: Path) -> None:
-        told = diagnose(write(tmp_path / "run", lost))
+    @pytest.mark.parametrize("role", ["input", "weight"])
+    def test_alone_an_x_or_w_that_is_lost_to_the_end_is_likely_to_harm(self, tmp_path: Path, role: str) -> None:
+        told = diagnose(write(tmp_path / "run", lost, changed=role))
         assert told.harm == "likely" and told.culprit and "harm is likely" in told.verdict()
         assert told.to_json()["harm"] == "likely"
 
-    @pytest.mark.parametrize("role", ["weight", "grad_output"])
-    def test_alone_another_operand_is_not_enough(self, tmp_path: Path, role: str) -> None:
-        assert diagnose(write(tmp_path / "run", lost, changed=role)).harm == "unknown"
+    def test_alone_a_gradient_that_is_lost_is_not_enough(self, tmp_path: Path) -> None:
+        assert diagnose(write(tmp_path / "run", lost, changed="grad_output")).harm == "unknown"
 
     def test_alone_one_that_comes_back_is_not(self, tmp_path: Path) -> None:
         run = write(tmp_path / "run", lambda step: lost(step) if step < ONSET + 3 * EVERY else {})

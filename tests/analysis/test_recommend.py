@@ -17,6 +17,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug import ConfigError, Monitor, RecordError
+from nemo_fp8_debug.analysis.recommendation.flags import Flag
 from nemo_fp8_debug.analysis.recommendation.flops import coverage, flops_of
 from nemo_fp8_debug.analysis.recommendation.options import Budget, candidates
 from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, over_budget, recommend
@@ -132,6 +133,15 @@ class TestBF16:
     def test_an_operand_that_keeps_the_budget_stays(self, tmp_path: Path) -> None:
         found = recommend(planted(tmp_path, {}), [(fc2(0), "input"), (fc2(0), "weight")])
         assert not found.to_change and not found.plan.changes and found.after == found.before == 1
+
+
+@pytest.mark.parametrize(("out", "changes"), [(None, False), ((2, 2), True)])
+def test_what_an_operand_lost_while_it_was_out_of_order_counts(
+    tmp_path: Path, out: tuple[int, int] | None, changes: bool
+) -> None:
+    run = record_of(tmp_path, [1.0, 1.0, 1e5, 1.0, 1.0, 1.0, 1.0, 1.0], "delayed(amax_history_len=1)")
+    found = recommend(run, [X], flags={X: Flag("a spike", out)})
+    assert [finding.changes for finding in found.findings] == [changes] and found.findings[0].why == "a spike"
 
 
 def test_another_format_where_the_range_is_too_small(tmp_path: Path) -> None:

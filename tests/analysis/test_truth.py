@@ -163,6 +163,11 @@ def test_held_out_runs_are_judged_whole_and_on_purpose(more: tuple[str, ...], mo
     assert refused.value.code == 2 and (LOG.read_text() if LOG.exists() else None) == before
 
 
+@pytest.mark.parametrize(("since", "checkpoint"), [(104, 80), (105, 100), (5, 0), (0, 0)])
+def test_a_rescue_resumes_from_the_last_checkpoint_before_the_onset(since: int, checkpoint: int) -> None:
+    assert rescue.checkpoint_before(since) == checkpoint
+
+
 def test_what_pages_say_of_rescues_is_what_came_of_them() -> None:
     rescued, of = rescue.told(FOLDER.parent / "rescues").split(" rescued")[0].split(" of ")
     assert (

@@ -43,12 +43,20 @@ def shown(run: StoredRun) -> Floats:
         values = grid.of(metric)
         with np.errstate(divide="ignore", invalid="ignore"):
             values = (np.log2(values) if metric in _RATIOS else values)[:, FIRST:]
-            past = np.lib.stride_tricks.sliding_window_view(values, _PAST, axis=1)[:, :-1]
-            rises = values[:, _PAST:] - lower_median(past)
+            rises = _rises(values)
         for role in ROLES:
             for of_role in (values[roles == role], rises[roles == role]):
                 found += [_largest(of_role), _largest(-of_role)]
     return np.array(found + _of_steps(run))
+
+
+def _rises(values: Floats) -> Floats:
+    """[T, S] -> [T, S - _PAST]: by how much each sample lies above the median of those before."""
+    if values.shape[1] <= _PAST:  # the run ended in NaN
+        return values[:, :0]
+    past = np.lib.stride_tricks.sliding_window_view(values, _PAST, axis=1)[:, :-1]
+    rises: Floats = values[:, _PAST:] - lower_median(past)
+    return rises
 
 
 def _of_steps(run: StoredRun) -> list[float]:

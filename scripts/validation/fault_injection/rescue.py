@@ -28,7 +28,6 @@ from fault_injection.run_part import surroundings
 from fault_injection.training import INTERVAL, train
 from fault_injection.truth import HARM, gap_of
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.recommendation.of_records import recommend
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.plan.plan import Plan
@@ -65,13 +64,14 @@ def _recommended(case: Case, baseline: Run) -> tuple[Plan, int]:
     with tempfile.TemporaryDirectory() as folder:
         train(case.setup, case.fault, RunRecord(folder))
         run = Run.read(folder)
-        return recommend(run, baseline).plan, checkpoint_before(diagnose(run, baseline))
+        found = diagnose(run, baseline)
+        onset = found.divergence_step if found.culprit is None else found.culprit.since
+        return recommend(run, baseline).plan, checkpoint_before(onset or 0)
 
 
-def checkpoint_before(found: Diagnosis) -> int:
+def checkpoint_before(onset: int) -> int:
     """The last checkpoint at or before the last sample that was in order."""
-    onset = found.divergence_step if found.culprit is None else found.culprit.since
-    return max((onset or 0) - INTERVAL, 0) // CHECKPOINTS * CHECKPOINTS
+    return max(onset - INTERVAL, 0) // CHECKPOINTS * CHECKPOINTS
 
 
 def told(folder: Path) -> str:
