@@ -92,8 +92,10 @@ def test_cases_are_drawn_alike_each_time_and_held_out_kinds_only_where_nothing_i
         ("moe", 100, "none", "tune"),
         ("moe", 100, "stale", "spent"),
         ("vit", 0, "none", "spent"),
-        ("moe", 200, "none", "held-out"),
-        ("vit", 200, "stale", "held-out"),
+        ("moe", 200, "none", "tune"),
+        ("vit", 200, "stale", "spent"),
+        ("moe", 300, "none", "held-out"),
+        ("vit", 300, "stale", "held-out"),
     ],
 )
 def test_what_was_judged_once_is_held_out_no_more(family: str, part: int, kind: str, expected: str) -> None:
