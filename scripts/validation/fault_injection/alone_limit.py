@@ -1,18 +1,17 @@
 """How many harmed runs show anything without a baseline: `fault_injection/alone_limit.py --set tune`.
 
 Each recorded quantity is reduced to the farthest that any operand of a role is, and to the most that it rises above its own
-past. A harmed run shows something if one of them is beyond all clean runs of its engine: a limit that is chosen with the
-truth in hand. The clean runs that stand in the way of most are then left out, one by one, up to 2 in 100.
+past. How far a run is out is the most that any of these is above all clean runs of its engine in the other parts, in units
+of what those stand above their median. The limit on that is chosen with the truth in hand.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
-from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 from fault_injection.judge import share
 from fault_injection.records import StoredRun, read_run, truths
@@ -29,8 +28,8 @@ _METRICS = (
 _RATIOS = ("relative_error", "kurtosis", "amax")
 #: samples whose scales are still made up, and samples before one that it is compared with
 FIRST, _PAST = 2, 8
-#: share of clean runs that may be accused
-ACCUSED = 0.02
+#: shares of clean runs that may be above the limit
+ACCUSED = (0.0, 0.02)
 #: steps on either side that losses and gradient norms are smoothed over, and of the last part
 _HALF, _LAST = 5, 60
 
@@ -79,45 +78,47 @@ def _largest(values: Floats) -> float:
     return float(np.max(values, where=~np.isnan(values), initial=-np.inf))
 
 
-def seen(harmed: Floats, clean: Floats) -> npt.NDArray[np.bool_]:
-    """[H]: whether any quantity of a harmed run is beyond that of all clean ones."""
-    return np.asarray((harmed > clean.max(axis=0)).any(axis=1))
+def out(runs: Floats, clean: Floats) -> Floats:
+    """[R]: how far each run is out; above 0, some quantity is beyond that of all clean ones.
+
+    Args:
+        runs: [R, Q].
+        clean: [C, Q].
+    """
+    most, usual = clean.max(axis=0), np.median(clean, axis=0)
+    with np.errstate(invalid="ignore"):
+        spread = np.maximum(most - usual, 1e-6 * np.abs(most) + 1e-12)
+        beyond: Floats = np.max(np.nan_to_num((runs - most) / spread, nan=-1.0), axis=1)
+    return beyond
 
 
-def most_seen(harmed: Mapping[str, Floats], clean: Mapping[str, Floats]) -> tuple[int, int]:
-    """By engine, [H, Q] and [C, Q] -> how many harmed runs are seen, and how many clean ones were left out for that."""
-    kept = dict(clean)
-    left_out = 0
-    for _ in range(int(ACCUSED * sum(map(len, clean.values())))):
-        options = []
-        for engine, of_clean in kept.items():
-            before = int(seen(harmed[engine], of_clean).sum()) if len(of_clean) > 1 else 0
-            for i in range(len(of_clean) if len(of_clean) > 1 else 0):
-                without = np.delete(of_clean, i, axis=0)
-                options.append((int(seen(harmed[engine], without).sum()) - before, engine, i))
-        gain, engine, i = max(options)
-        if gain <= 0:
-            break
-        kept[engine] = np.delete(kept[engine], i, axis=0)
-        left_out += 1
-    return sum(int(seen(harmed[engine], of_clean).sum()) for engine, of_clean in kept.items()), left_out
+def scores(rows: pl.DataFrame) -> pl.DataFrame:
+    """`rows` (engine, part, harmful, shown) with `out`, of engines that have clean runs in other parts."""
+    found = []
+    for (engine, part), mine in rows.group_by("engine", "part", maintain_order=True):
+        others = rows.filter(pl.col("engine") == engine, pl.col("part") != part, ~pl.col("harmful"))
+        if len(others):
+            both = [np.array(of["shown"].to_list()) for of in (mine, others)]
+            found.append(mine.with_columns(out=pl.Series(out(*both))))
+    return pl.concat(found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=("tune", "held-out"), default="tune")
-    rows: dict[str, dict[bool, list[Floats]]] = defaultdict(lambda: {True: [], False: []})
-    for told in truths(parser.parse_args().set):
-        if told["harmful"] or told["kind"] == "none":
-            rows[told["engine"]][bool(told["harmful"])].append(shown(read_run(told)))
-    both = {engine: of for engine, of in rows.items() if of[True] and of[False]}
-    harmed, clean = ({engine: np.array(of[which]) for engine, of in both.items()} for which in (True, False))
-    n, of_clean = sum(map(len, harmed.values())), sum(map(len, clean.values()))
-    beyond = [bool(one) for engine in harmed for one in seen(harmed[engine], clean[engine])]
-    print(f"{n} harmed runs, {of_clean} clean ones, {next(iter(clean.values())).shape[1]} quantities")
-    print(f"beyond all clean runs of the engine: {share(beyond)}; not: {share([not one for one in beyond])}")
-    k, left_out = most_seen(harmed, clean)
-    print(f"with {left_out} clean runs accused: {share([True] * k + [False] * (n - k))}")
+    rows = [
+        {name: told[name] for name in ("engine", "part", "harmful")} | {"shown": shown(read_run(told)).tolist()}
+        for told in truths(parser.parse_args().set)
+        if told["harmful"] or told["kind"] == "none"
+    ]
+    found = scores(pl.DataFrame(rows))
+    harmed, clean = (found.filter(pl.col("harmful") == which)["out"].to_numpy() for which in (True, False))
+    print(f"{len(harmed)} harmed runs, {len(clean)} clean ones, {len(rows[0]['shown'])} quantities")
+    for most in ACCUSED:
+        limit = np.sort(clean)[len(clean) - 1 - int(most * len(clean))]
+        told = f"harmed above it {share(list(harmed > limit))}, clean {share(list(clean > limit))}"
+        print(f"at most {most:.0%} of clean runs above the limit: {told}")
+    print(f"beyond all clean runs of other parts: harmed {share(list(harmed > 0))}, clean {share(list(clean > 0))}")
 
 
 if __name__ == "__main__":
