@@ -107,10 +107,10 @@ class Scored:
         }
 
 
-def collect(which: str) -> dict[str, Scored]:
+def collect(which: str, first: int = 0) -> dict[str, Scored]:
     """By score."""
     found: dict[str, Scored] = defaultdict(Scored)
-    for told in truths(which):
+    for told in truths(which, first=first):
         late = told["harmful"] and told["culprits"] and told["diverges_at"] is not None
         if told["kind"] != "none" and not (late and -(-told["onset"] // INTERVAL) * INTERVAL < told["diverges_at"]):
             continue
@@ -135,8 +135,10 @@ def _told(leads: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=("tune", "held-out"), default="tune")
-    found = collect(parser.parse_args().set)
+    parser.add_argument("--set", choices=("tune", "released", "held-out"), default="tune")
+    parser.add_argument("--first", type=int, default=0, help="part from which runs count")
+    options = parser.parse_args()
+    found = collect(options.set, options.first)
     first = next(iter(found.values()))
     print(f"{len(first.harmed)} harmed runs with a sample between onset and divergence, {len(first.clean)} clean ones")
     for name, scored in found.items():

@@ -21,10 +21,10 @@ from fault_injection.truth import HARM, LAST
 Floats = npt.NDArray[np.float64]
 
 
-def gaps(which: str, baseline: str) -> Iterator[tuple[float, bool, bool]]:
+def gaps(which: str, baseline: str, first: int = 0) -> Iterator[tuple[float, bool, bool]]:
     """Of each run that has such a baseline: percent that its last losses lie above the baseline's, whether it is clean, and
     whether it is harmed; those harmed or not by a hair are left out, as `judge` does."""
-    for told in truths(which):
+    for told in truths(which, first=first):
         true, name = told["gap_pct"], baseline_of(told, baseline)
         clean = told["kind"] == "none"
         if name is None or (not clean and true is not None and 50 * HARM < true <= 150 * HARM):
@@ -41,10 +41,11 @@ def _row(path: str, name: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=("tune", "held-out"), default="tune")
+    parser.add_argument("--set", choices=("tune", "released", "held-out"), default="tune")
+    parser.add_argument("--first", type=int, default=0, help="part from which runs count")
     parser.add_argument("--baseline", choices=("other", "depth"), default="other")
     options = parser.parse_args()
-    found = np.array(list(gaps(options.set, options.baseline)))
+    found = np.array(list(gaps(options.set, options.baseline, options.first)))
     of_clean = found[found[:, 1] == 1, 0]
     gap, harmed = found[found[:, 1] == 0, 0], found[found[:, 1] == 0, 2] == 1
     print(f"{len(of_clean)} clean pairs: standard deviation {of_clean.std():.2f}%, largest {of_clean.max():.1f}%")

@@ -1,7 +1,8 @@
 """Judges verdicts by what is true of each run: `fault_injection/judge.py --set tune`.
 
 `--set held-out --once` judges the runs that no threshold was set on, and notes the commit and the time in held_out.log,
-which is committed: who looks at them twice has set thresholds on them.
+which is committed: who looks at them twice has set thresholds on them. `--set released --first 200` judges those again that
+were held out before.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.core.layer_names import aggregate_key
 
 #: `families`: none, with bands of healthy runs learned from the other families; `none`: with those of the package, which
-#: were learned from the clean runs that set thresholds
+#: were learned from the clean runs of parts below 200 that set thresholds
 BASELINES = ("near", "other", "depth", "none", "families")
 INTERVALS = (5, 20, 50)
 LOG = Path(__file__).parent / "held_out.log"
@@ -254,7 +255,8 @@ def note(runs: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=("tune", "held-out"), default="tune")
+    parser.add_argument("--set", choices=("tune", "released", "held-out"), default="tune")
+    parser.add_argument("--first", type=int, default=0, help="part from which runs are judged")
     parser.add_argument("--once", action="store_true", help="judge the held-out set, and note that it was judged")
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=BASELINES)
     parser.add_argument("--intervals", nargs="+", type=int, default=INTERVALS, help="multiples of 5")
@@ -262,10 +264,12 @@ def main() -> int:
     parser.add_argument("--failures", action="store_true", help="list each verdict of the tuning set that is wrong")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    runs = [told for told in truths(options.set) if options.family in (None, told["family"])]
+    runs = [told for told in truths(options.set, first=options.first) if options.family in (None, told["family"])]
+    if options.failures and options.set != "tune":
+        parser.error("failures are listed of the tuning set alone")
     if options.set == "held-out":
-        if not options.once or options.family or options.failures:
-            parser.error("the held-out set is judged whole, with --once, and its failures are not listed")
+        if not options.once or options.family or options.first:
+            parser.error("the held-out set is judged whole, with --once")
         note(len(runs))
     found = list(judge(runs, options.baselines, options.intervals, options.jobs))
     out = Console(width=170, highlight=False)

@@ -99,13 +99,21 @@ def _lists(columns: Sequence[pl.Series]) -> pa.Array:
     )
 
 
-def truths(which: str, folder: Path = FOLDER) -> Iterator[dict[str, Any]]:
-    """What is true of each run of a set (of `sets.set_of`, or `all`), with the file and row that it lies in."""
+def truths(which: str, folder: Path = FOLDER, first: int = 0) -> Iterator[dict[str, Any]]:
+    """What is true of each run of a set, with the file and row that it lies in.
+
+    Args:
+        which: of `sets.set_of`; `released`, all that are not held out; or `all`.
+        first: part from which runs count.
+    """
     for path in sorted(folder.glob("*.parquet")):
         family, _, part = path.stem.rpartition("-")
+        if int(part) < first:
+            continue
         for row, text in enumerate(pq.read_table(path, columns=["truth"])["truth"].to_pylist()):
             told = json.loads(text)
-            if which in ("all", set_of(family, int(part), told["kind"])):
+            of = set_of(family, int(part), told["kind"])
+            if which in ("all", of) or (which == "released" and of != "held-out"):
                 yield told | {"path": str(path), "row": row, "part": path.stem}
 
 
