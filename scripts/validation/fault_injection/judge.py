@@ -1,8 +1,7 @@
 """Judges verdicts by what is true of each run: `fault_injection/judge.py --set tune`.
 
 `--set held-out --once` judges the runs that no threshold was set on, and notes the commit and the time in held_out.log,
-which is committed: who looks at them twice has set thresholds on them. `--set released --first 200` judges those again that
-were held out before.
+which is committed: who looks at them twice has set thresholds on them. `--set released --first 200` judges earlier ones.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from nemo_fp8_debug.analysis.bands.bands import Bands
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.core.layer_names import aggregate_key
 
-#: `families`: none, with bands of healthy runs learned from the other families; `none`: with those of the package, which
-#: were learned from the clean runs of parts below 200 that set thresholds
+#: `families`: none, with bands of the other families; `none`: with those of the package, of clean runs below part 200
 BASELINES = ("near", "other", "depth", "none", "families")
 INTERVALS = (5, 20, 50)
 LOG = Path(__file__).parent / "held_out.log"
@@ -265,11 +263,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     runs = [told for told in truths(options.set, first=options.first) if options.family in (None, told["family"])]
-    if options.failures and options.set != "tune":
-        parser.error("failures are listed of the tuning set alone")
+    if (options.failures and options.set != "tune") or (options.set == "held-out" and (options.family or options.first)):
+        parser.error("failures are listed of the tuning set alone, and the held-out set is judged whole")
     if options.set == "held-out":
-        if not options.once or options.family or options.first:
-            parser.error("the held-out set is judged whole, with --once")
+        if not options.once:
+            parser.error("the held-out set is judged with --once")
         note(len(runs))
     found = list(judge(runs, options.baselines, options.intervals, options.jobs))
     out = Console(width=170, highlight=False)
