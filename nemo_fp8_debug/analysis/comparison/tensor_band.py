@@ -75,6 +75,6 @@ def _band(evidence: list[Evidence], pair: Pair) -> MetricBand:
     with np.errstate(invalid="ignore"):
         beyond = (found > high) | (found < low)
     counts = np.any([measured(e, pair)[2][0] > 1 for e in evidence], axis=0)
-    least = float(least_rise_of(evidence[0], pair)[0])
+    least = float(np.min(least_rise_of(evidence[0], pair)[0], initial=np.inf))
     ratio = evidence[0].log2
     return MetricBand(low, expected, high, 2**least if ratio else least, ratio, int(beyond.sum()), int(counts.sum()))
