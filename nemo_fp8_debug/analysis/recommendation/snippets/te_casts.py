@@ -48,7 +48,7 @@ def recorded(run: Run) -> dict[str, Casts | Unreadable]:
     rows = run.metrics.group_by("layer", "role", maintain_order=True).last()
     found: dict[str, dict[str, Cast | None] | Unreadable] = {}
     for layer, role, name, fmt, source in rows.select("layer", "role", "recipe", "format", "scale_source").iter_rows():
-        if is_aggregate(layer):
+        if is_aggregate(layer) or role not in ROLES:
             continue
         module = module_of(layer)
         casts = found.setdefault(module, {})
