@@ -42,7 +42,8 @@ class GradScale:
 
     def attach(self) -> None:
         """Look for losses."""
-        self._undo = [root.register_forward_hook(Hook(self._see_output, root)).remove for root in self._roots]
+        for root in self._roots:
+            self._undo.append(root.register_forward_hook(Hook(self._see_output, root)).remove)
         schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if schedules is not None:
             self._undo.append(patched(schedules, "forward_step", _forward_step, self._see_result))

@@ -38,7 +38,8 @@ class PatchedFunction:
         return partial(self._leave, watcher)
 
     def _leave(self, watcher: Watcher) -> None:
-        self._watchers.remove(watcher)
+        if watcher in self._watchers:  # to leave twice does nothing
+            self._watchers.remove(watcher)
         if self._watchers or vars(self._holder).get(self._name) is not self:
             return
         if self._own is _ABSENT:

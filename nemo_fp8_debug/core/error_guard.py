@@ -25,8 +25,9 @@ class ErrorGuard:
         except Exception as error:
             if self.raises:
                 raise
-            message = f"error {when} near step {self.step}; that sample was dropped"
-            self.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{when} {type(error)}")
+            with contextlib.suppress(Exception):  # to say so may take memory or a stack that is not there
+                message = f"error {when} near step {self.step}; that sample was dropped"
+                self.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{when} {type(error)}")
 
     def warn(self, message: str, kind: str | Collection[str] | None = None) -> None:
         """Warn once of each kind.

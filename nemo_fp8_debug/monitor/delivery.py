@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ _Columns = Mapping[str, Sequence[Any]]
 
 #: steps whose scalars are kept on the device between samples, at the most
 STEPS_HELD = 1000
+#: seconds after which they are recorded all the same, so that a run that is killed has not lost more
+SECONDS_HELD = 15.0
 
 
 class Delivery:
@@ -48,6 +51,7 @@ class Delivery:
         self._errors = errors
         self._layers = layers
         self._steps: dict[int, StepScalars] = {}
+        self._flushed = time.monotonic()
 
     def note(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Keep the scalars of a step."""
@@ -68,7 +72,7 @@ class Delivery:
             why: it was sampled out of turn.
             opened: whether any rank can have looked at it.
         """
-        steps, self._steps = self._steps, {}
+        steps, self._steps, self._flushed = self._steps, {}, time.monotonic()
         step, outcome = sampled.step, self._pipeline.submit(sampled.captured(lambda: rows(steps)))
         if not self._ranks.writes:
             return
@@ -116,12 +120,13 @@ class Delivery:
         self._recording.submit_job(lambda: self._live_control.report(step, self._progress(), ended))
 
     def relieve(self) -> None:
-        """Record the scalars of steps if there are many of them."""
-        if len(self._steps) >= STEPS_HELD:
+        """Record the scalars of steps if there are many of them, or if it is a while since the last ones were."""
+        if len(self._steps) >= STEPS_HELD or time.monotonic() - self._flushed > SECONDS_HELD:
             self.flush_steps()
 
     def flush_steps(self) -> None:
         """Record the scalars of the steps since the last sample."""
+        self._flushed = time.monotonic()
         steps, self._steps = self._steps, {}
         if steps and self._ranks.writes:
             with self._errors.guard("while recording steps"):

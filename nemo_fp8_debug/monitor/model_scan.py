@@ -56,6 +56,10 @@ class ModelScan:
         sites = {name_of_activation((s.gemm.name, role)): s.gemm.kind for s in self.sites for role in s.roles}
         return gemms | sites
 
+    def released(self) -> ModelScan:
+        """What remains to be said of a model that is held no longer."""
+        return replace(self, roots=(), known=(), compiled=(), gemms=(), attentions=(), sites=(), masters=Masters(()))
+
 
 def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
     """Find the GEMMs of a model, and warn of those that are left out.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..options.config import SAME_ON_ALL_RANKS, Config
 from . import open_monitors
 from .assembly import Place, assemble
 from .default_recorders import chosen_recorders
+from .entries import all_of, entry
 from .model_scan import scan
 from .recorder_queue import Recording
 from .run_summary import Summary
@@ -88,7 +89,7 @@ class Monitor:
         self._sampled: SampledStep | None = None
         self._begun: int | None = None
         self._order = StepOrder(self._errors.warn if self._ranks.writes else lambda *anything: None)
-        self._step, self._closed = -1, False
+        self._step, self._closed, self._process = -1, False, os.getpid()
         self._summary.open()
         open_monitors.replace(place.record, self, self._errors.warn)
         self._closed_by_hand = open_monitors.close_at_exit(self, self._ranks.world > 1)
@@ -105,8 +106,8 @@ class Monitor:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, and records nothing any longer."""
-        return self._closed
+        """Whether it was closed, or belongs to the process that this one was forked from: it records nothing."""
+        return self._closed or os.getpid() != self._process  # one that was forked has no threads that record
 
     @property
     def sampling(self) -> bool:
@@ -123,16 +124,18 @@ class Monitor:
         scalars: dict[str, Any] = {}
 
         def report(*unnamed: Any, **named: Any) -> None:
-            self._order.warn_of_unnamed(unnamed, "report")
             scalars.update(named)
+            with self._errors.guard("while reading the scalars of a step"):
+                self._order.warn_of_unnamed(unnamed, "report")
 
-        self.begin_step(step)
         try:
+            self.begin_step(step)
             yield report
             self.end_step(**scalars)
         finally:
             self.abandon_step()
 
+    @entry("while beginning a step")
     def begin_step(self, step: int) -> None:
         """Before the forward pass: installs the hooks if `step` is sampled. On several ranks, called on all.
 
@@ -140,12 +143,10 @@ class Monitor:
             step: a whole number, at least 0 and greater than that of the step before. A step with another number is not
                 sampled, and the first one is warned of.
         """
-        if self._closed:
+        if self.closed:
             self._errors.warn("the monitor is closed, and the steps after that are not recorded", kind="closed")
             return
-        number = None
-        with self._errors.guard("while beginning a step"):
-            number = self._order.begin(step)
+        number = self._order.begin(step)
         self._drop_sample()
         if self._idle:
             return
@@ -155,11 +156,11 @@ class Monitor:
         if number is None:
             return
         self._step = self._errors.step = number
-        with self._errors.guard("while starting to sample"):
-            self._live_control.start_step(number)
-            if self._schedule.samples(number) and not self._live_control.stopped:
-                self._start_sample(number)
+        self._live_control.start_step(number)
+        if self._schedule.samples(number) and not self._live_control.stopped:
+            self._start_sample(number)
 
+    @entry("while looking ahead")
     def expect_steps(self, first: int, last: int) -> None:
         """Tell which steps the run will take: a warning says so if none of them is sampled.
 
@@ -186,20 +187,25 @@ class Monitor:
         if not self._live_control.end_sample(step):
             self._pipeline.end(step, TimeoutError("the first rank does not say how to sample"))
 
+    @entry("while giving a step up")
     def abandon_step(self) -> None:
         """The step broke off: removes the hooks and forgets the sample."""
         self._order.give_up()
         self._drop_sample()
 
     def _drop_sample(self) -> None:
-        if sampled := self._sampled:
-            self._sampled = None
-            sampled.detach()
-            sampled.forget()
-            self._end_sample(sampled.step)
-            with self._errors.guard("while giving a sample up"):
-                self._pipeline.take_part(sampled.captured(dict))
+        sampled, self._sampled = self._sampled, None
+        if sampled is None:
+            return
+        steps: dict[str, Callable[[], object]] = {
+            "while removing hooks": sampled.detach,
+            "while giving a sample up": sampled.forget,
+            "while hearing of a sample": lambda: self._end_sample(sampled.step),
+            "while taking part in a sample": lambda: self._pipeline.take_part(sampled.captured(dict)),
+        }
+        all_of(self._errors.guard, steps)
 
+    @entry("while looking at a loss")
     def watch_loss(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """Show the loss of a micro-batch before it is scaled, divided and backpropagated: dY is recorded in its units too.
 
@@ -213,6 +219,7 @@ class Monitor:
         if self._sampled:
             self._sampled.show_loss(loss, tokens)
 
+    @entry("while ending a step")
     def end_step(self, *unnamed: Any, **scalars: Any) -> None:
         """After the backward pass: removes the hooks, measures and records. On several ranks, called on all.
 
@@ -222,16 +229,15 @@ class Monitor:
                 `loss_scale`, `skipped`, `consumed_samples`, as far as they are known; and `grad_scale`, what dY is
                 multiplied by, if it is not to be measured. Others are not recorded, which a warning says.
         """
-        if self._closed:
+        if self.closed:
             return
         began, step, sampled = self._order.is_open, self._order.end(), self._sampled
         if self._idle:
             return
         writes_steps = self._ranks.rank in self._shard_group.leaders
         self._order.warn_of_unnamed(unnamed, "end_step")
-        with self._errors.guard("while reading the scalars of a step"):
-            tell = self._errors.warn if writes_steps else lambda message: None
-            scalars = usable(scalars, tell, self._watched.dump is not None)
+        tell = self._errors.warn if writes_steps else lambda message: None
+        scalars = usable(scalars, tell, self._watched.dump is not None)
         if step is None:
             if began:  # other ranks may have begun it with a valid number
                 self._begun = None
@@ -249,8 +255,7 @@ class Monitor:
         if sampled:
             self._summary.due += 1
             self._end_sample(step)
-            with self._errors.guard("while measuring"):
-                self._delivery.submit(sampled, self._schedule.why(step), opened)
+            self._delivery.submit(sampled, self._schedule.why(step), opened)
             sampled.forget()
         else:
             self._delivery.relieve()
@@ -259,6 +264,7 @@ class Monitor:
         if self._errors.raises:
             self.flush()
 
+    @entry("while noting an evaluation")
     def report_validation(self, step: int | None = None, **losses: Any) -> None:
         """Record the losses of an evaluation, which the gate judges too.
 
@@ -266,7 +272,7 @@ class Monitor:
             step: the training step that it came after; None: the last one.
             losses: by name, numbers or scalar tensors, which are read in the background.
         """
-        if not self._closed and not self._idle and self._ranks.writes:
+        if not self.closed and not self._idle and self._ranks.writes:
             self._delivery.note_validation(max(self._step, 0) if step is None else step, losses)
 
     def _tell_triggers(self, scalars: Mapping[str, Any]) -> None:
@@ -276,25 +282,39 @@ class Monitor:
             except TimeoutError as error:
                 self._pipeline.end(self._step, error)
 
+    @entry("while closing the record")
     def close(self) -> None:
         """The run is over: records what is left. To close a second time does nothing."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed, failed = True, run_failed()
-        if not failed:
-            self._order.warn_if_open()
-        self.abandon_step()
-        self._pipeline.close()
-        self._delivery.flush_steps()
-        self._delivery.report(None, ended=True)
+        failed, self._closed = run_failed(), True
+        steps: dict[str, Callable[[], object]] = {
+            "while ending a step": lambda: None if failed else self._order.warn_if_open(),
+            "while giving a step up": self.abandon_step,
+            "while ranks part": self._pipeline.close,
+            "while recording steps": self._delivery.flush_steps,
+            "while recording the end": lambda: self._delivery.report(None, ended=True),
+            "while forgetting the monitor": self._closed_by_hand,
+            "while closing the record": self._recording.close,
+            "while closing the record again": lambda: None if self._recording.closed else self._recording.close(),
+            "while summing up": lambda: self._sum_up(failed),
+            "while letting go of the model": self._release,
+        }
+        all_of(self._errors.guard, steps)
+
+    def _sum_up(self, failed: bool) -> None:
         self._idle = True
-        self._closed_by_hand()
-        with self._errors.guard("while closing the record"):
-            self._recording.close()
         if not failed:
             self._order.warn_if_nothing_sampled(self._schedule.config.turns(), self._pipeline.over)
         self._summary.close(self._pipeline.over, self._recording.stuck)
 
+    def _release(self) -> None:
+        """Let go of the model, which whoever holds the monitor would hold too."""
+        self._model = self._model.released()
+        del self._watched, self._live_control, self._delivery, self._pipeline
+
+    @entry("while recording")
     def flush(self) -> None:
         """Wait until every sample so far is recorded."""
-        self._delivery.flush()
+        if not self.closed:
+            self._delivery.flush()

@@ -48,6 +48,8 @@ class Recording:
         self._impatient = False
         self.stuck = False
         self._closing = False
+        #: whether the recorders were closed
+        self.closed = False
         self._pending: deque[Future[Record | None]] = deque()
         self._worker = Worker("nemo_fp8_debug recording")
 
@@ -98,6 +100,7 @@ class Recording:
         self._closing = True
         self._enqueue(lambda: self._here(lambda recorder: recorder.close()))
         self.deliver(wait=True)
+        self.closed = True
         if self.stuck:
             warn(f"{len(self._pending)} jobs of recording hang behind a write that does not end; what they hold is lost")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
@@ -221,13 +222,14 @@ class SampledStep:
 
     def detach(self) -> None:
         """Remove the hooks, and warn of what was lost."""
-        if self._eager is not None:
-            self._eager.__exit__(None, None, None)
-            self._eager = None
         of_ranks = self._replicas, self._gradients, self._states
-        for watching in (*self._captures, self._multiplier, self._attention, *of_ranks):
-            if watching is not None:
-                watching.detach()
+        with contextlib.ExitStack() as removed:  # all of them, whatever one raises
+            for watching in (*self._captures, self._multiplier, self._attention, *of_ranks):
+                if watching is not None:
+                    removed.callback(watching.detach)
+            if self._eager is not None:
+                removed.callback(self._eager.__exit__, None, None, None)
+        self._eager = None
         warn_of_unseen(self._attention, self._watched.errors)
         warn_of_unseen_states(self._states, self._watched.errors)
         self._warn_of_what_is_not_multiplied()

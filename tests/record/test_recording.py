@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import Samples
-from processes import run_script, wait_until
+from processes import finished, run_script, wait_until
 from torch import nn
 from unclosed import ENDS
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.monitor import recorder_queue
+from nemo_fp8_debug.monitor import delivery, recorder_queue
 from nemo_fp8_debug.monitor.recorder_queue import Recording
 from nemo_fp8_debug.record.dump import dumped_files
 from nemo_fp8_debug.record.reader import read_table
@@ -169,6 +169,63 @@ def unclosed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_process_that_ends_without_closing_loses_nothing(unclosed: Path, end: str) -> None:
     assert read_table(unclosed / end, "metrics")["step"].unique().to_list() == [0, 5]
     assert read_table(unclosed / end, "steps")["step"].to_list() == list(range(8))
+
+
+def test_losses_of_a_run_that_is_killed_are_recorded_up_to_a_while_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "SECONDS_HELD", 0.0)
+    model = nn.Linear(4, 4)
+    monitor = Monitor(model, tmp_path, interval=100, table_rows=0)
+    for step in range(5):
+        with monitor.step(step) as report:
+            report(loss=model(torch.ones(2, 4)).sum())
+    monitor.flush()
+    assert read_table(tmp_path, "steps")["step"].to_list() == list(range(5))
+    monitor.close()
+
+
+FORKED = """
+import os, sys, time, torch
+from nemo_fp8_debug import Monitor
+model = torch.nn.Linear(4, 4)
+monitor = Monitor(model, sys.argv[1], interval=1, table_rows=0)
+with monitor.step(0) as report:
+    report(loss=model(torch.ones(2, 4)).sum())
+child = os.fork()
+if not child:
+    with monitor.step(1) as report:
+        report(loss=0.0)
+    assert monitor.closed
+    sys.exit(7)
+began = time.monotonic()
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert code == 7 and time.monotonic() - began < 20, (code, time.monotonic() - began)
+with monitor.step(1) as report:
+    report(loss=model(torch.ones(2, 4)).sum())
+"""
+
+
+def test_a_forked_process_leaves_the_record_to_its_parent_and_ends_at_once(tmp_path: Path) -> None:
+    done = finished(sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert read_table(tmp_path, "steps")["step"].to_list() == [0, 1]
+
+
+def test_a_closed_monitor_holds_no_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    monitor = Monitor(model, tmp_path, interval=1, table_rows=0, output_rows=2, verify_rows=2, states=["update"])
+    with monitor.step(0) as report:
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        report(loss=loss)
+    monitor.close()
+    seen, weight = weakref.ref(model), weakref.ref(model[0].weight)
+    del model, loss, report
+    gc.collect()
+    assert seen() is None and weight() is None
+    assert monitor.closed and not monitor.gemms and monitor.fingerprint
+    monitor.flush()
 
 
 def test_a_monitor_that_nobody_holds_is_freed() -> None:
