@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..capture.gemms import select
 from ..capture.output_samples import Chosen
@@ -10,6 +10,7 @@ from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES
 from ..distributed import Ranks, ShardGroup
 from ..errors import ConfigError
+from ..numerics.delayed_state import check_histories
 from ..options.config import Config
 from ..options.control_file import Control
 from ..options.trigger_rules import parse_rule
@@ -85,17 +86,21 @@ def assemble(
         place: of this rank; that of the first one counts.
 
     Raises:
-        ConfigError: tensors are to be dumped, and there is no folder.
+        ConfigError: tensors are to be dumped, and there is no folder; or what-if recipes take too much memory.
     """
     place = place.agreed(ranks)
-    storage = place.storage
+    storage, operands = place.storage, len(model.known) * len(ROLES)
     if storage is None and (config.dump or config.trigger_dump):
         raise ConfigError("dump and trigger_dump need an output folder")
     limits = config.dump_max_bytes, config.dump_min_free_bytes
     dump = TensorDump(storage, ranks.rank, *limits, recording.submit_job) if storage else None
 
+    check_histories(config.what_if_recipes, operands)
+
     def check(control: Control) -> None:
-        """Refuse a control file that names no layer of this model; on several ranks another one may have it."""
+        """Refuse a control file that takes too much memory, or names no layer of this model; on several ranks another one
+        may have it."""
+        check_histories(replace(Config(), what_if=control.changes.get("what_if", ())).what_if_recipes, operands)
         if ranks.world == 1:
             for name in ("layers", "dump"):
                 if control.changes.get(name):

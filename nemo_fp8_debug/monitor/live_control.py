@@ -11,7 +11,7 @@ from ..core.sample import Sample
 from ..distributed import Ranks
 from ..errors import warn
 from ..options.control_file import LONGEST, NAME, STATUS, Control
-from ..record.storage import Storage
+from ..record.storage import NotAFileError, Storage
 from .schedule import Schedule
 from .status import ControlFile, Status
 from .triggers import Triggers
@@ -37,7 +37,8 @@ class LiveControl:
         """
         self._schedule, self._triggers, self._ranks = schedule, triggers, ranks
         self._storage, self._check, self._say = storage if ranks.writes else None, check, say
-        self._file: ControlFile | None = None  # as it was read last
+        #: as it was read last, and what it asks for or why it is refused; no file: None
+        self._read: tuple[ControlFile, Control | Exception] | None = None
         self._known: ControlFile | None = None  # as it was when a sampled step last began
         #: whether the first rank has said how to sample the step that is under way
         self.heard = True
@@ -51,19 +52,31 @@ class LiveControl:
         return self._status.control
 
     def read(self) -> None:
-        """Read the control file; called in the background before a sampled step."""
+        """Read and parse the control file; called in the background before a sampled step."""
         if self._storage:
             try:
-                with self._storage.open(NAME) as file:
-                    text = file.read(LONGEST + 1).decode(errors="replace")
-                self._file = ControlFile(text, self._storage.modified(NAME))
+                with self._storage.open(NAME) as opened:
+                    text = opened.read(LONGEST + 1).decode(errors="replace")
+                file = ControlFile(text, self._storage.modified(NAME))
+                if self._read is None or file != self._read[0]:
+                    self._read = file, self._understood(text)
             except FileNotFoundError:
                 if self._storage.is_there:
-                    self._file = None
+                    self._read = None
+            except NotAFileError as error:
+                self._read = ControlFile(str(error), None), error
             except (IsADirectoryError, PermissionError):
                 raise
             except Exception:  # the record cannot be reached, and says so
                 return
+
+    def _understood(self, text: str) -> Control | Exception:
+        try:
+            control = Control.parse(text)
+            self._check(control)
+        except Exception as error:
+            return error
+        return control
 
     def start_step(self, step: int) -> None:
         """Before a step, on all ranks: triggers may have it sampled."""
@@ -84,6 +97,8 @@ class LiveControl:
         try:
             word = self._ranks.share({"over": over, "control": order})
         except Exception:  # the first rank is late, or at another step: its word comes by the end of the step, or never
+            if self._ranks.world == 1:
+                raise
             self.heard = self.stopped = over
             return
         self.heard = True
@@ -102,28 +117,27 @@ class LiveControl:
     def _hear(self, word: Mapping[str, Any], step: int) -> None:
         self.stopped = word["over"]
         if word["control"] is not None:
-            self._schedule.obey(Control.parse(word["control"]), step)
+            self._schedule.obey(Control.of_plain(word["control"]), step)
 
-    def _order(self, step: int) -> str | None:
+    def _order(self, step: int) -> dict[str, Any] | None:
         """What all ranks are to obey from `step` on; None where the control file is as before, or cannot be used."""
-        if self._file == self._known:
+        file, found = self._read or (None, Control())
+        if file == self._known:
             return None
-        self._known, file = self._file, self._file or ControlFile("", None)
+        self._known, file = file, file or ControlFile("", None)
         if self._status.is_left_over(file):
             self._ignore(file, step)
             return None
-        try:
-            control = self._status.what_is_left_of(Control.parse(file.text), file, step)
-            self._check(control)
-        except Exception as error:  # the other ranks wait for a word in any case
-            self._status.control = {"refused": str(error), "step": step}
-            warn(f"the control file changes nothing at step {step}: {error}")
+        if isinstance(found, Exception):
+            self._status.control = {"refused": str(found), "step": step}
+            warn(f"the control file changes nothing at step {step}: {found}")
             return None
+        control = self._status.what_is_left_of(found, file, step)
         self._status.control = {"obeyed": str(control), "step": step, **file.identity}
         if control.steps is not None:
             self._status.control["last_step"] = step + control.steps - 1
         self._say(f"from step {step} on {NAME} holds: {control.in_words()}")
-        return str(control)
+        return control.plain
 
     def _ignore(self, file: ControlFile, step: int) -> None:
         assert self._storage

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..core.keys import Key
+from ..errors import ConfigError
 from .block_scaling import BlockRule
 from .formats import FloatFormat
 from .recipe import Recipe
 from .tensor_scaling import CurrentScaling, DelayedScaling, Unscaled, scales_of
 
-#: (layer, role)
+#: bytes that histories of recipes may take
+MOST_BYTES = 256 << 20
+
+
+def check_histories(recipes: Iterable[Recipe], operands: int) -> None:
+    """Refuse recipes whose histories would take too much memory.
+
+    Raises:
+        ConfigError: they would.
+    """
+    entries = sum(r.scaling.amax_history_len for r in recipes if isinstance(r.scaling, DelayedScaling))
+    if (needed := 4 * entries * operands) > MOST_BYTES:
+        raise ConfigError(
+            f"histories of {entries:,} steps of {operands:,} operands take {needed >> 20:,} MiB of memory, and may take "
+            f"{MOST_BYTES >> 20}; use fewer recipes with delayed scaling, or a smaller amax_history_len"
+        )
 
 
 class DelayedState:

@@ -29,6 +29,8 @@ _NUMBERS = {
     "output_rows": 0,
     "verify_rows": 0,
 }
+#: recipes that each sample is measured under beside the run's own, at the most
+MOST_WHAT_IF = 16
 #: options by which ranks come to meet at a step
 SAME_ON_ALL_RANKS = (
     *("interval", "first_step", "last_step", "triggers", "trigger_steps"),
@@ -56,7 +58,7 @@ class Config:
             options (`current-e4m3`, `delayed(margin=1)`, `mxfp8`), or a dict (`{"name": "delayed", "margin": 1}`).
             Default: `"auto"`.
         what_if: what-if recipes: each sample is measured under these too, although the run does not use them. A list,
-            each a name or a dict as in `recipe`. Default: `()`.
+            at most 16, each a name or a dict as in `recipe`. Default: `()`.
         dump: layers whose tensors are dumped at each sampled step. A list of patterns as in `layers`. Default: `()`.
         dump_max_bytes: bytes that all dumps of a rank may take, those of earlier starts of the run included. An int, at
             least 0. Default: `10 << 30` (10 GiB).
@@ -145,7 +147,9 @@ class Config:
             if name != "layers" or self.layers is not None:
                 check_strings(name, getattr(self, name))
         if not isinstance(self.what_if, Sequence) or isinstance(self.what_if, str):
-            raise ConfigError(f"what_if is {self.what_if!r}; it takes a list of recipes")
+            raise ConfigError(f"what_if is {shown(self.what_if)}; it takes a list of recipes")
+        if len(self.what_if) > MOST_WHAT_IF:
+            raise ConfigError(f"what_if has {len(self.what_if)} recipes; it takes {MOST_WHAT_IF} at the most")
         for name in ("output", "report_baseline"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))) or value == "":

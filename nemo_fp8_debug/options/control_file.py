@@ -16,6 +16,7 @@ used changes nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +33,9 @@ STATUS = "status.json"
 FIELDS = ("interval", "layers", "roles", "what_if", "dump")
 #: bytes of the file, at the most
 LONGEST = 1 << 16
+#: lists in lists, values, and characters of one value, at the most
+_DEEPEST, _MOST, _LONGEST_VALUE = 8, 4096, 1000
+_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,19 @@ class Control:
         replace(Config(), **changes)
         return cls(changes, steps)
 
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Values that JSON has; for `of_plain`."""
+        return {
+            "changes": {key: list(v) if isinstance(v, tuple) else v for key, v in self.changes.items()},
+            "steps": self.steps,
+        }
+
+    @classmethod
+    def of_plain(cls, content: Mapping[str, Any]) -> Control:
+        """What another rank has parsed and checked."""
+        return cls({key: tuple(v) if isinstance(v, list) else v for key, v in content["changes"].items()}, content["steps"])
+
     def in_words(self) -> str:
         """One line; what is not named is as the run was started with."""
         content = {**self.changes} | ({} if self.steps is None else {"steps": self.steps})
@@ -80,11 +97,30 @@ def _load(text: str) -> Any:
     if len(text.encode(errors="replace")) > LONGEST:
         raise ConfigError(f"{NAME} is longer than {LONGEST >> 10} KiB")
     try:
-        # Aliases can make a short text stand for more than memory holds.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise ConfigError(f"{NAME} uses aliases (*name), which are not taken; quote patterns that begin with *")
+        _check(text)
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{NAME} is not YAML: {' '.join(str(error).split())[:300]}") from None
+
+
+def _check(text: str) -> None:
+    """Refuse what a parser would take long for, or much memory, before it is read.
+
+    Raises:
+        ConfigError: says why.
+    """
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):  # they can make a short text stand for more than memory holds
+            raise ConfigError(f"{NAME} uses aliases (*name), which are not taken; quote patterns that begin with *")
+        if depth > _DEEPEST:
+            raise ConfigError(f"{NAME} has lists in lists, more than {_DEEPEST} deep")
+        if number > _MOST:
+            raise ConfigError(f"{NAME} has more than {_MOST} values")
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _SEXAGESIMAL.fullmatch(event.value):
+            raise ConfigError(f"{NAME} has {event.value[:20]}, which YAML takes for a number to base 60; write it in digits")
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > _LONGEST_VALUE:
+            raise ConfigError(f"{NAME} has a value of more than {_LONGEST_VALUE} characters")

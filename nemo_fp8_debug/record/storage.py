@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,10 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ..errors import ConfigError
+
+
+class NotAFileError(OSError):
+    """It is a pipe, a socket or a device."""
 
 
 class Storage:
@@ -123,8 +128,13 @@ class Storage:
         return content
 
     def open(self, name: str) -> Any:
-        """A file to read, as a binary file object."""
-        return open(self.path(name), "rb") if self.is_local else self._fs.open(self.path(name), "rb")
+        """A file to read, as a binary file object. A pipe is refused at once, where to open it would wait for a writer.
+
+        Raises:
+            OSError: it is a pipe, a socket or a device.
+        """
+        path = self.path(name)
+        return open(path, "rb", opener=_open_file) if self.is_local else self._fs.open(path, "rb")
 
     def check(self, name: str) -> None:
         """Refuse what may never end: to open a pipe waits for somebody who writes to it.
@@ -187,3 +197,13 @@ def _is_odd(path: str | os.PathLike[str]) -> bool:
 def _local(path: str) -> tuple[LocalFileSystem, str]:
     fs = LocalFileSystem()
     return fs, fs._strip_protocol(path)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """An opener that waits for nobody."""
+    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(file).st_mode
+    if stat.S_ISREG(mode):
+        return file
+    os.close(file)
+    raise IsADirectoryError(f"{path} is a folder") if stat.S_ISDIR(mode) else NotAFileError(f"{path} is not a file")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +140,16 @@ REFUSED = {
     "a: &x [1]\nb: *x": "uses aliases",
     "interval: !!python/object/apply:os.system ['touch HACKED']": "is not YAML",
     "interval: !!python/name:os.system": "is not YAML",
-    "interval: " + "[" * 1500: "is not YAML",
+    "interval: " + "[" * 1500: "has lists in lists, more than 8 deep",
+    "[" * 60_000: "has lists in lists, more than 8 deep",
+    "- " * 30_000: "has lists in lists, more than 8 deep",
+    "? " * 30_000: "has lists in lists, more than 8 deep",
+    "layers: [" + "a, " * 20_000 + "a]": "has more than 4096 values",
+    "interval: 1:59" + ":59" * 300: "which YAML takes for a number to base 60",
+    "interval: 1:30": "control.yaml has 1:30, which YAML takes for a number to base 60; write it in digits",
+    "interval: " + "9" * 5000: "has a value of more than 1000 characters",
+    "what_if: [" + "current, " * 20 + "current]": "what_if has 21 recipes; it takes 16 at the most",
+    "what_if: [" + "delayed(amax_history_len=1000000), " * 12 + "]": "take 274 MiB of memory, and may take 256",
     "interval: 9" + " " * 70000: "longer than 64 KiB",
     "interval: 2001-13-45": "is not YAML: month must be in 1..12",
     "interval: 2001-12-15": "interval is datetime.date(2001, 12, 15)",
@@ -164,7 +175,29 @@ class TestRefused:
     def test_a_file_without_end(self, tmp_path: Path) -> None:
         (tmp_path / "control.yaml").symlink_to("/dev/zero")
         (warning,) = run(tmp_path, {}, steps=20)
-        assert "longer than 64 KiB" in warning and sampled(tmp_path) == [0, 10]
+        assert "control.yaml is not a file" in warning and sampled(tmp_path) == [0, 10]
+
+    def test_a_pipe_is_not_waited_for(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "control.yaml")
+        (warning,) = run(tmp_path, {}, steps=40)
+        assert "control.yaml is not a file" in warning and sampled(tmp_path) == [0, 10, 20, 30]
+
+    def test_it_is_parsed_off_the_training_thread(self, tmp_path: Path) -> None:
+        parsed = list[threading.Thread]()
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            if event == "call" and frame.f_code is Control.parse.__func__.__code__:
+                parsed.append(threading.current_thread())
+
+        threading.setprofile(profile)
+        sys.setprofile(profile)
+        try:
+            run(tmp_path, {3: "interval: 15"}, steps=40)
+        finally:
+            threading.setprofile(None)
+            sys.setprofile(None)
+        assert parsed and threading.main_thread() not in parsed
+        assert sampled(tmp_path) == [0, 10, 15, 30]
 
     def test_a_folder_in_its_place_costs_no_step(self, tmp_path: Path) -> None:
         (tmp_path / "control.yaml").mkdir()
@@ -190,7 +223,8 @@ class TestRefused:
         st.none() | st.integers(1, 100),
     )
     def test_what_is_written_is_what_is_read(self, changes: dict[str, Any], steps: int | None) -> None:
-        assert Control.parse(str(Control(changes, steps))) == Control(changes, steps)
+        control = Control(changes, steps)
+        assert Control.parse(str(control)) == control == Control.of_plain(json.loads(json.dumps(control.plain)))
 
 
 class TestSchedule:
