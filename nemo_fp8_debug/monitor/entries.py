@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from ..core.error_guard import ErrorGuard
-
-P = ParamSpec("P")
 
 
 class Guarded(Protocol):
@@ -19,22 +17,22 @@ class Guarded(Protocol):
     def _drop_sample(self) -> None: ...
 
 
-M = TypeVar("M", bound=Guarded)
+F = TypeVar("F", bound=Callable[..., None])
 
 
-def entry(when: str) -> Callable[[Callable[Concatenate[M, P], None]], Callable[Concatenate[M, P], None]]:
+def entry(when: str) -> Callable[[F], F]:
     """A decorator of a method that a run calls.
 
-    An exception inside it gives up the sample and is warned of. KeyboardInterrupt and SystemExit give it up too, which removes
-    all hooks, and go on to the run.
+    An exception inside it gives up the sample and is warned of. KeyboardInterrupt and SystemExit give it up too, which
+    removes all hooks, and go on to the run.
 
     Args:
         when: what the method was doing, in words.
     """
 
-    def decorated(method: Callable[Concatenate[M, P], None]) -> Callable[Concatenate[M, P], None]:
+    def decorated(method: F) -> F:
         @functools.wraps(method)
-        def entered(self: M, *args: P.args, **kwargs: P.kwargs) -> None:
+        def entered(self: Guarded, *args: Any, **kwargs: Any) -> None:
             with self._errors.guard(when):
                 try:
                     method(self, *args, **kwargs)
@@ -43,7 +41,7 @@ def entry(when: str) -> Callable[[Callable[Concatenate[M, P], None]], Callable[C
                         self._drop_sample()
                     raise
 
-        return entered
+        return cast("F", entered)
 
     return decorated
 

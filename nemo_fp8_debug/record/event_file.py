@@ -46,6 +46,7 @@ class EventFile:
         self.file_writer = self
         self.log_dir = folder
         self._file: Any = None
+        self._name = ""  # of the file that is begun; another attempt to begin it takes its place
         self._flushed = time.monotonic()
         tf.io.gfile.makedirs(folder)
 
@@ -54,6 +55,7 @@ class EventFile:
         try:
             self._file = self._file or self._begun()
             self._write(self._file, Event(wall_time=time.time(), step=step, summary=summary))
+            self._name = ""
         except Exception as error:
             self._file = None  # it may end in half an event, and nothing after that would be read
             if not isinstance(error, OSError):
@@ -74,8 +76,9 @@ class EventFile:
         self._flushed = time.monotonic()
 
     def _begun(self) -> Any:
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
-        file = tf.io.gfile.GFile(f"{self.log_dir}/{name}", "wb")
+        if not self._name:
+            self._name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_files)}"
+        file = tf.io.gfile.GFile(f"{self.log_dir}/{self._name}", "wb")
         self._write(file, Event(wall_time=time.time(), file_version="brain.Event:2"))
         return file
 

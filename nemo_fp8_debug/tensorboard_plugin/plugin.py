@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from .records.part_matrices import Parts
 from .web.errors import Refused
 from .web.json_values import encoded, plain
 from .web.query import Parameter, count, one_of, parsed, some_of, step, text
-from .web.same_origin import check_origin
+from .web.same_origin import check_host, check_origin, own_names
 
 NAME = "fp8"
 _BUNDLE = Path(__file__).with_name("static") / "index.js"
@@ -97,6 +97,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
         self._pictures: Cache[bytes] = Cache(_PICTURES, len)
         self._bundle = Bundle(_BUNDLE)
+        self._names = own_names(getattr(context.flags, "host", None))
 
     def routes(self) -> dict[str, Route]:
         """What can be asked for, by the last part of its address."""
@@ -128,8 +129,8 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
         """A WSGI application for each address below data/plugin/fp8."""
         return {
-            "/index.js": wsgi_of(self._bundle),
-            **{f"/{name}": wsgi_of(_checked(route)) for name, route in self.routes().items()},
+            "/index.js": wsgi_of(self._bundle, self._names),
+            **{f"/{name}": wsgi_of(_checked(route), self._names) for name, route in self.routes().items()},
         }
 
     def await_records(self) -> None:
@@ -262,8 +263,12 @@ class Bundle:
         return response.make_conditional(request)  # type: ignore[no-any-return]
 
 
-def wsgi_of(answer: Callable[[Request], Response]) -> Callable[..., Any]:
-    """WSGI around an answer to a request; a request that is refused gets a sentence."""
+def wsgi_of(answer: Callable[[Request], Response], names: Collection[str] | None = None) -> Callable[..., Any]:
+    """WSGI around an answer to a request; a request that is refused gets a sentence.
+
+    Args:
+        names: that it answers to, of `own_names`; None: the server checks the name itself.
+    """
 
     def application(environ: Any, start_response: Any) -> Any:
         request = Request(environ)
@@ -271,7 +276,9 @@ def wsgi_of(answer: Callable[[Request], Response]) -> Callable[..., Any]:
             if request.method not in ("GET", "HEAD"):
                 response = _error(request, 405, "Only GET is answered here.")
             else:
-                check_origin(request.headers)
+                if names is not None:
+                    check_host(request.headers, names)
+                check_origin(request.headers, names or ())
                 response = answer(request)
         except Refused as error:
             response = _error(request, error.status, str(error))

@@ -68,6 +68,13 @@ class TestCommandLine:
         bad = write(tmp_path / "bad", broken, losses)
         assert strict_json(run_cli(baseline, bad, "--json").stdout)["runs"]["run"]["diverged_at"] == 100
 
+    def test_a_loss_that_never_was_a_number(self, tmp_path: Path, baseline: Path) -> None:
+        lost = write(tmp_path / "lost", broken, dict.fromkeys(range(200), float("nan")))
+        for runs in ((lost, baseline), (baseline, lost), (lost, lost)):
+            result = run_cli(*runs)
+            assert result.exit_code == 0, result.exception
+            assert strict_json(run_cli(*runs, "--json").stdout)
+
     @pytest.mark.parametrize("in_bad", [NO_ERROR, {}], ids=["in both runs", "in the baseline"])
     def test_json_of_a_tensor_that_fp8_holds_exactly(self, tmp_path: Path, in_bad: dict[str, Any]) -> None:
         baseline = write(tmp_path / "baseline", lambda step: [row(EXACT, **NO_ERROR)], falling())

@@ -38,7 +38,7 @@ def is_ours(frame: FrameType | None) -> bool:
 
 
 def is_inside(frame: FrameType) -> bool:
-    """Whether a function of ours has called this one: no code of ours can catch what the outermost one raises as it begins."""
+    """Whether a function of ours has called this one: no code of ours can catch what the outermost one raises at once."""
     above = frame.f_back
     while above is not None:
         if is_ours(above):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 import re
+import resource
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -258,3 +259,23 @@ class TestTagBudget:
         events = EventAccumulator(str(tmp_path))
         events.Reload()
         assert len([tag for tag in events.Tags()["scalars"] if tag.startswith("fp8")]) == 2 * 2 * len(STREAMED)
+
+
+def test_while_nothing_can_be_written_one_empty_file_is_left_at_most(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    events = EventFile(str(tmp_path))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as on a full disk, a file can be made and not written
+    try:
+        for step in range(5):
+            events.add_text("a", "lost", step)
+            events.flush()
+        left = list(tmp_path.iterdir())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(left) <= 1
+    events.add_text("a", "kept", 5)
+    events.flush()
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    assert [event.step for event in accumulator.Tensors("a/text_summary")] == [5]
+    assert len(list(tmp_path.iterdir())) == 1

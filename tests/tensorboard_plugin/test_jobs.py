@@ -206,6 +206,24 @@ def test_one_child_at_a_time(asked: Any, logdir: Path) -> None:
     assert answers[0]["state"] == "working" and "try again" in answers[-1]["error"]
 
 
+def test_jobs_that_nobody_asks_about_any_more_make_room(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, ask = asked
+    ask()
+    the_child(mine)
+    monkeypatch.setattr(jobs, "_UNASKED", 0.0)
+    assert all(mine.ask({"kind": "what_if", "run": str(i)}, "1")["state"] == "working" for i in range(50))
+    assert len(mine._jobs) <= 17 and ask()["state"] == "working"
+
+
+def test_a_job_that_takes_too_long_is_stopped_however_often_it_is_asked_about(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, ask = asked
+    monkeypatch.setattr(jobs, "_LONGEST", 0.0)
+    wait_until(lambda: ask()["state"] != "working")
+    assert ask()["error"] == "It was stopped, since it took more than 0 minutes."
+
+
 def test_a_child_ends_with_tensorboard(logdir: Path) -> None:
     code = (
         "import sys, time; from nemo_fp8_debug.tensorboard_plugin.jobs.jobs import Jobs\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -28,7 +29,15 @@ from tab import FC1, Tab, start
         ({"Origin": "http://[bad"}, 403),
         ({"Origin": "http://localhost:6006", "Host": "localhost:6006"}, 200),
         ({"Origin": "http://localhost:6007", "Host": "localhost:6006"}, 403),
-        ({"Origin": "https://hub.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "hub.example, inner"}, 200),
+        ({"Origin": "https://hub.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "hub.example, inner"}, 403),
+        ({"Host": "rebound.example:6006", "Origin": "http://rebound.example:6006"}, 403),
+        ({"Host": "rebound.example:6006", "Sec-Fetch-Site": "same-origin"}, 403),
+        ({"Host": "rebound.example"}, 403),
+        ({"Host": "127.0.0.1.rebound.example"}, 403),
+        ({"Host": "[bad"}, 403),
+        ({"Host": "[::1]:6006"}, 200),
+        ({"Host": "10.0.0.7"}, 200),
+        ({"Host": f"{socket.gethostname()}:6006"}, 200),
         ({"Origin": "https://hub.example", "Host": "10.0.0.7:6006", "Sec-Fetch-Site": "same-origin"}, 200),
         ({"Origin": "https://evil.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "hub.example"}, 403),
     ],
@@ -36,6 +45,22 @@ from tab import FC1, Tab, start
 def test_other_sites_are_refused(tab: Tab, headers: dict[str, str], status: int) -> None:
     for route in ("runs", "index.js"):
         assert tab.get(route, headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "hub.example"}, 200),
+        ({"Host": "other.example"}, 403),
+        ({"Origin": "https://hub.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "hub.example, inner"}, 200),
+        ({"Origin": "https://evil.example", "Host": "10.0.0.7:6006", "X-Forwarded-Host": "evil.example"}, 403),
+    ],
+)
+def test_names_that_are_allowed(
+    two_runs: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], status: int
+) -> None:
+    monkeypatch.setenv("NEMO_FP8_DEBUG_HOSTS", "hub.example")
+    assert Tab(two_runs).get("index.js", headers).status_code == status
 
 
 @pytest.mark.parametrize("method", ["post", "put", "delete", "patch"])

@@ -43,8 +43,8 @@ class LossCurve:
 
     @property
     def lowest(self) -> tuple[int, float] | None:
-        """Step and value of the smoothed minimum."""
-        if not len(self.smooth):
+        """Step and value of the smoothed minimum; None without losses that are finite."""
+        if not np.isfinite(self.smooth).any():
             return None
         i = int(np.argmin(self.smooth))
         return int(self.steps[i]), float(self.smooth[i])

@@ -17,6 +17,8 @@ from typing import IO, Any
 
 #: seconds after which a job that nobody asks about is stopped, and a failure or a result of a grown record is forgotten
 _ABANDONED, _STALE = 60.0, 30.0
+#: seconds after which one that waits makes room for others if nobody has asked about it, and that one may run for
+_UNASKED, _LONGEST = 5.0, 1800.0
 #: finished jobs that are kept, and such as wait
 _KEPT, _WAITING = 8, 16
 #: seconds between two looks at the child
@@ -52,6 +54,7 @@ class Jobs:
         self._lock = threading.Lock()
         self._worker: threading.Thread | None = None
         self._child: subprocess.Popen[bytes] | None = None
+        self._running: _Job | None = None
         atexit.register(self.stop)
 
     def ask(self, what: Mapping[str, Any], version: str) -> dict[str, Any]:
@@ -69,6 +72,7 @@ class Jobs:
             job = self._jobs.get(key)
             if job is None or job.is_stale(version, now):
                 self._forget()
+                self._make_room(now)
                 if sum(held.answer is None for held in self._jobs.values()) >= _WAITING:
                     return {"state": "failed", "error": "Too much is being computed already; try again in a minute."}
                 job = self._jobs[key] = _Job(what, version, now, now)
@@ -91,6 +95,14 @@ class Jobs:
         finished = sorted((key for key, job in self._jobs.items() if job.answer), key=lambda key: self._jobs[key].asked)
         for key in finished[: max(0, len(finished) - _KEPT + 1)]:
             del self._jobs[key]
+
+    def _make_room(self, now: float) -> None:
+        """Drop jobs that wait and that nobody asks about, if too many wait."""
+        waiting = [key for key, job in self._jobs.items() if job.answer is None and job is not self._running]
+        if len(waiting) >= _WAITING - 1:
+            for key in waiting:
+                if now - self._jobs[key].asked > _UNASKED:
+                    del self._jobs[key]
 
     def _work(self) -> None:
         if self._worker is None:
@@ -115,10 +127,12 @@ class Jobs:
                     del self._jobs[key], waiting[key]
             if not waiting:
                 self._worker = None
-            return next(iter(waiting.values()), None)
+            self._running = next(iter(waiting.values()), None)
+            return self._running
 
     def _done(self, job: _Job) -> dict[str, Any]:
-        """Run a job in a child; stopped when nobody asks any more."""
+        """Run a job in a child; stopped when nobody asks any more, or when it takes too long."""
+        began = time.monotonic()
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         child = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _PROGRAM.format(sys.path)],
@@ -141,6 +155,8 @@ class Jobs:
             while child.poll() is None:
                 if time.monotonic() - job.asked > _ABANDONED:
                     return _failed("It was stopped, since nobody asked for it any more; ask again.")
+                if time.monotonic() - began > _LONGEST:
+                    return _failed(f"It was stopped, since it took more than {_LONGEST / 60:.0f} minutes.")
                 reader.join(_LOOK)
                 if not reader.is_alive():
                     child.wait(_ABANDONED)
