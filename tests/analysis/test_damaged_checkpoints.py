@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,41 @@ REFUSED = "was not read: it names posix.system, which unpickling would run"
 def test_hostile_torch_file(hostile: Hostile, tmp_path: Path) -> None:
     torch.save({"a.weight": normal(4, 4), "b": hostile}, tmp_path / "a.pt")
     with pytest.raises(RecordError, match=f"a.pt {REFUSED}"):
+        audit(tmp_path / "a.pt")
+
+
+def shared(levels: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"w": torch.ones(1)}
+    for _ in range(levels):
+        inner = {"a": inner, "b": inner}
+    return inner
+
+
+def cyclic() -> dict[str, Any]:
+    around: dict[str, Any] = {"w": torch.ones(1)}
+    around["again"] = around
+    return around
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (shared(40), "it has more than 1,000,000 entries"),
+        (cyclic(), "it has more than 64 levels"),
+        ({"a.weight": torch.ones(1).expand(1 << 22, 1 << 22)}, "repeats the values of its storage too many times"),
+    ],
+    ids=["a dict shared on 40 levels", "a dict that holds itself", "a tensor of 2^44 elements"],
+)
+def test_a_small_torch_file_that_stands_for_much(tmp_path: Path, content: Any, why: str) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(RecordError, match=why):
+        audit(tmp_path / "a.pt")
+
+
+def test_a_compressed_torch_file(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02" + b"\x00" * 50_000_000)
+    with pytest.raises(RecordError, match=r"a compressed archive, which torch\.save does not write"):
         audit(tmp_path / "a.pt")
 
 

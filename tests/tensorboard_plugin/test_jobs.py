@@ -218,7 +218,7 @@ def test_jobs_that_nobody_asks_about_any_more_make_room(asked: Any, monkeypatch:
 def test_a_job_that_takes_too_long_is_stopped_however_often_it_is_asked_about(
     asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, ask = asked
+    _, ask = asked
     monkeypatch.setattr(jobs, "_LONGEST", 0.0)
     wait_until(lambda: ask()["state"] != "working")
     assert ask()["error"] == "It was stopped, since it took more than 0 minutes."

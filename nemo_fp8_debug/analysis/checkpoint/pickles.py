@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import io
+import math
 import pickle
 import struct
 import zipfile
@@ -76,6 +77,10 @@ def _parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
+#: elements of a tensor that repeats the values of its storage
+_MOST_EXPANDED = 1 << 28
+
+
 @dataclass(frozen=True)
 class _Region:
     """A storage in a torch file."""
@@ -96,6 +101,8 @@ def _tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int,
     span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
     if offset < 0 or (offset + span) * dtype.itemsize > storage.length:
         raise pickle.UnpicklingError("a tensor that exceeds its storage")
+    if math.prod(size) > max(storage.length // dtype.itemsize, _MOST_EXPANDED):
+        raise pickle.UnpicklingError("a tensor that repeats the values of its storage too many times")
     return Stored(storage.path, storage.offset + offset * dtype.itemsize, dtype, tuple(size), tuple(stride))
 
 
@@ -255,6 +262,9 @@ def _load_archive(archive: zipfile.ZipFile, file: IO[bytes], path: Path, start: 
         raise RecordError(f"{path} is not a torch file: an archive without data.pkl")
     if "constants.pkl" in names:
         raise RecordError(f"{path} is a TorchScript program, not a checkpoint; save the model's state_dict instead")
+    for name in ("data.pkl", "byteorder"):
+        if name in names and names[name].compress_type != zipfile.ZIP_STORED:  # it may become a thousand times as long
+            raise RecordError(f"{path} was not read: a compressed archive, which torch.save does not write")
     if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
         raise RecordError(f"{path} was written on a big-endian machine, which is not supported")
 

@@ -14,6 +14,8 @@ from .pickles import Placeholder, load_pickle, load_torch
 from .stored import Contents, Entry, Piece, Stored, read_bytes
 
 _EXTRA = "_extra_state"
+#: levels of mappings in mappings, and entries, at the most
+_DEEPEST, _MOST = 64, 1_000_000
 
 #: safetensors' names of dtypes: https://huggingface.co/docs/safetensors/index#format
 _SAFETENSORS = {
@@ -168,16 +170,24 @@ def _torch_file(path: Path) -> Contents:
             if isinstance(found.get(key), Mapping):
                 found = found[key]
                 break
-    _flatten(found, "", contents)
+    _flatten(path, found, contents)
     return contents
 
 
-def _flatten(value: Any, name: str, contents: Contents) -> None:
-    if isinstance(value, Mapping) and not name.rpartition(".")[2].startswith(_EXTRA):
-        for key, inner in value.items():
-            _flatten(inner, f"{name}.{key}" if name else str(key), contents)
-    else:
-        _add(contents, name, value)
+def _flatten(path: Path, content: Any, contents: Contents) -> None:
+    """Entries of mappings in mappings. A small file can have mappings that hold themselves, or each other many times."""
+    left, seen = [("", content, 0)], 0
+    while left:
+        name, value, depth = left.pop()
+        seen += 1
+        if seen > _MOST or depth > _DEEPEST:
+            limit = f"{_MOST:,} entries" if seen > _MOST else f"{_DEEPEST} levels"
+            raise RecordError(f"{path} was not read: it has more than {limit}")
+        if isinstance(value, Mapping) and not name.rpartition(".")[2].startswith(_EXTRA):
+            inner = [(f"{name}.{key}" if name else str(key), part, depth + 1) for key, part in value.items()]
+            left += reversed(inner)
+        else:
+            _add(contents, name, value)
 
 
 # --- DCP, Megatron's torch_dist --------------------------------------------------------------------------------------------
