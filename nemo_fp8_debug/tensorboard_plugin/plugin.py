@@ -78,16 +78,16 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         Args:
             context: TensorBoard's TBContext.
         """
-        self._open(roots_of(context.flags))
+        self._open(roots_of(context.flags), own_names(getattr(context.flags, "host", None)))
 
     @classmethod
     def over(cls, roots: Sequence[Root]) -> FP8Plugin:
-        """The same without TensorBoard, on records below some folders."""
+        """The same without TensorBoard, on records below some folders. Its server checks which names it answers to."""
         plugin: FP8Plugin = cls.__new__(cls)
         plugin._open(roots)
         return plugin
 
-    def _open(self, roots: Sequence[Root]) -> None:
+    def _open(self, roots: Sequence[Root], names: Collection[str] | None = None) -> None:
         self._tables = {table: Parts(table) for table in metadata.TABLES}
         self._parts = self._tables["metrics"]
         self._logdir = Logdir(roots, self._parts.warm)
@@ -97,7 +97,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
         self._pictures: Cache[bytes] = Cache(_PICTURES, len)
         self._bundle = Bundle(_BUNDLE)
-        self._names = own_names(getattr(context.flags, "host", None))
+        self._names = names
 
     def routes(self) -> dict[str, Route]:
         """What can be asked for, by the last part of its address."""
