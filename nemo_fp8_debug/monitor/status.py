@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import zlib
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..options.control_file import STATUS, Control
+from ..options.control_file import LONGEST, STATUS, Control
 from ..record.storage import Storage
 
 
@@ -53,10 +54,11 @@ class Status:
     @classmethod
     def read(cls, storage: Storage | None) -> Status:
         """What is in a record; nothing if the file cannot be used, which a run can do without."""
-        try:
-            content = json.loads(storage.read(STATUS)) if storage else {}
-        except Exception:
-            content = {}
+        content: Any = {}
+        with contextlib.suppress(Exception):
+            if storage:
+                with storage.open(STATUS) as file:
+                    content = json.loads(file.read(LONGEST))
         return cls(content if isinstance(content, dict) else {})
 
     def start_step(self, step: int) -> None:

@@ -182,6 +182,12 @@ class TestRefused:
         (warning,) = run(tmp_path, {}, steps=40)
         assert "control.yaml is not a file" in warning and sampled(tmp_path) == [0, 10, 20, 30]
 
+    def test_nor_is_one_in_the_place_of_the_status(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "status.json")
+        assert not run(tmp_path, {}, steps=20)
+        assert sampled(tmp_path) == [0, 10]
+        assert json.loads((tmp_path / "status.json").read_text())["step"] == 10
+
     def test_it_is_parsed_off_the_training_thread(self, tmp_path: Path) -> None:
         parsed = list[threading.Thread]()
 
