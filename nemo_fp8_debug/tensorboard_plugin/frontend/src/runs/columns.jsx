@@ -6,7 +6,7 @@ import {Badge, HARM} from '../story/headline.jsx';
 import {number, titleOf} from '../units.js';
 import {pinned, turnPin} from './choice.js';
 import {colorOf} from './colors.js';
-import {baseline, working} from './rows.js';
+import {baseline, isOpen, working} from './rows.js';
 
 const STATES = {
   growing: ['growing', 'More is to come.'],
@@ -67,7 +67,7 @@ function verdictTold({name, headline, error}) {
 }
 
 function Verdict(row) {
-  const {name, state, headline, hasGrown} = row;
+  const {name, headline, hasGrown} = row;
   if (headline) {
     return (
       <>
@@ -77,7 +77,7 @@ function Verdict(row) {
     );
   }
   const told = verdictTold(row);
-  if (told || ['empty', 'unreadable'].includes(state)) return <span class="soft">{told ?? '-'}</span>;
+  if (told || !isOpen(row)) return <span class="soft">{told ?? '-'}</span>;
   const isNow = working.value?.name === name || chosen.value.run === name;
   return <span class="soft">{isNow ? `judging${working.value?.seconds ? `, ${Math.round(working.value.seconds)} s` : ''} …` : 'waiting …'}</span>;
 }

@@ -2,6 +2,7 @@
 import {computed, effect, signal} from '@preact/signals';
 import {chosen, known} from '../records.js';
 import {askAgain} from '../server.js';
+import {source} from '../source.js';
 import {judged, story} from '../story/judged.js';
 
 const AGAIN_MS = 300;
@@ -32,7 +33,7 @@ export function keepReading() {
         take(rows);
         if (!complete) timer = setTimeout(look, AGAIN_MS, against, mine);
       },
-      () => mine === times && (timer = setTimeout(look, AFTER_AN_ERROR_MS, against, mine)),
+      () => source.live && mine === times && (timer = setTimeout(look, AFTER_AN_ERROR_MS, against, mine)),
     );
   const stop = effect(() => {
     void known.value;
@@ -68,7 +69,7 @@ function verdictOf(run) {
 export const rows = () => known.value.runs.map((run) => ({...read.value[run.name], ...run, headline: undefined, ...verdictOf(run)}));
 
 /** Whether a run is still to be judged. */
-export const isOpen = ({name, state, headline, error}) => name !== baseline.value && !['empty', 'unreadable'].includes(state) && !headline && !error;
+export const isOpen = ({name, state, headline, error}) => source.live && name !== baseline.value && !['empty', 'unreadable'].includes(state) && !headline && !error;
 
 /** Judge those anew whose records have grown since. */
 export function judgeGrownAnew() {

@@ -5,6 +5,7 @@ import {chosen} from '../records.js';
 import {filter, filterText, pinned, setFilter, sorting} from '../runs/choice.js';
 import {columns} from '../runs/columns.jsx';
 import {keepJudging} from '../runs/queue.js';
+import {source} from '../source.js';
 import {baseline, isOpen, judgeGrownAnew, keepReading, rows} from '../runs/rows.js';
 
 export function AllRuns() {
@@ -36,12 +37,14 @@ export function AllRuns() {
   );
 }
 
+const WHOLE = source.live ? 'all are judged' : 'verdicts are those that are in this page';
+
 const counted = (n, word) => `${n} ${word}${n === 1 ? '' : 's'}`;
 
 function told(all, shown) {
   const left = shown.filter(isOpen).length;
   const some = shown.length < all.length ? `${shown.length} of ` : '';
-  return `${some}${counted(all.length, 'run')}; ${left ? `${left} to be judged, one after the other, those in sight first` : 'all are judged'}.`;
+  return `${some}${counted(all.length, 'run')}; ${left ? `${left} to be judged, one after the other, those in sight first` : WHOLE}.`;
 }
 
 function caption() {
