@@ -111,8 +111,10 @@ def test_a_status_out_of_the_logdir_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_headline_is_that_of_the_verdict_and_is_kept(
-    pair: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     before = {path: path.read_bytes() for path in pair.rglob("*") if path.is_file()}
     told = waited(Tab(pair), run="run", baseline="baseline")
     expected = story(diagnose(pair / "run", pair / "baseline"))["headline"]
