@@ -24,7 +24,7 @@ from verdict_records import HOSTILE
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.tensorboard_plugin.runs_table import kept
+from nemo_fp8_debug.tensorboard_plugin.runs_table import kept, rows
 from nemo_fp8_debug.tensorboard_plugin.runs_table.board_order import ordered
 
 Open = Callable[..., Page]
@@ -79,6 +79,18 @@ def test_rows_of_fifty_runs_tell_recipe_and_loss(tmp_path: Path) -> None:
             {"loss": None, "loss_step": 500} if name == "run-07" else {"loss": last["loss"][0], "loss_step": last["step"][0]}
         )
         assert row == expected | loss | {"version": row["version"]}
+
+
+def test_rows_for_which_there_was_no_time_come_when_asked_again(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(pair / "third", 2.0)
+    monkeypatch.setattr(rows, "_PATIENCE", 0.0)
+    tab = Tab(pair)
+    answers = [tab.json("rows", baseline="baseline") for _ in range(3)]
+    assert [(list(answer["rows"]), answer["is_complete"]) for answer in answers] == [
+        (["baseline"], False),
+        (["baseline", "run"], False),
+        (["baseline", "run", "third"], True),
+    ]
 
 
 def test_a_run_has_ended_when_it_says_so_and_grows_again_when_it_is_resumed(tmp_path: Path) -> None:
