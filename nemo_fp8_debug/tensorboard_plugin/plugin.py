@@ -25,6 +25,9 @@ from .records.cache import Cache
 from .records.dumps import Dumps
 from .records.logdir import Logdir, Root, roots_of
 from .records.part_matrices import Parts
+from .runs_table.board_order import ordered
+from .runs_table.headlines import Headlines
+from .runs_table.rows import Rows
 from .web.errors import Refused
 from .web.json_values import encoded, plain
 from .web.query import Parameter, count, one_of, parsed, some_of, step, text
@@ -78,7 +81,8 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         Args:
             context: TensorBoard's TBContext.
         """
-        self._open(roots_of(context.flags), own_names(getattr(context.flags, "host", None)))
+        names = own_names(getattr(context.flags, "host", None))
+        self._open(roots_of(context.flags), names, getattr(context, "data_provider", None))
 
     @classmethod
     def over(cls, roots: Sequence[Root]) -> FP8Plugin:
@@ -87,7 +91,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         plugin._open(roots)
         return plugin
 
-    def _open(self, roots: Sequence[Root], names: Collection[str] | None = None) -> None:
+    def _open(self, roots: Sequence[Root], names: Collection[str] | None = None, board: Any = None) -> None:
         self._tables = {table: Parts(table) for table in metadata.TABLES}
         self._parts = self._tables["metrics"]
         self._logdir = Logdir(roots, self._parts.warm)
@@ -96,6 +100,9 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._jobs = Jobs()
         self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
         self._pictures: Cache[bytes] = Cache(_PICTURES, len)
+        self._headlines = Headlines(self._jobs, self._parts, self._logdir)
+        self._rows = Rows(self._parts, self._logdir, self._headlines)
+        self._board = board
         self._bundle = Bundle(_BUNDLE)
         self._names = names
 
@@ -123,6 +130,8 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 self._verdict,
                 {"run": _RUN, "baseline": _OTHER, "reference": _OTHER, "by": Parameter(one_of(UNITS), optional=True)},
             ),
+            "rows": Route(self._rows.told, {"baseline": _OTHER}),
+            "headline": Route(self._headlines.ask, {"run": _RUN, "baseline": _OTHER, "reference": _OTHER}),
             "fingerprints": Route(self._fingerprints, {"a": _RUN, "b": _OTHER}),
         }
 
@@ -155,6 +164,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return {
             "runs": plain(listed),
             "suggested": runs.suggested([run["name"] for run in listed if run["state"] != "unreadable"]),
+            "colored": ordered(found.records, self._board),
             "logdirs": [root.address for root in self._logdir.roots],
             "refused": [{"name": name, "why": why} for name, why in sorted(found.refused.items())],
             "metrics": metadata.metrics_of(),

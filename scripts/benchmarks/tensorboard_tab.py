@@ -7,11 +7,16 @@ has read nothing of them but their steps. A step change is from the next step's 
 is one to steps that were not read before, a second after the last. Course is from opening the tab to the picture of all
 steps of the run against its baseline, and all steps of the three runs are asked for at once, each by a server that has read
 nothing but the steps. Memory is the peak of the server.
+
+The table of runs is that of 50 runs: from opening the tab to all rows, and to the last verdict, by a server that knows none
+of them; and again by another server, with the verdicts that were kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -63,10 +68,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--runs", type=int, default=50, help="of the table of runs")
+    parser.add_argument("--only-table", action="store_true", help="measure the table of runs alone")
     parser.add_argument("--keep", type=Path, help="write the records there, or take those that are there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.keep or Path(scratch)
+        measure_table(Path(scratch) / "table", options.runs)
+        if options.only_table:
+            return
+        folder = options.keep or Path(scratch) / "large"
         for seed, name in enumerate(RUNS):
             if not (folder / name).exists():
                 write(folder / name, options.tensors, options.steps, seed, harmed=name == "bad")
@@ -149,6 +159,23 @@ def measure(folder: Path) -> None:
         print(f"all steps, 3 runs  {tab.evaluate(WHOLE, list(RUNS)):6.0f} ms, again")
 
 
+def measure_table(scratch: Path, runs: int) -> None:
+    """Half of the runs are harmed, each of 100 tensors and 200 sampled steps."""
+    os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
+    folder = scratch / "runs"
+    for seed, name in enumerate(("baseline", "run-01")):
+        write(folder / name, 100, 200, seed, harmed=seed == 1)
+    for i in range(2, runs):
+        shutil.copytree(folder / ("run-01" if i % 2 else "baseline"), folder / f"run-{i:02}")
+    state = {"run": "run-01", "baseline": "baseline", "reference": "", "view": "runs"}
+    rows = f"tbody tr:nth-child({runs}) [data-run]"
+    for when in ("unknown", "kept"):
+        with browser.tensorboard("--logdir", folder, "--load_fast", "auto") as address, browser.chromium() as chromium:
+            time.sleep(5)  # it has looked for runs by then
+            say(f"{runs} runs, {when}", *paint(chromium, address, state, rows))
+            say("their verdicts", *paint(chromium, address, state, "text=all are judged"))
+
+
 def change(tab: Any, act: str) -> float:
     """Milliseconds until all maps are drawn at another step."""
     took: float = tab.evaluate(f"() => ({DRAWN})({act})")
@@ -176,6 +203,7 @@ def paint(
 ) -> tuple[float, float]:
     """Milliseconds from the address to all that is drawn, and from where the tab's frame begins."""
     page = chromium.new_page(viewport={"width": 1500, "height": 1000})
+    page.set_default_timeout(browser.PATIENCE_MS)
     start = time.time()
     page.goto(link(address, **state))
     frame = page.wait_for_selector("iframe").content_frame()

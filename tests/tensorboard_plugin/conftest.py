@@ -17,6 +17,7 @@ from verdict_records import record_all
 from nemo_fp8_debug.tensorboard_plugin.links import link
 from nemo_fp8_debug.tensorboard_plugin.records import logdir as logdir_module
 from nemo_fp8_debug.tensorboard_plugin.records import runs
+from nemo_fp8_debug.tensorboard_plugin.runs_table import rows
 
 Open = Callable[..., Page]
 
@@ -26,6 +27,16 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process an answer waits for all that is looked for, however slow the machine is."""
     monkeypatch.setattr(logdir_module, "_FIRST", GUARD)
     monkeypatch.setattr(runs, "_PATIENCE", GUARD)
+    monkeypatch.setattr(rows, "_PATIENCE", GUARD)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where verdicts are kept, of this process and those that it starts."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "nemo_fp8_debug" / "verdicts"
 
 
 @pytest.fixture(scope="session")

@@ -95,8 +95,8 @@ def test_a_pair_without_a_fault_follows_and_a_run_alone_cannot_tell(frame: Open)
     expect(headline.locator("h1")).to_have_text("✔ no harmagain (run): The loss follows the baseline's")
     expect(headline).to_contain_text("or more could have been seen")
     assert "First tensor" not in headline.inner_text()
-    page.get_by_label("Run", exact=False).first.select_option("baseline")
-    page.get_by_label("Baseline").select_option("")
+    page.locator("[data-part=run]").select_option("baseline")
+    page.locator("[data-part=baseline]").select_option("")
     expect(headline.locator("h1")).to_have_text(
         "? cannot tellbaseline (run): Cannot tell: without a baseline, a loss that does not rise shows no harm"
     )

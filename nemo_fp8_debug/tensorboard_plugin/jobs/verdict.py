@@ -47,16 +47,14 @@ def verdict(
     Raises:
         RecordError: a record is unreadable, or has nothing to go by.
     """
-    records = [record for record in (run, baseline, reference) if record]
-    every = max(-(-rows_of(record, "metrics") // MOST_ROWS) for record in records) or 1
+    every = _thinned_by(run, baseline, reference)
     with hearing() as heard:
         told = _headline_of_losses(run, baseline, by)
         tell({"stage": "loss", "story": {"headline": told}})
-        runs = {record: Run.read(record, by, every=every) for record in records}
-        if baseline and renames:
-            runs[run], _ = named_alike(runs[baseline], runs[run], renames)
-        good, other = (None if record is None else runs[record] for record in (baseline, reference))
-        found = _diagnosed(runs[run], good, other, by, told, tell)
+        mine, good, other = _read(run, baseline, reference, by, every)
+        if good and renames:
+            mine, _ = named_alike(good, mine, renames)
+        found = _diagnosed(mine, good, other, by, told, tell)
         so_far = _with_notes(found, heard)
         tell({"stage": "diagnosis", "story": story(found), "diagnosis": so_far})
         from .recommended import recommended, snippets  # torch and SciPy take seconds to import
@@ -71,6 +69,30 @@ def verdict(
         "recommendation": None if recommendation is None else recommendation.to_json(),
         "snippets": [] if recommendation is None else snippets(recommendation),
     }
+
+
+def headline(run: str, baseline: str | None, reference: str | None, by: str) -> dict[str, Any]:
+    """The headline of the same verdict without what to change, for which torch would be imported.
+
+    Raises:
+        RecordError: a record is unreadable, or has nothing to go by.
+    """
+    with hearing():
+        runs = _read(run, baseline, reference, by, _thinned_by(run, baseline, reference))
+        told: dict[str, Any] = story(_diagnosed(*runs, by, {}, to_nobody))["headline"]
+    return told
+
+
+def _thinned_by(*records: str | None) -> int:
+    """Which of the samples are read: all, or one of so many."""
+    return max(-(-rows_of(record, "metrics") // MOST_ROWS) for record in records if record) or 1
+
+
+def _read(run: str, baseline: str | None, reference: str | None, by: str, every: int) -> tuple[Run, Run | None, Run | None]:
+    def read(record: str | None) -> Run | None:
+        return None if record is None else Run.read(record, by, every=every)
+
+    return Run.read(run, by, every=every), read(baseline), read(reference)
 
 
 def _headline_of_losses(run: str, baseline: str | None, by: str) -> dict[str, Any]:

@@ -67,8 +67,15 @@ def _what_if(request: dict[str, Any], tell: Tell) -> Any:
     return what_if(**request)
 
 
+def _headline(request: dict[str, Any], tell: Tell) -> Any:
+    from .verdict import headline
+
+    del request["version"]  # it tells jobs of a record that grows apart
+    return headline(**request)
+
+
 #: imported when asked for: what a job does not need takes longer to import than the job takes
-_JOBS: dict[str, Callable[[dict[str, Any], Tell], Any]] = {"verdict": _verdict, "what_if": _what_if}
+_JOBS: dict[str, Callable[[dict[str, Any], Tell], Any]] = {"verdict": _verdict, "headline": _headline, "what_if": _what_if}
 
 
 def _end_with_the_parent() -> None:

@@ -23,6 +23,7 @@ class Contents:
 
     def __init__(self, asking: Asking) -> None:
         self.asking, self.held = asking, Held()
+        self._headlines: dict[str, Any] = {}
 
     def runs(self, told: Sequence[str]) -> None:
         """The list of runs, none of which grows any more here, and what there is to say about the page."""
@@ -86,6 +87,16 @@ class Contents:
     def verdict(self, names: Mapping[str, str | None], job: Mapping[str, Any]) -> None:
         """The verdict of runs by part, a job that has ended."""
         self.held.put(name_of("verdict", **names), job)
+        if job["state"] == "done":
+            self._headlines[str(names["run"])] = job["result"]["story"]["headline"]
+
+    def rows(self, baseline: str | None) -> None:
+        """The table of all runs; verdicts of those that are in the page."""
+        while not (answer := self.asking.ask("rows", baseline=baseline))["is_complete"]:
+            pass
+        for name, row in answer["rows"].items():
+            row["headline"] = self._headlines.get(name) or row.get("headline")
+        self.held.put(name_of("rows", baseline=baseline), answer)
 
 
 def metrics_of(table: str) -> list[str]:

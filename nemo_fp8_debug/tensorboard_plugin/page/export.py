@@ -93,6 +93,7 @@ class _Export:
             self.contents.about(run=run)
             self.contents.fingerprints(run)
         self._tensors()
+        self.contents.rows(all_runs.suggested(self._runs)["baseline"])
         self.contents.runs([*self._told, _NEEDS_SERVER])
 
     def _verdicts(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ConfigError
+from ...options.control_file import STATUS
 from ...record.migration import folders_of
 from ...record.schema import SCHEMAS, attempt_of_fingerprint
 from ...record.storage import Storage
@@ -197,7 +198,7 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
 def _linked(storage: Storage, folder: str, out: set[str]) -> str | None:
     """What of a record leads out of the root, if anything does."""
     for name in sorted(out):
-        if name in _TABLES or attempt_of_fingerprint(name) is not None:
+        if name in _TABLES or name == STATUS or attempt_of_fingerprint(name) is not None:
             return name
     for table in sorted(_TABLES) if storage.is_local else ():
         inside = "/".join(filter(None, (folder, table)))

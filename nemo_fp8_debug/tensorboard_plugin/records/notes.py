@@ -29,14 +29,15 @@ def notes(parts: Parts, run: Storage, index: Index) -> list[str]:
     attempts = {part.attempt for part in index.owner.values()}
     if len(attempts) > 1:
         told.append(f"The run was started {len(attempts)} times; of steps that were trained twice the latest are shown.")
-    if said := _not_quantized(parts, run, index, fingerprint):
+    known = quantization_of(parts, run, index, fingerprint)
+    if known is not None and (said := notice(known)):
         told.append(said)
     return told
 
 
-def _not_quantized(parts: Parts, run: Storage, index: Index, fingerprint: Mapping[str, Any]) -> str | None:
-    """The notice of a run that does not quantize, by the newest part that can be read."""
+def quantization_of(parts: Parts, run: Storage, index: Index, fingerprint: Mapping[str, Any]) -> str | None:
+    """Whether anything is quantized, as `quantization` tells it of the newest part that can be read; None: there is none."""
     for part in index.newest_first:
         if sources := parts.unless_damaged(run, part, "scale_source", partial(parts.texts, run, part, "scale_source")):
-            return notice(quantization({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint))
+            return quantization({sources.known[code] for code in np.unique(sources.codes)} - {None}, fingerprint)
     return None

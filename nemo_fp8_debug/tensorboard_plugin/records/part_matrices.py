@@ -35,7 +35,7 @@ _EXTENTS = 32 << 20
 #: seconds for which the list of a record's parts is taken as it is
 _LISTED = 1.0
 #: records whose parts are known at a time, and parts whose steps are
-_RECORDS, _PARTS = 64, 1 << 14
+_RECORDS, _PARTS = 256, 1 << 15
 #: times that a record is read again where parts were merged meanwhile
 _ATTEMPTS = 3
 #: how many values are not finite: two columns as one

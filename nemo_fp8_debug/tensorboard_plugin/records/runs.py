@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from ...errors import hearing
+from ...options.control_file import STATUS
 from ...record.reader import read_fingerprint
+from ...record.schema import attempt_of_fingerprint
 from ...record.storage import Storage
 from .logdir import Logdir
 from .part_matrices import Index, Parts
@@ -86,9 +89,29 @@ def _written(run: Storage, name: str, otherwise: float | None = None) -> float |
 
 
 def _state(run: Storage, index: Index, updated: float | None) -> str:
+    if index.newest is not None and _has_ended(run, index.newest.attempt):
+        return "ended"
     if updated is None or index.newest is None:
         return "still"
     begun = _written(run, f"attempt-{index.newest.attempt}.json")
     samples = sum(part.attempt == index.newest.attempt for part in index.owner.values())
     usual = max(0.0, updated - begun) / samples if begun is not None else 0.0
     return "growing" if time.time() - updated < max(_YOUNG, _USUAL * usual) else "still"
+
+
+def _has_ended(run: Storage, sampled: int) -> bool:
+    """Whether the run says that it has ended; what it said before it was resumed does not count.
+
+    Args:
+        sampled: the latest attempt that has samples.
+    """
+    try:
+        run.check(STATUS)
+        ended = json.loads(run.read(STATUS))["ended"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # an earlier version's, damaged, or it goes on
+        return False
+    attempt = max(attempt for name in run.names() if (attempt := attempt_of_fingerprint(name)) is not None)
+    if attempt == sampled:
+        return isinstance(ended, float)
+    begun = _written(run, f"attempt-{attempt}.json")
+    return isinstance(ended, float) and begun is not None and begun <= ended

@@ -9,10 +9,12 @@ import {Course} from './views/course.jsx';
 import {Distribution} from './views/distribution.jsx';
 import {Fingerprints} from './views/fingerprints.jsx';
 import {MapView} from './views/map.jsx';
+import {AllRuns} from './views/runs.jsx';
 import {Timeline} from './views/timeline.jsx';
 import {Verdict} from './views/verdict.jsx';
 import {WhatIf} from './views/what_if.jsx';
 
+/** `of`: the run that is looked at may be any one, or one that is readable; otherwise it has samples. */
 const VIEWS = {
   verdict: {label: 'Verdict', show: Verdict},
   course: {label: 'Course', show: Course},
@@ -20,7 +22,8 @@ const VIEWS = {
   timeline: {label: 'Timeline', show: Timeline},
   distribution: {label: 'Distribution', show: Distribution},
   what_if: {label: 'What if', show: WhatIf},
-  fingerprints: {label: 'Fingerprints', show: Fingerprints},
+  runs: {label: 'Runs', show: AllRuns, of: 'any'},
+  fingerprints: {label: 'Fingerprints', show: Fingerprints, of: 'readable'},
 };
 
 export function App() {
@@ -79,17 +82,18 @@ function Views({view}) {
 }
 
 export function Shown({view}) {
+  const {show: View, of} = VIEWS[view];
+  if (of === 'any') return <View />;
   const run = about(chosen.value.run);
   if (!run) return <Notice title="No such run"><p>The address names a run that is not under the logdir; choose another above.</p></Notice>;
   if (run.state === 'unreadable') return <Problem error={`${run.name} cannot be read: ${run.why}`} />;
-  if (run.state === 'empty' && view !== 'fingerprints') {
+  if (run.state === 'empty' && of !== 'readable') {
     return (
       <Notice title={`${run.name} has nothing recorded yet`}>
         <p>Its first sampled step appears here by itself. Steps are sampled at the interval of the callback.</p>
       </Notice>
     );
   }
-  const View = VIEWS[view].show;
   return <View />;
 }
 

@@ -57,6 +57,12 @@ export function nameOf(part) {
 
 export const choose = (part, name) => go({[part]: name ?? ''}, true);
 
+/** Let a run play a part; whoever played it takes over what the run was. */
+export function exchange(part, name) {
+  const was = Object.keys(PARTS).find((other) => chosen.value[other] === name);
+  if (was !== part) go({...(was ? {[was]: chosen.value[part] ?? ''} : {}), [part]: name}, true);
+}
+
 /** What `runs` says of a run. */
 export const about = (name) => (known.value?.runs ?? []).find((run) => run.name === name);
 

@@ -32,6 +32,12 @@ new MutationObserver(look).observe(body, {attributes: true, attributeFilter: ['c
 
 /** Okabe and Ito's, apart for every common kind of color blindness. */
 export const COLORS = {run: '#d55e00', baseline: '#009e73', reference: '#0072b2', mark: '#cc79a7'};
+/** TensorBoard's palette of runs, on light and on dark ground; it goes on from the beginning after the last. */
+const OF_RUNS = [['#425066', '#8e98a3'], ['#12b5cb', '#12b5cb'], ['#e52592', '#e52592'], ['#f9ab00', '#f9ab00'], ['#9334e6', '#9334e6'], ['#7cb342', '#7cb342'], ['#e8710a', '#e8710a']];
+
+/** The color of a run where more than three are shown, by its place in TensorBoard's order. */
+export const colorAt = (place) => OF_RUNS[place % OF_RUNS.length][dark.value ? 1 : 0];
+
 /** Also told apart by their strokes. */
 export const STROKES = {run: 'solid', baseline: 'dashed', reference: 'dotted'};
 

@@ -9,6 +9,7 @@ import {Breakable} from './breakable.jsx';
  * @property {string} label with the unit, if there is one
  * @property {string} [under] a second line below it
  * @property {function} of the value of a row: what is sorted by and taken away
+ * @property {function} [rank] what is sorted by instead
  * @property {function} [from] the value before, of columns that say `from -> of`
  * @property {function} [show] what is shown of a row instead
  * @property {function} [cell] attributes of a row's cell
@@ -20,12 +21,15 @@ import {Breakable} from './breakable.jsx';
  * @param {Array<Column>} columns
  * @param {Array<object>} rows in the order in which they are shown at first
  * @param {?Array} summary cells of a row above the others
+ * @param {?Array} sorting [order, set] of the column that is sorted by, {at, up} or null, where the table does not keep it itself
+ * @param {?function} stays whether a row stays above the others, however they are sorted
  * @param {number} first how many rows are shown until more are asked for, and how many more then
  */
-export function Table({name, caption, columns, rows, summary, first = Infinity, rowClass}) {
-  const [order, sort] = useState(null);
+export function Table({name, caption, columns, rows, summary, first = Infinity, rowClass, sorting, stays}) {
+  const own = useState(null);
+  const [order, sort] = sorting ?? own;
   const [count, show] = useState(first);
-  const sorted = order && columns[order.at] ? arranged(rows, columns[order.at].of, order.up) : rows;
+  const sorted = onTop(stays, order && columns[order.at] ? arranged(rows, columns[order.at].rank ?? columns[order.at].of, order.up) : rows);
   const turn = (at) => sort(order?.at !== at ? {at, up: Boolean(columns[at].text)} : order.up === Boolean(columns[at].text) ? {at, up: !order.up} : null);
   const left = rows.length - count;
   return (
@@ -89,6 +93,8 @@ function arranged(rows, of, up) {
     return up ? compare(x, y) : compare(y, x);
   });
 }
+
+const onTop = (stays, rows) => (stays ? [...rows.filter(stays), ...rows.filter((row) => !stays(row))] : rows);
 
 const csvOf = (columns, rows) => [
   columns.flatMap(({label, under, from}) => (from ? [`${label}, before`, `${label}, after`] : [under ? `${label} ${under}` : label])),

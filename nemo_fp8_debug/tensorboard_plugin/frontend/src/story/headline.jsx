@@ -9,7 +9,7 @@ import {number} from '../units.js';
 import {hasGrown, judgeAnew, judged, stage, story} from './judged.js';
 
 /** What harm means, in a word and a sign. */
-const HARM = {
+export const HARM = {
   harmful: ['✖', 'harmed'],
   likely: ['✖', 'likely harmed'],
   gap: ['≈', 'within the limit'],
@@ -53,7 +53,7 @@ const isBrief = () => Boolean(at('view')) && at('view') !== 'verdict';
 /** Losses that do not tell are no verdict while tensors are still to come. */
 const titleOf = (told) => (told.harm === 'unknown' && told.cause === undefined ? 'the loss alone does not tell' : told.title);
 
-function Badge({harm}) {
+export function Badge({harm}) {
   const [sign, word] = HARM[harm];
   return <span class="badge"><span aria-hidden="true">{sign}</span> {word}</span>;
 }

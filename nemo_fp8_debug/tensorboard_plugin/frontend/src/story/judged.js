@@ -8,11 +8,14 @@ const times = signal(0);
 /** {loading, seconds, partial}, then {data} or {error}. */
 export const judged = signal({loading: true});
 
+/** Whether it is worked on. */
+export const isJudging = computed(() => isReadable.value && Boolean(judged.value.loading));
+
 /** The versions of the records as they were when the verdict was asked for. */
 const versions = signal('');
 
 const names = computed(() => JSON.stringify([chosen.value.run, chosen.value.baseline, chosen.value.reference]));
-const isReadable = computed(() => ['growing', 'still'].includes(known.value && about(chosen.value.run)?.state));
+const isReadable = computed(() => ['growing', 'ended', 'still'].includes(known.value && about(chosen.value.run)?.state));
 const newest = computed(() => known.value && versionOf(...JSON.parse(names.value).filter(Boolean)));
 
 const isKnown = (version) => Boolean(version) && version.split('/').every(Boolean);
