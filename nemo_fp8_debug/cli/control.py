@@ -10,8 +10,9 @@ import typer
 
 from ..analysis.formatting import jsonable
 from ..errors import RecordError
-from ..options.control_file import NAME, STATUS, Control
+from ..options.control_file import NAME, Control
 from ..record.reader import find_run
+from ..record.schema import STATUS
 from ..record.storage import Storage
 from .console import console, say
 from .listing import Column, print_rows

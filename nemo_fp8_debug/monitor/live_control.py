@@ -10,7 +10,8 @@ from typing import Any
 from ..core.sample import Sample
 from ..distributed import Ranks
 from ..errors import warn
-from ..options.control_file import LONGEST, NAME, STATUS, Control
+from ..options.control_file import LONGEST, NAME, Control
+from ..record.schema import STATUS
 from ..record.storage import NotAFileError, Storage
 from .schedule import Schedule
 from .status import ControlFile, Status

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..options.control_file import LONGEST, STATUS, Control
+from ..options.control_file import LONGEST, Control
+from ..record.schema import STATUS
 from ..record.storage import Storage
 
 

@@ -27,8 +27,6 @@ from ..errors import ConfigError
 from .config import Config
 
 NAME = "control.yaml"
-#: what the run made of it, and how far dumps are
-STATUS = "status.json"
 #: fields of Config that the file may change
 FIELDS = ("interval", "layers", "roles", "what_if", "dump")
 #: bytes of the file, at the most

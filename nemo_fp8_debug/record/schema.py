@@ -21,6 +21,8 @@ from ..numerics.metric_names import (
     UPDATE_METRICS,
 )
 
+#: file of a record: what the run made of its control file, how far dumps are, and whether it has ended
+STATUS = "status.json"
 VERSION = 4
 
 #: of dY, in the units of the loss

@@ -31,10 +31,9 @@ import polars as pl
 import torch
 
 from nemo_fp8_debug.core.keys import ROLES
-from nemo_fp8_debug.options.control_file import STATUS
 from nemo_fp8_debug.record.dump import dumped_files, read_dump
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
-from nemo_fp8_debug.record.schema import Part
+from nemo_fp8_debug.record.schema import STATUS, Part
 from nemo_fp8_debug.record.storage import Storage
 
 #: seconds that a run lives, at the most

@@ -11,8 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 from diagnosed_runs import CULPRIT, LAYERS, ONSET, N, trending, write
-from fault_injection.judge import bands_without
-from fault_injection.records import truths
+from fault_injection.judge import bands_without, learned_from
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.bands.bands import FEWEST, SHIPPED, Bands, bands_for, shipped
@@ -163,8 +162,7 @@ class TestCommand:
 
 def test_those_of_the_package_are_learned_from_the_runs_that_set_thresholds() -> None:
     fresh, kept = bands_without(None), Bands.read(SHIPPED)
-    clean = [told for told in truths("tune") if told["kind"] == "none"]
-    assert kept.runs == fresh.runs == len(clean) >= 70 and kept.families == fresh.families
+    assert kept.runs == fresh.runs == len(learned_from()) >= 70 and kept.families == fresh.families
     numbers, names = ["median", "lasting"], ["purpose", "role", "recipe", "part", "phase", "metric", "sign"]
     assert fresh.table.select(names).equals(kept.table.select(names).cast(fresh.table.select(names).schema))
     assert np.allclose(fresh.table.select(numbers).to_numpy(), kept.table.select(numbers).to_numpy(), equal_nan=True)

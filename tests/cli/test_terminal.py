@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.cli import COMMANDS, _module_of, app
 from nemo_fp8_debug.cli.listing import Column, filled, print_rows
-from nemo_fp8_debug.options.control_file import STATUS
+from nemo_fp8_debug.record.schema import STATUS
 
 LOGS = Path(__file__).parents[1] / "record" / "logs" / "transformer_engine" / "nvdlfw_inspect_statistics_logs"
 STEPS = 60

@@ -96,7 +96,7 @@ class FP8DebugCallback(pl.Callback):
                 options (`current-e4m3`, `delayed(margin=1)`, `mxfp8`), or a dict (`{"name": "delayed", "margin": 1}`).
                 Default: `"auto"`.
             what_if: what-if recipes: each sample is measured under these too, although the run does not use them. A list,
-                each a name or a dict as in `recipe`. Default: `()`.
+                at most 16, each a name or a dict as in `recipe`. Default: `()`.
             dump: layers whose tensors are dumped at each sampled step. A list of patterns as in `layers`. Default: `()`.
             dump_max_bytes: bytes that all dumps of a rank may take, those of earlier starts of the run included. An int, at
                 least 0. Default: `10 << 30` (10 GiB).

@@ -32,6 +32,7 @@ def story(found: Diagnosis, recommendation: Recommendation | None = None) -> dic
     """What there is to tell of a run, as plain data.
 
     Args:
+        found: what `diagnose` found of the run.
         recommendation: what to change in how FP8 is used; None: nothing is known of that.
 
     Returns:

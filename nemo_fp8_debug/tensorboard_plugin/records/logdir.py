@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ConfigError
-from ...options.control_file import STATUS
 from ...record.migration import folders_of
-from ...record.schema import SCHEMAS, attempt_of_fingerprint
+from ...record.schema import SCHEMAS, STATUS, attempt_of_fingerprint
 from ...record.storage import Storage
 from ..web.errors import NotThere
 from ..web.query import shortened

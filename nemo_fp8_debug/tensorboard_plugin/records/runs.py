@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import hearing
-from ...options.control_file import STATUS
 from ...record.reader import read_fingerprint
-from ...record.schema import attempt_of_fingerprint
+from ...record.schema import STATUS, attempt_of_fingerprint
 from ...record.storage import Storage
 from .logdir import Logdir
 from .part_matrices import Index, Parts

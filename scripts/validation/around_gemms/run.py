@@ -1,6 +1,6 @@
 """Runs of several families, clean and with a fault beside operands, and what `diagnose` says of them.
 
-`PYTHONPATH=scripts/any_cpu:scripts/validation OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 .venv/bin/python -m around_gemms.run
+`PYTHONPATH=scripts/validation OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 .venv/bin/python -m around_gemms.run
 [--families llama moe gpt vit]`. Each run is judged alone, and with the clean run of another seed as its baseline. A clean
 run must not be accused by a rule about what lies between GEMMs, and the rule of a fault must name it.
 """

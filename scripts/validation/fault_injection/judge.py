@@ -25,6 +25,7 @@ from scipy.stats import binomtest
 
 from fault_injection.records import read_run, truths
 from fault_injection.right_causes import is_sampled, right_causes
+from fault_injection.sets import LEARNED_FROM
 from fault_injection.truth import HARM
 from nemo_fp8_debug.analysis.bands.bands import Bands
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
@@ -121,9 +122,15 @@ def _part(path: str) -> dict[str, Truth]:
 
 @cache
 def bands_without(family: str | None) -> Bands:
-    """Learned from the clean runs that set thresholds, but for those of a family."""
-    clean = [told for told in truths("tune") if told["kind"] == "none" and told["family"] != family]
-    return Bands.learn(read_run(told) for told in clean)
+    """Learned from healthy runs, but for those of a family."""
+    return Bands.learn(read_run(told) for told in learned_from() if told["family"] != family)
+
+
+def learned_from() -> list[Truth]:
+    """The clean runs that the bands of the package are learned from."""
+    return [
+        told for told in truths("tune") if told["kind"] == "none" and int(told["part"].rpartition("-")[2]) < LEARNED_FROM
+    ]
 
 
 def judged(told: Truth, baseline: str, interval: int) -> Judged | None:
