@@ -51,7 +51,7 @@ def main() -> None:
 
 def tab(page: Page, address: str, view: str, ready: str) -> None:
     page.goto(f"{address.replace('p.fp8.view=map', f'p.fp8.view={view}')}")
-    page.frame_locator("iframe").locator(f"main[data-view] {ready}").first.wait_for(timeout=120_000)
+    page.frame_locator("iframe").locator(f"#view[data-view] {ready}").first.wait_for(timeout=120_000)
 
 
 def others(page: Page, address: str) -> None:

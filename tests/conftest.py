@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # Tests share two cores, where threads of torch's that wait by spinning keep others from working.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A shell has what it starts in the background ignore Ctrl+C, and so would every process that tests start and end with it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist sets it to 80, which commands obey.
 os.environ.pop("COLUMNS", None)
 

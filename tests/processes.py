@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 #: seconds after which a test gives up waiting: far more than a slow and busy machine needs, so that no result depends on it
-GUARD = 1200.0
+GUARD = 400.0
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.loss.outcome import MAX_GAP
+from ..analysis.story.markdown import story_markdown
 from ..analysis.story.story import story
 from ..analysis.story.strip import strip_text
 from .console import console, say, working
@@ -24,6 +25,7 @@ EXAMPLES = (
     "runs/fp8 --baseline runs/baseline",
     "runs/fp8 --baseline runs/baseline --reference runs/bf16",
     "runs/fp8 --json",
+    "runs/fp8 --baseline runs/baseline --markdown",
 )
 
 
@@ -53,12 +55,17 @@ def command(
         typer.Option(metavar="FILE", help="bands of healthy runs (see learn), which a run without a baseline is judged by"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown, for an issue")] = False,
 ) -> None:
     """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""
     with working(f"diagnosing {run}"):
         found = diagnose(run, baseline, reference, by, max_gap, bands)
     if as_json:
         print(json.dumps(found.to_json() | {"story": story(found)}, indent=2))
+    elif as_markdown:
+        told = story(found)
+        against = "" if baseline is None else f" against {baseline.name}"
+        print(f"### {run.name}{against}: {told['headline']['title']}\n\n{story_markdown(told)}")
     else:
         _print(found)
 

@@ -17,7 +17,7 @@ from nemo_fp8_debug.tensorboard_plugin.links import link
 
 CHROMIUM = Path(__file__).parents[2] / ".venv" / "chromium"
 #: milliseconds after which a page is given up: far more than a slow and busy machine needs
-PATIENCE_MS = 1_200_000
+PATIENCE_MS = 300_000
 #: no display, no sandbox for root, and no connection but those of the page
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
 

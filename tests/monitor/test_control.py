@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nemo_fp8_debug import ConfigError
 from nemo_fp8_debug.monitor.schedule import Schedule
-from nemo_fp8_debug.options.config import Config
+from nemo_fp8_debug.options.config import MOST_WHAT_IF, Config
 from nemo_fp8_debug.options.control_file import Control
 from nemo_fp8_debug.record.dump import dumped_files
 from nemo_fp8_debug.record.reader import read_table
@@ -222,7 +222,7 @@ class TestRefused:
                 "interval": st.integers(1, 10**6),
                 "layers": st.lists(st.sampled_from(["layers.*", "*fc2", "[ab]"]), min_size=1).map(tuple),
                 "roles": st.lists(st.sampled_from(["input", "weight"]), min_size=1).map(tuple),
-                "what_if": st.lists(st.sampled_from(["current", "delayed(margin=1)"])).map(tuple),
+                "what_if": st.lists(st.sampled_from(["current", "delayed(margin=1)"]), max_size=MOST_WHAT_IF).map(tuple),
                 "dump": st.lists(st.sampled_from(["layers.*", "*"])).map(tuple),
             },
         ),

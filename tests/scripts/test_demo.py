@@ -165,5 +165,5 @@ def test_the_printed_address_opens_on_the_culprit(page: Page, comparison: dict[s
 @pytest.mark.parametrize("view", ["Timeline", "Distribution", "What if", "Verdict", "Fingerprints"])
 def test_every_view_opens_on_the_culprit(page: Page, view: str) -> None:
     tab(page).get_by_role("tab", name=view).click()
-    tab(page).locator(f"main[data-view='{view}']").locator("[data-drawn]:visible, table:visible").first.wait_for()
+    tab(page).locator(f"#view[data-view='{view}']").locator("[data-drawn]:visible, table:visible").first.wait_for()
     assert not tab(page).locator(".problem").count()

@@ -255,7 +255,7 @@ def test_names_that_are_html_are_text(page: Page, board: str) -> None:
     expect(tab.locator("[data-panel=run] b").first).to_have_text(f"X of {HOSTILE}")
     for view in ("Timeline", "Distribution", "What if", "Verdict", "Fingerprints"):
         tab.get_by_role("tab", name=view).click()
-        tab.locator(f"main[data-view='{view}'] > *").first.wait_for()
+        tab.locator(f"#view[data-view='{view}'] > :not(h2)").first.wait_for()
     assert tab.locator("img").count() == 0
 
 

@@ -112,7 +112,7 @@ def test_a_name_opens_its_card_for_pointer_and_keyboard(page: Page) -> None:
     assert page.evaluate("document.activeElement.matches('.named > a')")
     names.nth(1).hover()
     expect(card).to_be_visible()
-    expect(card.locator("h4")).to_have_text(names.nth(1).inner_text())
+    expect(card.locator("h3")).to_have_text(names.nth(1).inner_text())
     card.get_by_role("link", name="Timeline").click()
     expect(page.get_by_role("tab", name="Timeline")).to_have_attribute("aria-selected", "true")
 

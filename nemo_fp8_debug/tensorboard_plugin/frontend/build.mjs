@@ -9,7 +9,7 @@ const common = {
   charset: 'utf8',
   jsx: 'automatic',
   jsxImportSource: 'preact',
-  loader: {'.css': 'text'},
+  loader: {'.css': 'text', '.md': 'text'},
   legalComments: 'inline',
   logLevel: 'warning',
 };

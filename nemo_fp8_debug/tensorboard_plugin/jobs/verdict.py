@@ -13,6 +13,7 @@ from ...analysis.diagnosis.diagnosis import Diagnosis
 from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.run import Run
 from ...analysis.story.headline import of_loss
+from ...analysis.story.markdown import story_markdown
 from ...analysis.story.ranking import harm_ranks
 from ...analysis.story.story import story
 from ...errors import hearing
@@ -62,8 +63,10 @@ def verdict(
         recommendation, more = recommended(found, run, by) if every == 1 else (None, [_THINNED.format(every)])
         comparison = None if found.comparison is None else _compared(found, found.comparison)
     diagnosis = _with_notes(found, heard, more)
+    told = story(found, recommendation)
     return {
-        "story": story(found, recommendation),
+        "story": told,
+        "markdown": story_markdown(told),
         "comparison": comparison,
         "diagnosis": diagnosis,
         "recommendation": None if recommendation is None else recommendation.to_json(),

@@ -3,6 +3,7 @@ import {useEffect, useRef} from 'preact/hooks';
 import {at, go} from './address.js';
 import {Notice, Problem} from './components/notice.jsx';
 import {Runs} from './components/pickers.jsx';
+import {Glossary} from './glossary/glossary.jsx';
 import {about, chosen, details, keepLooking, known, PARTS, unreachable} from './records.js';
 import {Headline} from './story/headline.jsx';
 import {Course} from './views/course.jsx';
@@ -28,6 +29,7 @@ const VIEWS = {
 
 export function App() {
   useEffect(keepLooking, []);
+  useTitle();
   if (!known.value) return unreachable.value ? <Problem error={unreachable.value} /> : <p class="soft" role="status">Looking for records …</p>;
   if (!known.value.runs.length) return <NoRecord />;
   const view = VIEWS[at('view')] ? at('view') : 'verdict';
@@ -38,13 +40,26 @@ export function App() {
         <Views view={view} />
         <Runs />
       </header>
+      <Glossary />
       <Headline />
-      <main id="view" role="tabpanel" aria-labeledby={`tab-${view}`} data-view={VIEWS[view].label}>
-        <Notes />
-        <Shown view={view} />
+      <main>
+        <div id="view" role="tabpanel" aria-labelledby={`tab-${view}`} data-view={VIEWS[view].label}>
+          <h2 class="unseen">{VIEWS[view].label}</h2>
+          <Notes />
+          <Shown view={view} />
+        </div>
       </main>
     </>
   );
+}
+
+/** Of the frame, for who hears the page, and of a window of its own. */
+function useTitle() {
+  const view = VIEWS[at('view')] ?? VIEWS.verdict;
+  const title = `${view.label}${chosen.value.run ? ` of ${chosen.value.run}` : ''} · nemo_fp8_debug`;
+  useEffect(() => {
+    document.title = title;
+  }, [title]);
 }
 
 /** What had the focus went with its view, by Enter on the map, say: the keyboard goes on from the tab of the new one. */
@@ -104,7 +119,7 @@ function Notes() {
   const refused = (known.value.refused ?? []).map(({name, why}) => `${name}: ${why}`);
   const all = [...(known.value.told ?? []), ...refused, ...missing(), ...notes];
   if (!all.length) return null;
-  return <ul class="notes" role="status">{all.map((note) => <li key={note}>{note}</li>)}</ul>;
+  return <div role="status"><ul class="notes">{all.map((note) => <li key={note}>{note}</li>)}</ul></div>;
 }
 
 /** Runs beside the one that is looked at which the address names and nobody finds; an empty name asks for none. */

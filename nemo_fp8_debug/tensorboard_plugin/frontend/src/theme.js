@@ -5,6 +5,16 @@ import {host} from './host.js';
 /** Whether TensorBoard, or else the system, is dark. */
 export const dark = signal(false);
 
+/** Okabe and Ito's, apart for every common kind of color blindness. On dark ground their sky blue, since lines need 3:1. */
+export const COLORS = {
+  run: '#d55e00',
+  baseline: '#009e73',
+  mark: '#cc79a7',
+  get reference() {
+    return dark.value ? '#56b4e9' : '#0072b2';
+  },
+};
+
 const media = window.matchMedia('(prefers-color-scheme: dark)');
 const {body} = host.document;
 
@@ -15,6 +25,7 @@ function look() {
 function show(isDark) {
   dark.value = isDark;
   document.documentElement.dataset.theme = dark.value ? 'dark' : 'light';
+  for (const part of ['run', 'baseline', 'reference']) document.documentElement.style.setProperty(`--${part}`, COLORS[part]);
 }
 
 look();
@@ -30,8 +41,6 @@ window.addEventListener('afterprint', () => {
 });
 new MutationObserver(look).observe(body, {attributes: true, attributeFilter: ['class']});
 
-/** Okabe and Ito's, apart for every common kind of color blindness. */
-export const COLORS = {run: '#d55e00', baseline: '#009e73', reference: '#0072b2', mark: '#cc79a7'};
 /** TensorBoard's palette of runs, on light and on dark ground; it goes on from the beginning after the last. */
 const OF_RUNS = [['#425066', '#8e98a3'], ['#12b5cb', '#12b5cb'], ['#e52592', '#e52592'], ['#f9ab00', '#f9ab00'], ['#9334e6', '#9334e6'], ['#7cb342', '#7cb342'], ['#e8710a', '#e8710a']];
 

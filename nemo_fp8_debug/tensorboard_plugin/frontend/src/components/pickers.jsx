@@ -1,6 +1,7 @@
 // Choices: which runs, which metric, which tensor.
 import {at, go, tensor, toTensor} from '../address.js';
-import {about, choose, chosen, details, known, metricsOfTable, PARTS, suggestedMetric, table, TABLES} from '../records.js';
+import {Help} from '../glossary/glossary.jsx';
+import {about, choose, chosen, details, known, metricNamed, metricsOfTable, PARTS, suggestedMetric, table, TABLES} from '../records.js';
 import {shown, titleOf} from '../units.js';
 
 const STATES = {growing: 'growing', empty: 'nothing recorded yet', unreadable: 'unreadable', still: ''};
@@ -20,6 +21,7 @@ export function Runs() {
         </label>
       ))}
       <Growing />
+      <Help />
     </div>
   );
 }
@@ -37,15 +39,18 @@ export const currentMetric = () => [at('metric'), suggestedMetric()].find((name)
 
 export function Metric() {
   return (
-    <label>
-      Metric
-      <select value={currentMetric()} onChange={(event) => go({metric: event.target.value})} data-picker="metric">
-        {metricsOfTable().map((metric) => (
-          <option key={metric.name} value={metric.name}>{metric.unit ? `${metric.label} (${metric.unit})` : metric.label}</option>
-        ))}
-      </select>
-      {!at('metric') && suggestedMetric() === currentMetric() && <span class="soft" role="status">the metric that shows the first tensor out of band</span>}
-    </label>
+    <>
+      <label>
+        Metric
+        <select value={currentMetric()} onChange={(event) => go({metric: event.target.value})} data-picker="metric">
+          {metricsOfTable().map((metric) => (
+            <option key={metric.name} value={metric.name}>{metric.unit ? `${metric.label} (${metric.unit})` : metric.label}</option>
+          ))}
+        </select>
+        {!at('metric') && suggestedMetric() === currentMetric() && <span class="soft" role="status">the metric that shows the first tensor out of band</span>}
+      </label>
+      <Help word={metricNamed(currentMetric()).label.replace(', in the units of the loss', '')} />
+    </>
   );
 }
 

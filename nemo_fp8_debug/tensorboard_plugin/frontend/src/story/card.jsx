@@ -41,7 +41,7 @@ export function Card({layer, role, step, inLine = false, inTimeline = false, id}
   );
   return (
     <section class={inLine ? 'card in-line' : 'card'} id={id} aria-label={`About ${titleOf(tensor)}`} data-card={titleOf(tensor)}>
-      <h4><Breakable text={titleOf(tensor)} /></h4>
+      <h3><Breakable text={titleOf(tensor)} /></h3>
       <Ranks row={row} />
       {inTimeline ? <>{said}<details class="more"><summary>Values, why, links</summary>{more}</details></> : more}
     </section>

@@ -2,10 +2,12 @@
 import '@preact/signals';
 import {at} from '../address.js';
 import {Link} from '../components/link.jsx';
+import {Help} from '../glossary/glossary.jsx';
 import {TensorLink} from './link.jsx';
 import {Sentence} from '../components/notice.jsx';
 import {chosen} from '../records.js';
 import {number} from '../units.js';
+import {AsMarkdown} from './markdown.jsx';
 import {hasGrown, judgeAnew, judged, stage, story} from './judged.js';
 
 /** What harm means, in a word and a sign. */
@@ -47,6 +49,9 @@ export function Headline() {
   );
 }
 
+/** Words of the glossary that facts go by. */
+const EXPLAINED = {Gap: 'gap', Tensors: 'out of band', Why: 'cause'};
+
 /** Views that have much to show leave it fewer lines. */
 const isBrief = () => Boolean(at('view')) && at('view') !== 'verdict';
 
@@ -69,11 +74,12 @@ function Facts({told, brief}) {
   ];
   return (
     <>
-      <dl class="facts">{facts.filter(Boolean).map(([term, fact]) => <div key={term}><dt>{term}</dt><dd>{fact}</dd></div>)}</dl>
-      <p class="ways">
+      <dl class="facts">{facts.filter(Boolean).map(([term, fact]) => <div key={term}><dt>{term}{EXPLAINED[term] && <> <Help word={EXPLAINED[term]} /></>}</dt><dd>{fact}</dd></div>)}</dl>
+      <div class="ways">
         {since != null && <Link to={{view: 'timeline', step: since}}>The loss at {unit} {since}</Link>}
         {told.cause !== undefined && brief && <Link to={{view: 'verdict'}}>All the evidence</Link>}
-      </p>
+        <AsMarkdown />
+      </div>
     </>
   );
 }
@@ -83,6 +89,7 @@ const Why = ({told}) => (
     <span class="chips">
       {told.cause !== 'none' && told.cause !== 'unknown' && <span class="chip">{told.about_fp8 ? 'FP8' : 'not FP8'}</span>}
       <span class="chip">{told.confidence} confidence</span>
+      <Help word="confidence" />
     </span>{' '}
     <Sentence text={told.cause_told} />
   </>

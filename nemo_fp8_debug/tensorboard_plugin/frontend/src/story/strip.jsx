@@ -77,7 +77,7 @@ function Mark({x, events, label, unit}) {
   const steps = [...new Set(events.map((event) => event.step))];
   const said = `${unit} ${steps.length > 1 ? `${steps[0]} to ${steps[steps.length - 1]}` : steps[0]}: ${events.map((event) => event.what).join('; ')}`;
   return (
-    <Link to={wayTo(events[0])} label={said}>
+    <Link to={wayTo(events[0])} label={label ? `${label.text}: ${said}` : said}>
       <title>{said}</title>
       <g transform={`translate(${x} 0)`} data-step={events[0].step} data-kinds={events.map((event) => event.kind).join(' ')}>
         <rect x="-10" y="-12" width="20" height="24" class="reach" />

@@ -1,0 +1,49 @@
+// What words mean: all of them behind a "?" above the views, and one behind a "?" beside it.
+import {useEffect, useRef, useState} from 'preact/hooks';
+import {at, go} from '../address.js';
+import {Sentence} from '../components/notice.jsx';
+import {figure, page} from '../host.js';
+import {withText} from './words.js';
+
+/** Opens the glossary; with a word, at it. @param {string} [word] a term of the glossary */
+export function Help({word}) {
+  if (figure || page?.report) return null; // a report has no place for it
+  const label = word ? `What "${word}" means` : 'What the words mean';
+  return <button type="button" class="help" title={label} aria-label={label} aria-haspopup="dialog" onClick={() => go({word: word ?? ''}, true)}>?</button>;
+}
+
+/** The glossary, as long as the address has a word. */
+export function Glossary() {
+  const word = at('word');
+  return word === undefined ? null : <Opened key={word} word={word} />;
+}
+
+function Opened({word}) {
+  const dialog = useRef();
+  const [text, seek] = useState(word);
+  const sections = withText(text);
+  useEffect(() => {
+    dialog.current.showModal();
+  }, []);
+  const close = () => dialog.current.close();
+  return (
+    <dialog ref={dialog} class="glossary" aria-label="Glossary" onClose={() => go({word: null})} onClick={(event) => event.target === dialog.current && close()}>
+      <div class="controls">
+        <h2>Glossary</h2>
+        <label>Search <input value={text} onInput={(event) => seek(event.target.value)} /></label>
+        <button type="button" onClick={close}>Close</button>
+      </div>
+      {!sections.length && <p role="status">No word has “{text}”.</p>}
+      {sections.map(({title, words}) => <Section key={title} title={title} words={exactFirst(words, text)} />)}
+    </dialog>
+  );
+}
+
+const exactFirst = (words, text) => [...words.filter(({term}) => term === text), ...words.filter(({term}) => term !== text)];
+
+const Section = ({title, words}) => (
+  <>
+    <h3>{title}</h3>
+    <dl>{words.map(({term, meaning}) => <div key={term}><dt><Sentence text={term} /></dt><dd><Sentence text={meaning} /></dd></div>)}</dl>
+  </>
+);
