@@ -132,29 +132,6 @@ class TestHangs:
         assert not set(sampled) & set(range(LEAVES + 1, COMES_BACK))
         assert read_table(run, "steps")["step"].to_list() == ALL
 
-    def test_a_file_that_no_one_answers_from(self, tmp_path: Path, waits: list[bool]) -> None:
-        """A pipe in place of the control file: the kernel lets no one open it until someone writes to it."""
-        pipe = tmp_path / "run" / "control.yaml"
-
-        def ask() -> None:
-            os.mkfifo(pipe)
-            recorder_queue.STUCK = 2.0
-
-        def answer() -> None:
-            recorder_queue.STUCK = GUARD
-            with open(pipe, "w") as file:
-                pipe.unlink()  # while it is being read, so that it is not opened again
-                file.write("interval: 1")
-            wait_until(lambda: LEAVES in read_table(tmp_path / "run", "metrics")["step"])
-
-        with pytest.warns(FP8DebugWarning) as caught:
-            done = train(tmp_path / "run", {LEAVES: ask, COMES_BACK: answer})
-        assert done == train(None)
-        assert ["recording hangs" in str(w.message) for w in caught] == [True]
-        sampled = set(read_table(tmp_path / "run", "metrics")["step"])
-        assert sampled >= {*range(LEAVES + 1), *range(COMES_BACK + 1, STEPS)}
-        assert read_table(tmp_path / "run", "steps")["step"].to_list() == ALL
-
     @pytest.fixture(scope="class")
     def ended(self) -> dict[str, list[Any]]:
         """What each process said whose record hangs to its end."""

@@ -93,7 +93,9 @@ def test_the_verdict_is_copied_as_markdown(frame: Open, logdir: Path) -> None:
     assert facts.split("\n\n", 1)[1].strip() == story_markdown(told).split("\n\n", 1)[1]
 
 
-@pytest.mark.parametrize("name", ["<img src=x onerror=hack()>", "a|b", "a`b`", "[x](javascript:y)", "two\nlines", "__init__"])
+@pytest.mark.parametrize(
+    "name", ["<img src=x onerror=hack()>", "a|b", "a`b`", "[x](javascript:y)", "two\nlines", "__init__"]
+)
 def test_names_of_a_record_are_no_markup_in_it(name: str) -> None:
     told = {
         "headline": {
