@@ -162,6 +162,16 @@ def test_the_printed_address_opens_on_the_culprit(page: Page, comparison: dict[s
     assert float(run.get_attribute("data-value") or 0) > 10 * float(baseline.get_attribute("data-value") or 0)
 
 
+def test_the_headline_names_the_learning_rate_and_calls_the_first_tensor_a_consequence(page: Page) -> None:
+    headline = tab(page).locator(".headline[data-stage=all]")
+    headline.wait_for()
+    shown = " ".join(headline.inner_text().split())
+    assert "not FP8" in shown and "The learning rate is the cause" in shown
+    assert (
+        re.search(r"The loss diverges at step \d+", shown) and "First tensor, a consequence: X of decoder.layers." in shown
+    )
+
+
 @pytest.mark.parametrize("view", ["Timeline", "Distribution", "What if", "Verdict", "Fingerprints"])
 def test_every_view_opens_on_the_culprit(page: Page, view: str) -> None:
     tab(page).get_by_role("tab", name=view).click()

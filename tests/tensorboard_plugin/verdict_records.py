@@ -39,10 +39,28 @@ class MLP(nn.Module):
         self.down.weight.register_hook(lambda gradient: gradient * free)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.up(x))
+        hidden = torch.tanh(self.up(self.before(x)))
         hidden = torch.cat([torch.full_like(hidden[:, :1], self.channel), hidden[:, 1:]], 1)
         last: torch.Tensor = getattr(self, HOSTILE)(torch.tanh(self.down(hidden)))
         return last
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        """What the first GEMM gets."""
+        return x
+
+
+class TwoFaults(MLP):
+    """One more channel that is multiplied by zeros: the first GEMM's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.up.weight[:, 0] = 0
+        free = torch.arange(WIDTH) > 0
+        self.up.weight.register_hook(lambda gradient: gradient * free)
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.full_like(x[:, :1], self.channel), x[:, 1:]], 1)
 
 
 def record(folder: Path, fault: bool, fp8: bool, model: type[nn.Module] = MLP, steps: int = STEPS, **options: Any) -> None:

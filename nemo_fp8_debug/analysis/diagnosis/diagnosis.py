@@ -172,7 +172,7 @@ class Diagnosis:
         unit = self.run.unit
         if culprit.since == self.run.metrics["step"].min():
             return "from the start or before"
-        lead = "" if self.lead is None else f", {abs(self.lead)} {unit}s {'before' if self.lead >= 0 else 'after'} it"
+        lead = "" if self.lead is None else f", {_counted(self.lead, unit)} {'before' if self.lead >= 0 else 'after'} it"
         return f"at {unit} {culprit.since}{lead}"
 
     def to_json(self) -> dict[str, Any]:
@@ -196,3 +196,8 @@ class Diagnosis:
             }
         )
         return plain
+
+
+def _counted(lead: int, unit: str) -> str:
+    """So many steps, as words."""
+    return f"{abs(lead)} {unit}{'' if abs(lead) == 1 else 's'}"

@@ -88,7 +88,8 @@ def cause_told(found: Diagnosis) -> str:
     """Why, in a sentence with figures."""
     blamed, means, culprit = found.blame.finding, CAUSES[found.cause], found.culprit
     if culprit is not None:
-        return sentence(f"it begins with {culprit.operand} {_when(culprit, found)}: {means} ({culprit.evidence})")
+        told = sentence(f"it begins with {culprit.operand} {_when(culprit, found)}: {means} ({culprit.evidence})")
+        return told + _besides_told(found)
     if blamed is not None and blamed.cause == found.cause:
         return sentence(f"{means}: {blamed.evidence}")
     if found.cause == "none":
@@ -99,6 +100,11 @@ def cause_told(found: Diagnosis) -> str:
         )
     other = next((f for f in found.findings if f.cause == found.cause and f.rule == "reference"), None)
     return sentence(means if other is None else f"{means}: {other.evidence}")
+
+
+def _besides_told(found: Diagnosis) -> str:
+    others = [f"{other.operand} from {found.run.unit} {other.since} on" for other in found.blame.besides]
+    return f" Also wrong by then: {'; '.join(others)}." if others else ""
 
 
 def _nothing_found(found: Diagnosis) -> str:
