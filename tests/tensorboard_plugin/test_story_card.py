@@ -60,10 +60,15 @@ def test_the_table_tells_the_band_and_follows_the_step(page: Page, band: Any) ->
 
 
 def test_the_pointer_is_told_every_run_and_never_a_stale_value(page: Page) -> None:
-    chart = page.locator("figure canvas").bounding_box()
-    assert chart
-    for share in (0.3, 0.6):
-        page.mouse.move(chart["x"] + share * chart["width"], chart["y"] + 120)
+    page.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
+    chart = page.locator("figure canvas")
+    width = (chart.bounding_box() or {})["width"]
+
+    def point(share: float) -> None:
+        chart.hover(position={"x": share * width, "y": 120})
+
+    point(0.3)
+    point(0.6)
     tip = page.locator(".tip")
     expect(tip).to_be_visible()
     assert tip.locator("tr").first.locator("th").all_inner_texts()[1:] == ["bad", "baseline", "reference", "band"]
@@ -71,7 +76,7 @@ def test_the_pointer_is_told_every_run_and_never_a_stale_value(page: Page) -> No
     page.evaluate(f"location.hash = location.hash.replace(/p.fp8.step=\\d+/, 'p.fp8.step={ONSET - EVERY}')")
     page.locator(f"[data-drawn$='chosen {ONSET - EVERY}']").wait_for()
     expect(tip.filter(visible=True)).to_have_count(0)
-    page.mouse.move(chart["x"] + 0.3 * chart["width"], chart["y"] + 120)
+    point(0.3)
     expect(tip).to_be_visible()
     assert tip.locator("th").first.inner_text() != before
 
