@@ -35,6 +35,31 @@ class TestLossCurve:
         apart = [above(b, a) for a, b in itertools.pairwise(runs)]
         assert [step for step in apart if step is not None] == []
 
+    @pytest.mark.parametrize("n", [100, 1000])
+    @pytest.mark.parametrize("lasting", [0.0, 0.5, 0.9])
+    def test_noise_is_no_other_level(self, n: int, lasting: float) -> None:
+        """Of a loss that falls, and whose noise depends on the value before."""
+        for seed in range(50):
+            noise = np.random.default_rng(seed).normal(0, 0.05 * np.sqrt(1 - lasting**2), n)
+            for i in range(1, n):
+                noise[i] += lasting * noise[i - 1]
+            assert curve(2 + 2 / (1 + np.arange(n) / 20) + noise).stepped_up is None
+
+    @pytest.mark.parametrize("at", [100, 120, 170])
+    def test_a_loss_that_goes_up_and_learns_on_has_another_level(self, at: int) -> None:
+        """It falls below its own minimum again, so that it does not diverge."""
+        steps = np.arange(400)
+        falls = 4 * np.exp(-steps / 150) + np.random.default_rng(at).normal(0, 0.05, 400)
+        found = curve(falls + np.where(steps < at, 0, 1.0))
+        assert found.stepped_up is not None and abs(found.stepped_up[0] - at) <= 5
+        assert 5 < found.stepped_up[1] < 60 and found.diverged_at is None
+        assert curve(falls).stepped_up is None
+
+    def test_a_spike_that_comes_back_is_no_other_level(self) -> None:
+        losses = 2 + np.random.default_rng(0).normal(0, 0.05, 240)
+        losses[100:118] += 1.5
+        assert curve(losses).stepped_up is None
+
     @pytest.mark.parametrize("at", [0, 60, 198, 199])
     def test_a_lone_spike_is_not_counted(self, at: int) -> None:
         losses = np.array(list(falling().values()))

@@ -137,6 +137,9 @@ def _blamed(evidence: Evidence) -> Blame:
     stopped = evidence.of("optimizer steps")
     if stopped is not None and stopped.confidence == "high":
         return Blame(stopped, stopped.cause, "high")
+    level = evidence.of("level")
+    if level is not None and not before and evidence.latest is not None and (level.since or 0) <= evidence.latest:
+        return Blame(level, level.cause, level.confidence)
     return _nothing_found(evidence, bool(before))
 
 

@@ -30,6 +30,7 @@ from .rules.finding import Finding
 from .rules.grad_scale import multiplier
 from .rules.gradient_norm import gradient_norm
 from .rules.learning_rate import learning_rate
+from .rules.level import level
 from .rules.nonfinite import nonfinite
 from .rules.optimizer_steps import optimizer_steps, stopped_at
 from .rules.outputs import error_budget, reach
@@ -150,6 +151,7 @@ def _added_up(
         *wrong_product(run),
         *wrong_reduction(run),
         *replicas(run),
+        *filter(None, [level(run.loss, run.unit) if baseline is None else None]),
         *gradient_norm(run, baseline),
         *weights(run, baseline),
         *steps_of_weights(run, baseline),

@@ -67,12 +67,12 @@ class Diagnosis:
 
     @property
     def harm(self) -> str:
-        """`harmful`: the loss has diverged, or no step is taken; `likely`: the loss cannot tell, and what is found harms
-        most runs; `gap`: the loss is above the baseline's by less than counts as harm; `harmless so far`: something is out
-        of order and the loss follows the baseline's; `none`; `unknown`."""
-        if self.divergence_step is not None:
+        """`harmful`: the loss has diverged, or no step is taken; `likely`: without a baseline it goes up to another level,
+        or it cannot tell and what is found harms most runs; `gap`: it is above the baseline's by less than counts as harm;
+        `harmless so far`: something is out of order and the loss follows the baseline's; `none`; `unknown`."""
+        if self.loss.harm == "harmful" or self.stopped_at is not None:
             return "harmful"
-        if is_likely(self.loss, self.blame.finding):
+        if self.loss.harm == "likely" or is_likely(self.loss, self.blame.finding):
             return "likely"
         if self.loss.harm != "none":
             return self.loss.harm
@@ -139,7 +139,7 @@ class Diagnosis:
 
     def _harm_told(self) -> str:
         told = self.loss.told(self.run.unit)
-        if self.harm == "likely":
+        if self.harm == "likely" and self.loss.harm != "likely":
             told += " But what follows harms most runs, so harm is likely."
         if self.stopped_at is None:
             return told

@@ -20,6 +20,7 @@ _BEGINS = {
     "weights": ("weights", "the weights shrink"),
     "optimizer steps": ("optimizer", "the optimizer skips steps"),
     "divergence": ("loss", "the loss diverges"),
+    "level": ("loss", "the loss goes up to another level"),
     "reference": ("reference", "the reference run's loss diverges"),
     "multiplier": ("multiplier", "gradients are multiplied by something else"),
     "spikes": ("spike", "the first spike of the loss"),

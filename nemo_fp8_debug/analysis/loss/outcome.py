@@ -47,8 +47,13 @@ class LossOutcome:
     @cached_property
     def since(self) -> int | None:
         """First step from which the loss stays above the baseline's, or alone above its own minimum; None: it does not."""
-        known = [step for step in (self._risen, self.run.lost_at, self.rise and self.rise[0]) if step is not None]
-        return min(known, default=None)
+        found = (self._risen, self.run.lost_at, self.rise and self.rise[0], self.stepped_up and self.stepped_up[0])
+        return min((step for step in found if step is not None), default=None)
+
+    @cached_property
+    def stepped_up(self) -> tuple[int, float] | None:
+        """Without a baseline, the step at which it goes up to another level, and by how many percent; None: at none."""
+        return self.run.stepped_up if self.baseline is None else None
 
     @cached_property
     def _risen(self) -> int | None:
@@ -56,14 +61,14 @@ class LossOutcome:
 
     @property
     def harm(self) -> str:
-        """`harmful`; `gap`: above the baseline's by no more than `max_gap`; `none`; or `unknown`: there are too few losses,
-        or a gap of more than `max_gap` cannot be excluded."""
+        """`harmful`; `likely`: without a baseline, it goes up to another level; `gap`: above the baseline's by no more than
+        `max_gap`; `none`; or `unknown`: there are too few losses, or a gap of more than `max_gap` cannot be excluded."""
         if self.run.lost_at is not None or self.rise is not None:
             return "harmful"
         if not self.run.has_enough:
             return "unknown"
         if self.baseline is None:
-            return "unknown" if self.since is None else "harmful"
+            return "harmful" if self._risen is not None else "unknown" if self.stepped_up is None else "likely"
         if self.since is not None:
             return self._harm_of(self.gap)
         if self.gap is None or self.gap.interval()[1] > self.max_gap:
@@ -85,8 +90,8 @@ class LossOutcome:
 
     @property
     def harmful_since(self) -> int | None:
-        """`since` of a run that is harmed; None: it is not, or that is not known."""
-        return self.since if self.harm == "harmful" else None
+        """`since` of a run that is harmed, or likely to be; None: it is not, or that is not known."""
+        return self.since if self.harm in ("harmful", "likely") else None
 
     def told(self, unit: str = "step") -> str:
         """In a sentence or two.
@@ -108,8 +113,11 @@ class LossOutcome:
         return self._against_the_baseline(self.gap, unit)
 
     def _alone(self, unit: str) -> str:
-        if self.since is not None:
+        if self._risen is not None:
             return f"The loss diverges: it stays above its own minimum from {unit} {self.since} on."
+        if self.stepped_up is not None:
+            step, percent = self.stepped_up
+            return f"The loss goes up by {number(percent)}% at {unit} {step} and stays there, so harm is likely."
         visible = number(self.run.visible_rise)
         return (
             f"The loss does not rise above its own minimum (by {visible}% or more, which could have been seen); without a "

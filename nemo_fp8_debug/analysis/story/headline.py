@@ -53,7 +53,7 @@ def _title(found: Diagnosis) -> str:
     unit = found.run.unit
     if found.stopped_at is not None and found.stopped_at == found.divergence_step:
         return f"The optimizer takes no step from {unit} {found.stopped_at} on"
-    if found.harm == "likely":
+    if found.harm == "likely" and found.loss.harm != "likely":
         return "Harm is likely, though the loss cannot tell"
     if found.harm == "harmless so far":
         return "The loss follows the baseline's so far, and something is out of order"
@@ -65,6 +65,8 @@ def _title_of_loss(loss: LossOutcome, unit: str) -> str:
         return f"The loss is NaN or infinite from {unit} {loss.run.lost_at} on"
     if loss.rise is not None:
         return f"The loss rises by {number(loss.rise[1])}% at {unit} {loss.rise[0]}"
+    if loss.harm == "likely" and loss.stepped_up is not None:
+        return f"The loss goes up by {number(loss.stepped_up[1])}% at {unit} {loss.since}, and stays there"
     if loss.harm == "harmful":
         return f"The loss diverges at {unit} {loss.since}"
     if loss.harm == "gap":
