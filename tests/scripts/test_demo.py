@@ -19,7 +19,7 @@ import psutil
 import pytest
 from browser import chromium, tensorboard, window
 from playwright.sync_api import FrameLocator, Page
-from processes import GUARD, end_all, finished, found_in
+from processes import GUARD, end_all, finished, found_in, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,9 +118,8 @@ def test_ctrl_c_ends_the_runs(tmp_path: Path) -> None:
     ) as demo:
         try:
             assert demo.stdout
-            next(line for line in demo.stdout if "; losses " in line)
+            wait_until(lambda: len(psutil.Process(demo.pid).children()) == 3)
             runs = psutil.Process(demo.pid).children()
-            assert len(runs) == 3
             demo.send_signal(signal.SIGINT)
             assert demo.wait(GUARD) == 130
             assert not [run for run in runs if run.is_running()]

@@ -129,4 +129,5 @@ class LossCurve:
 
 def _shifted(values: Floats, by: int) -> Floats:
     """What comes `by` places later; at the end the last of all."""
-    return values[np.minimum(np.arange(len(values)) + by, len(values) - 1)]
+    later: Floats = values[np.minimum(np.arange(len(values)) + by, len(values) - 1)]
+    return later
