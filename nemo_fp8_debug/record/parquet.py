@@ -19,8 +19,11 @@ _KEY = b"crc32_of_64_KiB_blocks"
 _TAIL = 8  # length of the footer and magic number
 
 
-def encode(table: pa.Table) -> tuple[bytes, str]:
-    """The file of a table, and the checksum that its name is to end in."""
+def encode(table: pa.Table, *more: pa.Table) -> tuple[bytes, str]:
+    """The file of tables, one behind the other, and the checksum that its name is to end in.
+
+    Each is in row groups of its own, so that `read` of a step and `pick` decode no more than they need.
+    """
     sink = io.BytesIO()
     # Dictionaries of numbers that hardly repeat cost time and room; bins ascend, and neighboring counts are alike.
     texts = [field.name for field in table.schema if field.type == pa.string()]
@@ -33,7 +36,8 @@ def encode(table: pa.Table) -> tuple[bytes, str]:
         column_encoding=dict.fromkeys(lists, "DELTA_BINARY_PACKED"),
         write_statistics=["attempt", "step"],
     )
-    writer.write_table(table)
+    for each in (table, *more):
+        writer.write_table(each)
     data = sink.getvalue()
     writer.add_key_value_metadata({_KEY: "".join(f"{zlib.crc32(block):08x}" for block in _blocks(data))})
     writer.close()
@@ -41,12 +45,13 @@ def encode(table: pa.Table) -> tuple[bytes, str]:
     return content, f"{zlib.crc32(content[len(data) :]):08x}"
 
 
-def read(file: Any, checksum: str, columns: Sequence[str] | None = None) -> pa.Table:
+def read(file: Any, checksum: str, columns: Sequence[str] | None = None, step: int | None = None) -> pa.Table:
     """Columns of a part, text dictionary-encoded; all of them by default. Only what they take is read and checked.
 
     Args:
         file: opened to read; seekable.
         checksum: that its name ends in.
+        step: read what may have rows of it; None: all.
 
     Raises:
         ValueError: it is damaged or foreign.
@@ -55,7 +60,21 @@ def read(file: Any, checksum: str, columns: Sequence[str] | None = None) -> pa.T
     texts = [column.name for column in checked.metadata.schema.to_arrow_schema() if column.type == pa.string()]
     # Text repeats: decoded as a dictionary it is filtered in a fraction of the time.
     part = pq.ParquetFile(checked, metadata=checked.metadata, read_dictionary=texts)
-    return part.read(columns=None if columns is None else list(columns), use_threads=False)
+    names = None if columns is None else list(columns)
+    if step is None:
+        return part.read(columns=names, use_threads=False)
+    groups = [group for group in range(part.num_row_groups) if _may_have(part.metadata.row_group(group), step)]
+    return part.read_row_groups(groups, columns=names, use_threads=False)
+
+
+def _may_have(group: pq.RowGroupMetaData, step: int) -> bool:
+    """Whether rows of a step may be in a row group; its statistics tell, if it has any."""
+    for place in range(group.num_columns):
+        column = group.column(place)
+        if column.path_in_schema == "step":
+            known = column.statistics
+            return known is None or not known.has_min_max or known.min <= step <= known.max
+    return True
 
 
 def rows(file: Any, checksum: str) -> int:
@@ -82,14 +101,26 @@ def pick(file: Any, checksum: str, columns: Sequence[str], places: Sequence[int]
     checked = _Checked(file, checksum)
     part = pq.ParquetFile(checked, metadata=checked.metadata)
     there = [name for name in columns if name in part.schema_arrow.names]
-    wanted, found, begin = list(places), [], 0
-    batches = part.iter_batches(at_once, columns=there, use_threads=False)
+    groups, begin = _from_the_first(part.metadata, places)
+    wanted, found = list(places), []
+    batches = part.iter_batches(at_once, row_groups=groups, columns=there, use_threads=False)
     while wanted:
         batch = next(batches)
         here = [row for row in wanted if row < begin + len(batch)]
         found.append(batch.take(pa.array([row - begin for row in here], pa.int64())))
         wanted, begin = wanted[len(here) :], begin + len(batch)
     return pa.Table.from_batches(found)
+
+
+def _from_the_first(metadata: pq.FileMetaData, places: Sequence[int]) -> tuple[list[int], int]:
+    """Row groups from that of the first place on, and how many rows are before it."""
+    begin = 0
+    for group in range(metadata.num_row_groups):
+        rows = metadata.row_group(group).num_rows
+        if places and places[0] < begin + rows:
+            return list(range(group, metadata.num_row_groups)), begin
+        begin += rows
+    return [], begin
 
 
 def _blocks(data: bytes) -> list[memoryview]:

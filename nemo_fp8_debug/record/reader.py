@@ -179,7 +179,7 @@ def _read(run: Storage, table: str, schema: pa.Schema, step: int | None) -> Iter
         if not part.merged and (part.attempt, part.first) in read:
             continue
         try:
-            rows = read_part(run, schema, part)
+            rows = read_part(run, schema, part, step)
         except FileNotFoundError:  # a run that goes on has merged it since
             parts.extend(p for p in parts_of(run, table) if p not in listed)
             listed.update(parts)
@@ -220,8 +220,11 @@ def _without(rows: pa.Table, steps: list[int]) -> pa.Table:
     return rows.filter(pc.invert(pc.is_in(rows["step"], pa.array(steps, pa.int64())))) if steps else rows
 
 
-def read_part(run: Storage, schema: pa.Schema, part: Part) -> pa.Table | str:
+def read_part(run: Storage, schema: pa.Schema, part: Part, step: int | None = None) -> pa.Table | str:
     """The rows of a part, or what is wrong with it.
+
+    Args:
+        step: read what may have rows of it; None: all.
 
     Raises:
         FileNotFoundError: there is none.
@@ -230,7 +233,7 @@ def read_part(run: Storage, schema: pa.Schema, part: Part) -> pa.Table | str:
         run.check(part.path)
         with run.open(part.path) as file:
             names = migration.with_earlier_names(schema.names)
-            rows = migration.completed(parquet.read(file, part.checksum, names), schema)
+            rows = migration.completed(parquet.read(file, part.checksum, names, step), schema)
         if [_plain(column.type) for column in rows.schema] != schema.types:
             return "its columns are not those of this table"
         if pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):

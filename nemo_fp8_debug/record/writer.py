@@ -5,8 +5,7 @@
     RUN/histograms/attempt-0-step-00000120-51d0e7c4.parquet
     RUN/steps/attempt-0-step-00000120-0b77aa90.parquet
 
-Small parts are merged, `MERGED` at a time, so that reading a metric over all steps does not open thousands of files. A
-resumed run is another attempt beside the first: nothing is overwritten.
+Small parts are merged (see `merging`). A resumed run is another attempt beside the first: nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -15,24 +14,19 @@ import contextlib
 import json
 import os
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import polars as pl
-import pyarrow as pa
 
 from ..core.sample import Sample
 from ..errors import ConfigError, warn
-from . import migration, parquet
-from .schema import SCHEMAS, STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
+from . import parquet
+from .merging import BY_STEP, MERGED, Merger, Written
+from .schema import STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
 from .storage import Storage
 
-#: parts that are merged into one
-MERGED = 64
-#: tables whose parts are small
-_HISTOGRAMS = ("histograms", "state_histograms", "activation_histograms")
-_MERGED_TABLES = tuple(table for table in SCHEMAS if table not in (*_HISTOGRAMS, "replayed"))
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
 
@@ -58,7 +52,7 @@ class RunRecord:
         self.lost = 0
         self._backlog: deque[tuple[str, Part, bytes]] = deque()
         self._warned = False
-        self._unmerged: dict[str, list[Part]] = defaultdict(list)
+        self._merger = Merger(self.storage)
         self._tidy = False
         self._fingerprint = b""
 
@@ -113,7 +107,7 @@ class RunRecord:
             if columns:
                 rows = len(columns["layer"])
                 keys: dict[str, list[Any]] = {"attempt": [self.attempt] * rows, "step": [sample.step] * rows}
-                if table not in _HISTOGRAMS:
+                if table not in BY_STEP:
                     keys["consumed_samples"] = [sample.scalars.get("consumed_samples")] * rows
                 self.write_part(table, {**keys, **columns}, sample.step)
         self.samples += 1
@@ -161,7 +155,8 @@ class RunRecord:
                 table, part, content = self._backlog[0]
                 self.storage.write(part.path, content)
                 self._backlog.popleft()
-                self._merge_when_due(table, part)
+                if not part.merged:
+                    self._merger.wrote(table, Written(part, len(content)))
             self._warned = False
         except Exception as error:
             self._hold_back(error)
@@ -175,61 +170,15 @@ class RunRecord:
             )
         while sum(len(content) for _, _, content in self._backlog) > BACKLOG:
             # Histograms are large, and what is lost with one is least.
-            doomed = next((entry for entry in self._backlog if entry[0] in _HISTOGRAMS), self._backlog[0])
+            doomed = next((entry for entry in self._backlog if entry[0] in BY_STEP), self._backlog[0])
             self._backlog.remove(doomed)
             self.lost += 1
 
-    def _merge_when_due(self, table: str, part: Part) -> None:
-        if table in _MERGED_TABLES and not part.merged:
-            self._unmerged[table].append(part)
-            if len(self._unmerged[table]) >= MERGED:
-                self._merge(table, self._unmerged.pop(table))
-
-    def _merge(self, table: str, parts: list[Part]) -> None:
-        """Put one part in the place of several of one attempt; what cannot be read stays as it is."""
-        read = []
-        for part in parts:
-            with contextlib.suppress(Exception), self.storage.open(part.path) as file:
-                read.append((part, parquet.read(file, part.checksum)))
-        if len(read) < 2:
-            return
-        schema = arrow_schema(table)
-        content, checksum = parquet.encode(
-            pa.concat_tables([migration.completed(rows, schema) for _, rows in read]).cast(schema)
-        )
-        first, last = min(part.first for part, _ in read), max(part.last for part, _ in read)
-        name = part_name(parts[0].attempt, first, last, checksum)
-        with contextlib.suppress(Exception):  # until the merged part is there, the small ones are
-            self.storage.write(f"{table}/{name}", content)
-            for part, _ in read:
-                self.storage.remove(part.path)
-
     def _tidy_up(self) -> None:
         """Once an attempt, in the background: merge what earlier attempts left in small parts."""
-        if self._tidy or self._backlog:
-            return
-        self._tidy = True
-        for table in _MERGED_TABLES:
-            earlier = defaultdict(list)
-            for part in self._parts(table):
-                if part.attempt < self.attempt:
-                    earlier[part.attempt].append(part)
-            for parts in earlier.values():
-                self._merge(table, self._not_yet_merged(table, parts))
-
-    def _not_yet_merged(self, table: str, parts: list[Part]) -> list[Part]:
-        """The small ones of an attempt's parts; those that a process was killed before it could remove are removed."""
-        held: set[int] = set()
-        for part in parts:
-            if part.merged:
-                with contextlib.suppress(Exception), self.storage.open(part.path) as file:
-                    held.update(parquet.read(file, part.checksum, ["step"])["step"].to_pylist())
-        small = [part for part in parts if not part.merged]
-        for part in small:
-            if part.first in held:
-                with contextlib.suppress(Exception):
-                    self.storage.remove(part.path)
-        return [part for part in small if part.first not in held]
+        if not self._tidy and not self._backlog:
+            self._tidy = True
+            self._merger.tidy_up(self.attempt)
 
     def _parts(self, table: str) -> list[Part]:
         return [part for name in self.storage.names(table) if (part := Part.named(table, name))]

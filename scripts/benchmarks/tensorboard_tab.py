@@ -29,7 +29,8 @@ import numpy as np
 from benchmarks.compare import INTERVAL, KINDS, USUAL
 from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.numerics.metric_names import METRICS
-from nemo_fp8_debug.record.writer import MERGED, RunRecord
+from nemo_fp8_debug.record.merging import MERGED
+from nemo_fp8_debug.record.writer import RunRecord
 from nemo_fp8_debug.tensorboard_plugin.links import link
 
 RUNS = ("baseline", "bad", "reference")

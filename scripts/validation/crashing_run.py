@@ -17,7 +17,7 @@ from torch import nn
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.kernels.cpu.histogram import count_patterns
-from nemo_fp8_debug.record import writer
+from nemo_fp8_debug.record import merging
 from nemo_fp8_debug.record.reader import read_fingerprint
 
 # Compiled once, and not in each run that is forked.
@@ -33,7 +33,7 @@ def train(folder: Path, length: int, says: Connection | None) -> None:
     """Train from the last checkpoint on, or from the start; says which step begins, once those before are recorded."""
     torch.set_num_threads(1)
     warnings.showwarning = end_at_a_warning
-    writer.MERGED = MERGED
+    merging.MERGED = MERGED
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 512), nn.Linear(512, 96)).bfloat16()
     checkpoint = folder / "checkpoint.pt"

@@ -17,7 +17,7 @@ from samples import sample
 from small_record import measured, start
 
 from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
-from nemo_fp8_debug.record import parquet, writer
+from nemo_fp8_debug.record import merging, parquet, writer
 from nemo_fp8_debug.record.reader import read_fingerprint, read_table
 from nemo_fp8_debug.record.schema import SCHEMAS, VERSION, Part, part_name
 
@@ -129,10 +129,10 @@ class TestDamaged:
     def test_rows_that_two_merged_parts_hold_are_read_once(self, tmp_path: Path) -> None:
         """As two processes leave them that tidy up at the same time."""
         record = start(tmp_path)
-        for step in range(2 * writer.MERGED):
+        for step in range(2 * merging.MERGED):
             record.record(sample(step, [{"layer": "l"}]))
         rows = read_table(tmp_path, "metrics")
-        writer.add_rows(record.storage, "metrics", rows[writer.MERGED // 2 : 3 * writer.MERGED // 2])
+        writer.add_rows(record.storage, "metrics", rows[merging.MERGED // 2 : 3 * merging.MERGED // 2])
         assert len(list((tmp_path / "metrics").iterdir())) == 3
         assert read_table(tmp_path, "metrics").equals(rows)
 

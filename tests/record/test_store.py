@@ -6,17 +6,19 @@ import io
 import re
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import COLUMNS, FINGERPRINT, sample
+from samples import COLUMNS, FINGERPRINT, measured_sample, sample
 from small_record import measured, start
 
 from nemo_fp8_debug.errors import ConfigError, FP8DebugWarning, RecordError
-from nemo_fp8_debug.record import parquet, writer
+from nemo_fp8_debug.record import merging, parquet
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
-from nemo_fp8_debug.record.schema import SCHEMAS, VERSION
+from nemo_fp8_debug.record.schema import SCHEMAS, VERSION, Part
 from nemo_fp8_debug.record.writer import RunRecord
 
 
@@ -163,14 +165,14 @@ class TestMerged:
     def long(self, tmp_path: Path) -> Path:
         """A record of 2.5 times as many samples as are merged into one part."""
         record = start(tmp_path)
-        for step in range(5 * writer.MERGED // 2):
+        for step in range(5 * merging.MERGED // 2):
             record.record(sample(step, [{"layer": f"l{i}", "mse": step + i / 4} for i in range(3)]))
             record.record_steps({step: {"loss": float(step)}})
         return tmp_path
 
     def test_there_are_few_parts_and_all_rows(self, long: Path) -> None:
-        assert len(list((long / "metrics").iterdir())) == len(list((long / "steps").iterdir())) == 2 + writer.MERGED // 2
-        n = 5 * writer.MERGED // 2
+        assert len(list((long / "metrics").iterdir())) == len(list((long / "steps").iterdir())) == 2 + merging.MERGED // 2
+        n = 5 * merging.MERGED // 2
         metrics = read_table(long, "metrics")
         assert metrics["step"].to_list() == [step for step in range(n) for _ in range(3)]
         assert metrics["mse"].to_list() == [step + i / 4 for step in range(n) for i in range(3)]
@@ -180,7 +182,7 @@ class TestMerged:
         whole = read_table(long, "metrics")
         for where in (
             {"step": 3},
-            {"step": 2 * writer.MERGED + 1},
+            {"step": 2 * merging.MERGED + 1},
             {"layer": "l1"},
             {"layer": "l2", "step": 70},
             {"step": 10**6},
@@ -189,12 +191,66 @@ class TestMerged:
             assert read_table(long, "metrics", where=where).equals(expected)
             assert read_table(long, "metrics", ["mse", "step"], where).equals(expected.select("mse", "step"))
 
+    @pytest.fixture
+    def longest(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A record of 200 samples whose parts are merged three times over, histograms included."""
+        monkeypatch.setattr(merging, "MERGED", 4)
+        record = start(tmp_path)
+        for step in range(200):
+            x = torch.full((4, 4), 1.0 + step)
+            record.record(measured_sample(step, {("l0", "input"): x, ("l1", "weight"): 2 * x}))
+        return tmp_path
+
+    def test_parts_of_parts_are_merged_and_so_are_histograms(self, longest: Path) -> None:
+        for table in ("metrics", "histograms"):
+            assert len(list((longest / table).iterdir())) == 3 + 0 + 2 + 0  # 3 of 64, none of 16, 2 of 4
+            rows = read_table(longest, table)
+            assert rows["step"].to_list() == [step for step in range(200) for _ in range(2)]
+        assert read_table(longest, "metrics")["amax"].to_list() == [(1.0 + i // 2) * (1 + i % 2) for i in range(400)]
+
+    def test_a_step_of_a_merged_part_is_read_alone(self, longest: Path) -> None:
+        whole = read_table(longest, "histograms")
+        part = next(
+            p for part in (longest / "histograms").iterdir() if (p := Part.named("histograms", part.name)) and p.first == 0
+        )
+        with (longest / part.path).open("rb") as file:
+            assert len(parquet.read(file, part.checksum)) == 128
+            assert parquet.read(file, part.checksum, ["step"], 17)["step"].to_pylist() == [17, 17]
+            picked = parquet.pick(file, part.checksum, ["step", "layer"], [34, 35, 127], 10).to_pylist()
+        assert picked == [{"step": 17, "layer": "l0"}, {"step": 17, "layer": "l1"}, {"step": 63, "layer": "l1"}]
+        assert read_table(longest, "histograms", where={"step": 17}).equals(whole.filter(step=17))
+
+    def test_large_parts_are_merged_no_more(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        record, values = start(tmp_path), np.random.default_rng(0).random((30, 1000))
+        for step in range(30):
+            if step == 1:
+                size = next((tmp_path / "metrics").iterdir()).stat().st_size
+                monkeypatch.setattr(merging, "LARGEST", 3 * size)
+            record.record(sample(step, [{"layer": f"l{i}", "mse": values[step, i]} for i in range(1000)]))
+        sizes = sorted(part.stat().st_size for part in (tmp_path / "metrics").iterdir())
+        assert len(sizes) >= 30 // 4 and sizes[0] >= size and sizes[-1] <= 2 * 3 * size
+        assert read_table(tmp_path, "metrics")["step"].unique().to_list() == list(range(30))
+
+    def test_a_merge_of_merged_parts_cut_short_doubles_no_row(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(merging, "MERGED", 4)
+        record = start(tmp_path)
+        for step in range(15):
+            record.record(sample(step, [{"layer": "l"}]))
+        before = {p: p.read_bytes() for p in (tmp_path / "metrics").iterdir()}
+        record.record(sample(15, [{"layer": "l"}]))
+        for part, content in before.items():
+            part.write_bytes(content)
+        assert read_table(tmp_path, "metrics")["step"].to_list() == list(range(16))
+        start(tmp_path).record(sample(10**6, [{"layer": "l"}]))
+        assert len(list((tmp_path / "metrics").iterdir())) == 2
+        assert read_table(tmp_path, "metrics")["step"].to_list() == [*range(16), 10**6]
+
     def test_a_merge_cut_short_doubles_no_row(self, tmp_path: Path) -> None:
         record = start(tmp_path)
-        for step in range(writer.MERGED - 1):
+        for step in range(merging.MERGED - 1):
             record.record(sample(step, [{"layer": "l"}]))
         small = {p: p.read_bytes() for p in (tmp_path / "metrics").iterdir()}
-        record.record(sample(writer.MERGED - 1, [{"layer": "l"}]))
+        record.record(sample(merging.MERGED - 1, [{"layer": "l"}]))
         whole = read_table(tmp_path, "metrics")
         for part in list(small)[10:]:  # the process was killed while it removed them
             part.write_bytes(small[part])
@@ -205,15 +261,15 @@ class TestMerged:
 
     def test_a_damaged_part_stays_where_it_is_and_is_named(self, tmp_path: Path) -> None:
         record = start(tmp_path)
-        for step in range(writer.MERGED):
-            if step == writer.MERGED - 1:
+        for step in range(merging.MERGED):
+            if step == merging.MERGED - 1:
                 part = next((tmp_path / "metrics").glob("*-00000007-*"))
                 part.write_bytes(part.read_bytes()[:-1])
             record.record(sample(step, [{"layer": "l"}]))
         assert len(list((tmp_path / "metrics").iterdir())) == 2
         with pytest.warns(FP8DebugWarning, match=re.escape(f"{part} is left out")):
             steps = read_table(tmp_path, "metrics")["step"].to_list()
-        assert steps == [step for step in range(writer.MERGED) if step != 7]
+        assert steps == [step for step in range(merging.MERGED) if step != 7]
 
     def test_a_resumed_run_merges_what_earlier_attempts_left(self, tmp_path: Path) -> None:
         for attempt in range(3):
@@ -243,12 +299,12 @@ def test_any_fsspec_address(tmp_path: Path, address: str) -> None:
     for attempt in range(2):
         record = RunRecord(address)
         record.open(FINGERPRINT)
-        for step in range(writer.MERGED + 1):
+        for step in range(merging.MERGED + 1):
             record.record(sample(step, [{"layer": f"attempt {attempt}"}]))
         record.close()
     run = find_run(address.removesuffix("/run"))
     assert read_fingerprint(run)["attempt"] == 1
-    assert read_table(run, "metrics")["layer"].to_list() == ["attempt 1"] * (writer.MERGED + 1)
+    assert read_table(run, "metrics")["layer"].to_list() == ["attempt 1"] * (merging.MERGED + 1)
     assert len(run.names("metrics")) == 4
 
 

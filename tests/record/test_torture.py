@@ -25,8 +25,7 @@ from samples import FINGERPRINT, sample
 
 from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.monitor import recorder_queue
-from nemo_fp8_debug.record import dump
-from nemo_fp8_debug.record import writer as store
+from nemo_fp8_debug.record import dump, merging
 from nemo_fp8_debug.record.reader import find_run, read_fingerprint, read_table
 from nemo_fp8_debug.record.writer import RunRecord
 
@@ -191,7 +190,7 @@ class TestTwoAtOnce:
 
     def test_two_runs_and_a_reader(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each tidies up what both left, while it is read: every row is there at every time, once."""
-        monkeypatch.setattr(store, "MERGED", 4)
+        monkeypatch.setattr(merging, "MERGED", 4)
         for _ in range(3):
             record_steps(tmp_path, 0, 50)
         spawn = multiprocessing.get_context("spawn")
@@ -211,7 +210,7 @@ class TestTwoAtOnce:
 
 
 def record_steps(folder: Path, first: int, last: int) -> None:
-    store.MERGED = 4
+    merging.MERGED = 4
     record = RunRecord(folder)
     record.open(FINGERPRINT)
     for step in range(first, last):

@@ -1,0 +1,152 @@
+"""Puts few large parts in the place of many small ones, so that reading all steps does not open thousands of files.
+
+`MERGED` parts become one, `MERGED` of those another one, and so on, until a part has `LARGEST` bytes: what is merged is held
+in memory while that is done. So a record of any length has some hundred parts, beside one for each `LARGEST` bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from . import migration, parquet
+from .schema import SCHEMAS, Part, arrow_schema, part_name
+from .storage import Storage
+
+#: parts that are merged into one
+MERGED = 64
+#: bytes from which on parts are no longer merged
+LARGEST = 64 << 20
+#: tables that are read a step at a time: their parts keep the rows of each step together
+BY_STEP = ("histograms", "state_histograms", "activation_histograms")
+#: tables with one writer an attempt, which merging relies on
+_TABLES = tuple(table for table in SCHEMAS if table != "replayed")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A part and its bytes."""
+
+    part: Part
+    size: int
+
+
+class Merger:
+    """Merges the parts of one attempt as they are written, and once what earlier attempts left."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        #: by table and how often they have been merged
+        self._waiting: dict[tuple[str, int], list[Written]] = defaultdict(list)
+
+    def wrote(self, table: str, written: Written, times: int = 0) -> None:
+        """A part is there; merges what is due.
+
+        Args:
+            times: how often it has been merged.
+        """
+        if table not in _TABLES or written.size >= LARGEST // 2:
+            return
+        waiting = self._waiting[table, times]
+        waiting.append(written)
+        if len(waiting) >= MERGED or _bytes(waiting) >= LARGEST:
+            del self._waiting[table, times]
+            if (made := self._merge(table, [each.part for each in waiting])) is not None:
+                self.wrote(table, made, times + 1)
+
+    def tidy_up(self, attempt: int) -> None:
+        """Merge what attempts before one left in small parts, and remove what merged parts hold."""
+        for table in _TABLES:
+            earlier = defaultdict(list)
+            for part in self._parts(table):
+                if part.attempt < attempt:
+                    earlier[part.attempt].append(part)
+            for parts in earlier.values():
+                for batch in _batches(self._not_yet_merged(table, parts)):
+                    self._merge(table, [each.part for each in batch])
+
+    def _merge(self, table: str, parts: Sequence[Part]) -> Written | None:
+        """Put one part in the place of several of one attempt; what cannot be read stays as it is."""
+        read = []
+        for part in parts:
+            with contextlib.suppress(Exception), self._storage.open(part.path) as file:
+                read.append((part, parquet.read(file, part.checksum)))
+        if len(read) < 2:
+            return None
+        schema = arrow_schema(table)
+        rows = [migration.completed(each, schema).cast(schema) for _, each in read]
+        content, checksum = parquet.encode(*(_by_step(rows) if table in BY_STEP else [pa.concat_tables(rows)]))
+        first, last = min(part.first for part, _ in read), max(part.last for part, _ in read)
+        merged = Part.named(table, part_name(parts[0].attempt, first, last, checksum))
+        assert merged
+        with contextlib.suppress(Exception):  # until the merged part is there, the small ones are
+            self._storage.write(merged.path, content)
+            for part, _ in read:
+                self._storage.remove(part.path)
+            return Written(merged, len(content))
+        return None
+
+    def _not_yet_merged(self, table: str, parts: Sequence[Part]) -> list[Written]:
+        """The small ones of an attempt's parts; those that a process was killed before it could remove are removed."""
+        held: set[int] = set()
+        for part in sorted(parts, key=lambda each: (not each.merged, each.first - each.last)):
+            if part.merged:
+                steps = self._steps(part)
+                if steps and steps <= held:
+                    self._remove(part)
+                held |= steps
+            elif part.first in held:
+                self._remove(part)
+        small = [part for part in parts if not part.merged and part.first not in held]
+        return [Written(part, self._size(part)) for part in small]
+
+    def _steps(self, part: Part) -> set[int]:
+        """That a part has; none if it cannot be read."""
+        with contextlib.suppress(Exception), self._storage.open(part.path) as file:
+            return set(pc.unique(parquet.read(file, part.checksum, ["step"])["step"]).to_pylist())
+        return set()
+
+    def _size(self, part: Part) -> int:
+        """0 if it cannot be read, which merging finds out."""
+        with contextlib.suppress(Exception), self._storage.open(part.path) as file:
+            return int(file.seek(0, io.SEEK_END))
+        return 0
+
+    def _remove(self, part: Part) -> None:
+        with contextlib.suppress(Exception):
+            self._storage.remove(part.path)
+
+    def _parts(self, table: str) -> list[Part]:
+        return [part for name in self._storage.names(table) if (part := Part.named(table, name))]
+
+
+def _bytes(parts: Sequence[Written]) -> int:
+    return sum(each.size for each in parts)
+
+
+def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:
+    """Of parts that are small, as many as are merged at a time."""
+    batch: list[Written] = []
+    for each in parts:
+        if each.size < LARGEST // 2:
+            batch.append(each)
+        if _bytes(batch) >= LARGEST:
+            yield batch
+            batch = []
+    yield batch
+
+
+def _by_step(tables: Sequence[pa.Table]) -> Iterator[pa.Table]:
+    """Rows of each step, in the order of the tables."""
+    for rows in tables:
+        steps = rows["step"].to_numpy()
+        changes = (steps[1:] != steps[:-1]).nonzero()[0] + 1 if len(steps) else []
+        ends = [0, *map(int, changes), len(rows)]
+        for first, last in zip(ends[:-1], ends[1:], strict=True):
+            yield rows.slice(first, last - first)
