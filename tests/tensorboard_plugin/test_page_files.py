@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 import pytest
 from browser import window
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 from shown import said
 from typer.testing import CliRunner
 from verdict_records import CULPRIT
@@ -177,6 +177,10 @@ class TestExport:
             amax = {int(row["step"]): float(row["amax"]) for row in rows if row["run"] == "bad" and row["amax"]}
             exact = recorded(logdir, "bad", "weight", "up", "amax")
             assert amax == pytest.approx(exact, rel=1e-6) and len(amax) > 20
+            look(view="course", reference="", pinned="reference", show="also%20reference", metric="amax")
+            page.locator("[data-drawn='amax also reference 0 92']").wait_for()
+            expect(page.locator("[data-beside]")).to_have_text("reference ×")
+            assert page.locator(".problem").count() == 0
             look(view="distribution", layer=CULPRIT, role="input", step=diagnosis["culprit"]["since"])
             page.locator("[data-metric=underflow_pct]").first.wait_for()
             assert f"at step {diagnosis['culprit']['since']}" in page.locator("main").inner_text()

@@ -132,8 +132,6 @@ class _Report:
         return any(sizes)
 
     def _course(self, figure: Figure, run: str) -> int:
-        if not self._contents.asking.has("course"):
-            return 0
         table = figure.state({}).get("table", "metrics")
         tensors = self._contents.asking.ask("run", run=run, table=table)["tensors"]["layer"]
         assert figure.metric is not None

@@ -11,11 +11,14 @@ import {currentMetric, Metric, Table as Tables} from '../components/pickers.jsx'
 import {currentStep} from '../components/steps.jsx';
 import {Table} from '../components/table.jsx';
 import {CourseChart} from '../course/chart.jsx';
-import {currentlyShown, offered, useCourse} from '../course/data.js';
-import {linesOf, useLosses} from '../course/lines.js';
+import {currentlyShown, isAgainst, offered, useCourse} from '../course/data.js';
+import {linesOf} from '../course/lines.js';
 import {useMarks} from '../course/marks.js';
 import {multiplesOf, ranked} from '../course/rows.js';
 import {chosen, metricNamed, steps} from '../records.js';
+import {AlsoShow} from '../runs/also.jsx';
+import {dataOf, isAwaited, Problems, useRuns} from '../runs/answers.jsx';
+import {shownRuns} from '../runs/beside.js';
 import {Card} from '../story/card.jsx';
 import {TensorLink} from '../story/link.jsx';
 import {dark} from '../theme.js';
@@ -42,7 +45,7 @@ function CourseOf({span}) {
   const metric = metricNamed(currentMetric());
   const shown = currentlyShown();
   const {data, error} = useCourse(metric, shown, span);
-  const losses = useLosses();
+  const losses = useRuns((run) => ['loss', {run}]);
   const marks = useMarks();
   return (
     <>
@@ -57,11 +60,16 @@ function CourseOf({span}) {
         <Span span={span} />
         <span class="soft">Click a cell for its tensor and step; drag across to zoom.</span>
       </div>
+      <AlsoShow />
+      <Problems answers={[losses]} />
       {error && <Problem error={error} />}
-      {data && losses ? <Shown metric={metric} shown={shown} data={data} losses={losses} marks={marks} span={span} /> : !error && <p class="soft" role="status">Reading all steps of the record …</p>}
+      {data && isRead(losses) ? <Shown metric={metric} shown={shown} data={data} losses={dataOf(losses)} marks={marks} span={span} /> : !error && <p class="soft" role="status">Reading all steps of the record …</p>}
     </>
   );
 }
+
+/** Whether there are lines to draw, or none to wait for; runs that are shown as well may come later. */
+const isRead = (losses) => Object.values(losses).some(({data}) => data) || !isAwaited(losses);
 
 /** Which steps, for those who cannot drag. */
 function Span({span: [from, to]}) {
@@ -77,7 +85,7 @@ function Span({span: [from, to]}) {
 }
 
 function Shown({metric, shown, data, losses, marks, span}) {
-  const against = shown === 'against';
+  const against = isAgainst(shown);
   const badness = badnessOf(metric);
   const choice = against ? 'course' : 'all';
   const automatic = useMemo(() => (against ? limitsOfMultiples(settled(data)) : data.robust), [data]);
@@ -98,7 +106,7 @@ function Shown({metric, shown, data, losses, marks, span}) {
     <>
       <div class="legends"><Legend metric={metric} choice={choice} scale={scale} label={label} automatic={automatic} set={Boolean(set)} distribution={distribution} counting={counting} note={noteOf(against)} show={against ? asMultiple : undefined} /></div>
       <CourseChart
-        key={`${multiples.length} ${lines.length}`} data={data} multiples={multiples} lines={lines} marks={marks} span={span} scale={scale} badness={badness} names={chosen.value}
+        key={`${multiples.length} ${lines.length}`} data={data} multiples={multiples} lines={lines} marks={marks} span={span} scale={scale} badness={badness} names={shownRuns.value}
         tell={tell} step={currentStep()} mark={`${metric.name} ${shown} ${span.join(' ')}`} rows={() => csvOf(data)}
         label={`${label}, layers down and steps ${from} to ${to} across. ${farthest ? `Farthest: ${titleOf(farthest)} at step ${farthest.step}.` : ''}`}
       />
