@@ -105,6 +105,9 @@ class TestReport:
     def test_it_is_small(self, report: Path) -> None:
         assert report.stat().st_size < 2_000_000
 
+    def test_it_warns_of_no_renamed_layers_where_there_are_none(self, report: Path) -> None:
+        assert "Charts go by the names in each record" not in report.read_text()
+
     def test_on_paper_it_is_black_on_white_and_as_wide_as_a_page(self, browser: Browser, report: Path) -> None:
         with opened(browser, report, color_scheme="dark") as page:
             page.locator(".report-figure").last.locator("[data-drawn]").first.wait_for()
@@ -179,7 +182,7 @@ class TestExport:
             assert amax == pytest.approx(exact, rel=1e-6) and len(amax) > 20
             look(view="course", reference="", pinned="reference", show="also%20reference", metric="amax")
             page.locator("[data-drawn='amax also reference 0 92']").wait_for()
-            expect(page.locator("[data-beside]")).to_have_text("reference ×")
+            expect(page.get_by_label("Do not show reference")).to_be_visible()
             assert page.locator(".problem").count() == 0
             look(view="distribution", layer=CULPRIT, role="input", step=diagnosis["culprit"]["since"])
             page.locator("[data-metric=underflow_pct]").first.wait_for()
