@@ -17,7 +17,8 @@ from nemo_fp8_debug.tensorboard_plugin.links import link
 
 #: width and height of windows
 SIZES = ((1024, 768), (1440, 900), (2560, 1440))
-THEMES = {"light": "", "dark": "?darkMode=true"}  # as TensorBoard's address has them
+#: as TensorBoard's address has them
+THEMES = {"light": "", "dark": "/?darkMode=true&"}
 VIEWS = ("verdict", "course", "map", "timeline", "distribution", "what_if", "runs", "fingerprints")
 #: pixels between two pictures
 GAP = 24
@@ -34,7 +35,7 @@ def main() -> None:
     rows: dict[str, list[list[Image.Image]]] = {view: [] for view in VIEWS}
     with browser.tensorboard("--logdir", arguments.logdir) as address, browser.chromium() as chromium:
         for theme in THEMES.values():
-            pages = [opened(chromium, f"{address}/{theme}", *size) for size in SIZES]
+            pages = [opened(chromium, address + theme, *size) for size in SIZES]
             for view in VIEWS:
                 rows[view].append([picture(page, view) for page in pages])
             for page in pages:
@@ -48,7 +49,7 @@ def main() -> None:
 def opened(chromium: Browser, address: str, width: int, height: int) -> Page:
     """The tab with its verdict, at the first tensor that the verdict names."""
     page = chromium.new_page(viewport={"width": width, "height": height})
-    page.goto(link(address, view="verdict").replace("//#", "/#"))
+    page.goto(link(address, view="verdict"))
     tab = page.frame_locator("iframe")
     tab.locator(".headline[data-stage=all], .headline[data-stage=failed]").wait_for(timeout=browser.PATIENCE_MS)
     first = tab.locator(".headline .named a")

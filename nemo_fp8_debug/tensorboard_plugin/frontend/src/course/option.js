@@ -1,12 +1,14 @@
 // The axes of Course: the scalars of the run above, a small multiple for each role below, one axis of steps for all.
 import {axis, tip, tooltip} from '../components/chart.jsx';
-import {lineOf} from '../runs/beside.js';
+import {drawnAs} from '../runs/beside.js';
 import {COLORS, inks} from '../theme.js';
 import {axisTold} from '../timeline/axes.js';
 import {number, tick} from '../units.js';
 
 export const [LEFT, RIGHT] = [150, 20];
-const [TOP, GAP, LINE, BOTTOM, LEAST] = [40, 30, 46, 44, 96];
+const [TOP, GAP, BOTTOM, LEAST] = [40, 30, 44, 96];
+/** The height of lines, as a part of the window's, in pixels at least and at most. */
+const [LINES, LOWEST, HIGHEST] = [0.05, 30, 90];
 /** Pixels that a name takes. */
 const NAME = 11;
 /** Part of the window that the small multiples take. */
@@ -22,7 +24,7 @@ export function placesOf(lines, multiples) {
     top += height + GAP;
     return place;
   };
-  const found = {lines: lines.map(() => take(LINE)), maps: multiples.map((one) => take(share(one)))};
+  const found = {lines: lines.map(() => take(Math.round(Math.max(LOWEST, Math.min(LINES * window.innerHeight, HIGHEST))))), maps: multiples.map((one) => take(share(one)))};
   return {...found, height: top - GAP + BOTTOM};
 }
 
@@ -52,7 +54,7 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
     series: [
       ...lines.flatMap((panel, i) => panel.lines.map((line, j) => ({
         type: 'line', id: `${panel.name} ${line.part}`, xAxisIndex: i, yAxisIndex: i, data: line.step.map((at, k) => [at, panel.log && line.values[k] <= 0 ? null : line.values[k]]), showSymbol: false,
-        color: lineOf(line.part).color, lineStyle: {...lineOf(line.part), width: 1.6}, emphasis: {disabled: true}, markLine: j ? undefined : markLine(marks, step, span, ink, i === 0),
+        ...drawnAs(line.part), markLine: j ? undefined : markLine(marks, step, span, ink, i === 0),
       }))),
       ...multiples.map((_, i) => ({type: 'line', id: `map ${i}`, xAxisIndex: lines.length + i, yAxisIndex: lines.length + i, data: [], tooltip: {show: false}, markLine: markLine(marks, step, span, ink, lines.length === 0 && i === 0)})),
     ],

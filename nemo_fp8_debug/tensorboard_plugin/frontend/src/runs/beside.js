@@ -38,7 +38,15 @@ export const shownRuns = computed(() => ({...chosen.value, ...Object.fromEntries
 /** The name of a run by its key, and its part where the name does not say it. */
 export const calledBy = (key) => (key in PARTS ? nameOf(key) : shownRuns.value[key]);
 
-/** {color, type}: how the line of a run is drawn. */
+const WIDTH = 1.6;
+
+/** How ECharts draws the line of a run: the run that is looked at lies above the others. */
+export function drawnAs(key) {
+  const line = lineOf(key);
+  return {color: line.color, lineStyle: {...line, width: WIDTH}, emphasis: {disabled: true}, z: key === 'run' ? 4 : 3};
+}
+
+/** {color, type}: the color and the strokes of a run. */
 export function lineOf(key) {
   if (!isBeside(key)) return {color: COLORS[key], type: STROKES[key]};
   const place = beside.value.findIndex((one) => one.key === key);

@@ -1,6 +1,6 @@
 // What ECharts draws over the steps.
 import {axis, tooltip} from '../components/chart.jsx';
-import {lineOf} from '../runs/beside.js';
+import {drawnAs, lineOf} from '../runs/beside.js';
 import {COLORS, inks} from '../theme.js';
 import {tick, withUnit} from '../units.js';
 import {axisTold} from './axes.js';
@@ -45,8 +45,7 @@ function linesOf({lines, name, log}, panel) {
   return lines.map(({part, step: steps, values}) => ({
     type: 'line', id: `${name} ${part}`, xAxisIndex: panel, yAxisIndex: panel,
     data: steps.map((at, j) => [at, log && values[j] <= 0 ? null : values[j]]),
-    showSymbol: steps.length <= FEW, symbolSize: 4, color: lineOf(part).color, lineStyle: {...lineOf(part), width: 1.6},
-    emphasis: {disabled: true}, z: part === 'run' ? 4 : 3,
+    showSymbol: steps.length <= FEW, symbolSize: 4, ...drawnAs(part),
   }));
 }
 

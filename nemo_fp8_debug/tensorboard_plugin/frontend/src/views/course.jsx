@@ -58,7 +58,6 @@ function CourseOf({span}) {
           </select>
         </label>
         <Span span={span} />
-        <span class="soft">Click a cell for its tensor and step; drag across to zoom.</span>
       </div>
       <AlsoShow />
       <Problems answers={[losses]} />
@@ -110,6 +109,7 @@ function Shown({metric, shown, data, losses, marks, span}) {
         tell={tell} step={currentStep()} mark={`${metric.name} ${shown} ${span.join(' ')}`} rows={() => csvOf(data)}
         label={`${label}, layers down and steps ${from} to ${to} across. ${farthest ? `Farthest: ${titleOf(farthest)} at step ${farthest.step}.` : ''}`}
       />
+      <p class="soft">Click a cell for its tensor and step; drag across to zoom.</p>
       {tensor.value && <Card {...tensor.value} inLine />}
       <Table name={`course of ${metric.name}`} caption={`The farthest of ${rows.length} tensors, each at its worst step; without the warm-up`} columns={columnsOf(metric, against)} rows={rows} first={LISTED} />
     </>
