@@ -320,5 +320,5 @@ input[type="number"] { width: 5.5rem; }
 .hint { background: var(--mark); border-radius: 4px; padding: .25rem .7rem; width: fit-content; }
 .card .more[open] { flex-basis: 100%; }
 .stroke { width: 30px; height: 4px; vertical-align: middle; } .stroke line { stroke-width: 2; }
-.beside { margin: .2rem 0; } .beside .choices fieldset { max-height: 12rem; overflow: auto; } .beside-run { overflow-wrap: anywhere; }
+.beside { margin: .2rem 0; } .beside .choices fieldset { max-height: 12rem; overflow: auto; } .beside-run { overflow-wrap: anywhere; } .beside-run .small { min-width: 1.5rem; min-height: 1.5rem; }
 `;var KP=()=>document.head.append(Object.assign(document.createElement("style"),{textContent:qP+$P+XP+ZP+YP}));function VCe(){document.documentElement.lang="en",KP(),Aw(y(GP,{}),document.body)}export{VCe as render};

@@ -321,7 +321,7 @@ input[type="number"] { width: 5.5rem; }
 .hint { background: var(--mark); border-radius: 4px; padding: .25rem .7rem; width: fit-content; }
 .card .more[open] { flex-basis: 100%; }
 .stroke { width: 30px; height: 4px; vertical-align: middle; } .stroke line { stroke-width: 2; }
-.beside { margin: .2rem 0; } .beside .choices fieldset { max-height: 12rem; overflow: auto; } .beside-run { overflow-wrap: anywhere; }
+.beside { margin: .2rem 0; } .beside .choices fieldset { max-height: 12rem; overflow: auto; } .beside-run { overflow-wrap: anywhere; } .beside-run .small { min-width: 1.5rem; min-height: 1.5rem; }
 `;var t2=()=>document.head.append(Object.assign(document.createElement("style"),{textContent:e2+KP+JP+QP+jP}));Pt?Am(y(ZP,{}),Pt.element):(t2(),Am(An?.report?y(qP,{...An.report}):y($P,{}),document.body));})();
 };
 fp8Debug(null);
