@@ -10,7 +10,7 @@ const [TOP, GAP, BOTTOM, LEAST] = [40, 30, 44, 96];
 /** The height of lines, as a part of the window's, in pixels at least and at most. */
 const [LINES, LOWEST, HIGHEST] = [0.05, 30, 90];
 /** Pixels that a name takes. */
-const NAME = 11;
+const NAME = 10;
 /** Part of the window that the small multiples take. */
 const SHARE = 0.5;
 
