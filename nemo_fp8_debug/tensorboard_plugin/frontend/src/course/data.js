@@ -33,8 +33,8 @@ export function currentlyShown() {
 
 /**
  * @param {[number, number]} span of steps
- * @returns {{data: ?{course, warmUp, numbers, baseline, robust}, error, loading}} `numbers` what is colored, [tensors, columns];
- *   `warmUp` the last step of the run's warm-up, -1 where there is none
+ * @returns {{data: ?{metric, shown, title, course, warmUp, numbers, baseline, robust}, error, loading}} `numbers` what is colored,
+ *   [tensors, columns]; `warmUp` the last step of the run's warm-up, -1 where there is none
  */
 export function useCourse(metric, shown, [from, to]) {
   const against = isAgainst(shown);
@@ -42,15 +42,15 @@ export function useCourse(metric, shown, [from, to]) {
   const of = (route, which, more = {}) => [route, {run: shownRuns.value[which], metric: metric.name, table: table.value, ...more}, versionOf(shownRuns.value[which])];
   const span = {from, to, columns: COLUMNS};
   const {data, error, loading} = useAnswers([of('course', key, span), ...(against ? [of('course', 'baseline', span), of('spread', 'baseline')] : [of('extent', key)])]);
-  return {data: data && taken(metric, data, against), error, loading};
+  return {data: data && taken(metric, data, shown), error, loading};
 }
 
 const made = new WeakMap();
 
-/** The same object for the same answers. */
-function taken(metric, [course, other, spread], against) {
-  const warmUp = course.warm_up ?? -1;
-  if (made.get(course)?.other !== other) made.set(course, {other, taken: {course, warmUp, ...(against ? multiples(course, other, spread) : {numbers: course.values, robust: robustLimits(metric, [other])})}});
+/** The same object for the same answers; it says what they are of, since they stay until those to the next question are there. */
+function taken(metric, [course, other, spread], shown) {
+  const of = {metric, shown, title: offered()[shown], course, warmUp: course.warm_up ?? -1};
+  if (made.get(course)?.other !== other) made.set(course, {other, taken: {...of, ...(isAgainst(shown) ? multiples(course, other, spread) : {numbers: course.values, robust: robustLimits(metric, [other])})}});
   return made.get(course).taken;
 }
 

@@ -62,7 +62,7 @@ function CourseOf({span}) {
       <AlsoShow />
       <Problems answers={[losses]} />
       {error && <Problem error={error} />}
-      {data && isRead(losses) ? <Shown metric={metric} shown={shown} data={data} losses={dataOf(losses)} marks={marks} span={span} /> : !error && <p class="soft" role="status">Reading all steps of the record …</p>}
+      {data && isRead(losses) ? <Shown {...data} data={data} losses={dataOf(losses)} marks={marks} span={span} /> : !error && <p class="soft" role="status">Reading all steps of the record …</p>}
     </>
   );
 }
@@ -83,7 +83,7 @@ function Span({span: [from, to]}) {
   );
 }
 
-function Shown({metric, shown, data, losses, marks, span}) {
+function Shown({metric, shown, title, data, losses, marks, span}) {
   const against = isAgainst(shown);
   const badness = badnessOf(metric);
   const choice = against ? 'course' : 'all';
@@ -97,7 +97,7 @@ function Shown({metric, shown, data, losses, marks, span}) {
   const distribution = useMemo(() => ({values: settled(data).filter((value) => !Number.isNaN(value))}), [data]);
   const counting = against ? [-1, 1] : LIMITS[metric.name] ? [LIMITS[metric.name]] : [];
   const rows = useMemo(() => ranked(data, badness, against ? 1 : LIMITS[metric.name] ?? Infinity), [data]);
-  const label = `${offered()[shown]}: ${metric.label}${metric.unit && !against ? ` (${metric.unit})` : ''}`;
+  const label = `${title}: ${metric.label}${metric.unit && !against ? ` (${metric.unit})` : ''}`;
   const tell = (cell) => `${withUnit(cell.value, metric.unit)}${against ? `, ${asMultiple(cell.number)}` : ''}, ${stepsOf(cell)}`;
   if (!data.course.layer.length) return <Notice><p>Nothing was sampled in these steps.</p></Notice>;
   const farthest = rows[0];
