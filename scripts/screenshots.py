@@ -19,11 +19,12 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SIZE = {"width": 1500, "height": 1000}
 #: views of the tab, and what each waits for
 VIEWS = {
-    "map": "[data-panel=difference] [data-drawn]",
+    "map": "[data-panel=run] [data-drawn]",
+    "course": "[data-drawn*=underflow]",
     "timeline": "[data-drawn]",
     "distribution": "[data-drawn]",
     "what_if": "table",
-    "verdict": "table",
+    "verdict": ".columns table",
     "fingerprints": "table",
 }
 
@@ -51,7 +52,9 @@ def main() -> None:
 
 def tab(page: Page, address: str, view: str, ready: str) -> None:
     page.goto(f"{address.replace('p.fp8.view=map', f'p.fp8.view={view}')}")
-    page.frame_locator("iframe").locator(f"#view[data-view] {ready}").first.wait_for(timeout=120_000)
+    shown = page.frame_locator("iframe")
+    shown.locator(".headline[data-stage=all]").wait_for(timeout=120_000)
+    shown.locator(f"#view[data-view] {ready}").first.wait_for(timeout=120_000)
 
 
 def others(page: Page, address: str) -> None:

@@ -43,7 +43,7 @@ def violations(page: Page) -> list[Any]:
 
 
 def test_no_view_has_anything_that_axe_objects_to_in_light_and_dark(frame: Open) -> None:
-    page = frame(layer="down", role="input", **THREE)
+    page = frame(layer="down", role="input", pinned="again", **THREE)
     page.locator(".headline[data-stage=all]").wait_for()
     page.evaluate(AXE)
     for view, drawn in DRAWN.items():
@@ -70,7 +70,7 @@ def test_a_question_mark_opens_the_glossary_at_its_word(frame: Open) -> None:
     expect(glossary).to_contain_text("dW = dY^T X")
     page.keyboard.press("Escape")
     expect(glossary).to_have_count(0)
-    assert "p.fp8.word" not in page.url
+    page.wait_for_url(lambda address: "p.fp8.word" not in address)
     expect(help_).to_be_focused()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ def test_a_course_has_the_worst_of_each_stretch(
         [s for s in steps if first <= s <= last] for first, last in zip(header["first"], header["last"], strict=True)
     ]
     assert sum(header["samples"]) == len(steps)
+    sampled = read_table(two_runs / "odd/fp8_debug", "metrics")["step"].unique().sort()
+    assert header["warm_up"] == sampled[math.ceil(len(sampled) / 10) - 1]  # of the run, whatever is looked at
     worse = worse_of(metric)
     badness = {1: float, -1: lambda v: -v, None: abs}[worse]
     expected: dict[tuple[str, str, int], float] = {}

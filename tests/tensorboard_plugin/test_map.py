@@ -172,6 +172,11 @@ def test_course_says_since_when(page: Page, board: str, logdir: Path, tmp_path: 
     expect(tab.locator(f"[data-drawn='underflow_pct against {begin} {end}']")).to_be_visible()
     in_address(page, f"p.fp8.from={begin}")
     assert int(end) == pytest.approx(592, abs=2)
+    tab.locator("[data-zoom=from]").fill("400")
+    tab.locator("[data-zoom=from]").press("Enter")
+    expect(tab.locator(f"[data-drawn='underflow_pct against 400 {end}']")).to_be_visible()
+    # The warm-up is the run's: the first steps in sight are not left out.
+    expect(tab.locator("div.table tbody tr").first.locator("td")).to_have_text([f"X of {CULPRIT}", "40", "40", "400", "400"])
     tab.get_by_role("button", name="All steps").click()
     tab.locator("[data-picker=show]").select_option("run")
     expect(tab.locator("[data-drawn='underflow_pct run 0 790']")).to_be_visible()

@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 import pytest
 from browser import window
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 from shown import said
 from typer.testing import CliRunner
 from verdict_records import CULPRIT
@@ -105,6 +105,9 @@ class TestReport:
     def test_it_is_small(self, report: Path) -> None:
         assert report.stat().st_size < 2_000_000
 
+    def test_it_warns_of_no_renamed_layers_where_there_are_none(self, report: Path) -> None:
+        assert "Charts go by the names in each record" not in report.read_text()
+
     def test_on_paper_it_is_black_on_white_and_as_wide_as_a_page(self, browser: Browser, report: Path) -> None:
         with opened(browser, report, color_scheme="dark") as page:
             page.locator(".report-figure").last.locator("[data-drawn]").first.wait_for()
@@ -177,6 +180,10 @@ class TestExport:
             amax = {int(row["step"]): float(row["amax"]) for row in rows if row["run"] == "bad" and row["amax"]}
             exact = recorded(logdir, "bad", "weight", "up", "amax")
             assert amax == pytest.approx(exact, rel=1e-6) and len(amax) > 20
+            look(view="course", reference="", pinned="reference", show="also%20reference", metric="amax")
+            page.locator("[data-drawn='amax also reference 0 92']").wait_for()
+            expect(page.get_by_label("Do not show reference")).to_be_visible()
+            assert page.locator(".problem").count() == 0
             look(view="distribution", layer=CULPRIT, role="input", step=diagnosis["culprit"]["since"])
             page.locator("[data-metric=underflow_pct]").first.wait_for()
             assert f"at step {diagnosis['culprit']['since']}" in page.locator("main").inner_text()

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tab import FC1, FC2, Tab, expected_frames, unpacked
+from samples import sample
+from tab import FC1, FC2, Tab, expected_frames, start, unpacked
 
 import nemo_fp8_debug
 from nemo_fp8_debug.tensorboard_plugin.page.asking import Asking
@@ -19,6 +20,7 @@ from nemo_fp8_debug.tensorboard_plugin.page.contents import Contents
 from nemo_fp8_debug.tensorboard_plugin.page.held import Held, as_script, name_of
 from nemo_fp8_debug.tensorboard_plugin.page.html import page
 from nemo_fp8_debug.tensorboard_plugin.page.names import names_of, roots_of
+from nemo_fp8_debug.tensorboard_plugin.page.report import Compared, report
 from nemo_fp8_debug.tensorboard_plugin.page.thinning import joined, of_columns, of_verdict, spread
 from nemo_fp8_debug.tensorboard_plugin.records.logdir import Root
 
@@ -115,3 +117,15 @@ def test_what_is_put_into_a_page_is_what_the_routes_answer(two_runs: Path, tab: 
     histograms = held[name_of("histogram", run="counted", layer=FC2, role="input")]
     assert histograms == [tab.json("histogram", run="counted", layer=FC2, role="input", step=step) for step in (0, 20)]
     assert held[name_of("loss", run="odd")] == tab.json("loss", run="odd")
+
+
+def test_a_report_says_that_its_charts_do_not_know_layers_that_were_renamed(tmp_path: Path) -> None:
+    """In the comparison both runs have the same layer; in the records they do not."""
+    for name, layer, underflow in (("baseline", "a.fc", 0.0), ("run", "b.fc", 40.0)):
+        record = start(tmp_path / name)
+        for step in range(12):
+            record.record(sample(step, [{"layer": layer, "scale_source": "engine", "underflow_pct": underflow}]))
+            record.record_steps({step: {"loss": 2.0 + underflow}})
+        record.close()
+    page = report(Compared(str(tmp_path / "baseline"), [str(tmp_path / "run")], renames=[r"^b\.=a."]))
+    assert "Charts go by the names in each record, so those of one layer show baseline alone." in page

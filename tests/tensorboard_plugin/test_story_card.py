@@ -141,3 +141,17 @@ def test_the_card_says_what_the_story_says(page: Page, logdir: Path) -> None:
     card.locator("summary").first.click()
     expect(card.locator("[data-words=why]")).to_have_text(first["why"])
     expect(card.locator("[data-words=values]")).to_contain_text("medians over the later half")
+
+
+def test_the_timeline_begins_with_the_first_tensor_of_the_verdict_and_gives_way_to_a_choice(page: Page) -> None:
+    page.evaluate("location.hash = location.hash.replace(/&p.fp8.(layer|role|view)=[^&]*/g, '') + '&p.fp8.view=timeline'")
+    told = page.get_by_text("No tensor is chosen: here is")
+    expect(told).to_contain_text(TITLE)
+    expect(page.locator("main > div > [data-card]")).to_have_attribute("data-card", TITLE)
+    expect(page.locator("[data-table=values] [data-metric=underflow_pct]")).to_be_visible()
+    assert "p.fp8.layer" not in page.url
+    page.locator("[data-picker=tensor]").fill("W of up")
+    page.locator("[data-picker=tensor]").dispatch_event("change")
+    expect(page.locator("main > div > [data-card]")).to_have_attribute("data-card", "W of up")
+    expect(told).to_have_count(0)
+    page.wait_for_url("**p.fp8.layer=up*")

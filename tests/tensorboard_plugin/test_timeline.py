@@ -10,7 +10,20 @@ from typing import Any
 
 import polars as pl
 import pytest
-from cast_records import DELAYED, EVERY, HOSTILE, LOST, RECAST, RECAST_AT, SKIPPED, SPARSE, SPARSE_STEPS, SPIKE, STEPS
+from cast_records import (
+    DELAYED,
+    EVERY,
+    FLOAT32,
+    HOSTILE,
+    LOST,
+    RECAST,
+    RECAST_AT,
+    SKIPPED,
+    SPARSE,
+    SPARSE_STEPS,
+    SPIKE,
+    STEPS,
+)
 from playwright.sync_api import Page, expect
 
 from nemo_fp8_debug.record.reader import find_run, read_table
@@ -73,7 +86,7 @@ def test_all_values_are_those_of_the_records(shown: Shown, casts: Path) -> None:
 
 def test_metrics_are_chosen_and_a_link_keeps_them(shown: Shown, casts: Path) -> None:
     page = shown(metrics="sqnr_db,nonsense")
-    page.locator("details.choices summary").click()
+    page.locator("summary", has_text="Charts: the loss").click()
     page.locator("[data-metric-choice=kurtosis]").check()
     page.locator("[data-metric-choice=grad_norm]").check()
     page.locator("[data-metric-choice=sqnr_db]").uncheck()
@@ -149,7 +162,8 @@ def test_how_a_tensor_was_cast_is_told_without_a_loss(casts_shown: Shown) -> Non
 
 
 def test_without_a_tensor_there_is_the_loss(casts_shown: Shown) -> None:
-    page = casts_shown(view="timeline", run=DELAYED)
+    """The verdict names none of a run that is not quantized."""
+    page = casts_shown(view="timeline", run=FLOAT32)
     expect(page.locator(".notice")).to_contain_text("No tensor chosen")
     page.locator("canvas").wait_for()
     assert list(taken_away(page)[0]) == ["run", "step", "loss", "grad_norm"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from verdict_records import CULPRIT, HOSTILE, ONSET
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.ranking import harm_ranks
 from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.numerics.metric_names import LABELS
 
 Open = Callable[..., Page]
 THREE = {"view": "verdict", "run": "bad", "baseline": "baseline", "reference": "reference"}
@@ -71,18 +73,21 @@ class TestThreeRuns:
             listed = dict(zip(names, row, strict=True))
             assert listed["tensor"] == title(of)
             for column, metric in (
-                ("drift (log2)", "drift_log2"),
                 ("MSE ratio", "mse_ratio"),
                 ("out of band from step", "onset"),
             ):
                 assert number(listed[column]) == of[metric]
+            drift = of["drift_log2"]
+            assert number(listed["drift"]) == (drift if drift is None else pytest.approx(2**drift, rel=1e-12))
             for run, column in (("baseline", "before"), ("run", "after")):
                 assert number(listed[f"underflow (%), {column}"]) == of[f"underflow_pct_{run}"]
         order = cells(table(page, "Each tensor and metric at the first step"))
         assert [row[:4] for row in order] == [
-            [str(of["onset"]), "-" if of["lead"] is None else str(of["lead"]), title(of), of["metric"]]
+            [str(of["onset"]), "-" if of["lead"] is None else str(of["lead"]), title(of), LABELS[of["metric"]][0]]
             for of in comparison["out_of_band"]
         ]
+        told = page.locator("details.fold th, details.fold caption").all_inner_texts()
+        assert not [text for text in told if re.search(r"[a-z]_[a-z]|log2|amax", text)]
         losses = {row[0]: row[5:] for row in cells(table(page, "Medians over a sixth"))}
         assert losses == {
             part: ["-" if run[key] is None else str(run[key]) for key in ("diverged_at", "above_baseline_since")]

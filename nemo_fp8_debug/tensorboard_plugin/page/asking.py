@@ -22,10 +22,6 @@ class Asking:
         self._plugin.await_records()
         self._routes = self._plugin.routes()
 
-    def has(self, route: str) -> bool:
-        """Whether there is such a route."""
-        return route in self._routes
-
     def routes_about(self, parameters: Iterable[str]) -> list[str]:
         """Routes that take these parameters and no other."""
         return [name for name, route in self._routes.items() if set(route.parameters) == set(parameters)]

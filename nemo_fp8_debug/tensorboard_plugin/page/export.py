@@ -138,8 +138,7 @@ class _Export:
         for metric in metrics_of(table):
             self.contents.about(run=run, metric=metric, table=table)
             self.contents.frames(run, metric, table, steps)
-            if self._asking.has("course"):
-                self.contents.course(run, metric, table, tensors)
+            self.contents.course(run, metric, table, tensors)
         if len(steps) < len(every):
             self._told.append(f"{run}: {len(steps)} of {len(every):,} sampled steps are in this page.")
 

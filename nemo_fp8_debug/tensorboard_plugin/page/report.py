@@ -11,10 +11,11 @@ from typing import Any
 
 from ..._version import __version__
 from ...errors import ConfigError, RecordError
+from ..records import metadata
 from ..records.logdir import Root
 from .asking import Asking
 from .contents import Contents, nearest, steps_of
-from .figures import Figure, figures_of, that_matter
+from .figures import Figure, Tensor, figures_of, that_matter
 from .html import alone
 from .names import names_of
 from .thinning import of_verdict
@@ -103,7 +104,9 @@ class _Report:
         result, told = of_verdict(job["result"], _ROWS)
         self.told += told
         self._contents.verdict(names, job | {"result": result})
-        figures = figures_of(result, that_matter(result, self._most), (result["comparison"] or {}).get("unit", "step"))
+        matter = that_matter(result, self._most)
+        self._tell_of_renamed(str(names["run"]), matter)
+        figures = figures_of(result, matter, (result["comparison"] or {}).get("unit", "step"))
         parts = [name for name in names.values() if name]
         for name in parts:
             self._contents.about(run=name)
@@ -111,6 +114,18 @@ class _Report:
                 self._contents.about(run=name, baseline=self._baseline)
         drawn = [{"title": one.title, "state": one.state(names)} for one in figures if self._filled(one, parts)]
         return {"title": f"{names['run']} against {names['baseline']}", "about": _about(names, compared), "figures": drawn}
+
+    def _tell_of_renamed(self, run: str, tensors: Sequence[Tensor]) -> None:
+        """Charts know layers by the names of the record, a verdict by those that the baseline has."""
+        known = {layer for table in metadata.TABLES for layer in self._layers(run, table)}
+        if any(tensor.layer not in known for tensor in tensors):
+            self.told.append(
+                f"The verdict calls layers of {run} as {self._baseline} does. Charts go by the names in each record, so "
+                f"those of one layer show {self._baseline} alone."
+            )
+
+    def _layers(self, run: str, table: str) -> list[str]:
+        return list(self._contents.asking.ask("run", run=run, table=table)["tensors"]["layer"])
 
     def _filled(self, figure: Figure, parts: Sequence[str]) -> bool:
         """Whether there is something to show, and room for it."""
@@ -132,12 +147,9 @@ class _Report:
         return any(sizes)
 
     def _course(self, figure: Figure, run: str) -> int:
-        if not self._contents.asking.has("course"):
-            return 0
         table = figure.state({}).get("table", "metrics")
-        tensors = self._contents.asking.ask("run", run=run, table=table)["tensors"]["layer"]
         assert figure.metric is not None
-        return self._contents.course(run, figure.metric, table, len(tensors))
+        return self._contents.course(run, figure.metric, table, len(self._layers(run, table)))
 
     def _map(self, figure: Figure, run: str) -> int:
         table = figure.state({}).get("table", "metrics")

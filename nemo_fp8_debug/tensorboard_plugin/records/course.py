@@ -7,6 +7,7 @@ import numpy as np
 from ...record.storage import Storage
 from . import metadata
 from .execution import tensors_of
+from .extents import end_of_warm_up
 from .part_index import Array
 from .part_matrices import Index, Parts
 from .tables import layout_of, metric_of, packed, placed
@@ -26,8 +27,9 @@ def course(parts: Parts, run: Storage, metric: str, first: int | None, last: int
         columns: at most.
 
     Returns:
-        A header (from, width; of each column the first and last sampled step and how many samples; layer, role, kind and
-        depth of each tensor, in order of execution), and float32 [tensors, columns], NaN where a tensor has no sample.
+        A header (from, width, the last step of the run's warm-up; of each column the first and last sampled step and how
+        many samples; layer, role, kind and depth of each tensor, in order of execution), and float32 [tensors, columns],
+        NaN where a tensor has no sample.
     """
 
     def read(index: Index) -> bytes:
@@ -54,6 +56,7 @@ def course(parts: Parts, run: Storage, metric: str, first: int | None, last: int
         header = {
             "from": begin,
             "width": width,
+            "warm_up": end_of_warm_up(index),
             "first": steps[first_of].tolist(),
             "last": steps[first_of + samples - 1].tolist(),
             "samples": samples.tolist(),

@@ -29,8 +29,8 @@ def extent(parts: Parts, run: Storage, metric: str) -> dict[str, Any]:
     """
 
     def read(index: Index) -> dict[str, Any]:
-        warm = index.steps[: int(np.ceil(WARM_UP * len(index.steps)))] if len(index.steps) > 1 else index.steps[:0]
-        until = int(warm[-1]) if len(warm) else -1
+        warm_up = end_of_warm_up(index)
+        until = -1 if warm_up is None else warm_up
         early = _found(parts, run, index, metric, lambda step: step <= until)
         late = _found(parts, run, index, metric, lambda step: step > until)
         whole, later = merged([*early, *late]), merged(late or early)
@@ -40,7 +40,7 @@ def extent(parts: Parts, run: Storage, metric: str) -> dict[str, Any]:
                 "low": whole.low,
                 "high": whole.high,
                 "positive": whole.positive,
-                "warm_up": until if until >= 0 else None,
+                "warm_up": warm_up,
                 "percentiles": [later.quantile(percent) for percent in PERCENTILES],
                 "values": values.tolist(),
                 "counts": counts.tolist(),
@@ -48,6 +48,11 @@ def extent(parts: Parts, run: Storage, metric: str) -> dict[str, Any]:
         )
 
     return parts.settled(run, read)
+
+
+def end_of_warm_up(index: Index) -> int | None:
+    """The last step of a run's warm-up; None where there is but one sample."""
+    return int(index.steps[int(np.ceil(WARM_UP * len(index.steps))) - 1]) if len(index.steps) > 1 else None
 
 
 def _found(parts: Parts, run: Storage, index: Index, metric: str, wanted: Callable[[int], bool]) -> list[Extent]:

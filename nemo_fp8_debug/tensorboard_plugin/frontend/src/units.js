@@ -24,6 +24,9 @@ export function precise(value) {
   return size >= 1e6 || (size > 0 && size < 1e-4) ? value.toExponential(4) : String(Number(value.toPrecision(5)));
 }
 
+/** A value in its unit, a logarithm of a ratio as the ratio. */
+export const inUnit = (value, unit) => (value != null && unit === 'log2' ? 2 ** value : value);
+
 const RAISED = {'-': '⁻', 0: '⁰', 1: '¹', 2: '²', 3: '³', 4: '⁴', 5: '⁵', 6: '⁶', 7: '⁷', 8: '⁸', 9: '⁹', '.': '·'};
 
 /** A power of two. */
@@ -32,7 +35,7 @@ export const powerOfTwo = (exponent) => `2${[...String(Number(exponent.toFixed(2
 /** A number and its unit; a logarithm of a ratio as the ratio. */
 export function withUnit(value, unit, digits = number) {
   if (value == null || Number.isNaN(value)) return '-';
-  if (unit === 'log2') return `x${digits(2 ** value)}`;
+  if (unit === 'log2') return `x${digits(inUnit(value, unit))}`;
   return `${digits(value)}${unit === '%' ? '' : ' '}${unit ?? ''}`.trim();
 }
 

@@ -68,8 +68,11 @@ export function Table() {
   );
 }
 
-/** The tensors of the run that is looked at, to type a part of a name. */
-export function Tensor() {
+/**
+ * The tensors of the run that is looked at, to type a part of a name.
+ * @param {?object} first what is shown as long as none is chosen
+ */
+export function Tensor({first}) {
   const tensors = details.value.run?.data?.tensors;
   const names = tensors ? tensors.layer.map((layer, i) => titleOf({layer, role: tensors.role[i]})) : [];
   const pick = (event) => {
@@ -79,7 +82,7 @@ export function Tensor() {
   return (
     <label class="wide-label">
       Tensor
-      <input list="tensors" value={tensor.value ? titleOf(tensor.value) : ''} placeholder={`${shown('input')} of …`} onChange={pick} data-picker="tensor" />
+      <input list="tensors" value={tensor.value ? titleOf(tensor.value) : ''} placeholder={first ? titleOf(first) : `${shown('input')} of …`} onChange={pick} data-picker="tensor" />
       <datalist id="tensors">{names.map((name) => <option key={name} value={name} />)}</datalist>
     </label>
   );

@@ -1,12 +1,16 @@
 // The axes of Course: the scalars of the run above, a small multiple for each role below, one axis of steps for all.
 import {axis, tip, tooltip} from '../components/chart.jsx';
-import {COLORS, inks, STROKES} from '../theme.js';
+import {drawnAs} from '../runs/beside.js';
+import {COLORS, inks} from '../theme.js';
+import {axisTold} from '../timeline/axes.js';
 import {number, tick} from '../units.js';
 
 export const [LEFT, RIGHT] = [150, 20];
-const [TOP, GAP, LINE, BOTTOM, LEAST] = [40, 30, 46, 44, 96];
+const [TOP, GAP, BOTTOM, LEAST] = [40, 30, 44, 96];
+/** The height of lines, as a part of the window's, in pixels at least and at most. */
+const [LINES, LOWEST, HIGHEST] = [0.05, 30, 90];
 /** Pixels that a name takes. */
-const NAME = 11;
+const NAME = 10;
 /** Part of the window that the small multiples take. */
 const SHARE = 0.5;
 
@@ -20,12 +24,12 @@ export function placesOf(lines, multiples) {
     top += height + GAP;
     return place;
   };
-  const found = {lines: lines.map(() => take(LINE)), maps: multiples.map((one) => take(share(one)))};
+  const found = {lines: lines.map(() => take(Math.round(Math.max(LOWEST, Math.min(LINES * window.innerHeight, HIGHEST))))), maps: multiples.map((one) => take(share(one)))};
   return {...found, height: top - GAP + BOTTOM};
 }
 
 /**
- * @param {Array<{name, label, log, lines: Array<{part, step, values}>}>} lines
+ * @param {Array} lines as of `linesOf`
  * @param {Array<{step, label, kind}>} marks where something diverges
  */
 export function optionOf({lines, multiples, places, span, marks, step, names}) {
@@ -35,7 +39,7 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
   const last = all.length - 1;
   const title = (text, i) => ({text, left: 4, top: all[i].top - 24, textStyle: {fontSize: 12, fontWeight: 600, color: ink.text}});
   return {
-    title: [...lines.map(({label, log}, i) => title(`${label}${log ? ', logarithmic' : ''}`, i)), ...multiples.map(({label}, i) => title(label, lines.length + i))],
+    title: [...lines.map((panel, i) => title(axisTold(panel), i)), ...multiples.map(({label}, i) => title(label, lines.length + i))],
     grid: all.map(({top, height}) => ({left: LEFT, right: RIGHT, top, height, outerBoundsMode: 'none'})),
     xAxis: all.map((_, i) => axis({
       type: 'value', gridIndex: i, min: from, max: Math.max(to, from + 1), minInterval: 1, splitLine: {show: false},
@@ -49,8 +53,8 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
     tooltip: tooltip({trigger: 'axis', formatter: (found) => told([found].flat(), lines, names)}),
     series: [
       ...lines.flatMap((panel, i) => panel.lines.map((line, j) => ({
-        type: 'line', id: `${panel.name} ${line.part}`, xAxisIndex: i, yAxisIndex: i, data: line.step.map((at, k) => [at, line.values[k]]), showSymbol: false,
-        color: COLORS[line.part], lineStyle: {color: COLORS[line.part], type: STROKES[line.part], width: 1.6}, emphasis: {disabled: true}, markLine: j ? undefined : markLine(marks, step, span, ink, i === 0),
+        type: 'line', id: `${panel.name} ${line.part}`, xAxisIndex: i, yAxisIndex: i, data: line.step.map((at, k) => [at, panel.log && line.values[k] <= 0 ? null : line.values[k]]), showSymbol: false,
+        ...drawnAs(line.part), markLine: j ? undefined : markLine(marks, step, span, ink, i === 0),
       }))),
       ...multiples.map((_, i) => ({type: 'line', id: `map ${i}`, xAxisIndex: lines.length + i, yAxisIndex: lines.length + i, data: [], tooltip: {show: false}, markLine: markLine(marks, step, span, ink, lines.length === 0 && i === 0)})),
     ],
@@ -59,7 +63,7 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
 
 /** Whole powers of ten around the values. */
 function decadesOf({lines}) {
-  const values = lines.flatMap((line) => line.values);
+  const values = lines.flatMap((line) => line.values.filter((value) => value > 0));
   return {min: 10 ** Math.floor(Math.log10(Math.min(...values))), max: 10 ** Math.ceil(Math.log10(Math.max(...values)))};
 }
 

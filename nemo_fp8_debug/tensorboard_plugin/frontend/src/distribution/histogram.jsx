@@ -10,6 +10,10 @@ import {DragHint, wasDragged} from './hint.jsx';
 import {optionOf, PLOT, rangeOf, REACH_PX} from './histogram_option.js';
 import {FINEST, scaled} from './trial.jsx';
 
+/** The height of the chart as a part of the window's, in pixels at least and at most. */
+const [SHARE, LEAST, MOST] = [0.42, 280, 640];
+const heightOf = () => Math.round(Math.max(LEAST, Math.min(SHARE * window.innerHeight, MOST)));
+
 const shared = (parts) => {
   const {n} = together(parts);
   return {n, bars: histogram(parts).map(({from, count}) => ({from, count, share: (100 * count) / n}))};
@@ -39,7 +43,7 @@ export function Histogram({title, parts, baseline, baselineName, inUse, tried, c
     <>
       {tried.scale !== null && <DragHint />}
       <Chart
-        name={`distribution of ${title}`} height={370} rows={rows} option={option} ready={(chart) => dragging(chart, drag, now)}
+        name={`distribution of ${title}`} height={heightOf()} rows={rows} option={option} ready={(chart) => dragging(chart, drag, now)}
         label={`Magnitudes of ${title}; as tried, ${lost}% become zero and ${clipped}% are clipped. The slider below moves the window.`}
       />
       <div class="controls">

@@ -33,7 +33,7 @@ export const columns = () => [
   {label: 'confidence', of: ({headline}) => headline?.confidence, rank: ({headline}) => rankIn(SURE, headline?.confidence), text: true},
   {label: 'gap', under: '95% interval', of: ({headline}) => headline?.gap?.percent, show: Gap},
   {label: 'first tensor', of: ({headline}) => headline?.first && titleOf(headline.first), text: true, show: First},
-  {label: 'recipe', of: (row) => recipeOf(row), text: true, cell: () => ({style: {minWidth: '14rem'}})},
+  {label: 'recipe', of: (row) => recipeOf(row), text: true, cell: () => ({style: {minWidth: '11rem'}})},
   {label: 'last step', of: lastStep},
   {label: 'samples', of: ({samples}) => samples},
   {label: 'loss', of: ({loss}) => loss, show: Loss},

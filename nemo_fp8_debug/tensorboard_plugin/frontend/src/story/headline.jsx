@@ -70,19 +70,24 @@ function Facts({told, brief}) {
     gap && ['Gap', <Gap gap={gap} brief={brief} />],
     told.out_of_band != null && ['Tensors', outOfBand(told)],
     first && [first.is_consequence ? 'First tensor, a consequence' : 'First tensor', <First first={first} since={since} unit={unit} />],
-    told.change && ['What to do', <Sentence text={told.change} />],
+    told.change && !brief && ['What to do', <Sentence text={told.change} />],
   ];
   return (
     <>
+      {brief && <Ways told={told} brief />}
       <dl class="facts">{facts.filter(Boolean).map(([term, fact]) => <div key={term}><dt>{term}{EXPLAINED[term] && <> <Help word={EXPLAINED[term]} /></>}</dt><dd>{fact}</dd></div>)}</dl>
-      <div class="ways">
-        {since != null && <Link to={{view: 'timeline', step: since}}>The loss at {unit} {since}</Link>}
-        {told.cause !== undefined && brief && <Link to={{view: 'verdict'}}>All the evidence</Link>}
-        <AsMarkdown />
-      </div>
+      {!brief && <Ways told={told} />}
     </>
   );
 }
+
+const Ways = ({told: {since, unit, cause}, brief}) => (
+  <div class="ways">
+    {since != null && <Link to={{view: 'timeline', step: since}}>The loss at {unit} {since}</Link>}
+    {cause !== undefined && brief && <Link to={{view: 'verdict'}}>All the evidence</Link>}
+    <AsMarkdown />
+  </div>
+);
 
 const Why = ({told}) => (
   <>

@@ -36,6 +36,10 @@ export function axisOf(kind, mayBeLog, lines) {
   return {log, limits, left};
 }
 
+/** A metric and how its axis is drawn, in words. */
+export const axisTold = ({label, unit, log, limits, left}) =>
+  [`${label}${unit && unit !== 'log2' ? ` (${unit})` : ''}`, log && 'logarithmic', limits && 'robust', left > 0 && `${left.toLocaleString('en')} value${left === 1 ? '' : 's'} beyond the axis`].filter(Boolean).join(', ');
+
 function spansDecade(values) {
   const positive = values.filter((value) => value > 0);
   const low = positive.reduce((least, value) => Math.min(least, value), Infinity);

@@ -2,6 +2,7 @@
 import '@preact/signals';
 import {go} from '../address.js';
 import {saveCsv} from '../download.js';
+import {Stroke} from '../runs/also.jsx';
 import {KINDS} from './happened.js';
 
 const MOST = 100;
@@ -21,7 +22,7 @@ export function Events({events, names}) {
           {events.slice(0, MOST).map(({step, part, kind, why}) => (
             <tr key={`${part} ${kind} ${step} ${why}`} data-event={kind}>
               <td class="n"><button type="button" onClick={() => go({step})} aria-label={`Look at step ${step}`}>{step}</button></td>
-              <td><span class={`swatch ${part}`} aria-hidden="true" /> {names[part]}</td>
+              <td><Stroke of={part} /> {names[part]}</td>
               <td>{KINDS[kind].label}</td>
               <td class="text">{why}</td>
             </tr>

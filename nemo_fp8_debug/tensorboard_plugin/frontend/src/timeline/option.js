@@ -1,22 +1,21 @@
 // What ECharts draws over the steps.
 import {axis, tooltip} from '../components/chart.jsx';
-import {COLORS, inks, STROKES} from '../theme.js';
+import {drawnAs, lineOf} from '../runs/beside.js';
+import {COLORS, inks} from '../theme.js';
 import {tick, withUnit} from '../units.js';
+import {axisTold} from './axes.js';
 import {KINDS} from './happened.js';
 import {LABEL} from './layout.js';
 import {tipAt} from './tip.js';
 
 const FEW = 80;
 
-const named = ({label, unit, log, limits, left}) =>
-  [`${label}${unit && unit !== 'log2' ? ` (${unit})` : ''}`, log && 'logarithmic', limits && 'robust', left > 0 && `${left.toLocaleString('en')} value${left === 1 ? '' : 's'} beyond the axis`].filter(Boolean).join(', ');
-
 /** @param {{panels, layout, events, markers, names, ends: [number, number], zoom: [number, number]}} shown */
 export function optionOf({panels, layout: {boxes}, events, markers, names, ends: [first, last], zoom}) {
   const ink = inks();
   const all = panels.map((_, i) => i);
   return {
-    title: panels.map((panel, i) => ({text: named(panel), left: boxes[i].left - 62, top: boxes[i].top - 25 - (boxes[i].isFirst ? markers.length * LABEL : 0), textStyle: {fontSize: 12, fontWeight: 600, color: ink.text}})),
+    title: panels.map((panel, i) => ({text: axisTold(panel), left: boxes[i].left - 62, top: boxes[i].top - 25 - (boxes[i].isFirst ? markers.length * LABEL : 0), textStyle: {fontSize: 12, fontWeight: 600, color: ink.text}})),
     grid: boxes.map(({left, width, top, height}) => ({left, width, top, height, outerBoundsMode: 'none'})),
     xAxis: boxes.map(({isLast}, i) => axis({
       type: 'value', gridIndex: i, min: first, max: Math.max(last, first + 1), minInterval: 1, splitLine: {show: false},
@@ -46,8 +45,7 @@ function linesOf({lines, name, log}, panel) {
   return lines.map(({part, step: steps, values}) => ({
     type: 'line', id: `${name} ${part}`, xAxisIndex: panel, yAxisIndex: panel,
     data: steps.map((at, j) => [at, log && values[j] <= 0 ? null : values[j]]),
-    showSymbol: steps.length <= FEW, symbolSize: 4, color: COLORS[part], lineStyle: {color: COLORS[part], type: STROKES[part], width: 1.6},
-    emphasis: {disabled: true}, z: part === 'run' ? 4 : 3,
+    showSymbol: steps.length <= FEW, symbolSize: 4, ...drawnAs(part),
   }));
 }
 
@@ -100,7 +98,7 @@ function marksOf(events, panel, ink) {
   return Object.entries(KINDS).filter(([, {symbol}]) => symbol).map(([kind, {symbol}]) => ({
     type: 'scatter', id: kind, xAxisIndex: panel, yAxisIndex: panel, symbol, symbolSize: 10, z: 5, tooltip: {show: false},
     data: events.filter((event) => event.kind === kind && event.loss !== null).map(({part, step, loss}) => ({
-      value: [step, loss], itemStyle: {color: COLORS[part], borderColor: ink.text, borderWidth: 1},
+      value: [step, loss], itemStyle: {color: lineOf(part).color, borderColor: ink.text, borderWidth: 1},
     })),
   }));
 }

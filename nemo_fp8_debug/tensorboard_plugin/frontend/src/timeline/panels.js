@@ -5,8 +5,8 @@ import {aboutMetric, ofTheRun} from './metrics.jsx';
 
 /**
  * @param {string[]} metrics in the order of the charts
- * @param {object} samples by part, answers of `timeline`
- * @param {object} losses by part, answers of `loss`
+ * @param {object} samples by key of `shownRuns`, answers of `timeline`
+ * @param {object} losses by key, answers of `loss`
  * @param {?object} band answer of `band`
  * @param {string} axes key of AXES
  * @returns {Array<{name, label, unit, ofRun, log, limits, left, band, lines: Array<{part, step: number[], values: Array<?number>}>}>}
@@ -26,7 +26,7 @@ export function panelsOf(metrics, samples, losses, band, axes) {
 }
 
 /** A line of the steps at which something was recorded: broken where it is NaN or infinite, and nowhere else. */
-function recorded(data, name) {
+export function recorded(data, name) {
   const lost = new Set(data?.not_finite[name]);
   const places = (data?.[name] ?? []).flatMap((value, i) => (value === null && !lost.has(data.step[i]) ? [] : [i]));
   return {step: places.map((i) => data.step[i]), values: places.map((i) => data[name][i])};

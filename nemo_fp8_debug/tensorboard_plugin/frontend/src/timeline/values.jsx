@@ -1,7 +1,7 @@
 // The charts as tables: all values at the step that is looked at, and all values there are.
 import {useSignal} from '@preact/signals';
-import {PARTS} from '../records.js';
 import {Table} from '../components/table.jsx';
+import {calledBy} from '../runs/beside.js';
 import {tableOf} from './panels.js';
 import {rowsAt} from './tip.js';
 
@@ -38,9 +38,9 @@ export function AllValues({panels, names, title}) {
 
 function Rows({panels, names, title}) {
   const [, ...rows] = tableOf(panels, names);
-  const partOf = Object.fromEntries(Object.keys(PARTS).map((part) => [names[part], PARTS[part].label]));
+  const called = Object.fromEntries(Object.entries(names).filter(([, name]) => name).map(([key, name]) => [name, calledBy(key)]));
   const columns = [
-    {label: 'run', of: (row) => row[0], show: (row) => `${row[0]} (${partOf[row[0]].toLowerCase()})`, text: true},
+    {label: 'run', of: (row) => row[0], show: (row) => called[row[0]], text: true},
     {label: 'step', of: (row) => row[1]},
     ...panels.map(({label, unit}, i) => ({label: unit ? `${label} (${unit})` : label, of: (row) => row[i + 2]})),
   ];

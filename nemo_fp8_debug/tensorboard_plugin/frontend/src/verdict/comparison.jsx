@@ -1,8 +1,9 @@
 // What compare says of the baseline, the run and the reference run.
-import {TensorLink} from '../story/link.jsx';
 import {DifferencesTable} from '../components/settings.jsx';
 import {Table} from '../components/table.jsx';
-import {titleOf} from '../units.js';
+import {metricNamed} from '../records.js';
+import {TensorLink} from '../story/link.jsx';
+import {inUnit, titleOf, withUnit} from '../units.js';
 
 const TOP = 15;
 
@@ -42,14 +43,24 @@ function Losses({runs, names, unit}) {
 
 const TENSOR = {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} step={row.onset} />};
 
+/** A column of values, each shown in its unit. */
+const inTheUnit = (label, of, unitOf) => ({label, of: (row) => inUnit(of(row), unitOf(row)), show: (row) => withUnit(of(row), unitOf(row))});
+
+const driftAs = (label) => inTheUnit(label, (row) => row.drift_log2, () => 'log2');
+
+function headingOf(metric) {
+  const {label, unit} = metricNamed(metric);
+  return unit ? `${label} (${unit})` : label;
+}
+
 function Order({rows, unit, run}) {
   const columns = [
     {label: `from ${unit}`, of: (row) => row.onset},
     {label: `${unit}s before the loss`, of: (row) => row.lead},
     TENSOR,
-    {label: 'metric', of: (row) => row.metric, text: true},
-    {label: 'expected', of: (row) => row.expected},
-    {label: 'found', of: (row) => row.value},
+    {label: 'metric', of: (row) => metricNamed(row.metric).label, text: true},
+    inTheUnit('expected', (row) => row.expected, (row) => metricNamed(row.metric).unit),
+    inTheUnit('found', (row) => row.value, (row) => metricNamed(row.metric).unit),
     {label: 'times the least that counts', of: (row) => row.excess},
   ];
   return (
@@ -61,18 +72,15 @@ function Order({rows, unit, run}) {
 }
 
 function Ranking({tensors, unit, names}) {
-  const pair = (label, metric) => ({label, from: (row) => row[`${metric}_baseline`], of: (row) => row[`${metric}_run`]});
+  const pair = (metric) => ({label: headingOf(metric), from: (row) => row[`${metric}_baseline`], of: (row) => row[`${metric}_run`]});
   const columns = [
     TENSOR,
-    {label: 'drift (log2)', of: (row) => row.drift_log2},
+    driftAs('drift'),
     {label: 'MSE ratio', of: (row) => row.mse_ratio},
-    pair('underflow (%)', 'underflow_pct'),
-    pair('overflow (%)', 'overflow_pct'),
-    pair('relative error', 'relative_error'),
-    pair('amax', 'amax'),
+    ...['underflow_pct', 'overflow_pct', 'relative_error', 'amax'].map(pair),
     {label: `out of band from ${unit}`, of: (row) => row.onset},
   ];
-  const caption = `${names.baseline} → ${names.run}, medians over the later half. Drift: log2 of how many times worse FP8 holds a tensor; 1 is twice, 0 is the same`;
+  const caption = `${names.baseline} → ${names.run}, medians over the later half. Drift: how many times worse FP8 holds a tensor; x1 is the same`;
   return (
     <>
       <h3>Tensors by drift</h3>
@@ -88,7 +96,7 @@ function Groups({groups, unit, run}) {
     {label: 'tensors', of: (row) => row.tensors},
     {label: 'out of band', of: (row) => row.out_of_band},
     {label: `the first from ${unit}`, of: (row) => row.onset},
-    {label: 'median drift (log2)', of: (row) => row.drift_log2},
+    driftAs('median drift'),
   ];
   return <><h3>Where they are</h3><Table name={`groups of ${run}`} caption="Tensors by kind, depth and role" columns={columns} rows={groups} first={TOP} /></>;
 }

@@ -11,11 +11,14 @@ import {currentMetric, Metric, Table as Tables} from '../components/pickers.jsx'
 import {currentStep} from '../components/steps.jsx';
 import {Table} from '../components/table.jsx';
 import {CourseChart} from '../course/chart.jsx';
-import {currentlyShown, offered, useCourse} from '../course/data.js';
-import {linesOf, useLosses} from '../course/lines.js';
+import {currentlyShown, isAgainst, offered, useCourse} from '../course/data.js';
+import {linesOf} from '../course/lines.js';
 import {useMarks} from '../course/marks.js';
 import {multiplesOf, ranked} from '../course/rows.js';
 import {chosen, metricNamed, steps} from '../records.js';
+import {AlsoShow} from '../runs/also.jsx';
+import {dataOf, isAwaited, Problems, useRuns} from '../runs/answers.jsx';
+import {shownRuns} from '../runs/beside.js';
 import {Card} from '../story/card.jsx';
 import {TensorLink} from '../story/link.jsx';
 import {dark} from '../theme.js';
@@ -42,7 +45,7 @@ function CourseOf({span}) {
   const metric = metricNamed(currentMetric());
   const shown = currentlyShown();
   const {data, error} = useCourse(metric, shown, span);
-  const losses = useLosses();
+  const losses = useRuns((run) => ['loss', {run}]);
   const marks = useMarks();
   return (
     <>
@@ -55,13 +58,17 @@ function CourseOf({span}) {
           </select>
         </label>
         <Span span={span} />
-        <span class="soft">Click a cell for its tensor and step; drag across to zoom.</span>
       </div>
+      <AlsoShow />
+      <Problems answers={[losses]} />
       {error && <Problem error={error} />}
-      {data && losses ? <Shown metric={metric} shown={shown} data={data} losses={losses} marks={marks} span={span} /> : !error && <p class="soft" role="status">Reading all steps of the record …</p>}
+      {data && isRead(losses) ? <Shown {...data} data={data} losses={dataOf(losses)} marks={marks} span={span} /> : !error && <p class="soft" role="status">Reading all steps of the record …</p>}
     </>
   );
 }
+
+/** Whether there are lines to draw, or none to wait for; runs that are shown as well may come later. */
+const isRead = (losses) => Object.values(losses).some(({data}) => data) || !isAwaited(losses);
 
 /** Which steps, for those who cannot drag. */
 function Span({span: [from, to]}) {
@@ -76,8 +83,8 @@ function Span({span: [from, to]}) {
   );
 }
 
-function Shown({metric, shown, data, losses, marks, span}) {
-  const against = shown === 'against';
+function Shown({metric, shown, title, data, losses, marks, span}) {
+  const against = isAgainst(shown);
   const badness = badnessOf(metric);
   const choice = against ? 'course' : 'all';
   const automatic = useMemo(() => (against ? limitsOfMultiples(settled(data)) : data.robust), [data]);
@@ -90,7 +97,7 @@ function Shown({metric, shown, data, losses, marks, span}) {
   const distribution = useMemo(() => ({values: settled(data).filter((value) => !Number.isNaN(value))}), [data]);
   const counting = against ? [-1, 1] : LIMITS[metric.name] ? [LIMITS[metric.name]] : [];
   const rows = useMemo(() => ranked(data, badness, against ? 1 : LIMITS[metric.name] ?? Infinity), [data]);
-  const label = `${offered()[shown]}: ${metric.label}${metric.unit && !against ? ` (${metric.unit})` : ''}`;
+  const label = `${title}: ${metric.label}${metric.unit && !against ? ` (${metric.unit})` : ''}`;
   const tell = (cell) => `${withUnit(cell.value, metric.unit)}${against ? `, ${asMultiple(cell.number)}` : ''}, ${stepsOf(cell)}`;
   if (!data.course.layer.length) return <Notice><p>Nothing was sampled in these steps.</p></Notice>;
   const farthest = rows[0];
@@ -98,10 +105,11 @@ function Shown({metric, shown, data, losses, marks, span}) {
     <>
       <div class="legends"><Legend metric={metric} choice={choice} scale={scale} label={label} automatic={automatic} set={Boolean(set)} distribution={distribution} counting={counting} note={noteOf(against)} show={against ? asMultiple : undefined} /></div>
       <CourseChart
-        key={`${multiples.length} ${lines.length}`} data={data} multiples={multiples} lines={lines} marks={marks} span={span} scale={scale} badness={badness} names={chosen.value}
+        key={`${multiples.length} ${lines.length}`} data={data} multiples={multiples} lines={lines} marks={marks} span={span} scale={scale} badness={badness} names={shownRuns.value}
         tell={tell} step={currentStep()} mark={`${metric.name} ${shown} ${span.join(' ')}`} rows={() => csvOf(data)}
         label={`${label}, layers down and steps ${from} to ${to} across. ${farthest ? `Farthest: ${titleOf(farthest)} at step ${farthest.step}.` : ''}`}
       />
+      <p class="soft">Click a cell for its tensor and step; drag across to zoom.</p>
       {tensor.value && <Card {...tensor.value} inLine />}
       <Table name={`course of ${metric.name}`} caption={`The farthest of ${rows.length} tensors, each at its worst step; without the warm-up`} columns={columnsOf(metric, against)} rows={rows} first={LISTED} />
     </>

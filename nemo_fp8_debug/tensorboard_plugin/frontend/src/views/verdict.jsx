@@ -18,10 +18,14 @@ export function Verdict() {
   return (
     <>
       {told?.events && <Strip events={told.events} rows={told.rows} unit={told.headline.unit} run={run} />}
-      {told?.tensors && <Tensors tensors={told.tensors} unit={told.headline.unit} run={run} />}
-      {diagnosis && <Diagnosed found={diagnosis} unit={told.headline.unit} run={run} />}
-      {!baseline && diagnosis && <Alone run={run} />}
-      {data && <Recommended found={data.recommendation} snippets={data.snippets} aboutFp8={data.diagnosis.about_fp8} run={run} />}
+      <div class="columns">
+        <div>{told?.tensors && <Tensors tensors={told.tensors} unit={told.headline.unit} run={run} />}</div>
+        <div>
+          {diagnosis && <Diagnosed found={diagnosis} unit={told.headline.unit} run={run} />}
+          {!baseline && diagnosis && <Alone run={run} />}
+          {data && <Recommended found={data.recommendation} snippets={data.snippets} aboutFp8={data.diagnosis.about_fp8} run={run} />}
+        </div>
+      </div>
       {data?.comparison && (
         <details class="fold">
           <summary>What sets it apart from {baseline}: losses, order, drift and settings in tables</summary>
