@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -148,5 +149,5 @@ def _by_step(tables: Sequence[pa.Table]) -> Iterator[pa.Table]:
         steps = rows["step"].to_numpy()
         changes = (steps[1:] != steps[:-1]).nonzero()[0] + 1 if len(steps) else []
         ends = [0, *map(int, changes), len(rows)]
-        for first, last in zip(ends[:-1], ends[1:], strict=True):
+        for first, last in itertools.pairwise(ends):
             yield rows.slice(first, last - first)
