@@ -26,12 +26,13 @@ from ..capture.matmul_capture import MatmulCapture
 from ..capture.operands import Operand
 from ..capture.optimizer_states import StateCapture
 from ..capture.output_samples import Chosen, Products
+from ..capture.passes import Transformed
 from ..capture.product_checks import CheckQueue
 from ..capture.reduced_gradients import ReducedGradients
 from ..capture.replicas import ReplicaChecks
 from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
-from ..core.keys import SHOWN_AS, Key
+from ..core.keys import Key
 from ..core.layer_names import compile_patterns
 from ..distributed import ShardGroup
 from ..measurement.operand_stats import BLOCK_SCALES, COPY
@@ -42,11 +43,17 @@ from .attention import attention_capture, warn_of_unseen
 from .dump_tap import Dumping
 from .model_scan import ModelScan
 from .pipeline import Sampled, Steps
+from .sample_warnings import (
+    warn_of_late_compiling,
+    warn_of_lost,
+    warn_of_transformed,
+    warn_of_unknown_cast,
+    warn_of_unmultiplied,
+    warn_of_unread_cast,
+)
 from .schedule import Schedule
 from .states import counts_weight, state_capture, warn_of_unseen_states
 
-#: operands that a warning names, at the most
-_NAMED = 4
 _MULTIPLIER = "while measuring what dY is multiplied by"
 
 
@@ -155,12 +162,7 @@ class SampledStep:
         self._known = [gemm for gemm in known if id(gemm.module) not in ids]
         self._compiled = [*self._watched.model.compiled, *late]
         if late:
-            self._watched.errors.warn(
-                f"torch.compile was called after the monitor was attached: {len(late)} layers (first {late[0].name}) "
-                "run inside it, where a hook would change the graph, and are left out; to have them measured, run with "
-                "nemo_fp8_debug without compiling them, or compile other parts of the model only",
-                kind="compiled",
-            )
+            warn_of_late_compiling(self._watched.errors, [gemm.name for gemm in late])
 
     def _compiled_elsewhere(self) -> set[Key]:
         """What is compiled here and is seen on another rank lacks this one's part."""
@@ -239,13 +241,7 @@ class SampledStep:
         if self._watched.world == 1:  # else another rank may see them
             self._expected -= {(gemm.name, role) for gemm in self._compiled for role in self._plan.roles}
         lost, self._lost = self._lost, {}
-        for why, keys in lost.items():
-            named = ", ".join(f"{SHOWN_AS[role]} of {layer}" for layer, role in keys[:_NAMED])
-            more = f" and {len(keys) - _NAMED} more operands" if len(keys) > _NAMED else ""
-            those = f"{named}{more} {'is' if len(keys) == 1 else 'are'}"
-            message = f"{those} missing from the sample of step {self.step}: {why}"
-            kinds = [f"{layer} {role} {why.partition(':')[0]}" for layer, role in keys]
-            self._watched.errors.warn(message, kind=kinds)
+        warn_of_lost(self._watched.errors, self.step, lost)
 
     def _warn_of_what_is_not_multiplied(self) -> None:
         """Of modules that ran, parameters that no operator of torch multiplied."""
@@ -253,30 +249,26 @@ class SampledStep:
         if not names:
             return
         self._expected -= {(name, role) for name in names for role in self._plan.roles}
-        self._watched.errors.warn(
-            f"{len(names)} parameters (first {names[0]}) are multiplied by no operator of torch, and are not observed",
-            kind="not multiplied",
-        )
+        warn_of_unmultiplied(self._watched.errors, names)
 
     def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         """A hook has failed, which costs an operand, or what it is cast with."""
-        errors, what = self._watched.errors, f"{SHOWN_AS[role]} of {layer}"
+        errors = self._watched.errors
         if isinstance(error, UnknownCast):
-            reason = f"{error}. It is measured as if it were not quantized, with scale_source 'unknown'"
-            errors.warn(f"how the engine casts {what} is unknown: {reason}, and so are others like it", kind=str(error))
-            return
-        if errors.raises:
+            warn_of_unknown_cast(errors, layer, role, error)
+        elif isinstance(error, Transformed):
+            warn_of_transformed(errors, layer)
+        elif errors.raises:
             raise error
-        if lost:
+        elif not lost:
+            warn_of_unread_cast(errors, layer, role, error)
+        else:
             counted = self._operands.pop((layer, role), None)
             if self._watched.world == 1:
                 self._expected.discard((layer, role))
             elif counted and is_dtensor(raw_weight(counted.gemm.module)):  # a part that no other rank has
                 self._expected.add((layer, role))
             self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
-        else:
-            message = f"could not read how the engine casts {what}; its scale_source is 'unknown'"
-            errors.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
 
     def forget(self) -> None:
         """Nothing of it is measured: it broke off, or was handed over."""
