@@ -15,11 +15,9 @@ import torch
 from ..capture.activations.capture import ActivationCapture
 from ..capture.attention import AttentionCapture
 from ..capture.backends.base import UnknownCast, raw_weight
-from ..capture.backends.parallel import copied_part
-from ..capture.backends.transformer_engine import inspection
 from ..capture.device_to_host import DeviceToHostCopy, Holder
 from ..capture.dtensor import is_counted, is_dtensor
-from ..capture.gemms import Gemm, matching, seen_in_forward
+from ..capture.gemms import matching, seen_in_forward
 from ..capture.grad_scale import GradScale
 from ..capture.hooks import Capture, OperandSink
 from ..capture.matmul_capture import MatmulCapture
@@ -43,6 +41,7 @@ from .attention import attention_capture, warn_of_unseen
 from .dump_tap import Dumping
 from .model_scan import ModelScan
 from .pipeline import Sampled, Steps
+from .rank_parts import compiled_parts, copied_elsewhere, counted_parts, is_shown
 from .sample_warnings import (
     warn_of_late_compiling,
     warn_of_lost,
@@ -82,6 +81,7 @@ class SampledStep:
         self.step = step
         self._watched = watched
         self._schedule = schedule
+        #: what this rank is to see of the model
         self._expected: set[Key] = set()
         self._operands: dict[Key, Operand] = {}
         self._products: dict[str, Products] = {}
@@ -108,7 +108,9 @@ class SampledStep:
 
     def open(self, heard: bool) -> None:
         """Find what to look at, and install the hooks if the first rank has said so."""
+        self._expected = self._counted_here()  # whatever fails from here on, the part of this rank is missed
         self._leave_out_compiled()
+        self._expected = self._counted_here() | compiled_parts(self._compiled, self._plan, self._watched.shard_group)
         known, plan, dump, rank = self._known, self._plan, self._watched.dump, self._watched.rank
         dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
         sampled = {g.name for g in matching(known, plan.layers)}
@@ -117,14 +119,12 @@ class SampledStep:
         sinks, seen = dict[Key, OperandSink](), defaultdict[str, dict[str, Operand]](dict)
         for role in plan.roles:
             for gemm in known:
-                if role in gemm.unseen and not inspection.sees(gemm, role):
+                if not is_shown(gemm, role):
                     continue
-                key, copied = (gemm.name, role), self._copied(gemm, role)
+                key, copied = (gemm.name, role), copied_elsewhere(gemm, role)
                 counted = gemm.name in sampled | dumped and not copied
                 # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
                 first = self._watched.shard_group.first[gemm.name] if copied is None else None
-                if counted and first in (None, rank):
-                    self._expected.add(key)
                 if not counted and gemm.name not in dumped | set(of_outputs):
                     continue
                 counts = _never if copied else partial(is_counted, rank=rank, first=first)
@@ -142,16 +142,11 @@ class SampledStep:
             for name, operands in seen.items()
             if name in of_outputs
         }
-        self._expected |= self._compiled_elsewhere()
         if heard:
             self._attach(sinks)
 
-    def _copied(self, gemm: Gemm, role: str) -> bool | None:
-        """Whether another rank counts it; None: the first rank that has it does."""
-        stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
-        if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
-            return copied_part(gemm.module)
-        return gemm.backend.copied(gemm.module, role)
+    def _counted_here(self) -> set[Key]:
+        return counted_parts(self._known, self._plan, self._dumped, self._watched.shard_group, self._watched.rank)
 
     def _leave_out_compiled(self) -> None:
         """Layers that torch.compile has been called on since the monitor was attached."""
@@ -163,17 +158,6 @@ class SampledStep:
         self._compiled = [*self._watched.model.compiled, *late]
         if late:
             warn_of_late_compiling(self._watched.errors, [gemm.name for gemm in late])
-
-    def _compiled_elsewhere(self) -> set[Key]:
-        """What is compiled here and is seen on another rank lacks this one's part."""
-        return {
-            (gemm.name, role)
-            for gemm in matching(self._compiled, self._plan.layers)
-            for role in self._plan.roles
-            if role != "weight"
-            and gemm.name in self._watched.shard_group.kinds
-            and not gemm.backend.copied(gemm.module, role)
-        }
 
     def _attach(self, sinks: dict[Key, OperandSink]) -> None:
         model, guard = self._watched.model, self._watched.errors.guard

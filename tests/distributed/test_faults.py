@@ -58,7 +58,10 @@ ACTIVATIONS = {(layer, role) for layer in ("0", "2") for role in ("input", "grad
 
 @pytest.mark.parametrize(
     ("scenario", "lost_at"),
-    [("breaks_off", [2]), ("attach_fails", [0, 2, 4, 6, 8]), ("a_hook_fails", [4]), ("hooks_are_lost", [4])],
+    [
+        *(("breaks_off", [2]), ("attach_fails", [0, 2, 4, 6, 8]), ("a_hook_fails", [4]), ("hooks_are_lost", [4])),
+        *(("opening_fails", [0, 2, 4, 6, 8]), ("operands_fail", [0, 2, 4, 6, 8])),
+    ],
 )
 def test_rows_without_the_part_of_a_rank_say_so(runs: tuple[Path, Found], scenario: str, lost_at: list[int]) -> None:
     found = rows(runs[0], scenario)
