@@ -13,6 +13,7 @@ import pyarrow as pa
 from ...analysis.comparison.groups import depth_of, kind_of
 from ...errors import hearing
 from ...record import migration, parquet
+from ...record.checks import wrong_values
 from ...record.reader import read_table
 from ...record.schema import SCHEMAS, Part
 from ...record.storage import Storage
@@ -223,18 +224,21 @@ def _picked(run: Storage, table: str, part: Part, rows: list[int], at_once: int)
     names = list(SCHEMAS[table])
     earlier = migration.with_earlier_names(names)
     found = _opened(run, part, lambda file: parquet.pick(file, part.checksum, earlier, rows, at_once))
-    return [{name: row.get(name) for name in names} for row in migration.renamed(found).to_pylist()]
+    return [{name: row.get(name) for name in names} for row in found.to_pylist()]
 
 
 def _opened(run: Storage, part: Part, read: Any) -> pa.Table:
     try:
         run.check(part.path)
         with run.open(part.path) as file:
-            return read(file)
+            rows = migration.renamed(read(file))
     except FileNotFoundError:
         raise Gone from None
     except Exception as error:  # of parquet's and of every driver's own
         raise NotReadable(f"{part.path} cannot be read: {error}.") from None
+    if wrong := wrong_values(rows):
+        raise NotReadable(f"{part.path} cannot be read: {wrong}.")
+    return rows
 
 
 def _as_told(row: dict[str, Any]) -> dict[str, Any]:
