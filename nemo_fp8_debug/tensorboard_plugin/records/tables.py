@@ -34,6 +34,8 @@ TEXTS = ("recipe", "format", "scale_source")
 WHAT_IF_METRICS = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 #: rows that are decoded at a time to find one
 _METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
+#: what tells histograms apart
+_KEYS = ("step", "layer", "role")
 #: sets of tensors of which it is kept where they are
 _PLACED = 32
 
@@ -210,7 +212,7 @@ def _histograms(
     for part in index.listed[table]:
         if part.attempt != attempt or not part.first <= step <= part.last:
             continue
-        keys = _opened(run, part, lambda file, p=part: parquet.read(file, p.checksum, ["step", "layer", "role"]))
+        keys = _opened(run, part, lambda file, p=part: _keys(parquet.read(file, p.checksum, _KEYS)))
         mine = pl.DataFrame(pl.from_arrow(keys)).with_row_index("row")
         wanted = (
             (pl.col("step") == step) & (pl.col("layer").cast(pl.String) == layer) & (pl.col("role").cast(pl.String) == role)
@@ -218,6 +220,12 @@ def _histograms(
         if rows := mine.filter(wanted)["row"].to_list():
             return _picked(run, table, part, rows, _HISTOGRAMS_AT_ONCE)
     return []
+
+
+def _keys(rows: pa.Table) -> pa.Table:
+    if lacking := set(_KEYS) - set(rows.column_names):
+        raise ValueError(f"it has no column {min(lacking)}")
+    return rows
 
 
 def _picked(run: Storage, table: str, part: Part, rows: list[int], at_once: int) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,12 @@ class _Watch:
 
     def __init__(self) -> None:
         self.folder: str | None = None
+        self._thread = threading.get_ident()
         self.seen: list[str] = []
         sys.addaudithook(self._see)
 
     def _see(self, event: str, given: tuple[Any, ...]) -> None:
-        if self.folder is None:
+        if self.folder is None or threading.get_ident() != self._thread:
             return
         paths: tuple[Any, ...] = ()
         if event == "open" and isinstance(given[2], int) and given[2] & _WRITES:

@@ -144,11 +144,11 @@ _of_its_bytes = st.deferred(lambda: mutated([(record() / "attempt-0.json").read_
 _of_values = st.sampled_from(_TABLES).flatmap(lambda table: st.tuples(st.just(table), changes(list(SCHEMAS[table])), _uses))
 
 TARGETS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any, Path], None], int]] = {
-    "values of a record": (_of_values, _values, 12),
-    "fingerprint's values": (_of_fingerprint, _fingerprint, 8),
-    "parts": (st.deferred(_parts), _bytes, 60),
-    "fingerprint": (_of_its_bytes, _fingerprint_bytes, 60),
-    "names of files": (st.lists(_part_names, min_size=1, max_size=4), _names, 40),
+    "values of a record": (_of_values, _values, 8),
+    "fingerprint's values": (_of_fingerprint, _fingerprint, 6),
+    "parts": (st.deferred(_parts), _bytes, 30),
+    "fingerprint": (_of_its_bytes, _fingerprint_bytes, 30),
+    "names of files": (st.lists(_part_names, min_size=1, max_size=4), _names, 20),
 }
 
 

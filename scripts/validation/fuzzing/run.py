@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ def fuzz(name: str, examples: int, seed: int, shrink: bool = True) -> Course:
     """
     target, course, began = TARGETS[name], Course(), time.monotonic()
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
-    last: list[Any] = []
+    found: list[tuple[str, str]] = []
 
     @hypothesis.seed(seed)
     @settings(
@@ -48,14 +49,16 @@ def fuzz(name: str, examples: int, seed: int, shrink: bool = True) -> Course:
     @given(target.examples)
     def tried(example: Any) -> None:
         course.examples += 1
-        last[:] = [example]
-        with tempfile.TemporaryDirectory() as folder, limited(Path(folder)):
-            target.run(example, Path(folder))
+        try:
+            with tempfile.TemporaryDirectory() as folder, limited(Path(folder)):
+                target.run(example, Path(folder))
+        except Exception as error:
+            said = str(error) if isinstance(error, Finding) else f"{type(error).__name__}: {error}"
+            found[:] = [(said[:400], repr(example)[:4000])]
+            raise
 
-    try:
+    with contextlib.suppress(Exception):  # of the example, or of hypothesis, if it does not fail again
         tried()
-    except Exception as error:
-        said = str(error) if isinstance(error, Finding) else f"{type(error).__name__}: {error}"
-        course.findings[said[:400]] = repr(last[0])[:2000]
+    course.findings.update(found)
     course.seconds = time.monotonic() - began
     return course

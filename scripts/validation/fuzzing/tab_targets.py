@@ -146,5 +146,5 @@ _of_values = st.sampled_from(("metrics", "metrics", "steps", "histograms", "stat
 
 TARGETS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any, Path], None], int]] = {
     "requests": (st.deferred(_requests), _request, 100),
-    "tab over values of a record": (_of_values, _hostile_record, 20),
+    "tab over values of a record": (_of_values, _hostile_record, 10),
 }
