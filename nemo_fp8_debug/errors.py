@@ -10,7 +10,32 @@ from contextvars import ContextVar
 _heard: ContextVar[list[str] | None] = ContextVar("heard", default=None)
 
 
-class ConfigError(ValueError):
+#: characters of a message at its beginning and its end, if it is longer than both
+_FIRST, _LAST = 1200, 400
+
+
+def one_line(text: str) -> str:
+    """A message as one line that a terminal can show, shortened in the middle if a name in it is very long.
+
+    Example:
+        >>> one_line("no layer\\x1b[2J of\\nthis name")
+        'no layer [2J of this name'
+        >>> len(one_line("a" * 10_000))
+        1605
+    """
+    if not text.isprintable():
+        text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return text if len(text) <= _FIRST + _LAST else f"{text[:_FIRST]} ... {text[-_LAST:]}"
+
+
+class _SaidInOneLine(ValueError):
+    """An error for people; names in its message may come from anybody."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(one_line(str(message)))
+
+
+class ConfigError(_SaidInOneLine):
     """The user asked for something that cannot be done; says what was wrong and what to do.
 
     Raised when the configuration is read or the run starts, never after the first training step. A `ValueError`.
@@ -25,7 +50,7 @@ class ConfigError(ValueError):
     """
 
 
-class RecordError(ValueError):
+class RecordError(_SaidInOneLine):
     """A recorded run cannot be read; names the file and says what is wrong with it. A `ValueError`.
 
     Example:
@@ -50,7 +75,7 @@ class FP8DebugWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Warn; where warnings are turned into errors, log instead: a warning of ours never stops a run."""
-    heard = _heard.get()
+    message, heard = one_line(message), _heard.get()
     if heard is not None:
         heard.append(message)
         return

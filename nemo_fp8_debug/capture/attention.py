@@ -29,7 +29,7 @@ from .backends.transformer_engine.quantizers import cast_by
 from .backends.transformer_engine.release import unread_release
 from .gemms import Gemm, global_name, is_compiled
 from .hooks import OperandSink
-from .operand_guard import Fault
+from .operand_guard import Fault, OperandGuard
 from .passes import Passes
 from .tracing import Hook
 
@@ -146,7 +146,10 @@ class AttentionCapture:
     def _before(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if kwargs.get("fp8"):
             self._emulated.add(gemm.name)
-            if self._passes.counted(module) is not None:
+            counted = None
+            with OperandGuard(self._on_fault, gemm.name, "input", True):
+                counted = self._passes.counted(module)
+            if counted is not None:
                 mode = _Watching([*args, *kwargs.values()], partial(self._take_node, gemm))
                 mode.__enter__()  # type: ignore[no-untyped-call]
                 self._modes[module] = mode

@@ -13,6 +13,10 @@ from torch import nn
 from .backends.base import Kwargs, ScaleInUse
 
 
+class Transformed(Exception):
+    """A forward under a transform of torch.func (vmap, grad, jvp), whose tensors stand for others: it is not counted."""
+
+
 @dataclass
 class Pass:
     """A forward pass of a module that counts, itself or in its recompute."""
@@ -45,7 +49,13 @@ class Passes:
         self._with_grad: set[nn.Module] = set()  # counted outside backward: a recompute of these adds nothing
 
     def counted(self, module: nn.Module) -> Pass | None:
-        """A forward that begins and counts, a recompute as its first pass was; None: not counted."""
+        """A forward that begins and counts, a recompute as its first pass was; None: not counted.
+
+        Raises:
+            Transformed: it is not counted, which whoever looks at the module should know.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise Transformed
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return None  # counting would be recorded with it, and be done again in every replay, in memory of others by then
         if torch._C._current_graph_task_id() != -1:  # inside backward: a recompute

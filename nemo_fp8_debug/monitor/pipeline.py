@@ -189,7 +189,7 @@ class Pipeline:
         if silent := layers - {layer for layer, _ in (stat.key for stat in stats)}:
             self._errors.warn(
                 f"{len(silent)} of {len(layers)} layers gave no sample, first {min(silent)}: "
-                "unused in this step, in a CUDA graph (whose replays run no hooks), "
+                "unused in this step or called under torch.func only, in a CUDA graph (whose replays run no hooks), "
                 "or run by torch.compile since a step without hooks (it drops later hooks)"
             )
         if partial := [stat for stat in stats if stat.missing]:

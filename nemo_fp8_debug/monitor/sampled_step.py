@@ -15,23 +15,22 @@ import torch
 from ..capture.activations.capture import ActivationCapture
 from ..capture.attention import AttentionCapture
 from ..capture.backends.base import UnknownCast, raw_weight
-from ..capture.backends.parallel import copied_part
-from ..capture.backends.transformer_engine import inspection
 from ..capture.device_to_host import DeviceToHostCopy, Holder
 from ..capture.dtensor import is_counted, is_dtensor
-from ..capture.gemms import Gemm, matching, seen_in_forward
+from ..capture.gemms import matching, seen_in_forward
 from ..capture.grad_scale import GradScale
 from ..capture.hooks import Capture, OperandSink
 from ..capture.matmul_capture import MatmulCapture
 from ..capture.operands import Operand
 from ..capture.optimizer_states import StateCapture
 from ..capture.output_samples import Chosen, Products
+from ..capture.passes import Transformed
 from ..capture.product_checks import CheckQueue
 from ..capture.reduced_gradients import ReducedGradients
 from ..capture.replicas import ReplicaChecks
 from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
-from ..core.keys import SHOWN_AS, Key
+from ..core.keys import Key
 from ..core.layer_names import compile_patterns
 from ..distributed import ShardGroup
 from ..measurement.operand_stats import BLOCK_SCALES, COPY
@@ -42,11 +41,18 @@ from .attention import attention_capture, warn_of_unseen
 from .dump_tap import Dumping
 from .model_scan import ModelScan
 from .pipeline import Sampled, Steps
+from .rank_parts import compiled_parts, copied_elsewhere, counted_parts, is_shown
+from .sample_warnings import (
+    warn_of_late_compiling,
+    warn_of_lost,
+    warn_of_transformed,
+    warn_of_unknown_cast,
+    warn_of_unmultiplied,
+    warn_of_unread_cast,
+)
 from .schedule import Schedule
 from .states import counts_weight, state_capture, warn_of_unseen_states
 
-#: operands that a warning names, at the most
-_NAMED = 4
 _MULTIPLIER = "while measuring what dY is multiplied by"
 
 
@@ -75,6 +81,7 @@ class SampledStep:
         self.step = step
         self._watched = watched
         self._schedule = schedule
+        #: what this rank is to see of the model
         self._expected: set[Key] = set()
         self._operands: dict[Key, Operand] = {}
         self._products: dict[str, Products] = {}
@@ -101,7 +108,9 @@ class SampledStep:
 
     def open(self, heard: bool) -> None:
         """Find what to look at, and install the hooks if the first rank has said so."""
+        self._expected = self._counted_here()  # whatever fails from here on, the part of this rank is missed
         self._leave_out_compiled()
+        self._expected = self._counted_here() | compiled_parts(self._compiled, self._plan, self._watched.shard_group)
         known, plan, dump, rank = self._known, self._plan, self._watched.dump, self._watched.rank
         dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
         sampled = {g.name for g in matching(known, plan.layers)}
@@ -110,14 +119,12 @@ class SampledStep:
         sinks, seen = dict[Key, OperandSink](), defaultdict[str, dict[str, Operand]](dict)
         for role in plan.roles:
             for gemm in known:
-                if role in gemm.unseen and not inspection.sees(gemm, role):
+                if not is_shown(gemm, role):
                     continue
-                key, copied = (gemm.name, role), self._copied(gemm, role)
+                key, copied = (gemm.name, role), copied_elsewhere(gemm, role)
                 counted = gemm.name in sampled | dumped and not copied
                 # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
                 first = self._watched.shard_group.first[gemm.name] if copied is None else None
-                if counted and first in (None, rank):
-                    self._expected.add(key)
                 if not counted and gemm.name not in dumped | set(of_outputs):
                     continue
                 counts = _never if copied else partial(is_counted, rank=rank, first=first)
@@ -135,16 +142,11 @@ class SampledStep:
             for name, operands in seen.items()
             if name in of_outputs
         }
-        self._expected |= self._compiled_elsewhere()
         if heard:
             self._attach(sinks)
 
-    def _copied(self, gemm: Gemm, role: str) -> bool | None:
-        """Whether another rank counts it; None: the first rank that has it does."""
-        stored = gemm.backend.stored(gemm.module, gemm.part) if role == "weight" else None
-        if stored is not None and getattr(stored.parameter, "main_param_sharded", False):
-            return copied_part(gemm.module)
-        return gemm.backend.copied(gemm.module, role)
+    def _counted_here(self) -> set[Key]:
+        return counted_parts(self._known, self._plan, self._dumped, self._watched.shard_group, self._watched.rank)
 
     def _leave_out_compiled(self) -> None:
         """Layers that torch.compile has been called on since the monitor was attached."""
@@ -155,23 +157,7 @@ class SampledStep:
         self._known = [gemm for gemm in known if id(gemm.module) not in ids]
         self._compiled = [*self._watched.model.compiled, *late]
         if late:
-            self._watched.errors.warn(
-                f"torch.compile was called after the monitor was attached: {len(late)} layers (first {late[0].name}) "
-                "run inside it, where a hook would change the graph, and are left out; to have them measured, run with "
-                "nemo_fp8_debug without compiling them, or compile other parts of the model only",
-                kind="compiled",
-            )
-
-    def _compiled_elsewhere(self) -> set[Key]:
-        """What is compiled here and is seen on another rank lacks this one's part."""
-        return {
-            (gemm.name, role)
-            for gemm in matching(self._compiled, self._plan.layers)
-            for role in self._plan.roles
-            if role != "weight"
-            and gemm.name in self._watched.shard_group.kinds
-            and not gemm.backend.copied(gemm.module, role)
-        }
+            warn_of_late_compiling(self._watched.errors, [gemm.name for gemm in late])
 
     def _attach(self, sinks: dict[Key, OperandSink]) -> None:
         model, guard = self._watched.model, self._watched.errors.guard
@@ -239,13 +225,7 @@ class SampledStep:
         if self._watched.world == 1:  # else another rank may see them
             self._expected -= {(gemm.name, role) for gemm in self._compiled for role in self._plan.roles}
         lost, self._lost = self._lost, {}
-        for why, keys in lost.items():
-            named = ", ".join(f"{SHOWN_AS[role]} of {layer}" for layer, role in keys[:_NAMED])
-            more = f" and {len(keys) - _NAMED} more operands" if len(keys) > _NAMED else ""
-            those = f"{named}{more} {'is' if len(keys) == 1 else 'are'}"
-            message = f"{those} missing from the sample of step {self.step}: {why}"
-            kinds = [f"{layer} {role} {why.partition(':')[0]}" for layer, role in keys]
-            self._watched.errors.warn(message, kind=kinds)
+        warn_of_lost(self._watched.errors, self.step, lost)
 
     def _warn_of_what_is_not_multiplied(self) -> None:
         """Of modules that ran, parameters that no operator of torch multiplied."""
@@ -253,30 +233,26 @@ class SampledStep:
         if not names:
             return
         self._expected -= {(name, role) for name in names for role in self._plan.roles}
-        self._watched.errors.warn(
-            f"{len(names)} parameters (first {names[0]}) are multiplied by no operator of torch, and are not observed",
-            kind="not multiplied",
-        )
+        warn_of_unmultiplied(self._watched.errors, names)
 
     def _lose(self, layer: str, role: str, error: Exception, lost: bool) -> None:
         """A hook has failed, which costs an operand, or what it is cast with."""
-        errors, what = self._watched.errors, f"{SHOWN_AS[role]} of {layer}"
+        errors = self._watched.errors
         if isinstance(error, UnknownCast):
-            reason = f"{error}. It is measured as if it were not quantized, with scale_source 'unknown'"
-            errors.warn(f"how the engine casts {what} is unknown: {reason}, and so are others like it", kind=str(error))
-            return
-        if errors.raises:
+            warn_of_unknown_cast(errors, layer, role, error)
+        elif isinstance(error, Transformed):
+            warn_of_transformed(errors, layer)
+        elif errors.raises:
             raise error
-        if lost:
+        elif not lost:
+            warn_of_unread_cast(errors, layer, role, error)
+        else:
             counted = self._operands.pop((layer, role), None)
             if self._watched.world == 1:
                 self._expected.discard((layer, role))
             elif counted and is_dtensor(raw_weight(counted.gemm.module)):  # a part that no other rank has
                 self._expected.add((layer, role))
             self._lost.setdefault(f"{type(error).__name__}: {error}", []).append((layer, role))
-        else:
-            message = f"could not read how the engine casts {what}; its scale_source is 'unknown'"
-            errors.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{layer} {role} {type(error)}")
 
     def forget(self) -> None:
         """Nothing of it is measured: it broke off, or was handed over."""

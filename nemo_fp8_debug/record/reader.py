@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 
 from ..errors import ConfigError, RecordError, warn
 from . import migration, parquet
-from .schema import SCHEMAS, Part, arrow_schema, attempt_of_fingerprint
+from .checks import wrong_values
+from .schema import SCHEMAS, SECTIONS, Part, arrow_schema, attempt_of_fingerprint
 from .storage import Storage
 
 Address = str | os.PathLike[str]
@@ -66,7 +67,10 @@ def read_fingerprint(run: Address) -> dict[str, Any]:
                 f"{run.path(name)} has schema version {content.get('schema_version')}; "
                 f"this release reads {', '.join(map(str, migration.READABLE))}"
             )
-        return migration.fingerprint(content)
+        found = migration.fingerprint(content)
+        if odd := [section for section in SECTIONS if not isinstance(found.get(section, {}), dict)]:
+            warn(f"{run.path(name)} is read without {', '.join(odd)}: a JSON object is expected there")
+        return {section: value for section, value in found.items() if section not in odd}
     return {}
 
 
@@ -238,7 +242,7 @@ def read_part(run: Storage, schema: pa.Schema, part: Part, step: int | None = No
             return "its columns are not those of this table"
         if pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
             return "its rows are not of the attempt that its name says"
-        return rows
+        return wrong_values(rows) or rows
     except FileNotFoundError:
         raise
     except Exception as error:

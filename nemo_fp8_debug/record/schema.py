@@ -24,6 +24,11 @@ from ..numerics.metric_names import (
 #: file of a record: what the run made of its control file, how far dumps are, and whether it has ended
 STATUS = "status.json"
 VERSION = 4
+#: of a fingerprint, each a mapping
+SECTIONS = (
+    *("versions", "devices", "environment", "recipe", "torchao", "backend_options", "risky_features_on", "model"),
+    *("sampled", "coverage", "imported"),
+)
 
 #: of dY, in the units of the loss
 _UNSCALED = tuple(f"unscaled_{name}" for name in UNITS)

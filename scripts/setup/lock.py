@@ -78,6 +78,7 @@ def main() -> None:
     for name in ("uv", "te", "bridge"):
         compile_list(config, LOCKED / f"{name}.txt", *alone, "--only-binary", ":all:", PACKAGES / f"{name}.in")
     compile_list(config, LOCKED / "deepspeed.txt", *alone, PACKAGES / "deepspeed.in")
+    compile_list(config, LOCKED / "audit.txt", "--python-version", "3.13", "--only-binary", ":all:", PACKAGES / "audit.in")
     for python in PYTHONS:
         lock(config, python)
         for kind in ("demo", "tests"):

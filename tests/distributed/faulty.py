@@ -27,14 +27,20 @@ from nemo_fp8_debug.capture.hooks import Capture
 from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.distributed import patience, rank_store
 from nemo_fp8_debug.monitor import recorder_queue
+from nemo_fp8_debug.monitor.sampled_step import SampledStep
 from nemo_fp8_debug.record.writer import RunRecord
 
 STEPS, INTERVAL = 9, 2
 FAULTS = (
     *("breaks_off", "attach_fails", "a_hook_fails", "hooks_are_lost", "no_gemm_on_0", "no_gemm_on_1", "two_monitors"),
     *("uneven_groups", "differing", "is_blocked", "numbers_of_0_differ", "numbers_of_1_differ", "hanging", "no_group"),
-    "never_started",
+    *("opening_fails", "operands_fail", "never_started"),
 )
+#: what fails before hooks are installed
+BEFORE_HOOKS: dict[str, tuple[type, str]] = {
+    "opening_fails": (SampledStep, "_leave_out_compiled"),
+    "operands_fail": (Operand, "__init__"),
+}
 #: ways for a process to end
 ENDS = ("interrupted", "closed_late", "closed_by_one")
 #: ranks, and what they go through in turn
@@ -166,6 +172,10 @@ def start(run: Run, scenario: str) -> Act:
             run.start()
             if run.rank == 1:
                 stack.enter_context(raising(Capture, "attach"))
+            run.train(nothing)
+    elif scenario in BEFORE_HOOKS:
+        run.start()
+        with raising(*BEFORE_HOOKS[scenario]) if run.rank == 1 and run.watched else contextlib.nullcontext():
             run.train(nothing)
     elif scenario == f"no_gemm_on_{run.rank}":
         run.start(nn.ReLU())

@@ -58,7 +58,10 @@ ACTIVATIONS = {(layer, role) for layer in ("0", "2") for role in ("input", "grad
 
 @pytest.mark.parametrize(
     ("scenario", "lost_at"),
-    [("breaks_off", [2]), ("attach_fails", [0, 2, 4, 6, 8]), ("a_hook_fails", [4]), ("hooks_are_lost", [4])],
+    [
+        *(("breaks_off", [2]), ("attach_fails", [0, 2, 4, 6, 8]), ("a_hook_fails", [4]), ("hooks_are_lost", [4])),
+        *(("opening_fails", [0, 2, 4, 6, 8]), ("operands_fail", [0, 2, 4, 6, 8])),
+    ],
 )
 def test_rows_without_the_part_of_a_rank_say_so(runs: tuple[Path, Found], scenario: str, lost_at: list[int]) -> None:
     found = rows(runs[0], scenario)
@@ -94,6 +97,7 @@ def test_a_second_monitor_samples_its_own_steps(runs: tuple[Path, Found]) -> Non
 def test_ranks_that_came_apart_stop_with_one_message(runs: tuple[Path, Found], scenario: str, recorded: list[int]) -> None:
     messages = said(runs[1], scenario)
     assert len(messages) == 1
+    assert messages[0][0] == 0  # which is the one that people read
     assert "the run goes on, and is no longer monitored" in messages[0][1]
     assert sorted({step for step, *_ in rows(runs[0], scenario)}) == recorded
     assert all(rank[scenario]["seconds"] < 60 for rank in runs[1])

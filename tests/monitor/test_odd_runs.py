@@ -55,6 +55,35 @@ def test_layers_that_are_recorded_into_a_cuda_graph_are_left_alone(monkeypatch: 
     assert len(samples.rows(0)) == 6
 
 
+def test_calls_under_vmap_are_left_out_and_the_others_stay() -> None:
+    """Per-sample gradients beside the step itself, as for a noise scale."""
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+    def per_sample(model: nn.Module) -> torch.Tensor:
+        weights = dict(model.named_parameters())
+        loss = lambda w, x: torch.func.functional_call(model, w, (x,)).square().sum()  # noqa: E731
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)["0.weight"]
+
+    found, gradients = [], []
+    for transforms in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        monitor, samples = monitored(model)
+        with warnings.catch_warnings(record=True) as caught, monitor.step(0):
+            warnings.simplefilter("always")
+            model(x).square().sum().backward()
+            if transforms:
+                gradients.append(per_sample(model))
+        assert hooks_on(model) == 0
+        gradients.append(per_sample(model))
+        monitor.close()
+        found.append(samples.rows(0))
+        told = [str(w.message) for w in caught if issubclass(w.category, FP8DebugWarning)]
+        assert ["0 is called under a transform of torch.func" in text for text in told] == [True] * transforms
+    assert len(found[0]) == 6 and found[0] == found[1]
+    assert torch.equal(gradients[1], gradients[2])
+
+
 WORKERS_USE_POLARS = """
 import sys
 import polars as pl

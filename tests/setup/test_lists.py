@@ -47,7 +47,7 @@ def asked_for(name: str, python: str) -> list[Requirement]:
 
 def test_every_list_is_read() -> None:
     expected = {f"{kind}-{python}.txt" for kind in ("demo", "tests", "torch-cuda") for python in PYTHONS}
-    expected |= {f"{name}.txt" for name in ("uv", "te", "bridge", "deepspeed", "torch-cpu")}
+    expected |= {f"{name}.txt" for name in ("uv", "te", "bridge", "deepspeed", "torch-cpu", "audit")}
     assert {path.name for path in LOCKED.iterdir()} == expected
     assert all(pins(name.removesuffix(".txt")) for name in expected)
 

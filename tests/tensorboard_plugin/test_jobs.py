@@ -25,7 +25,8 @@ from nemo_fp8_debug.analysis.recommendation.recommend import recommend
 from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.story.ranking import harm_ranks
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, verdict, what_if, worker_process
+from nemo_fp8_debug.errors import hearing
+from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, memory, verdict, what_if, worker_process
 
 
 def write_run(folder: Path, harmed: bool) -> Path:
@@ -222,6 +223,44 @@ def test_a_job_that_takes_too_long_is_stopped_however_often_it_is_asked_about(
     monkeypatch.setattr(jobs, "_LONGEST", 0.0)
     wait_until(lambda: ask()["state"] != "working")
     assert ask()["error"] == "It was stopped, since it took more than 0 minutes."
+
+
+def test_a_job_that_takes_too_much_memory_ends_and_others_go_on(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, ask = asked
+    monkeypatch.setenv(memory.MEMORY, "0.01")
+    assert ask()["state"] == "working"
+    pid = the_child(mine).pid
+    wait_until(lambda: ask()["state"] != "working")
+    assert "took more than 0.01 GiB of memory" in ask()["error"] and memory.MEMORY in ask()["error"]
+    assert gone(pid)
+    monkeypatch.delenv(memory.MEMORY)
+    monkeypatch.setattr(jobs, "_STALE", 0.0)
+    wait_until(lambda: ask()["state"] == "done")
+
+
+def test_the_memory_of_a_process_is_what_it_fills() -> None:
+    filled = "import sys; held = bytearray(b'x') * (1 << 28); print(flush=True); sys.stdin.read()"
+    found = []
+    for code in (filled, filled.replace("1 << 28", "1")):
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout
+            child.stdout.readline()
+            found.append(memory.memory_of(child.pid))
+            child.communicate()
+    assert (1 << 28) <= found[0] - found[1] < (1 << 28) + (1 << 24)
+    assert memory.memory_of(child.pid) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "gib"), [("2", 2.0), ("0.5", 0.5), ("", None), ("0", None), ("nan", None), ("much", None)]
+)
+def test_the_memory_budget_of_jobs(monkeypatch: pytest.MonkeyPatch, given: str, gib: float | None) -> None:
+    monkeypatch.setenv(memory.MEMORY, given)
+    with hearing() as heard:
+        found = memory.budget()
+    machine = int(Path("/proc/meminfo").read_text().split()[1]) << 10
+    assert found == gib * (1 << 30) if gib else 0 < found <= machine / 2 + (1 << 20)
+    assert [memory.MEMORY in text for text in heard] == ([True] if given and not gib else [])
 
 
 def test_a_child_ends_with_tensorboard(logdir: Path) -> None:

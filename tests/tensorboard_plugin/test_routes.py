@@ -78,7 +78,7 @@ def test_an_extent_is_not_that_of_steps_that_were_trained_again(tmp_path: Path) 
     assert (found["low"], found["high"], found["positive"]) == (0.0, 62.0, 1.0)
 
 
-@pytest.mark.parametrize("metric", ["mse", "amax", "kurtosis", "scale_ratio_log2"])
+@pytest.mark.parametrize("metric", ["mse", "sqnr_db", "kurtosis", "scale_ratio_log2"])
 def test_percentiles_and_sizes_are_those_of_the_values_behind_the_warm_up(tmp_path: Path, metric: str) -> None:
     random, record = np.random.default_rng(0), start(tmp_path / "run")
     for step in range(70):  # merged, and small parts

@@ -32,7 +32,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     record = start(tmp_path_factory.mktemp("large") / "run")
     layers = [f"decoder.layers.{i}.mlp.{random.bytes(40).hex()}" for i in range(100)]
     for step in range(65):
-        rows = [{"layer": layer} | {name: float(random.normal()) for name in METRICS} for layer in layers]
+        rows = [{"layer": layer} | {name: float(random.uniform()) for name in METRICS} for layer in layers]
         record.record(sample(step, rows))
     record.close()
     return Path(record.storage.path(""))

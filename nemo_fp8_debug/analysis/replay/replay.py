@@ -77,7 +77,8 @@ def replay(
     if wanted and source == "histograms":
         refuse_blocks(wanted, "replay from histograms, which know nothing of blocks (dumps do),")
     recorded = _rows_of(read_table(run, "metrics"), only)
-    multipliers = dict(read_table(run, "steps", ["step", "grad_scale"]).iter_rows())
+    known = pl.col("grad_scale").is_finite() & (pl.col("grad_scale") != 0)
+    multipliers = dict(read_table(run, "steps", ["step", "grad_scale"]).filter(known).iter_rows())
     jobs = [
         Job(str(run), source, wanted, int(step[0]), about, scales, multipliers.get(step[0]), only)
         for (step, about), scales in zip(

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from .memory import MEMORY, budget, memory_of
+
 #: seconds after which a job that nobody asks about is stopped, and a failure or a result of a grown record is forgotten
 _ABANDONED, _STALE = 60.0, 30.0
 #: seconds after which one that waits makes room for others if nobody has asked about it, and that one may run for
@@ -23,6 +25,10 @@ _UNASKED, _LONGEST = 5.0, 1800.0
 _KEPT, _WAITING = 8, 16
 #: seconds between two looks at the child
 _LOOK = 0.1
+_TOO_LARGE = (
+    "It was stopped, since it took more than {:.3g} GiB of memory. Run `nemo-fp8-debug` on the records, or start "
+    f"TensorBoard with the environment variable {MEMORY} set to more."
+)
 # The child finds its modules where this process does; the folder that it is started in is not among them.
 _PROGRAM = "import sys; sys.path[:] = {}; from nemo_fp8_debug.tensorboard_plugin.jobs.worker_process import main; main()"
 
@@ -131,8 +137,8 @@ class Jobs:
             return self._running
 
     def _done(self, job: _Job) -> dict[str, Any]:
-        """Run a job in a child; stopped when nobody asks any more, or when it takes too long."""
-        began = time.monotonic()
+        """Run a job in a child; stopped when nobody asks any more, or when it takes too long or too much memory."""
+        began, most = time.monotonic(), budget()
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         child = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _PROGRAM.format(sys.path)],
@@ -157,6 +163,8 @@ class Jobs:
                     return _failed("It was stopped, since nobody asked for it any more; ask again.")
                 if time.monotonic() - began > _LONGEST:
                     return _failed(f"It was stopped, since it took more than {_LONGEST / 60:.0f} minutes.")
+                if memory_of(child.pid) > most:
+                    return _failed(_TOO_LARGE.format(most / (1 << 30)))
                 reader.join(_LOOK)
                 if not reader.is_alive():
                     child.wait(_ABANDONED)

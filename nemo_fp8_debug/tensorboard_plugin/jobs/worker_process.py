@@ -53,6 +53,9 @@ def answered(request: dict[str, Any], tell: Tell = to_nobody) -> dict[str, Any]:
         return {"state": "failed", "error": str(error)}
     except MemoryError:
         return {"state": "failed", "error": "It takes more memory than there is; run `nemo-fp8-debug` on a larger machine."}
+    except Exception as error:  # of a record that no check has found out
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        return {"state": "failed", "error": f"It could not be computed ({told})."}
 
 
 def _verdict(request: dict[str, Any], tell: Tell) -> Any:

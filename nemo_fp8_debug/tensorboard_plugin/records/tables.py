@@ -13,6 +13,7 @@ import pyarrow as pa
 from ...analysis.comparison.groups import depth_of, kind_of
 from ...errors import hearing
 from ...record import migration, parquet
+from ...record.checks import wrong_values
 from ...record.reader import read_table
 from ...record.schema import SCHEMAS, Part
 from ...record.storage import Storage
@@ -33,6 +34,8 @@ TEXTS = ("recipe", "format", "scale_source")
 WHAT_IF_METRICS = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 #: rows that are decoded at a time to find one
 _METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
+#: what tells histograms apart
+_KEYS = ("step", "layer", "role")
 #: sets of tensors of which it is kept where they are
 _PLACED = 32
 
@@ -209,7 +212,7 @@ def _histograms(
     for part in index.listed[table]:
         if part.attempt != attempt or not part.first <= step <= part.last:
             continue
-        keys = _opened(run, part, lambda file, p=part: parquet.read(file, p.checksum, ["step", "layer", "role"]))
+        keys = _opened(run, part, lambda file, p=part: _keys(parquet.read(file, p.checksum, _KEYS)))
         mine = pl.DataFrame(pl.from_arrow(keys)).with_row_index("row")
         wanted = (
             (pl.col("step") == step) & (pl.col("layer").cast(pl.String) == layer) & (pl.col("role").cast(pl.String) == role)
@@ -219,22 +222,31 @@ def _histograms(
     return []
 
 
+def _keys(rows: pa.Table) -> pa.Table:
+    if lacking := set(_KEYS) - set(rows.column_names):
+        raise ValueError(f"it has no column {min(lacking)}")
+    return rows
+
+
 def _picked(run: Storage, table: str, part: Part, rows: list[int], at_once: int) -> list[dict[str, Any]]:
     names = list(SCHEMAS[table])
     earlier = migration.with_earlier_names(names)
     found = _opened(run, part, lambda file: parquet.pick(file, part.checksum, earlier, rows, at_once))
-    return [{name: row.get(name) for name in names} for row in migration.renamed(found).to_pylist()]
+    return [{name: row.get(name) for name in names} for row in found.to_pylist()]
 
 
 def _opened(run: Storage, part: Part, read: Any) -> pa.Table:
     try:
         run.check(part.path)
         with run.open(part.path) as file:
-            return read(file)
+            rows = migration.renamed(read(file))
     except FileNotFoundError:
         raise Gone from None
     except Exception as error:  # of parquet's and of every driver's own
         raise NotReadable(f"{part.path} cannot be read: {error}.") from None
+    if wrong := wrong_values(rows):
+        raise NotReadable(f"{part.path} cannot be read: {wrong}.")
+    return rows
 
 
 def _as_told(row: dict[str, Any]) -> dict[str, Any]:
