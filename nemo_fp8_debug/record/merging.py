@@ -1,7 +1,7 @@
 """Puts few large parts in the place of many small ones, so that reading all steps does not open thousands of files.
 
-`MERGED` parts become one, `MERGED` of those another one, and so on, until a part has `LARGEST` bytes: what is merged is held
-in memory while that is done. So a record of any length has some hundred parts, beside one for each `LARGEST` bytes.
+`MERGED` parts become one, `MERGED` of those another one, and so on, until a part has `LARGEST` bytes: the new one is held in
+memory while it is made, and the rows of one of the others at a time. So a record of any length has some hundred parts, beside one for each `LARGEST` bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import io
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -24,6 +24,8 @@ from .storage import Storage
 MERGED = 64
 #: bytes from which on parts are no longer merged
 LARGEST = 64 << 20
+#: rows of a row group, at the least, if there are as many
+_GROUP = 1 << 17
 #: tables that are read a step at a time: their parts keep the rows of each step together
 BY_STEP = ("histograms", "state_histograms", "activation_histograms")
 #: tables with one writer an attempt, which merging relies on
@@ -74,24 +76,32 @@ class Merger:
 
     def _merge(self, table: str, parts: Sequence[Part]) -> Written | None:
         """Put one part in the place of several of one attempt; what cannot be read stays as it is."""
-        read = []
-        for part in parts:
-            with contextlib.suppress(Exception), self._storage.open(part.path) as file:
-                read.append((part, parquet.read(file, part.checksum)))
+        read: list[Part] = []
+        rows = self._rows(table, parts, read)
+        groups = _by_step(rows) if table in BY_STEP else _in_groups(rows)
+        content, checksum = parquet.encode_all(arrow_schema(table), groups)
         if len(read) < 2:
             return None
-        schema = arrow_schema(table)
-        rows = [migration.completed(each, schema).cast(schema) for _, each in read]
-        content, checksum = parquet.encode(*(_by_step(rows) if table in BY_STEP else [pa.concat_tables(rows)]))
-        first, last = min(part.first for part, _ in read), max(part.last for part, _ in read)
+        first, last = min(part.first for part in read), max(part.last for part in read)
         merged = Part.named(table, part_name(parts[0].attempt, first, last, checksum))
         assert merged
         with contextlib.suppress(Exception):  # until the merged part is there, the small ones are
             self._storage.write(merged.path, content)
-            for part, _ in read:
+            for part in read:
                 self._storage.remove(part.path)
             return Written(merged, len(content))
         return None
+
+    def _rows(self, table: str, parts: Sequence[Part], read: list[Part]) -> Iterator[pa.Table]:
+        """What each part has, one after the other; those that can be read are added to `read`."""
+        schema = arrow_schema(table)
+        for part in parts:
+            rows = None
+            with contextlib.suppress(Exception), self._storage.open(part.path) as file:
+                rows = migration.completed(parquet.read(file, part.checksum), schema).cast(schema)
+            if rows is not None:
+                read.append(part)
+                yield rows
 
     def _not_yet_merged(self, table: str, parts: Sequence[Part]) -> list[Written]:
         """The small ones of an attempt's parts; those that a process was killed before it could remove are removed."""
@@ -143,7 +153,20 @@ def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:
     yield batch
 
 
-def _by_step(tables: Sequence[pa.Table]) -> Iterator[pa.Table]:
+def _in_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Tables put together to some with enough rows."""
+    waiting, rows = list[pa.Table](), 0
+    for table in tables:
+        waiting.append(table)
+        rows += len(table)
+        if rows >= _GROUP:
+            yield pa.concat_tables(waiting)
+            waiting, rows = [], 0
+    if waiting:
+        yield pa.concat_tables(waiting)
+
+
+def _by_step(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Rows of each step, in the order of the tables."""
     for rows in tables:
         steps = rows["step"].to_numpy()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -19,25 +19,30 @@ _KEY = b"crc32_of_64_KiB_blocks"
 _TAIL = 8  # length of the footer and magic number
 
 
-def encode(table: pa.Table, *more: pa.Table) -> tuple[bytes, str]:
-    """The file of tables, one behind the other, and the checksum that its name is to end in.
+def encode(table: pa.Table) -> tuple[bytes, str]:
+    """The file of a table, and the checksum that its name is to end in."""
+    return encode_all(table.schema, [table])
+
+
+def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, str]:
+    """Likewise of tables, one behind the other, of which one is held at a time.
 
     Each is in row groups of its own, so that `read` of a step and `pick` decode no more than they need.
     """
     sink = io.BytesIO()
     # Dictionaries of numbers that hardly repeat cost time and room; bins ascend, and neighboring counts are alike.
-    texts = [field.name for field in table.schema if field.type == pa.string()]
-    lists = [f"{field.name}.list.element" for field in table.schema if pa.types.is_list(field.type)]
+    texts = [field.name for field in schema if field.type == pa.string()]
+    lists = [f"{field.name}.list.element" for field in schema if pa.types.is_list(field.type)]
     writer = pq.ParquetWriter(
         sink,
-        table.schema,
+        schema,
         compression="lz4",
         use_dictionary=texts,
         column_encoding=dict.fromkeys(lists, "DELTA_BINARY_PACKED"),
         write_statistics=["attempt", "step"],
     )
-    for each in (table, *more):
-        writer.write_table(each)
+    for table in tables:
+        writer.write_table(table)
     data = sink.getvalue()
     writer.add_key_value_metadata({_KEY: "".join(f"{zlib.crc32(block):08x}" for block in _blocks(data))})
     writer.close()

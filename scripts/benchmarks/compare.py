@@ -60,6 +60,11 @@ def write(run: Path, tensors: int, steps: int, seed: int, harmed: bool) -> None:
     record.close()
 
 
+def possible(name: str, values: Any) -> Any:
+    """Values as far as a metric can have them."""
+    return np.minimum(values, {"cosine": 1.0, "underflow_pct": 100.0, "overflow_pct": 100.0}.get(name, np.inf))
+
+
 def columns(keys: list[tuple[str, str]], grown: Any, random: np.random.Generator) -> dict[str, Any]:
     n = len(keys)
     constant = {"recipe": "delayed-hybrid", "format": "e4m3", "dtype": "bfloat16", "scale_source": "engine", "calls": 8}
@@ -71,7 +76,9 @@ def columns(keys: list[tuple[str, str]], grown: Any, random: np.random.Generator
         "role": [role for _, role in keys],
         **{name: [value] * n for name, value in (constant | counts).items()},
         **{
-            name: USUAL.get(name, 1.0) * random.lognormal(sigma=0.05, size=n) * (grown if name in grows else 1)
+            name: possible(
+                name, USUAL.get(name, 1.0) * random.lognormal(sigma=0.05, size=n) * (grown if name in grows else 1)
+            )
             for name in ("scale", "scale_current", *METRICS)
         },
     }

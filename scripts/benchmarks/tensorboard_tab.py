@@ -26,7 +26,7 @@ from typing import Any
 import browser
 import numpy as np
 
-from benchmarks.compare import INTERVAL, KINDS, USUAL
+from benchmarks.compare import INTERVAL, KINDS, USUAL, possible
 from nemo_fp8_debug.core.keys import SHOWN_AS
 from nemo_fp8_debug.numerics.metric_names import METRICS
 from nemo_fp8_debug.record.merging import MERGED
@@ -120,7 +120,9 @@ def columns(keys: list[tuple[str, str]], samples: Any, random: Any, harmed: bool
         **{name: [value] * rows for name, value in constant.items()},
         **{name: np.full(rows, value) for name, value in counts.items()},
         **{
-            name: USUAL.get(name, 1.0) * random.lognormal(sigma=0.05, size=rows) * (grown if name in worse else 1)
+            name: possible(
+                name, USUAL.get(name, 1.0) * random.lognormal(sigma=0.05, size=rows) * (grown if name in worse else 1)
+            )
             for name in ("scale", "scale_current", *METRICS)
         },
     }
