@@ -1,7 +1,8 @@
 """Puts few large parts in the place of many small ones, so that reading all steps does not open thousands of files.
 
-`MERGED` parts become one, `MERGED` of those another one, and so on, until a part has `LARGEST` bytes: the new one is held in
-memory while it is made, and the rows of one of the others at a time. So a record of any length has some hundred parts, beside one for each `LARGEST` bytes.
+`MERGED` parts become one, `MERGED` of those another one, and so on, until a part has `LARGEST` bytes. The new one is held
+in memory while it is made, and the rows of one of the others at a time. So a record of any length has a few hundred parts,
+beside one for each `LARGEST` bytes.
 """
 
 from __future__ import annotations

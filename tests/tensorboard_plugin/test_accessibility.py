@@ -100,7 +100,7 @@ def test_names_of_a_record_are_no_markup_in_it(name: str) -> None:
     told = {
         "headline": {
             "confidence": "high", "unit": "step", "cause_told": f"X of {name} is clipped.", "gap_told": None, "change": None,
-            "first": {"layer": name, "role": "input", "tensor": "X", "since": 3, "is_consequence": False},
+            "first": {"layer": name, "role": "input", "tensor": "X", "since": 3, "is_consequence": False, "with": 0},
         },
         "events": [{"step": 3, "what": f"X of {name}: underflow 1% -> 2%"}],
         "tensors": [

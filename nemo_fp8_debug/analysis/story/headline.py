@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.keys import SHOWN_AS
@@ -9,6 +10,7 @@ from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.rules.finding import CAUSES, NOT_FP8, Finding
 from ..formatting import number
 from ..loss.outcome import LossOutcome, described
+from ..runs.grid import interval_of
 from .told import sentence, steps_apart, tensor_of
 
 if TYPE_CHECKING:  # they import torch
@@ -45,8 +47,14 @@ def headline(found: Diagnosis, recommendation: Recommendation | None, first: dic
         "about_fp8": found.cause not in NOT_FP8,
         "since": found.divergence_step,
         "first": first,
+        "interval": _interval(found),
         "change": change(found, recommendation),
     }
+
+
+def _interval(found: Diagnosis) -> int:
+    """Steps from one sample to the next, in the median; 0: there is one."""
+    return int(interval_of(found.run.metrics["step"].unique().sort().to_numpy()))
 
 
 def _title(found: Diagnosis) -> str:
@@ -91,9 +99,9 @@ def cause_told(found: Diagnosis) -> str:
     blamed, means, culprit = found.blame.finding, CAUSES[found.cause], found.culprit
     if culprit is not None:
         told = sentence(f"it begins with {culprit.operand} {_when(culprit, found)}: {means} ({culprit.evidence})")
-        return told + _besides_told(found)
+        return told + _besides_told(found) + _reference_told(found)
     if blamed is not None and blamed.cause == found.cause:
-        return sentence(f"{means}: {blamed.evidence}")
+        return sentence(f"{means}: {blamed.evidence}") + _reference_told(found)
     if found.cause == "none":
         return _nothing_found(found)
     if found.cause == "unknown":
@@ -107,6 +115,16 @@ def cause_told(found: Diagnosis) -> str:
 def _besides_told(found: Diagnosis) -> str:
     others = [f"{other.operand} from {found.run.unit} {other.since} on" for other in found.blame.besides]
     return f" Also wrong by then: {'; '.join(others)}." if others else ""
+
+
+def _reference_told(found: Diagnosis) -> str:
+    """Whether the same run in higher precision is harmed too; empty if that is not known, or no harm is."""
+    if found.harm != "harmful" or found.comparison is None or found.comparison.reference is None:
+        return ""
+    too = next((f for f in found.findings if f.rule == "reference"), None)
+    if too is None:
+        return " The reference run, which differs in precision alone, does not diverge."
+    return f" The reference run, which differs in precision alone, diverges too, from {found.run.unit} {too.since} on."
 
 
 def _nothing_found(found: Diagnosis) -> str:
@@ -155,8 +173,11 @@ def _error_of(option: Option) -> float | None:
     return None if option.errors is None else option.errors.relative_error
 
 
-def first_of(row: dict[str, Any], found: Diagnosis) -> dict[str, Any] | None:
-    """The first tensor of the ranking: layer, role, tensor, since, told, is_consequence; None: nothing is out of order."""
+def first_of(row: dict[str, Any], found: Diagnosis, others: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any] | None:
+    """The first tensor of the ranking: layer, role, tensor, since, told, is_consequence; None: nothing is out of order.
+
+    `with`: how many others went out at the same sample.
+    """
     onset = row["onset"]
     if not row["blamed"] and (onset is None or found.cause == "none"):
         return None
@@ -169,4 +190,5 @@ def first_of(row: dict[str, Any], found: Diagnosis) -> dict[str, Any] | None:
     told = f"{tensor_of(row['layer'], row['role'])} is out of band{since}"
     told = sentence(f"{told}: {'a consequence' if consequence else 'the first tensor'}")
     key = {"layer": row["layer"], "role": row["role"], "tensor": SHOWN_AS[row["role"]]}
-    return key | {"since": onset, "told": told, "is_consequence": consequence}
+    together = sum(onset is not None and other["since"] == onset for other in others)
+    return key | {"since": onset, "told": told, "is_consequence": consequence, "with": together}

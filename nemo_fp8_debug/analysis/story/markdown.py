@@ -60,7 +60,8 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], most: int) ->
 
 
 def _since(first: Mapping[str, Any], unit: str) -> str:
-    return _named(first) + ("" if first["since"] is None else f" since {unit} {first['since']}")
+    others = f", with {first['with']} more" if first["with"] else ""
+    return _named(first) + ("" if first["since"] is None else f" since {unit} {first['since']}{others}")
 
 
 def _named(row: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def story(found: Diagnosis, recommendation: Recommendation | None = None) -> dic
     """
     rows = ranked(found)
     tensors = _tensors(found, _that_matter(rows))
-    first = first_of(tensors[0] | {"onset": tensors[0]["since"]}, found) if tensors else None
+    first = first_of(tensors[0] | {"onset": tensors[0]["since"]}, found, tensors[1:]) if tensors else None
     events = [asdict(event) | {"row": row_of(event)} for event in _events(found, tensors)]
     present = {event["row"] for event in events}
     plain: dict[str, Any] = jsonable(

@@ -12,7 +12,7 @@ CAUSES = {
     "corrupted_scale": "the scale in use jumped and the values did not",
     "clipping": "the scale in use is too large, and large values are clipped",
     "underflow": "small values become zero",
-    "outlier": "few values are far larger than the others, which a scale for all of them leaves little",
+    "outlier": "few values are far larger than the others, and one scale cannot hold both",
     "dead": "all values are zero",
     "nonfinite": "values are NaN or infinite",
     "multiplier": "gradients are multiplied by something that they should not be",

@@ -69,7 +69,7 @@ function Facts({told, brief}) {
     told.cause_told && ['Why', <Why told={told} />],
     gap && ['Gap', <Gap gap={gap} brief={brief} />],
     told.out_of_band != null && ['Tensors', outOfBand(told)],
-    first && [first.is_consequence ? 'First tensor, a consequence' : 'First tensor', <First first={first} since={since} unit={unit} />],
+    first && [first.is_consequence ? 'First tensor, a consequence' : 'First tensor', <First first={first} since={since} unit={unit} interval={told.interval} />],
     told.change && !brief && ['What to do', <Sentence text={told.change} />],
   ];
   return (
@@ -83,7 +83,7 @@ function Facts({told, brief}) {
 
 const Ways = ({told: {since, unit, cause}, brief}) => (
   <div class="ways">
-    {since != null && <Link to={{view: 'timeline', step: since}}>The loss at {unit} {since}</Link>}
+    {since != null && <Link to={{view: 'timeline', step: since}}>{cause === 'learning_rate' ? 'Learning rate and loss' : 'The loss'} at {unit} {since}</Link>}
     {cause !== undefined && brief && <Link to={{view: 'verdict'}}>All the evidence</Link>}
     <AsMarkdown />
   </div>
@@ -92,7 +92,7 @@ const Ways = ({told: {since, unit, cause}, brief}) => (
 const Why = ({told}) => (
   <>
     <span class="chips">
-      {told.cause !== 'none' && told.cause !== 'unknown' && <span class="chip">{told.about_fp8 ? 'FP8' : 'not FP8'}</span>}
+      {told.cause !== 'none' && told.cause !== 'unknown' && <span class="chip">{told.about_fp8 ? 'FP8 is the cause' : 'not FP8'}</span>}
       <span class="chip">{told.confidence} confidence</span>
       <Help word="confidence" />
     </span>{' '}
@@ -112,10 +112,12 @@ function Gap({gap: {percent, low, high, visible, first, last, paired}, brief}) {
 const outOfBand = ({out_of_band: out, tensors, first_out: first, unit}) =>
   out ? `${out} of ${tensors} are out of the baseline's band, the first since ${unit} ${first}` : `All ${tensors} stay in the baseline's band`;
 
-/** The tensor, since when, and how far from the loss. */
-function First({first, since, unit}) {
+/** The tensor, since when, how many more at the same sample, how far from the loss, and how often samples are. */
+function First({first, since, unit, interval}) {
+  const more = first.with ? `, with ${first.with} more` : '';
   const apart = since == null || first.since == null ? '' : `, ${distance(first.since - since, unit)} the loss`;
-  return <><TensorLink {...first} step={first.since} />{first.since == null ? '' : ` since ${unit} ${first.since}${apart}`}</>;
+  const seen = interval > 1 ? <span class="soft"> (one sample each {interval} {unit}s)</span> : null;
+  return <><TensorLink {...first} step={first.since} />{first.since == null ? '' : <> since {unit} {first.since}{more}{apart}{seen}</>}</>;
 }
 
 function distance(by, unit) {
