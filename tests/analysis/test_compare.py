@@ -147,7 +147,7 @@ class TestVerdict:
 
 class TestRefused:
     def test_no_step_in_common(self, tmp_path: Path, baseline: Path) -> None:
-        late = write(tmp_path / "late", broken, rising(), steps=range(1005, 1100, 20))
+        late = write(tmp_path / "late", healthy, rising(), steps=range(1005, 1100, 20))
         with pytest.raises(RecordError, match="no sampled step and tensor in common") as error:
             compare(baseline, late)
         assert "has steps 0 to 180" in str(error.value)

@@ -167,7 +167,7 @@ def test_the_headline_names_the_learning_rate_and_calls_the_first_tensor_a_conse
     shown = " ".join(headline.inner_text().split())
     assert "not FP8" in shown and "The learning rate is the cause" in shown
     assert re.search(r"The loss diverges at step \d+", shown)
-    assert re.search(r"First tensor, a consequence:? X of decoder\.layers\.", shown)
+    assert re.search(r"First tensor, a consequence:?\s*X of decoder\.layers\.", shown)
 
 
 @pytest.mark.parametrize("view", ["Timeline", "Distribution", "What if", "Verdict", "Fingerprints"])

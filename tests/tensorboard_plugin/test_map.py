@@ -120,6 +120,7 @@ def test_what_is_told_of_a_place_follows_the_step_and_the_metric(page: Page, boa
     tab = opened(page, board, run="bad", baseline="baseline", step=390, view="map", metric="underflow_pct")
     at_step(tab, 390)
     expect(tab.locator(".legend")).to_contain_text("times what counts")
+    tab.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
     x, y = place_of(tab, column=5.9, row=2.9)
     page.mouse.move(x, y)
     told = tab.locator(".under")
@@ -133,6 +134,8 @@ def test_what_is_told_of_a_place_follows_the_step_and_the_metric(page: Page, boa
     tab.locator("[data-picker=metric]").select_option("mse")
     expect(tab.locator(".legend").first).to_contain_text("mean squared error")
     at_step(tab, 400)
+    tab.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
+    page.mouse.move(*place_of(tab, column=3.5, row=1.5))
     page.mouse.move(*place_of(tab, column=3.6, row=1.6))
     expect(told).to_contain_text(f"X of {CULPRIT}")
     expect(told).not_to_contain_text("%")

@@ -40,7 +40,7 @@ def _known(run: Run) -> pl.DataFrame:
         scale = pl.col("loss_scale")
         steady = (scale == scale.shift(1)).fill_null(True) & (scale == scale.shift(-1)).fill_null(True)
         rows = rows.filter(scale.is_not_null()).filter(steady & scale.is_finite() & (scale > 0))
-    rows = rows.filter(pl.col("grad_scale").is_finite() & (pl.col("grad_scale") != 0))
+    rows = rows.filter(pl.col("grad_scale").is_finite())
     gradients = run.metrics.filter(role="grad_output").group_by("step").agg(pl.median("calls"))
     per_scale = pl.col("grad_scale") / pl.col("loss_scale").fill_null(1.0)
     known = rows.join(gradients, on="step", how="left").with_columns(per_scale=per_scale)
