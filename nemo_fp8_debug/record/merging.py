@@ -1,8 +1,8 @@
 """Puts few large parts in the place of many small ones, so that reading all steps does not open thousands of files.
 
 `MERGED` parts become one, `MERGED` of those another one, and so on, until a part has `LARGEST` bytes. The new one is held
-in memory while it is made, and the rows of one of the others at a time. So a record of any length has a few hundred parts,
-beside one for each `LARGEST` bytes.
+in memory while it is made, and a row group of one of the others at a time. So a record of any length has a few hundred
+parts, beside one for each `LARGEST` bytes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ class Merger:
         read: list[Part] = []
         rows = self._rows(table, parts, read)
         groups = _by_step(rows) if table in BY_STEP else _in_groups(rows)
-        content, checksum = parquet.encode_all(arrow_schema(table), groups)
+        try:
+            content, checksum = parquet.encode_all(arrow_schema(table), groups)
+        except (OSError, ValueError):  # one of them is damaged in its middle
+            return None
         if len(read) < 2:
             return None
         first, last = min(part.first for part in read), max(part.last for part in read)
@@ -94,15 +97,23 @@ class Merger:
         return None
 
     def _rows(self, table: str, parts: Sequence[Part], read: list[Part]) -> Iterator[pa.Table]:
-        """What each part has, one after the other; those that can be read are added to `read`."""
+        """What each part has, one after the other and a row group at a time; those that can be read are added to `read`.
+
+        Raises:
+            OSError, ValueError: one is damaged behind its first row group.
+        """
         schema = arrow_schema(table)
         for part in parts:
-            rows = None
-            with contextlib.suppress(Exception), self._storage.open(part.path) as file:
-                rows = migration.completed(parquet.read(file, part.checksum), schema).cast(schema)
-            if rows is not None:
+            with contextlib.ExitStack() as opened:
+                try:
+                    groups = parquet.groups(opened.enter_context(self._storage.open(part.path)), part.checksum)
+                    first = migration.completed(next(groups), schema).cast(schema)
+                except Exception:  # every driver has errors of its own
+                    continue
                 read.append(part)
-                yield rows
+                yield first
+                for rows in groups:
+                    yield migration.completed(rows, schema).cast(schema)
 
     def _not_yet_merged(self, table: str, parts: Sequence[Part]) -> list[Written]:
         """The small ones of an attempt's parts; those that a process was killed before it could remove are removed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -70,6 +70,21 @@ def read(file: Any, checksum: str, columns: Sequence[str] | None = None, step: i
         return part.read(columns=names, use_threads=False)
     groups = [group for group in range(part.num_row_groups) if _may_have(part.metadata.row_group(group), step)]
     return part.read_row_groups(groups, columns=names, use_threads=False)
+
+
+def groups(file: Any, checksum: str) -> Iterator[pa.Table]:
+    """All columns of a part, a row group at a time.
+
+    Args:
+        file, checksum: as for `read`.
+
+    Raises:
+        ValueError: it is damaged or foreign.
+    """
+    checked = _Checked(file, checksum)
+    part = pq.ParquetFile(checked, metadata=checked.metadata)
+    for group in range(part.num_row_groups):
+        yield part.read_row_group(group, use_threads=False)
 
 
 def _may_have(group: pq.RowGroupMetaData, step: int) -> bool:
