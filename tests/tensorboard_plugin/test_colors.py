@@ -66,6 +66,7 @@ def shown(page: Page, **state: object) -> Page:
     page.goto(address.replace("/#fp8&", "/data/plugin_entry.html?name=fp8#"))
     page.locator(".legend", has_text="times what counts").first.wait_for()
     page.locator("[data-drawn]:not([data-drawn=''])").first.wait_for()
+    page.locator(".headline[data-stage=all]").wait_for()  # which moves what is below it
     return page
 
 
