@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from . import migration, parquet
+from .checks import wrong_values
 from .schema import SCHEMAS, Part, arrow_schema, part_name
 from .storage import Storage
 
@@ -82,7 +83,7 @@ class Merger:
         groups = _by_step(rows) if table in BY_STEP else _in_groups(rows)
         try:
             content, checksum = parquet.encode_all(arrow_schema(table), groups)
-        except (OSError, ValueError):  # one of them is damaged in its middle
+        except Exception:  # one of them is damaged in its middle; every driver has errors of its own
             return None
         if len(read) < 2:
             return None
@@ -99,8 +100,10 @@ class Merger:
     def _rows(self, table: str, parts: Sequence[Part], read: list[Part]) -> Iterator[pa.Table]:
         """What each part has, one after the other and a row group at a time; those that can be read are added to `read`.
 
+        A part with values that no run writes is left out when it is read, so it stays alone: it must not cost the others.
+
         Raises:
-            OSError, ValueError: one is damaged behind its first row group.
+            Exception: one is damaged behind its first row group.
         """
         schema = arrow_schema(table)
         for part in parts:
@@ -108,6 +111,8 @@ class Merger:
                 try:
                     groups = parquet.groups(opened.enter_context(self._storage.open(part.path)), part.checksum)
                     first = migration.completed(next(groups), schema).cast(schema)
+                    if wrong_values(first):
+                        continue
                 except Exception:  # every driver has errors of its own
                     continue
                 read.append(part)

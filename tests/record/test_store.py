@@ -231,6 +231,16 @@ class TestMerged:
         assert len(sizes) >= 30 // 4 and sizes[0] >= size and sizes[-1] <= 2 * 3 * size
         assert read_table(tmp_path, "metrics")["step"].unique().to_list() == list(range(30))
 
+    def test_a_sample_with_values_that_no_run_writes_costs_no_other(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(merging, "MERGED", 4)
+        record = start(tmp_path)
+        for step in range(16):
+            record.record(sample(step, [{"layer": "l", "cosine": 7.0 if step == 5 else 1.0}]))
+        with pytest.warns(FP8DebugWarning, match="cosine is not between"):
+            assert read_table(tmp_path, "metrics")["step"].to_list() == [step for step in range(16) if step != 5]
+
     def test_a_merge_of_merged_parts_cut_short_doubles_no_row(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(merging, "MERGED", 4)
         record = start(tmp_path)

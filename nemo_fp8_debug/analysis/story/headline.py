@@ -121,10 +121,13 @@ def _reference_told(found: Diagnosis) -> str:
     """Whether the same run in higher precision is harmed too; empty if that is not known, or no harm is."""
     if found.harm != "harmful" or found.comparison is None or found.comparison.reference is None:
         return ""
-    too = next((f for f in found.findings if f.rule == "reference"), None)
-    if too is None:
+    other = LossOutcome(found.comparison.reference.loss, found.loss.baseline, found.loss.max_gap)
+    if other.harm in ("none", "gap"):
         return " The reference run, which differs in precision alone, does not diverge."
-    return f" The reference run, which differs in precision alone, diverges too, from {found.run.unit} {too.since} on."
+    if other.harmful_since is None:
+        return " Whether the reference run diverges too cannot be told."
+    since = f"{found.run.unit} {other.harmful_since}"
+    return f" The reference run, which differs in precision alone, diverges too, from {since} on."
 
 
 def _nothing_found(found: Diagnosis) -> str:
