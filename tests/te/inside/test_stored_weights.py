@@ -188,12 +188,26 @@ def test_analyses_take_weights_whose_errors_are_not_known(tmp_path: Path) -> Non
     assert not [change for change in recommend(tmp_path / "a").plan.changes if change.role == "weight"]
 
 
+def replace(weight: Any, by: Any) -> None:
+    """Codes and scales of another weight."""
+    for name, kept in vars(by).items():
+        if isinstance(kept, torch.Tensor) and isinstance(mine := getattr(weight, name), torch.Tensor):
+            mine.data.copy_(kept)
+
+
+def round_wrongly(weight: Any) -> None:
+    """Some codes are those next to what is nearest."""
+    codes = next(data for name in ("_data", "_rowwise_data") if (data := getattr(weight, name, None)) is not None)
+    codes.view(-1)[:64] ^= 1
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("missed", [None, "experts.1"])
-def test_weights_are_the_casts_of_their_masters_but_for_one_that_missed_an_update(
-    tmp_path: Path, recipe: Any, missed: str | None
+@pytest.mark.parametrize("fault", [None, "stale", "gathered from elsewhere", "cast wrongly"])
+def test_weights_are_the_casts_of_their_masters_but_for_one_that_is_not(
+    tmp_path: Path, recipe: Any, fault: str | None
 ) -> None:
-    """Codes and scales of a step before, in one weight."""
+    """It has codes and scales of a step before or of another weight, or codes that are not the nearest ones."""
+    name = "experts.1"
     model = Model(recipe)
     optimizer = FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
     monitor = Monitor(model, str(tmp_path), interval=1, table_rows=0, on_error="raise", replicas=True)
@@ -202,18 +216,20 @@ def test_weights_are_the_casts_of_their_masters_but_for_one_that_missed_an_updat
             with te.autocast(enabled=True, recipe=recipe):
                 y = model(torch.cat([tokens(step, SIZE)] * 4, 1))
             y.float().square().mean().backward()
-            earlier = copy.deepcopy(model.get_parameter(WEIGHTS[missed])) if missed else None
+            weight = model.get_parameter(WEIGHTS[name])
+            earlier = copy.deepcopy(weight)
             optimizer.step()
-            if missed and step == 1:
-                stale: Any = model.get_parameter(WEIGHTS[missed])
-                for name, kept in vars(earlier).items():
-                    if isinstance(kept, torch.Tensor) and isinstance(mine := getattr(stale, name), torch.Tensor):
-                        mine.data.copy_(kept)
+            if fault == "stale" and step == 1:
+                replace(weight, earlier)
+            elif fault == "gathered from elsewhere" and step == 1:
+                replace(weight, model.get_parameter(WEIGHTS["experts.0"]))
+            elif fault == "cast wrongly" and step == 1:
+                round_wrongly(weight)
             optimizer.zero_grad()
     monitor.close()
     rows = read_record(str(tmp_path), "replicas")
     assert set(rows["what"]) == {"master"} and sorted(rows.filter(step=1)["layer"]) == sorted(WEIGHTS)
     apart = rows.filter(outcome="apart").select("step", "layer", "rank").rows()
-    assert apart == ([(2, missed, 0)] if missed else [])
-    if missed:
-        assert f"W of {missed} is not what its master weight is cast to" in diagnose(tmp_path).verdict()
+    assert apart == ([(2, name, 0)] if fault else [])
+    if fault:
+        assert f"W of {name} is not what its master weight is cast to" in diagnose(tmp_path).verdict()
