@@ -53,7 +53,11 @@ def _run(command: list[str], added: dict[str, str]) -> int:
         process = subprocess.Popen(command, env=os.environ | added)
     except OSError as error:
         raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from None
-    signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the command as well
-    status = process.wait()
+    terminate = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the command as well
+    try:
+        status = process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGINT, interrupt)
     return status if status >= 0 else 128 - status

@@ -100,7 +100,7 @@ def test_examples_of_help_run(command: str, place: Path, monkeypatch: pytest.Mon
     told = run_cli(command, "--help", COLUMNS="200").output
     for example in _module_of(command).EXAMPLES:
         assert f"nemo-fp8-debug {command} {example}" in told
-        if command == "rescue":  # it takes signals away from its process
+        if command == "rescue":  # what its command prints is not its own
             operand = "decoder.layers.1.mlp.linear_fc2:X"
             run_cli("recommend", "runs/fp8", "--operand", operand, "--relative-error", "0.001", "--output", "fix")
             path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

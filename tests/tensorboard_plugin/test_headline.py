@@ -77,6 +77,7 @@ def test_two_culprits_are_told_as_two(browser: Browser, tmp_path: Path) -> None:
 def test_the_strip_and_its_table_show_every_event_in_order_and_lead_to_its_step(frame: Open, told: dict[str, Any]) -> None:
     page = opened(frame, view="verdict", **THREE)
     strip = page.locator(".strip")
+    strip.locator("svg [data-step]").first.wait_for()
     marks = strip.locator("svg [data-step]").all()
     assert sum(len((mark.get_attribute("data-kinds") or "").split()) for mark in marks) == len(told["events"])
     assert strip.locator("svg .row-name").all_text_contents()[:-1] == told["rows"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -111,6 +112,11 @@ class TestCommand:
         plan = saved(tmp_path, Plan((Change("\x1b]0;pwned\x07[bold]", "bf16"),)))
         result = CliRunner().invoke(app, ["rescue", plan, "--", "true"])
         assert result.stdout == "\\x1b]0;pwned\\x07[bold]: X, W, dY in bf16\n"
+
+    def test_signals_are_given_back(self, tmp_path: Path) -> None:
+        before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        assert CliRunner().invoke(app, ["rescue", saved(tmp_path, FIRST), "--", "true"]).exit_code == 0
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
     def test_what_cannot_be_run_is_refused(self, tmp_path: Path) -> None:
         path, empty = saved(tmp_path, FIRST), saved(tmp_path, Plan(), "empty.json")
