@@ -1,4 +1,4 @@
-"""A real TensorBoard and a real Chromium, without a screen."""
+"""A real TensorBoard, or the page served without it, and a real Chromium, without a screen."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from nemo_fp8_debug.tensorboard_plugin.links import link
+from nemo_fp8_debug.tensorboard_plugin.page.names import roots_of
+from nemo_fp8_debug.tensorboard_plugin.page.serve import server
 
 CHROMIUM = Path(__file__).parents[2] / ".venv" / "chromium"
 #: milliseconds after which a page is given up: far more than a slow and busy machine needs
@@ -41,6 +44,19 @@ def tensorboard(*arguments: object) -> Iterator[str]:
             server.kill()
             server.wait()
             server.stdout.close()
+
+
+@contextlib.contextmanager
+def serving(*folders: object) -> Iterator[str]:
+    """The address of the page of the runs below `folders`, as `nemo-fp8-debug view` serves it, from a thread."""
+    with server(roots_of(list(map(str, folders))), "127.0.0.1", 0) as started:
+        thread = threading.Thread(target=started.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{started.port}/"
+        finally:
+            started.shutdown()
+            thread.join()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The README's main job, whole: three real NeMo runs, and compare names what went wrong."""
+"""The README's main job: three real NeMo runs, short ones, and what the records of long ones tell."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import psutil
 import pytest
-from browser import chromium, tensorboard, window
-from playwright.sync_api import FrameLocator, Page
+from browser import chromium, serving, tensorboard, window
+from playwright.sync_api import Browser, FrameLocator, Page
 from processes import GUARD, end_all, finished, found_in, wait_until
 
 ROOT = Path(__file__).parents[2]
+#: of a job of full length, made by scripts/validation/main_job/train.py
+RECORDS = ROOT / "scripts/validation/main_job/records"
+STEPS = 40
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": found_in(ROOT / "recipes")}
 def job(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     output = tmp_path_factory.mktemp("demo") / "runs"
     with somebody_listening_on(6006):
-        done = finished(*DEMO, output, env=ENVIRONMENT)
+        done = finished(*DEMO, output, "--steps", str(STEPS), env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return Demo(output, done.stdout)
 
@@ -54,16 +58,21 @@ def somebody_listening_on(port: int) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def demo(job: Demo) -> Path:
-    return job.output
+def said(command: str, *arguments: str | Path) -> dict[str, Any]:
+    """The JSON that a command of the package prints."""
+    cli = Path(sys.executable).with_name("nemo-fp8-debug")
+    found: dict[str, Any] = json.loads(finished(cli, command, *arguments, "--json").stdout)
+    return found
 
 
 @pytest.fixture(scope="module")
-def comparison(demo: Path) -> dict[str, Any]:
-    cli = str(Path(sys.executable).with_name("nemo-fp8-debug"))
-    command = [cli, "compare", str(demo / "baseline"), str(demo / "bad"), "--reference", str(demo / "reference"), "--json"]
-    return json.loads(finished(*command).stdout)
+def comparison() -> dict[str, Any]:
+    return said("compare", RECORDS / "baseline", RECORDS / "bad", "--reference", RECORDS / "reference")
+
+
+@pytest.fixture(scope="module")
+def diagnosis() -> dict[str, Any]:
+    return said("diagnose", RECORDS / "bad", "--baseline", RECORDS / "baseline", "--reference", RECORDS / "reference")
 
 
 def test_the_bad_run_diverges_in_mid_run_and_the_good_one_does_not(comparison: dict[str, Any]) -> None:
@@ -97,18 +106,23 @@ def test_compare_says_whether_the_twin_diverged(comparison: dict[str, Any]) -> N
     assert f"The reference run's loss diverges too, from step {left}" in comparison["verdict"]
 
 
-def test_the_demo_ends_with_a_verdict_in_two_sentences_and_says_where_all_is(job: Demo, comparison: dict[str, Any]) -> None:
-    verdict, *ending = [line for line in job.printed.splitlines() if not line.startswith(("[", "Three runs"))][1:]
-    since = comparison["runs"]["run"]["above_baseline_since"]
+def test_the_verdict_has_two_sentences(diagnosis: dict[str, Any], comparison: dict[str, Any]) -> None:
+    since, verdict = comparison["runs"]["run"]["above_baseline_since"], diagnosis["verdict"]
     assert verdict.startswith(f"The loss diverges from step {since} on: a gap of +")
     assert ". The learning rate is the cause (high confidence): " in verdict and verdict.count(". ") == 1
+
+
+def test_the_demo_ends_with_the_verdict_and_says_where_all_is(job: Demo) -> None:
+    verdict, *ending = [line for line in job.printed.splitlines() if not line.startswith(("[", "Three runs"))][1:]
+    bad, baseline, reference = (job.output / name for name in ("bad", "baseline", "reference"))
+    assert verdict == said("diagnose", bad, "--baseline", baseline, "--reference", reference)["verdict"]
     assert "Port 6006 is taken, so this uses port 6007." in ending
     assert all(str(job.output / name) in ending[-1] for name in ("baseline", "bad", "reference"))
 
 
 def test_progress_has_an_estimate_and_fits_a_terminal(job: Demo) -> None:
     lines = [line for line in job.printed.splitlines() if line.startswith("[")]
-    assert any(re.search(r"step \d+ of 360, about \d+ s left", line) for line in lines)
+    assert any(re.search(rf"step \d+ of {STEPS}, about \d+ s left", line) for line in lines)
     assert max(map(len, lines)) <= 80
 
 
@@ -127,51 +141,57 @@ def test_ctrl_c_ends_the_runs(tmp_path: Path) -> None:
             end_all(demo)
 
 
-def test_diagnose_blames_no_operand_for_a_learning_rate(demo: Path) -> None:
-    cli = str(Path(sys.executable).with_name("nemo-fp8-debug"))
-    command = [cli, "diagnose", str(demo / "bad"), "--baseline", str(demo / "baseline"), "--json"]
-    found = json.loads(finished(*command).stdout)
-    assert (found["cause"], found["culprit"], found["harm"]) == ("learning_rate", None, "harmful")
+def test_diagnose_blames_no_operand_for_a_learning_rate(diagnosis: dict[str, Any]) -> None:
+    assert (diagnosis["cause"], diagnosis["culprit"], diagnosis["harm"]) == ("learning_rate", None, "harmful")
 
 
 @pytest.fixture(scope="module")
-def page(job: Demo) -> Iterator[Page]:
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(job: Demo, browser: Browser) -> Iterator[Page]:
     """What is at the address that the main job ends with, under the command that it ends with."""
     command, logdir = re.search(r"To see it:  (\S+) --logdir (\S+) --port 6007", job.printed).groups()  # type: ignore[union-attr]
     assert Path(command).exists()
-    with tensorboard("--logdir", logdir) as address, chromium() as browser:
+    with tensorboard("--logdir", logdir) as address:
         page = window(browser).new_page()
-        page.goto(re.search(r"and open    (\S+)", job.printed)[1].replace("http://localhost:6007", address))  # type: ignore[index]
+        page.goto(printed_address(job).replace("http://localhost:6007", address))
         yield page
+
+
+def printed_address(job: Demo) -> str:
+    found = re.search(r"and open    (\S+)", job.printed)
+    assert found
+    return found[1]
 
 
 def tab(page: Page) -> FrameLocator:
     return page.frame_locator("iframe")
 
 
-def test_the_printed_address_opens_on_the_culprit(page: Page, comparison: dict[str, Any]) -> None:
-    first = comparison["tensors"][0]
-    for panel in ("run", "difference"):
-        worst = tab(page).locator(f"[data-panel={panel}]")
-        worst.wait_for()
-        assert worst.get_attribute("data-layer") == first["layer"]
-        assert worst.get_attribute("data-role") == first["role"]
-    baseline = tab(page).locator("[data-panel=baseline]")
-    run = tab(page).locator("[data-panel=run]")
-    assert float(run.get_attribute("data-value") or 0) > 10 * float(baseline.get_attribute("data-value") or 0)
-
-
-def test_the_headline_names_the_learning_rate_and_calls_the_first_tensor_a_consequence(page: Page) -> None:
-    headline = tab(page).locator(".headline[data-stage=all]")
-    headline.wait_for()
-    shown = " ".join(headline.inner_text().split())
-    assert "not FP8" in shown and "The learning rate is the cause" in shown
-    assert re.search(r"The loss diverges at step \d+", shown)
-    assert re.search(r"First tensor, a consequence:?\s*X of decoder\.layers\.", shown)
+def test_the_printed_address_is_that_of_the_tensor_that_drifted_farthest(job: Demo) -> None:
+    first = said("compare", job.output / "baseline", job.output / "bad")["tensors"][0]
+    state = parse_qs(urlsplit(printed_address(job)).fragment)
+    assert (state["p.fp8.layer"], state["p.fp8.role"]) == ([first["layer"]], [first["role"]])
 
 
 @pytest.mark.parametrize("view", ["Timeline", "Distribution", "What if", "Verdict", "Fingerprints"])
-def test_every_view_opens_on_the_culprit(page: Page, view: str) -> None:
+def test_every_view_opens(page: Page, view: str) -> None:
     tab(page).get_by_role("tab", name=view).click()
     tab(page).locator(f"#view[data-view='{view}']").locator("[data-drawn]:visible, table:visible").first.wait_for()
     assert not tab(page).locator(".problem").count()
+
+
+def test_the_headline_names_the_learning_rate_and_calls_the_first_tensor_a_consequence(browser: Browser) -> None:
+    with serving(RECORDS) as address:
+        page = window(browser).new_page()
+        page.goto(f"{address}#p.fp8.run=bad&p.fp8.baseline=baseline&p.fp8.reference=reference")
+        headline = page.locator(".headline[data-stage=all]")
+        headline.wait_for()
+        shown = " ".join(headline.inner_text().split())
+    assert "not FP8" in shown and "The learning rate is the cause" in shown
+    assert re.search(r"The loss diverges at step \d+", shown)
+    assert re.search(r"First tensor, a consequence:?\s*X of decoder\.layers\.", shown)

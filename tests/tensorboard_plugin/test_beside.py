@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from browser import window
+from browser import serving, window
 from playwright.sync_api import Browser, Page, expect
 from samples import sample
 from tab import FC1, start
 
 from nemo_fp8_debug.record.reader import read_table
-from nemo_fp8_debug.tensorboard_plugin.page.serve import server
-from nemo_fp8_debug.tensorboard_plugin.records.logdir import Root
 
 OTHERS = [f"other-{i}" for i in range(7)]
 STEPS = 20
@@ -39,20 +36,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(browser: Browser, folder: Path) -> Iterator[Page]:
     """On the timeline of a tensor, in the order of the tests."""
-    serving = server([Root("", str(folder))], "127.0.0.1", 0)
-    thread = threading.Thread(target=serving.serve_forever)
-    thread.start()
     context = window(browser)
     page = context.new_page()
     state = {"view": "timeline", "run": "run", "baseline": "baseline", "reference": "", "layer": FC1, "role": "input"}
-    address = "&".join(f"p.fp8.{name}={value}" for name, value in (state | {"metrics": "amax"}).items())
-    page.goto(f"http://127.0.0.1:{serving.port}/#{address}")
-    page.locator("figure [data-drawn]").wait_for()
-    yield page
-    context.close()
-    serving.shutdown()
-    thread.join()
-    serving.server_close()
+    state_in_address = "&".join(f"p.fp8.{name}={value}" for name, value in (state | {"metrics": "amax"}).items())
+    with serving(folder) as address:
+        page.goto(f"{address}#{state_in_address}")
+        page.locator("figure [data-drawn]").wait_for()
+        yield page
+        context.close()
 
 
 def taken_away(page: Page) -> dict[str, list[tuple[float, float]]]:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from browser import window
+from browser import serving, window
 from playwright.sync_api import Browser, Page, expect
 from shown import cells, table
 from verdict_records import CULPRIT, ONSET, TwoFaults, record
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.tensorboard_plugin.page.names import roots_of
-from nemo_fp8_debug.tensorboard_plugin.page.serve import server
 
 Open = Callable[..., Page]
 THREE = {"run": "bad", "baseline": "baseline", "reference": "reference"}
@@ -63,13 +60,11 @@ def test_the_headline_names_cause_step_and_tensor_on_every_view_and_is_asked_for
 def test_two_culprits_are_told_as_two(browser: Browser, tmp_path: Path) -> None:
     record(tmp_path / "baseline", fault=False, fp8=True, model=TwoFaults)
     record(tmp_path / "bad", fault=True, fp8=True, model=TwoFaults)
-    with server(roots_of([str(tmp_path)]), "127.0.0.1", 0) as serving:
-        threading.Thread(target=serving.serve_forever).start()
+    with serving(tmp_path) as address:
         page = window(browser).new_page()
-        page.goto(f"http://127.0.0.1:{serving.port}/#p.fp8.run=bad&p.fp8.baseline=baseline")
+        page.goto(f"{address}#p.fp8.run=bad&p.fp8.baseline=baseline")
         page.locator(".headline[data-stage=all]").wait_for()
         shown = " ".join(page.locator(".headline").inner_text().split())
-        serving.shutdown()
     both = (f"It begins with X of {CULPRIT} at step {ONSET}", f"Also wrong by then: X of up from step {ONSET} on.")
     assert all(told in shown for told in both) and "FP8" in shown
 

@@ -1,0 +1,1 @@
+"""The README's main job at full length, and what verdicts need of its records."""

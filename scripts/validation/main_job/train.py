@@ -1,0 +1,33 @@
+"""Runs the README's main job, and keeps its records: `scripts/validation/main_job/train.py`.
+
+It takes 1.5 minutes on two cores. Metrics, steps and fingerprints go to `records/`; histograms, which no verdict takes, do
+not. The tests judge these records; the job itself they run for few steps.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+RECORDS = Path(__file__).with_name("records")
+VARIANTS = ("baseline", "bad", "reference")
+_SCRIPTS = Path(__file__).parents[2]
+_KEPT = shutil.ignore_patterns("histograms", "status.json")
+
+
+def main() -> None:
+    path = os.pathsep.join(map(str, (_SCRIPTS.parent / "recipes", *filter(None, [os.environ.get("PYTHONPATH")]))))
+    with tempfile.TemporaryDirectory() as folder:
+        job = [sys.executable, "-W", "ignore", str(_SCRIPTS / "demo.py"), "--output", f"{folder}/runs"]
+        subprocess.run(job, check=True, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+        shutil.rmtree(RECORDS, ignore_errors=True)
+        for name in VARIANTS:
+            shutil.copytree(f"{folder}/runs/{name}/fp8_debug", RECORDS / name / "fp8_debug", ignore=_KEPT)
+
+
+if __name__ == "__main__":
+    main()
