@@ -7,8 +7,11 @@ import polars as pl
 import pytest
 from fault_injection.false_discoveries import bound, of_pairs
 from fault_injection.records import truths
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import false_discovery_control
 
-from nemo_fp8_debug.analysis.comparison.discoveries import CHANCE, FALLS, RATE, discoveries
+from nemo_fp8_debug.analysis.comparison.discoveries import CHANCE, FALLS, RATE, discoveries, highest_chance
 
 
 def rows(excess: list[float], metric: str = "underflow_pct") -> pl.DataFrame:
@@ -35,6 +38,13 @@ def test_of_tensors_that_are_out_by_chance_hardly_any_is_told() -> None:
         out = generator.uniform(size=3_000) < CHANCE
         told += len(discoveries(rows(list(1 + generator.exponential(1 / FALLS, int(out.sum())))), 3_000))
     assert told <= 1.8 * RATE * 1000
+
+
+@given(st.lists(st.floats(-12, 0).map(lambda exponent: 10**exponent), max_size=40), st.integers(0, 400))
+def test_discoveries_are_those_of_scipy(below_1: list[float], others: int) -> None:
+    chances, all_of_them = np.array(below_1), np.array([*below_1, *[1.0] * others])
+    adjusted = false_discovery_control(all_of_them)[: len(chances)] if len(all_of_them) else chances
+    assert (chances <= highest_chance(chances, len(all_of_them))).tolist() == (adjusted <= RATE).tolist()
 
 
 def test_nonfinite_is_no_chance() -> None:

@@ -139,12 +139,18 @@ def joined(found: dict[str, Any]) -> None:
     run.log({"final": 1.0}, step=10)
     run.finish()
     experiment.end()
-    tables = file_of("wandb/offline-run-*-joined/files/media/table/fp8").glob("samples_without_a_row*")
     found["joined"] = {
-        "tables": [json.loads(table.read_text()) for table in tables],
+        "without_a_row": without_a_row("wandb/offline-run-*-joined"),
         "mlflow": of_mlflow(active.info.run_id),
         "comet": of_comet(experiment.id),
     }
+
+
+def without_a_row(run: str) -> list[dict[str, Any]]:
+    """Samples that came when the user's run had no row left."""
+    files = FOLDER.glob(f"{run}/files/media/table/fp8/samples_without_a_row*")
+    tables = [json.loads(file.read_text()) for file in files]
+    return [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["data"]]
 
 
 def of_lightning(found: dict[str, Any]) -> None:
@@ -160,7 +166,11 @@ def of_lightning(found: dict[str, Any]) -> None:
     fit(FOLDER / "trainer", [callback], logger=loggers)
     open_still = wandb.run is not None
     wandb.finish()
-    found["trainer"] = {"open": open_still, "mlflow": of_mlflow(tracked.run_id)}
+    found["trainer"] = {
+        "open": open_still,
+        "mlflow": of_mlflow(tracked.run_id),
+        "without_a_row": without_a_row("trainer/wandb/offline-run-*-trainer"),
+    }
 
 
 def of_wandb(found: dict[str, Any]) -> None:
