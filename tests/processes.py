@@ -35,11 +35,11 @@ def found_in(*folders: str | Path) -> str:
     return os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
 
 
-def finished(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """What a command printed and how it ended. A test that gives up ends all processes that came of it."""
+def finished(*command: object, seconds: float = GUARD, **options: Any) -> subprocess.CompletedProcess[str]:
+    """What a command printed and how it ended. A test that gives up, after some seconds, ends all processes of it."""
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
     try:
-        told, errors = process.communicate(timeout=GUARD)
+        told, errors = process.communicate(timeout=seconds)
     except BaseException:
         end_all(process)
         raise

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import finished, found_in
+from processes import GUARD, finished, found_in
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -28,6 +28,6 @@ def test_inside_emulated_te() -> None:
         "TORCHDYNAMO_DISABLE": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "inside")]
-    done = finished(*command, env=environment, cwd=ROOT)
+    done = finished(*command, seconds=2 * GUARD, env=environment, cwd=ROOT)  # hundreds of tests
     if done.returncode != 0:
         pytest.fail(done.stdout[-20_000:] + done.stderr[-2_000:], pytrace=False)
