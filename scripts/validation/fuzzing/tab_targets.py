@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -78,9 +79,10 @@ def ask(tab: FP8Plugin, route: str, query: str, headers: dict[str, str] | None =
     routes = {name: wsgi_of(_answer(tab, name), names) for name in tab.routes()}
     environ = EnvironBuilder(path=f"/data/plugin/fp8/{route}", query_string=query).get_environ()
     environ |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in (headers or {}).items()}
-    began: list[str] = []
-    content = b"".join(routes[route](environ, lambda status, *_: began.append(status)))
-    status, text = int(began[0].split()[0]), content.decode(errors="replace")
+    began: list[tuple[str, list[tuple[str, str]]]] = []
+    content = b"".join(routes[route](environ, lambda status, told, *_: began.append((status, told))))
+    content = gzip.decompress(content) if dict(began[0][1]).get("Content-Encoding") == "gzip" else content
+    status, text = int(began[0][0].split()[0]), content.decode(errors="replace")
     if status >= 500:
         raise Finding(f"{route}?{query} answers {status}: {text[:300]}")
     if status >= 400 and not json.loads(text)["error"].isprintable():
