@@ -47,7 +47,7 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
     })),
     yAxis: [
       ...lines.map(({log, ...panel}, i) => axis({type: log ? 'log' : 'value', gridIndex: i, scale: true, splitNumber: 2, ...(log ? decadesOf(panel) : {}), axisLabel: {formatter: log ? endsOf(panel) : tick, hideOverlap: true}})),
-      ...multiples.map(({names: rows}, i) => axis({type: 'category', data: rows, inverse: true, gridIndex: lines.length + i, splitLine: {show: false}, axisTick: {show: false}, axisLabel: {width: LEFT - 12, overflow: 'truncate', fontSize: 10, interval: Math.ceil((NAME * rows.length) / all[lines.length + i].height) - 1}, axisPointer: {show: false}})),
+      ...multiples.map(({names: rows}, i) => axis({type: 'category', data: legible(rows, all[lines.length + i].height), inverse: true, gridIndex: lines.length + i, splitLine: {show: false}, axisTick: {show: false}, axisLabel: {width: LEFT - 12, overflow: 'truncate', fontSize: 10, interval: 0}, axisPointer: {show: false}})),
     ],
     axisPointer: {link: [{xAxisIndex: 'all'}], lineStyle: {color: ink.soft}},
     tooltip: tooltip({trigger: 'axis', formatter: (found) => told([found].flat(), lines, names)}),
@@ -59,6 +59,12 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
       ...multiples.map((_, i) => ({type: 'line', id: `map ${i}`, xAxisIndex: lines.length + i, yAxisIndex: lines.length + i, data: [], tooltip: {show: false}, markLine: markLine(marks, step, span, ink, lines.length === 0 && i === 0)})),
     ],
   };
+}
+
+/** The first of each so many names as share the room of one: ECharts takes long to leave out those of thousands of rows. */
+function legible(rows, height) {
+  const every = Math.ceil((NAME * rows.length) / height);
+  return rows.filter((_, i) => i % every === 0);
 }
 
 /** Whole powers of ten around the values. */
