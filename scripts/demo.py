@@ -180,7 +180,7 @@ def report(output: Path) -> None:
     if port != PORT:
         print(f"Port {PORT} is taken, so this uses port {port}.")
     print(f"To see it:  {commands / 'tensorboard'} --logdir {output} --port {port}")
-    print(f"and open    {worst_tensor(baseline, bad, port)}")
+    print(f"and open    {address(port, view='verdict')}")
     print(f"In tables:  {commands / 'nemo-fp8-debug'} compare {baseline} {bad} --reference {reference}")
     print(f"            {commands / 'nemo-fp8-debug'} diagnose {bad} --baseline {baseline} --reference {reference}")
     print(f"Records:    {baseline}, {bad}, {reference}")
@@ -196,14 +196,11 @@ def free_port(wanted: int) -> int:
     return wanted
 
 
-def worst_tensor(baseline: Path, bad: Path, port: int) -> str:
-    """The address at which the tab shows the tensor that drifted farthest."""
-    from nemo_fp8_debug.analysis.comparison.compare import compare
+def address(port: int, **state: object) -> str:
+    """At which the tab shows a state of the three runs."""
     from nemo_fp8_debug.tensorboard_plugin.links import link
 
-    layer, role = compare(baseline, bad).tensors.select("layer", "role").row(0)
-    shown = {"view": "map", "metric": "underflow_pct", "layer": layer, "role": role}
-    return link(f"http://localhost:{port}", run="bad", baseline="baseline", reference="reference", **shown)
+    return link(f"http://localhost:{port}", run="bad", baseline="baseline", reference="reference", **state)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import browser
-from demo import PORT, worst_tensor
 from playwright.sync_api import Page
+
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.story.story import story
+from nemo_fp8_debug.tensorboard_plugin.links import link
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SIZE = {"width": 1500, "height": 1000}
@@ -41,17 +44,24 @@ def main() -> None:
             page.screenshot(path=IMAGES / f"{name}.png")
             page.close()
 
-        culprit = worst_tensor(runs / "baseline", runs / "bad", PORT).partition("/#")[2]
+        state = {"run": "bad", "baseline": "baseline", "reference": "reference", "metric": "underflow_pct", "step": 300}
+        state |= first_tensor(*(runs / name for name in ("bad", "baseline", "reference")))
         for view, ready in VIEWS.items():
-            take(f"tab_{view}", lambda page, v=view, r=ready: tab(page, f"{address}/#{culprit}&p.fp8.step=300", v, r))
-        dark = f"{address}/?darkMode=true#{culprit}&p.fp8.step=300"
-        take("tab_dark", lambda page: tab(page, dark, "distribution", VIEWS["distribution"]))
+            take(f"tab_{view}", lambda page, v=view, r=ready: tab(page, link(address, view=v, **state), r))
+        dark = link(address, view="distribution", **state).replace("/#", "/?darkMode=true#")
+        take("tab_dark", lambda page: tab(page, dark, VIEWS["distribution"]))
         take("custom_scalars", lambda page: others(page, f"{address}/#custom_scalars"))
         take("compare", lambda page: comparison(page, runs))
 
 
-def tab(page: Page, address: str, view: str, ready: str) -> None:
-    page.goto(f"{address.replace('p.fp8.view=map', f'p.fp8.view={view}')}")
+def first_tensor(run: Path, baseline: Path, reference: Path) -> dict[str, str]:
+    """That the verdict names."""
+    first = story(diagnose(run, baseline, reference))["headline"]["first"]
+    return {name: first[name] for name in ("layer", "role")}
+
+
+def tab(page: Page, address: str, ready: str) -> None:
+    page.goto(address)
     shown = page.frame_locator("iframe")
     shown.locator(".headline[data-stage=all]").wait_for(timeout=120_000)
     shown.locator(f"#view[data-view] {ready}").first.wait_for(timeout=120_000)

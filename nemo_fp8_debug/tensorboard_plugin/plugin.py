@@ -14,10 +14,11 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import Request, Response
 
+from ..analysis.diagnosis.rules.learning_rate import departure
 from ..analysis.runs.run import UNITS
 from ..analysis.runs.settings import differences
 from ..errors import RecordError, hearing
-from ..record.reader import read_fingerprint
+from ..record.reader import read_fingerprint, read_table
 from .jobs.jobs import Jobs
 from .records import course, extents, losses, metadata, runs, spread, tables
 from .records.bands import Bands
@@ -248,8 +249,12 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         with hearing():
             of_a = read_fingerprint(self._logdir.record(a))
             of_b = None if b is None else read_fingerprint(self._logdir.record(b))
+            rates = None if b is None else departure(*(self._learning_rates(name) for name in (b, a)))
         rows = [] if of_b is None else differences(of_a, of_b).to_dicts()
-        return {"a": plain(of_a), "b": plain(of_b), "differences": rows}
+        return {"a": plain(of_a), "b": plain(of_b), "differences": rows, "learning_rates": rates}
+
+    def _learning_rates(self, run: str) -> Any:
+        return read_table(self._logdir.record(run), "steps", ["step", "lr"])
 
 
 class Bundle:

@@ -47,9 +47,26 @@ def headline(found: Diagnosis, recommendation: Recommendation | None, first: dic
         "about_fp8": found.cause not in NOT_FP8,
         "since": found.divergence_step,
         "first": first,
+        "warning": _warning_told(found, first),
         "interval": _interval(found),
         "change": change(found, recommendation),
     }
+
+
+def _warning_told(found: Diagnosis, first: Mapping[str, Any] | None) -> str | None:
+    """That the early warning came before the first tensor, and why it could; None: it did not."""
+    if found.warning is None or first is None or first["since"] is None or found.warning[0] >= first["since"]:
+        return None
+    step, _, layer, role = found.warning
+    unit = found.run.unit
+    apart = steps_apart(step, first["since"], unit)
+    told = sentence(f"{tensor_of(layer, role)} at {unit} {step}, {apart} the first tensor")
+    warns = "A warning needs fewer samples: two in a row beyond what healthy runs do, or one far beyond."
+    return (
+        f"{told} {warns} Out of band are three in a row beyond what this baseline does."
+        if found.comparison
+        else f"{told} {warns}"
+    )
 
 
 def _interval(found: Diagnosis) -> int:

@@ -32,6 +32,7 @@ def _facts(headline: Mapping[str, Any]) -> Iterator[str]:
         f"Why ({headline['confidence']} confidence)": _plain(headline["cause_told"]),
         "Gap": headline["gap_told"] and _plain(headline["gap_told"]),
         kind: first and _since(first, headline["unit"]),
+        "Early warning": headline["warning"] and _plain(headline["warning"]),
         "What to do": headline["change"] and _plain(headline["change"]),
     }
     yield from (f"- **{name}**: {fact}" for name, fact in facts.items() if fact)
@@ -72,6 +73,8 @@ def _named(row: Mapping[str, Any]) -> str:
 
 def _moved(row: Mapping[str, Any]) -> str:
     metric = row["metric"]
+    if row["zero_since"] is not None:
+        return f"all values zero since {row['zero_since']}"
     if metric is None or metric == "nonfinite":
         return "-"
     return f"{LABELS[metric][0]} " + " -> ".join(value_of(metric, row[which]) for which in ("expected", "found"))

@@ -10,7 +10,7 @@ from ...numerics.metric_names import LABELS
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.rules.finding import CAUSES, NOT_FP8, Finding
 from .ranking import BESIDES, BLAMED, REST
-from .told import sentence, steps_apart, value_of
+from .told import died, sentence, steps_apart, value_of
 
 #: share of a tensor that is lost, from which a format holds it badly
 BADLY = 0.1
@@ -20,12 +20,18 @@ _NO_WORSE = 1.2
 _VANISHES = 0.5
 
 
-def why(row: Mapping[str, Any], found: Diagnosis) -> str:
+def why(row: Mapping[str, Any], found: Diagnosis, zero_since: int | None = None) -> str:
     """Why a tensor is blamed or is not.
 
     Args:
         row: of `ranked`.
+        zero_since: first sample from which on all its values are zero; None: they are not.
     """
+    told = _why(row, found, died(row, zero_since))
+    return told if zero_since is None else f"{told} All its values are zero since {found.run.unit} {zero_since}."
+
+
+def _why(row: Mapping[str, Any], found: Diagnosis, is_dead: bool) -> str:
     named = _finding_of(row, found)
     if named is not None and row["group"] in (BLAMED, BESIDES):
         verdict = "blamed" if row["group"] == BLAMED else "also wrong by then"
@@ -33,7 +39,8 @@ def why(row: Mapping[str, Any], found: Diagnosis) -> str:
     held = _badly_held(row)
     if row["group"] == REST:
         return held or _nothing_wrong(row, found)
-    told = sentence(f"not blamed: it is out of band {_after(row, found)} ({_what_is_out(row, named)})")
+    out = "" if is_dead else f" ({_what_is_out(row, named)})"
+    told = sentence(f"not blamed: it is out of band {_after(row, found)}{out}")
     return f"{told} {held}" if held else told
 
 

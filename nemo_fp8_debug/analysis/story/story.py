@@ -19,7 +19,8 @@ from .headline import first_of, headline
 from .ranking import BESIDES, BLAMED, KEY, later_half, ranked
 from .reasons import why
 from .strip import ROWS, row_of
-from .told import tensor_of, value_of
+from .told import died, tensor_of, value_of
+from .zeros import zero_since
 
 if TYPE_CHECKING:  # it imports torch
     from ..recommendation.recommend import Recommendation
@@ -36,12 +37,13 @@ def story(found: Diagnosis, recommendation: Recommendation | None = None) -> dic
         recommendation: what to change in how FP8 is used; None: nothing is known of that.
 
     Returns:
-        `headline`: harm, title, cause, cause_told, confidence, about_fp8, since, unit, gap, gap_told, first, change.
+        `headline`: harm, title, cause, cause_told, confidence, about_fp8, since, unit, gap, gap_told, first, warning,
+        change.
         `events`: step, kind (one of `diagnosis.events.KINDS`), what, layer, role, and the row of the strip, in order.
         `rows`: of the strip, from above.
         `tensors`: the 40 that matter, by harm rank: layer, role, tensor, blamed, why, since, metric, expected, found,
-        harm_rank, error_rank, and values, by metric of baseline, run and reference run (medians over the later half of the
-        samples of each).
+        harm_rank, error_rank, zero_since (the step since when all values are zero, to the end, or null; if so, error_rank is
+        null), and values, by metric of baseline, run and reference run (medians over the later half of the samples of each).
 
     Raises:
         RecordError: a table of the record that is read for this only cannot be read.
@@ -77,11 +79,12 @@ def _that_matter(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _tensors(found: Diagnosis, rows: pl.DataFrame) -> list[dict[str, Any]]:
     reference = _of_reference(None if found.comparison is None else found.comparison.reference)
-    return [_tensor(row, found, reference) for row in rows.iter_rows(named=True)]
+    zeros = zero_since(found.run.metrics)
+    return [_tensor(row, found, reference, zeros.get((row["layer"], row["role"]))) for row in rows.iter_rows(named=True)]
 
 
 def _tensor(
-    row: Mapping[str, Any], found: Diagnosis, reference: Mapping[tuple[str, str], Mapping[str, Any]]
+    row: Mapping[str, Any], found: Diagnosis, reference: Mapping[Key, Mapping[str, Any]], zero: int | None
 ) -> dict[str, Any]:
     of_reference = reference.get((row["layer"], row["role"]), {})
     values = {
@@ -94,13 +97,14 @@ def _tensor(
         "tensor": SHOWN_AS[row["role"]],
         "blamed": row["group"] == BLAMED,
         "also_wrong": row["group"] == BESIDES,
-        "why": why(row, found),
+        "why": why(row, found, zero),
         "since": row["onset"],
         "metric": row["metric"],
         "expected": row["expected"],
         "found": row["value"],
         "harm_rank": row["harm_rank"],
-        "error_rank": row["error_rank"],
+        "error_rank": None if zero is not None else row["error_rank"],
+        "zero_since": zero,
         "values": values,
     }
 
@@ -125,7 +129,9 @@ def _events(found: Diagnosis, tensors: list[dict[str, Any]]) -> list[Event]:
 def _out(row: Mapping[str, Any]) -> Event:
     kinds = {"scale_ratio_log2": "scale", "nonfinite": "nonfinite"}
     name = tensor_of(row["layer"], row["role"])
-    if row["metric"] is None:
+    if died(row, row["zero_since"]):
+        told = f"{name}: all its values are zero"
+    elif row["metric"] is None:
         told = f"{name} is out of band"
     elif row["metric"] == "nonfinite":
         told = f"{name}: NaN or infinite values"

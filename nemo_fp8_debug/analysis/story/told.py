@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ...core.keys import SHOWN_AS
 
 
@@ -27,6 +30,16 @@ def value_of(metric: str, value: float | None) -> str:
     if metric.endswith("_log2"):
         return f"x{_factor(value)}"
     return f"{value:.3g}{'%' if metric.endswith('_pct') else ''}"
+
+
+def died(row: Mapping[str, Any], zero_since: int | None) -> bool:
+    """Whether all values of a tensor are zero at its onset, so that what the format loses of it tells nothing.
+
+    Args:
+        row: of a tensor, with `onset` or, as the story has it, `since`.
+    """
+    onset = row.get("onset", row.get("since"))
+    return zero_since is not None and onset is not None and onset >= zero_since
 
 
 def _factor(bits: float) -> str:

@@ -13,7 +13,7 @@ V = TypeVar("V")
 class Cache(Generic[V]):
     """Values by key, the least recently used let go first; for use by many threads.
 
-    Of two threads that miss a key at once both make its value: values of a key are equal, and no thread waits for another.
+    Of threads that miss a key at once, one makes its value and the others wait for it.
     """
 
     def __init__(self, budget: int, size: Callable[[V], int]) -> None:
@@ -26,18 +26,36 @@ class Cache(Generic[V]):
         self._held: OrderedDict[Hashable, V] = OrderedDict()
         self._taken = 0
         self._lock = threading.Lock()
+        #: by key, set once the thread that makes its value has ended
+        self._made: dict[Hashable, threading.Event] = {}
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value of `key`, made where it is not held."""
+        """The value of `key`, made where it is not held.
+
+        Args:
+            make: must not ask for `key`.
+        """
+        while True:
+            with self._lock:
+                if key in self._held:
+                    self._held.move_to_end(key)
+                    return self._held[key]
+                awaited = self._made.get(key)
+                if awaited is None:
+                    self._made[key] = threading.Event()
+                    break
+            awaited.wait()  # what was made may be too large to be held, or making it failed: then it is made again
+        try:
+            value = make()
+            self._hold(key, value)
+            return value
+        finally:
+            with self._lock:
+                self._made.pop(key).set()
+
+    def _hold(self, key: Hashable, value: V) -> None:
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
-        value = make()
-        with self._lock:
-            if key not in self._held:
-                self._held[key] = value
-                self._taken += self._size(value)
-                while self._taken > self._budget:
-                    self._taken -= self._size(self._held.popitem(last=False)[1])
-        return value
+            self._held[key] = value
+            self._taken += self._size(value)
+            while self._taken > self._budget:
+                self._taken -= self._size(self._held.popitem(last=False)[1])

@@ -12,8 +12,8 @@ from .part_index import Array
 from .part_matrices import Index, Parts
 from .tables import layout_of, metric_of, packed, placed
 
-#: values in an answer: of more tensors there are fewer columns
-MOST_VALUES = 4_000_000
+#: values in an answer: of more tensors there are fewer columns, down to as many as still show a course, and then fewer yet
+ENOUGH_VALUES, ENOUGH_COLUMNS, MOST_VALUES = 1_200_000, 200, 4_000_000
 
 
 def course(parts: Parts, run: Storage, metric: str, first: int | None, last: int | None, columns: int) -> bytes:
@@ -69,7 +69,8 @@ def course(parts: Parts, run: Storage, metric: str, first: int | None, last: int
 
 def _width(steps: int, columns: int, tensors: int) -> int:
     """Steps in a column."""
-    most = max(1, min(columns, MOST_VALUES // max(1, tensors)))
+    tensors = max(1, tensors)
+    most = max(1, min(columns, max(ENOUGH_COLUMNS, ENOUGH_VALUES // tensors), MOST_VALUES // tensors))
     return max(1, -(-steps // most))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 Array = npt.NDArray[Any]
+#: different sets of tensors that are kept
+_LAYOUTS = 256
 #: source of the scales of rows of what-if recipes
 WHAT_IF = "what-if"
 
@@ -55,13 +57,13 @@ class Texts:
 
 
 def coded(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
-    """Codes int64, -1 for null, and what they stand for."""
+    """Codes int32, -1 for null, and what they stand for."""
     whole = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if isinstance(whole, pa.ChunkedArray):
         whole = whole.unify_dictionaries().combine_chunks() if whole.num_chunks else pa.array([], pa.string())
     coded = whole if pa.types.is_dictionary(whole.type) else whole.dictionary_encode()
-    codes = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    return codes, coded.dictionary.to_pylist()
+    indices = coded.indices.fill_null(-1) if coded.null_count else coded.indices
+    return indices.to_numpy(zero_copy_only=False).astype(np.int32, copy=False), coded.dictionary.to_pylist()
 
 
 def laid_out(rows: pa.Table) -> tuple[Array, tuple[tuple[str, str], ...], Array | None]:
@@ -90,12 +92,19 @@ def _laid_out(
     at, steps = (None, step[::width]) if whole else (np.searchsorted(found := np.unique(step), step), found)
     met, first, tensor = np.unique(key[:width] if whole else key, return_index=True, return_inverse=True)
     order = np.argsort(first)  # as they are first met
-    tensors = tuple((layers[code // len(roles)], roles[code % len(roles)]) for code in met[order].tolist())
+    tensors = _named(tuple(met[order].tolist()), tuple(layers), tuple(roles))
     if at is None:
         return steps, tensors, None
     table = np.full((len(steps), len(tensors)), -1, np.int32)
     table[at, np.argsort(order)[tensor]] = np.arange(len(step))
     return steps, tensors, table
+
+
+@lru_cache(_LAYOUTS)
+def _named(codes: tuple[int, ...], layers: tuple[str, ...], roles: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """(layer, role) of tensors by their codes: the parts of a run share one tuple."""
+    n = len(roles)
+    return tuple((layers[code // n], roles[code % n]) for code in codes)
 
 
 def _step_by_step(step: Array, key: Array, width: int) -> bool:

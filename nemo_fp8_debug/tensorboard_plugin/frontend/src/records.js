@@ -95,6 +95,14 @@ export const steps = computed(() => {
   return [...new Set(all)].sort((a, b) => a - b);
 });
 
+/** [first, last] of them, which the list of runs tells of operands before the steps between are read; null: not known yet. */
+export const stepsFromTo = computed(() => {
+  if (steps.value.length) return [steps.value[0], steps.value.at(-1)];
+  const listed = Object.values(chosen.value).map(about).filter((run) => run && run.first !== null);
+  if (table.value !== 'metrics' || !listed.length) return null;
+  return [Math.min(...listed.map(({first}) => first)), Math.max(...listed.map(({last}) => last))];
+});
+
 /** Metrics that tensors of the table have that is looked at. */
 export const metricsOfTable = () => known.value.metrics.filter((metric) => !metric.table || metric.table === table.value);
 

@@ -4,6 +4,8 @@ import {source} from './source.js';
 
 const KEPT = 400;
 const answers = new Map();
+/** Answers that are not there yet. */
+const awaited = new Set();
 
 const keyOf = (route, parameters, version) => `${version} ${source.nameOf(route, parameters)}`;
 
@@ -17,7 +19,8 @@ export function ask(route, parameters = {}, version = '') {
   const key = keyOf(route, parameters, version);
   if (!answers.has(key)) {
     const answer = source.answer(route, parameters);
-    answer.then((data) => (answer.data = data), () => answers.delete(key));
+    awaited.add(answer);
+    answer.then((data) => (answer.data = data), () => answers.delete(key)).then(() => awaited.delete(answer));
     answers.set(key, answer);
     if (answers.size > KEPT) answers.delete(answers.keys().next().value);
   }
@@ -77,13 +80,27 @@ export function useAnswer(route, parameters, version) {
 }
 
 const AGAIN_MS = 1000;
+/** How long nothing is asked for once a view has all that it needs, and how long that is waited for. */
+const [CALM_MS, PATIENCE_MS] = [150, 5000];
+
+const pause = (ms) => new Promise((done) => setTimeout(done, ms));
+
+/** Until all is answered that the view asks for: a job takes a processor away from it. */
+export async function calm() {
+  const until = performance.now() + PATIENCE_MS;
+  do {
+    await Promise.race([Promise.allSettled(awaited), pause(until - performance.now())]);
+    await pause(source.live ? CALM_MS : 0);
+  } while (awaited.size && performance.now() < until);
+}
 
 /**
  * Asks about a job, what the server works on for a while, until it is done.
  * @param {function} tell told {loading, seconds, partial}, then {data} or {error}
+ * @param {?Promise} after when it begins; null: now
  * @returns {function} ends it
  */
-export function watchJob(route, parameters, tell) {
+export function watchJob(route, parameters, tell, after = null) {
   let timer;
   let wanted = true;
   const look = () =>
@@ -97,7 +114,8 @@ export function watchJob(route, parameters, tell) {
       },
       (error) => wanted && tell({error: error.message}),
     );
-  look();
+  if (after) after.then(() => wanted && look());
+  else look();
   return () => {
     wanted = false;
     clearTimeout(timer);

@@ -41,8 +41,11 @@ window.addEventListener('afterprint', () => {
 });
 new MutationObserver(look).observe(body, {attributes: true, attributeFilter: ['class']});
 
-/** TensorBoard's palette of runs, on light and on dark ground; it goes on from the beginning after the last. */
-const OF_RUNS = [['#425066', '#8e98a3'], ['#12b5cb', '#12b5cb'], ['#e52592', '#e52592'], ['#f9ab00', '#f9ab00'], ['#9334e6', '#9334e6'], ['#7cb342', '#7cb342'], ['#e8710a', '#e8710a']];
+/**
+ * TensorBoard's palette of runs in its order, on light and on dark ground, darker or lighter where a line would have less
+ * than 3:1; it goes on from the beginning after the last.
+ */
+const OF_RUNS = [['#425066', '#8e98a3'], ['#109fb3', '#12b5cb'], ['#e52592', '#e52592'], ['#c28500', '#f9ab00'], ['#9334e6', '#a353ea'], ['#6fa03b', '#7cb342'], ['#e8710a', '#e8710a']];
 
 /** The color of a run where more than three are shown, by its place in TensorBoard's order. */
 export const colorAt = (place) => OF_RUNS[place % OF_RUNS.length][dark.value ? 1 : 0];

@@ -11,7 +11,7 @@ import {Breakable} from './breakable.jsx';
  * @property {function} of the value of a row: what is sorted by and taken away
  * @property {function} [rank] what is sorted by instead
  * @property {function} [from] the value before, of columns that say `from -> of`
- * @property {function} [show] what is shown of a row instead
+ * @property {function} [show] what is shown of a row instead; undefined: the value
  * @property {function} [cell] attributes of a row's cell
  * @property {boolean} [text] no number: on the left, and wrapped
  */
@@ -78,7 +78,8 @@ function plain(column, value) {
 }
 
 function shownIn(column, row) {
-  if (column.show) return column.show(row);
+  const instead = column.show?.(row);
+  if (instead !== undefined) return instead;
   const value = plain(column, column.of(row));
   if (column.text) return <Breakable text={value} />;
   return column.from ? `${plain(column, column.from(row))} → ${value}` : value;

@@ -2,13 +2,14 @@
 import {axis, tip, tooltip} from '../components/chart.jsx';
 import {drawnAs} from '../runs/beside.js';
 import {COLORS, inks} from '../theme.js';
-import {axisTold} from '../timeline/axes.js';
 import {number, tick} from '../units.js';
 
 export const [LEFT, RIGHT] = [150, 20];
 const [TOP, GAP, BOTTOM, LEAST] = [40, 30, 44, 96];
+/** Between lines, whose titles stand beside them; and how wide these may be. */
+const [APART, TITLE] = [12, 96];
 /** The height of lines, as a part of the window's, in pixels at least and at most. */
-const [LINES, LOWEST, HIGHEST] = [0.05, 30, 90];
+const [LINES, LOWEST, HIGHEST] = [0.04, 28, 90];
 /** Pixels that a name takes. */
 const NAME = 10;
 /** Part of the window that the small multiples take. */
@@ -19,12 +20,12 @@ export function placesOf(lines, multiples) {
   const rows = multiples.reduce((sum, {tensors}) => sum + tensors.length, 0);
   const share = ({tensors}) => Math.round(Math.max(LEAST, Math.min((SHARE * window.innerHeight * tensors.length) / rows, 34 * tensors.length)));
   let top = TOP;
-  const take = (height) => {
+  const take = (height, gap = GAP) => {
     const place = {top, height};
-    top += height + GAP;
+    top += height + gap;
     return place;
   };
-  const found = {lines: lines.map(() => take(Math.round(Math.max(LOWEST, Math.min(LINES * window.innerHeight, HIGHEST))))), maps: multiples.map((one) => take(share(one)))};
+  const found = {lines: lines.map((_, i) => take(Math.round(Math.max(LOWEST, Math.min(LINES * window.innerHeight, HIGHEST))), i + 1 < lines.length ? APART : GAP)), maps: multiples.map((one) => take(share(one)))};
   return {...found, height: top - GAP + BOTTOM};
 }
 
@@ -37,9 +38,10 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
   const ink = inks();
   const all = [...places.lines, ...places.maps];
   const last = all.length - 1;
-  const title = (text, i) => ({text, left: 4, top: all[i].top - 24, textStyle: {fontSize: 12, fontWeight: 600, color: ink.text}});
+  const title = (text, i, by = -24, more = {}) => ({text, left: 4, top: all[i].top + by, textStyle: {fontSize: 12, fontWeight: 600, color: ink.text, ...more}});
+  const beside = {width: TITLE, overflow: 'break', lineHeight: 14};
   return {
-    title: [...lines.map((panel, i) => title(axisTold(panel), i)), ...multiples.map(({label}, i) => title(label, lines.length + i))],
+    title: [...lines.map((panel, i) => title(brief(panel), i, -6, beside)), ...multiples.map(({label}, i) => title(label, lines.length + i))],
     grid: all.map(({top, height}) => ({left: LEFT, right: RIGHT, top, height, outerBoundsMode: 'none'})),
     xAxis: all.map((_, i) => axis({
       type: 'value', gridIndex: i, min: from, max: Math.max(to, from + 1), minInterval: 1, splitLine: {show: false},
@@ -47,7 +49,7 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
     })),
     yAxis: [
       ...lines.map(({log, ...panel}, i) => axis({type: log ? 'log' : 'value', gridIndex: i, scale: true, splitNumber: 2, ...(log ? decadesOf(panel) : {}), axisLabel: {formatter: log ? endsOf(panel) : tick, hideOverlap: true}})),
-      ...multiples.map(({names: rows}, i) => axis({type: 'category', data: rows, inverse: true, gridIndex: lines.length + i, splitLine: {show: false}, axisTick: {show: false}, axisLabel: {width: LEFT - 12, overflow: 'truncate', fontSize: 10, interval: Math.ceil((NAME * rows.length) / all[lines.length + i].height) - 1}, axisPointer: {show: false}})),
+      ...multiples.map(({names: rows}, i) => axis({type: 'category', data: legible(rows, all[lines.length + i].height), inverse: true, gridIndex: lines.length + i, splitLine: {show: false}, axisTick: {show: false}, axisLabel: {width: LEFT - 12, overflow: 'truncate', fontSize: 10, interval: 0}, axisPointer: {show: false}})),
     ],
     axisPointer: {link: [{xAxisIndex: 'all'}], lineStyle: {color: ink.soft}},
     tooltip: tooltip({trigger: 'axis', formatter: (found) => told([found].flat(), lines, names)}),
@@ -59,6 +61,15 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
       ...multiples.map((_, i) => ({type: 'line', id: `map ${i}`, xAxisIndex: lines.length + i, yAxisIndex: lines.length + i, data: [], tooltip: {show: false}, markLine: markLine(marks, step, span, ink, lines.length === 0 && i === 0)})),
     ],
   };
+}
+
+/** A scalar and how its axis is drawn, in as few words as there is room for. */
+const brief = ({label, log, left}) => [label, log && 'log', left > 0 && 'without 0'].filter(Boolean).join(', ');
+
+/** The first of each so many names as share the room of one: ECharts takes long to leave out those of thousands of rows. */
+function legible(rows, height) {
+  const every = Math.ceil((NAME * rows.length) / height);
+  return rows.filter((_, i) => i % every === 0);
 }
 
 /** Whole powers of ten around the values. */

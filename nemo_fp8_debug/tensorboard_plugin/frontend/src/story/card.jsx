@@ -52,7 +52,7 @@ function Ranks({row}) {
   if (!row) return null;
   return (
     <p class="soft" data-words="ranks">
-      {row.blamed && <b class="blamed">Blamed. </b>}Rank {row.harm_rank} by harm, {row.error_rank} by error
+      {row.blamed && <b class="blamed">Blamed. </b>}Rank {row.harm_rank} by harm{row.error_rank == null ? '' : `, ${row.error_rank} by error`}
     </p>
   );
 }
@@ -66,6 +66,7 @@ function Figures({tensor, metric, row, band, divergence, picture}) {
   const told = row?.values[metric];
   const values = told ? parts.map((part) => [part, told[part]]) : lines.map((line) => [line.part, at(line)]);
   if (!values.length) return null;
+  if (row?.zero_since != null) return <p data-words="values">All its values are zero since step {row.zero_since}: what the format loses of them tells nothing.</p>;
   const when = told ? 'medians over the later half' : chosenStep.value === null ? 'at the last sample' : `at step ${chosenStep.value}`;
   return (
     <>

@@ -70,20 +70,34 @@ function Facts({told, brief}) {
     gap && ['Gap', <Gap gap={gap} brief={brief} />],
     told.out_of_band != null && ['Tensors', outOfBand(told)],
     first && [first.is_consequence ? 'First tensor, a consequence' : 'First tensor', <First first={first} since={since} unit={unit} interval={told.interval} />],
+    told.warning && !brief && ['Early warning', <Sentence text={told.warning} />],
     told.change && !brief && ['What to do', <Sentence text={told.change} />],
   ];
   return (
     <>
       {brief && <Ways told={told} brief />}
       <dl class="facts">{facts.filter(Boolean).map(([term, fact]) => <div key={term}><dt>{term}{EXPLAINED[term] && <> <Help word={EXPLAINED[term]} /></>}</dt><dd>{fact}</dd></div>)}</dl>
+      {!brief && <Words told={told} />}
       {!brief && <Ways told={told} />}
     </>
   );
 }
 
+/** Words that the sentences here and below go by. */
+function Words({told}) {
+  const hasBits = /\bbits?\b/.test(JSON.stringify(story.value));
+  if (!hasBits && told.out_of_band == null && !told.first) return null;
+  return (
+    <p class="soft" data-words="words">
+      Band <Help word="band" />: what the baseline does around a step, with its noise.
+      {hasBits && <> Bits <Help word="bits" />: powers of two; 3 bits are a factor of 8, 15 bits one of 33,000.</>}
+    </p>
+  );
+}
+
 const Ways = ({told: {since, unit, cause}, brief}) => (
   <div class="ways">
-    {since != null && <Link to={{view: 'timeline', step: since}}>{cause === 'learning_rate' ? 'Learning rate and loss' : 'The loss'} at {unit} {since}</Link>}
+    {since != null && <Link to={{view: 'timeline', step: since}}>{cause !== 'learning_rate' ? 'The loss' : brief ? 'Learning rate' : 'Learning rate and loss'} at {unit} {since}</Link>}
     {cause !== undefined && brief && <Link to={{view: 'verdict'}}>All the evidence</Link>}
     <AsMarkdown />
   </div>

@@ -1,7 +1,7 @@
 // The verdict on the runs that are looked at: asked for once, for all views, and kept until it is asked for anew.
 import {computed, effect, signal} from '@preact/signals';
 import {about, chosen, known, versionOf} from '../records.js';
-import {watchJob} from '../server.js';
+import {calm, watchJob} from '../server.js';
 
 const times = signal(0);
 
@@ -25,7 +25,7 @@ effect(() => {
   const [run, baseline, reference] = JSON.parse(names.value);
   judged.value = {loading: true};
   versions.value = '';
-  return isReadable.value && run ? watchJob('verdict', {run, baseline, reference}, (told) => (judged.value = told)) : undefined;
+  return isReadable.value && run ? watchJob('verdict', {run, baseline, reference}, (told) => (judged.value = told), calm()) : undefined;
 });
 
 // Versions that were not known when it was asked for are those that come next.

@@ -10,12 +10,13 @@ export function Tensors({tensors, unit, run}) {
   const before = (metric) => (row) => row.values[metric].baseline;
   const paired = tensors.some((row) => row.values.relative_error.baseline != null);
   const metric = (label, name) => ({label, of: value(name), ...(paired && {from: before(name)})});
+  const zero = (row) => (row.zero_since == null ? undefined : `all values are zero since ${unit} ${row.zero_since}`);
   const columns = [
     {label: 'rank', of: (row) => row.harm_rank},
     {label: 'tensor', of: titleOf, text: true, show: (row) => <TensorLink {...row} step={row.since} />},
     {label: `since ${unit}`, of: (row) => row.since},
     {label: 'why', of: (row) => row.why, text: true},
-    metric('relative error', 'relative_error'),
+    {...metric('relative error', 'relative_error'), show: zero},
     metric('underflow (%)', 'underflow_pct'),
     {label: 'rank by error', of: (row) => row.error_rank},
   ];

@@ -6,6 +6,7 @@ import {limitsSet} from '../color/choice.js';
 import {Legend} from '../color/legend.jsx';
 import {limitsOfMultiples} from '../color/limits.js';
 import {badnessOf, scaleOf, scaleOfMultiples} from '../color/scales.js';
+import {tallyOf} from '../color/tally.js';
 import {Notice, Problem} from '../components/notice.jsx';
 import {currentMetric, Metric, Table as Tables} from '../components/pickers.jsx';
 import {currentStep} from '../components/steps.jsx';
@@ -15,7 +16,7 @@ import {currentlyShown, isAgainst, offered, useCourse} from '../course/data.js';
 import {linesOf} from '../course/lines.js';
 import {useMarks} from '../course/marks.js';
 import {multiplesOf, ranked} from '../course/rows.js';
-import {chosen, metricNamed, steps} from '../records.js';
+import {chosen, metricNamed, stepsFromTo} from '../records.js';
 import {AlsoShow} from '../runs/also.jsx';
 import {dataOf, isAwaited, Problems, useRuns} from '../runs/answers.jsx';
 import {shownRuns} from '../runs/beside.js';
@@ -30,18 +31,17 @@ const LISTED = 12;
 const asStep = (text) => (/^\d{1,15}$/.test(text ?? '') ? Number(text) : null);
 
 /** [from, to]: the steps that are looked at, as the address has them; shared with Timeline. */
-function spanOf() {
-  const [first, last] = [steps.value[0], steps.value.at(-1)];
+function spanOf([first, last]) {
   const [from, to] = [asStep(at('from')) ?? first, asStep(at('to')) ?? last];
   return from < to ? [from, to] : [first, last];
 }
 
 export function Course() {
-  if (!steps.value.length) return <p class="soft" role="status">Reading the record …</p>;
-  return <CourseOf span={spanOf()} />;
+  const ends = stepsFromTo.value;
+  return ends ? <CourseOf ends={ends} span={spanOf(ends)} /> : <p class="soft" role="status">Reading the record …</p>;
 }
 
-function CourseOf({span}) {
+function CourseOf({ends, span}) {
   const metric = metricNamed(currentMetric());
   const shown = currentlyShown();
   const {data, error} = useCourse(metric, shown, span);
@@ -57,7 +57,7 @@ function CourseOf({span}) {
             {Object.entries(offered()).map(([name, label]) => <option key={name} value={name}>{label}</option>)}
           </select>
         </label>
-        <Span span={span} />
+        <Span ends={ends} span={span} />
       </div>
       <AlsoShow />
       <Problems answers={[losses]} />
@@ -71,8 +71,7 @@ function CourseOf({span}) {
 const isRead = (losses) => Object.values(losses).some(({data}) => data) || !isAwaited(losses);
 
 /** Which steps, for those who cannot drag. */
-function Span({span: [from, to]}) {
-  const [first, last] = [steps.value[0], steps.value.at(-1)];
+function Span({ends: [first, last], span: [from, to]}) {
   const set = (low, high) => low < high && go({from: low <= first ? null : low, to: high >= last ? null : high}, true);
   return (
     <span class="span">
@@ -87,14 +86,14 @@ function Shown({metric, shown, title, data, losses, marks, span}) {
   const against = isAgainst(shown);
   const badness = badnessOf(metric);
   const choice = against ? 'course' : 'all';
-  const automatic = useMemo(() => (against ? limitsOfMultiples(settled(data)) : data.robust), [data]);
+  const distribution = useMemo(() => settled(data), [data]);
+  const automatic = useMemo(() => (against ? limitsOfMultiples([distribution.most]) : data.robust), [data]);
   const set = limitsSet(metric, choice);
   const limits = set ?? automatic;
   const scale = useMemo(() => (against ? scaleOfMultiples : scaleOf)(metric, limits), [metric, limits.join(), against, dark.value]);
   const multiples = useMemo(() => multiplesOf(data.course), [data.course]);
   const [from, to] = span;
   const lines = useMemo(() => linesOf(losses, span), [from, to, ...Object.values(losses)]);
-  const distribution = useMemo(() => ({values: settled(data).filter((value) => !Number.isNaN(value))}), [data]);
   const counting = against ? [-1, 1] : LIMITS[metric.name] ? [LIMITS[metric.name]] : [];
   const rows = useMemo(() => ranked(data, badness, against ? 1 : LIMITS[metric.name] ?? Infinity), [data]);
   const label = `${title}: ${metric.label}${metric.unit && !against ? ` (${metric.unit})` : ''}`;
@@ -120,11 +119,11 @@ const stepsOf = ({step, last, samples}) => (samples > 1 ? `the worst of ${sample
 
 const noteOf = (against) => `${against ? `How many times the change that counts: more than ${chosen.value.baseline} itself moves by.` : 'From the 1st to the 99th percentile.'} The first tenth of the samples, the warm-up, is left out and faint.`;
 
-/** What is colored, without the warm-up. */
+/** How what is colored is distributed, without the warm-up. */
 function settled({course, numbers, warmUp}) {
   const width = course.first.length;
   const begin = course.first.findIndex((step) => step > warmUp);
-  return begin < 0 ? numbers : numbers.filter((_, i) => i % width >= begin);
+  return tallyOf(numbers, width, Math.max(0, begin));
 }
 
 const columnsOf = (metric, against) => [

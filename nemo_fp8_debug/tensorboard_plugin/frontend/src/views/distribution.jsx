@@ -3,12 +3,14 @@ import {useMemo} from 'preact/hooks';
 import '@preact/signals';
 import {at, go, tensor} from '../address.js';
 import {amaxOf, together, unpacked} from '../cast.js';
-import {Answered, Notice} from '../components/notice.jsx';
+import {Answered} from '../components/notice.jsx';
 import {Table, Tensor} from '../components/pickers.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
 import {chosen, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
+import {firstTensor} from '../story/first.js';
 import {TensorLink} from '../story/link.jsx';
+import {NotChosen} from '../story/not_chosen.jsx';
 import {number, titleOf} from '../units.js';
 import {Metrics} from '../distribution/metrics.jsx';
 import {Histogram} from '../distribution/histogram.jsx';
@@ -18,13 +20,15 @@ import {Trial} from '../distribution/trial.jsx';
 export function Distribution() {
   const {run, baseline} = chosen.value;
   const step = currentStep();
-  const {layer, role} = tensor.value ?? {};
+  const of = tensor.value ?? firstTensor.value;
+  const {layer, role} = of ?? {};
   // Of another tensor or run nothing stays while its own is read: it would be shown under the wrong name.
-  const shown = tensor.value && step !== null && <HistogramAnswer key={JSON.stringify([run, baseline, layer, role])} run={run} baseline={baseline} about={{layer, role, step}} />;
+  const shown = of && step !== null && <HistogramAnswer key={JSON.stringify([run, baseline, layer, role])} run={run} baseline={baseline} about={{layer, role, step}} />;
   return (
     <>
-      <div class="controls"><Table /><Tensor /><Steps /></div>
-      {shown || <NoTensor />}
+      <div class="controls"><Table /><Tensor first={of} /><Steps /></div>
+      {!tensor.value && <NotChosen first={of} />}
+      {shown}
     </>
   );
 }
@@ -32,24 +36,21 @@ export function Distribution() {
 function HistogramAnswer({run, baseline, about}) {
   const answer = useAnswer('histogram', {run, ...about}, versionOf(run));
   const other = useAnswer(baseline && 'histogram', {run: baseline, ...about}, versionOf(baseline));
-  return <Answered answer={answer}>{(histogram) => <Counts histogram={histogram} baseline={baseline && other} />}</Answered>;
+  return <Answered answer={answer}>{(histogram) => <Counts of={about} histogram={histogram} baseline={baseline && other} />}</Answered>;
 }
 
-export const NoTensor = () => (
-  <Notice title="No tensor chosen"><p>Type a part of a layer's name above and choose a tensor, or click a cell of the map.</p></Notice>
-);
 
-function Counts({histogram, baseline}) {
+function Counts({of, histogram, baseline}) {
   const all = useMemo(() => histogram.rows.map(unpacked), [histogram]);
   const baselineParts = useMemo(() => baseline?.data?.rows.map(unpacked), [baseline?.data]);
   const call = callOf(histogram.rows);
   const rows = call === null ? histogram.rows : [histogram.rows[call]];
   const parts = call === null ? all : [all[call]];
   const {inUse, tried, base} = cuts(rows, parts);
-  const title = `${titleOf(tensor.value)}, ${chosen.value.run}, step ${histogram.step}`;
+  const title = `${titleOf(of)}, ${chosen.value.run}, step ${histogram.step}`;
   return (
     <>
-      <p data-words="values"><b><TensorLink {...tensor.value} /></b> at step {histogram.step}: {inWords(parts)} {castHow(histogram.recorded)}</p>
+      <p data-words="values"><b><TensorLink layer={of.layer} role={of.role} /></b> at step {histogram.step}: {inWords(parts)} {castHow(histogram.recorded)}</p>
       {histogram.rows.some((row) => row.rounded) && (
         <p class="soft" data-words="rounded">
           Its values are float32 and were rounded to bfloat16 to be counted: what is computed here is approximate, what is

@@ -1,10 +1,12 @@
 // What two runs are, setting by setting, differences first.
 import {at, go} from '../address.js';
+import {Link} from '../components/link.jsx';
 import {Answered, Notice} from '../components/notice.jsx';
 import {SettingsTable} from '../components/settings.jsx';
 import {chosen, PARTS, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
 import {flat} from '../settings.js';
+import {number} from '../units.js';
 
 export function Fingerprints() {
   const {run, baseline, reference} = chosen.value;
@@ -44,7 +46,7 @@ export function Fingerprints() {
   );
 }
 
-function Settings({a, b, differences, names}) {
+function Settings({a, b, differences, learning_rates: rates, names}) {
   const found = (at('setting') ?? '').toLowerCase();
   const all = b ? beside(a, b, differences) : flat(a).map(([setting, baseline]) => ({setting, baseline}));
   const rows = all
@@ -54,6 +56,7 @@ function Settings({a, b, differences, names}) {
   return (
     <>
       {b && <p class="told">{told(differences.length, telling)}</p>}
+      {rates && <Rates rates={rates} names={names} />}
       {rows.length ? (
         <SettingsTable name={`fingerprint of ${names.join(' and ')}`} caption={`${rows.length} of ${all.length} settings`} rows={rows} names={names} />
       ) : (
@@ -62,6 +65,13 @@ function Settings({a, b, differences, names}) {
     </>
   );
 }
+
+/** Settings do not hold what a schedule makes of a learning rate; the record does. */
+const Rates = ({rates: {step, before, run, baseline}, names}) => (
+  <p class="told" data-words="rates">
+    Beside the settings, their learning rates differ: first at <Link to={{view: 'timeline', step}}>step {step}</Link>{before === null ? '' : ` (still the same at step ${before})`}, where {names[1]} has {number(run)} and {names[0]} {number(baseline)}.
+  </p>
+);
 
 /** Differences first, those that bear on precision before the others, and then what is the same. */
 function beside(a, b, differences) {

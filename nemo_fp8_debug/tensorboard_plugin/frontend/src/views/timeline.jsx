@@ -10,7 +10,7 @@ import {shownRuns} from '../runs/beside.js';
 import {useBand, useDivergence} from '../story/band.js';
 import {Card} from '../story/card.jsx';
 import {firstTensor} from '../story/first.js';
-import {judged} from '../story/judged.js';
+import {NotChosen} from '../story/not_chosen.jsx';
 import {dark} from '../theme.js';
 import {currentAxes} from '../timeline/axes.js';
 import {Charts} from '../timeline/charts.jsx';
@@ -20,7 +20,6 @@ import {chosenMetrics, Metrics, ofTheRun} from '../timeline/metrics.jsx';
 import {panelsOf} from '../timeline/panels.js';
 import {AllValues, ValuesAt} from '../timeline/values.jsx';
 import {titleOf} from '../units.js';
-import {NoTensor} from './distribution.jsx';
 
 export function Timeline() {
   const metrics = chosenMetrics();
@@ -42,13 +41,6 @@ export function Timeline() {
       <Shown of={of} metrics={metrics} samples={dataOf(samples)} losses={dataOf(losses)} band={band.data ?? null} divergence={divergence.data ?? null} />
     </>
   );
-}
-
-/** Which tensor is shown as long as none is chosen. */
-function NotChosen({first}) {
-  if (first) return <p class="soft" role="status">No tensor is chosen: here is {titleOf(first)}, the first that the verdict names.</p>;
-  if (judged.value.loading) return <p class="soft" role="status">No tensor is chosen: the first that the verdict names follows as soon as it is known.</p>;
-  return <NoTensor />;
 }
 
 function Shown({of, metrics, samples, losses, band, divergence}) {

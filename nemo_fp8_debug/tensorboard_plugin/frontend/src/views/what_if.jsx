@@ -4,11 +4,13 @@ import {limitsSet} from '../color/choice.js';
 import {Legend} from '../color/legend.jsx';
 import {limitsOfValues} from '../color/limits.js';
 import {scaleOf} from '../color/scales.js';
+import {Link} from '../components/link.jsx';
 import {Answered, Notice} from '../components/notice.jsx';
 import {currentStep, Steps} from '../components/steps.jsx';
 import {Table} from '../components/table.jsx';
 import {chosen, details, metricNamed, versionOf} from '../records.js';
 import {useAnswer} from '../server.js';
+import {story} from '../story/judged.js';
 import {TensorLink} from '../story/link.jsx';
 import {source} from '../source.js';
 import {number, placeOf, shown, titleOf} from '../units.js';
@@ -43,9 +45,18 @@ export function WhatIf() {
         </label>
         <Steps />
       </div>
+      <NotByFp8 />
       <Answered answer={answer}>{(data) => <Tried run={run} step={data.step} rows={data.rows} />}</Answered>
     </>
   );
+}
+
+/** That no recipe mends what FP8 did not do. */
+function NotByFp8() {
+  const told = story.value?.headline;
+  if (told?.cause === undefined || told.cause === 'unknown' || (told.about_fp8 && told.cause !== 'none')) return null;
+  const found = told.cause === 'none' ? 'The verdict finds nothing wrong: no recipe needs to be changed.' : `FP8 is not to blame (${told.confidence} confidence): another recipe would not have prevented it.`;
+  return <p class="told" data-words="not by FP8"><b>{found}</b> Below is what recipes would lose of each tensor. <Link to={{view: 'verdict'}}>All the evidence</Link></p>;
 }
 
 function labelOf(metric) {
