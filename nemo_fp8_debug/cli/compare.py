@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import polars as pl
 import typer
 from rich.console import Console
 
-from ..analysis.comparison.compare import COLUMNS, compare
+from ..analysis.comparison.compare import compare
 from ..analysis.comparison.comparison import Comparison
 from ..analysis.comparison.summary import summarize, to_json
+from ..analysis.diagnosis.diagnose import diagnose_comparison
 from ..analysis.formatting import number
 from ..analysis.runs.run import Run
+from ..analysis.story.ranking import by_harm
 from ..core.keys import SHOWN_AS, STATES
 from ..numerics.metric_names import label_of
 from .console import console, say, working
@@ -44,7 +47,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="file for a report, which opens in any browser")] = None,
 ) -> None:
-    """Compare runs with a baseline: the losses, and the tensors ranked by how far they drifted."""
+    """Compare runs with a baseline: the losses, and the tensors in the order of harm, with how far each drifted."""
     if html is not None:
         from ..tensorboard_plugin.page.report import check_report
 
@@ -57,12 +60,13 @@ def command(
         for run_read in others:
             comparisons.append(compare(first, run_read, other, by, rename or ()))
             over()
+    ranked = [by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
     if as_json:
-        plain = [to_json(found) for found in comparisons]
+        plain = [told | {"tensors": tensors} for told, tensors in zip(map(to_json, comparisons), ranked, strict=True)]
         print(json.dumps(plain[0] if len(plain) == 1 else {"comparisons": plain}, indent=2))
     else:
-        for found in comparisons:
-            _print(found, top)
+        for found, tensors in zip(comparisons, ranked, strict=True):
+            _print(found, tensors, top)
     if html is not None:
         from ..tensorboard_plugin.page.report import Compared, write_report
 
@@ -72,15 +76,19 @@ def command(
 
 
 def _read(paths: list[Path], by: str) -> list[Run]:
-    """All at once: most of it is work outside of Python."""
+    """All at once: most of it is work outside of Python. Samples of skipped steps are left out, as `diagnose` does."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda path: Run.read(path, by, COLUMNS), paths))
+        return list(pool.map(lambda path: Run.read(path, by).without_skipped(), paths))
 
 
-def _print(found: Comparison, top: int) -> None:
+def _print(found: Comparison, tensors: Sequence[Mapping[str, Any]], top: int) -> None:
+    """
+    Args:
+        tensors: rows of `found.tensors` in the order of harm.
+    """
     out = console()
     _print_losses(out, found)
-    _print_ranking(out, found, top)
+    _print_ranking(out, tensors[:top], found.run.unit)
     if len(found.out_of_band):
         _print_order(out, found, top)
         _print_groups(out, found)
@@ -110,11 +118,11 @@ def _print_losses(out: Console, found: Comparison) -> None:
     print_rows(out, "Loss", columns, rows, entry=" ".join)
 
 
-def _print_ranking(out: Console, found: Comparison, top: int) -> None:
-    title = "Tensors by drift, baseline -> run, medians over the later half of the run"
-    headings = ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax", f"out of band from {found.run.unit}")
+def _print_ranking(out: Console, tensors: Sequence[Mapping[str, Any]], unit: str) -> None:
+    title = "Tensors by harm, as diagnose ranks them; baseline -> run, medians over the later half of the run"
+    headings = ("drift (log2)", "MSE ratio", "underflow %", "overflow %", "amax", f"out of band from {unit}")
     rows = []
-    for row in found.tensors.head(top).iter_rows(named=True):
+    for row in tensors:
         pairs = [_pair(row, metric) for metric in ("underflow_pct", "overflow_pct", "amax")]
         ratios = number(row["drift_log2"]), number(row["mse_ratio"])
         rows.append((row["layer"], row["tensor"], *ratios, *pairs, _count(row["onset"])))
@@ -193,5 +201,5 @@ def _count(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _pair(row: dict[str, float | None], metric: str) -> str:
+def _pair(row: Mapping[str, Any], metric: str) -> str:
     return f"{number(row[f'{metric}_baseline'])} -> {number(row[f'{metric}_run'])}"

@@ -52,6 +52,16 @@ def token_losses(report: Callable[[float], None], mask: torch.Tensor, output: to
     return loss, tokens, {"lm loss": loss.detach().clone()}
 
 
+class Kept:
+    """A logger that the user made, with Lightning's method."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows[step] = metrics
+
+
 def pretrain(
     args: SimpleNamespace, options: dict[str, Any] | None, first: int = 0
 ) -> tuple[list[float], list[torch.Tensor]]:
@@ -92,8 +102,10 @@ def pretrain(
 
 def test_megatron_lm_forward_step(megatron: None, args: SimpleNamespace, tmp_path: Path) -> None:
     losses, weights = pretrain(args, None)
-    watched, watched_weights = pretrain(args, {"interval": 2, "table_rows": 0, "on_error": "raise"})
+    kept = Kept()
+    watched, watched_weights = pretrain(args, {"interval": 2, "table_rows": 0, "on_error": "raise", "loggers": [kept]})
     assert len(losses) == 15 and watched == losses
+    assert [step for step, row in sorted(kept.rows.items()) if "fp8/nan_count" in row] == [2, 4]
     assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
     metrics = read_table(find_run(tmp_path), "metrics")
     assert metrics["step"].unique().to_list() == [2, 4]  # as Megatron-LM counts, from 1

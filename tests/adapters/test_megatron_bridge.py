@@ -68,14 +68,26 @@ def train(folder: Path, callbacks: list[Any] | None, first: int = 0) -> tuple[li
     return losses, list(gpt.parameters())
 
 
+class Kept:
+    """A logger that the user made, with Lightning's method."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows[step] = metrics
+
+
 def watch(**options: Any) -> FP8DebugBridgeCallback:
     return FP8DebugBridgeCallback(**{"interval": 2, "table_rows": 0, "on_error": "raise", **options})
 
 
 def test_losses_weights_and_steps(megatron: None, tmp_path: Path) -> None:
     losses, weights = train(tmp_path, None)
-    watched, watched_weights = train(tmp_path, [watch()])
+    kept = Kept()
+    watched, watched_weights = train(tmp_path, [watch(loggers=[kept])])
     assert len(losses) == 5 and watched == losses
+    assert [step for step, row in sorted(kept.rows.items()) if "fp8/nan_count" in row] == [2, 4]
     assert all(torch.equal(a, b) for a, b in zip(weights, watched_weights, strict=True))
     run = find_run(tmp_path)
     assert str(run) == str(tmp_path / "fp8_debug")

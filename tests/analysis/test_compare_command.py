@@ -8,11 +8,13 @@ from typing import Any
 
 import polars as pl
 import pytest
-from compared_runs import CULPRIT, EXACT, NO_ERROR, broken, falling, row, write
+from compared_runs import CULPRIT, EXACT, NO_ERROR, broken, falling, rising, row, write
 from typer.testing import CliRunner, Result
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.cli import app
 
 
@@ -49,6 +51,21 @@ class TestCommandLine:
         )
         assert result.output.splitlines()[-1] == summarize(compare(baseline, bad))
 
+    def test_ranks_tensors_by_harm_as_diagnose_does_and_not_by_drift(self, tmp_path: Path, baseline: Path) -> None:
+        def spread(step: int) -> list[dict[str, Any]]:
+            """The scale of one tensor is wrong first; behind it another tensor drifts farther."""
+            vanishing, steady, culprit = broken(step)
+            far = {"mse": 10.0, "underflow_pct": 30.0} if step >= 140 else {}
+            return [vanishing, steady | far, culprit | ({"scale_ratio_log2": 4.0} if step >= 60 else {})]
+
+        bad = write(tmp_path / "spread", spread, rising())
+        by_harm = [(row["layer"], row["tensor"]) for row in story(diagnose(bad, baseline))["tensors"]]
+        listed = [tuple(cell.strip() for cell in line.split("│")[1:3]) for line in tables_of(run_cli(baseline, bad))[0]]
+        assert listed == by_harm
+        found = strict_json(run_cli(baseline, bad, "--json").stdout)["tensors"]
+        assert [(row["layer"], row["tensor"]) for row in found] == by_harm
+        assert by_harm != [tuple(row) for row in compare(baseline, bad).tensors.select("layer", "tensor").rows()]
+
     def test_lists_no_more_tensors_than_asked(self, baseline: Path, bad: Path) -> None:
         result = run_cli(baseline, bad, "--top", 1)
         assert [len(table) for table in tables_of(result)] == [1, 1]
@@ -57,10 +74,14 @@ class TestCommandLine:
         reference = write(tmp_path / "reference", None, falling())
         result = run_cli(baseline, bad, "--reference", reference, "--json", "--top", 1)
         assert result.exit_code == 0
-        assert strict_json(result.stdout) == json.loads(json.dumps(to_json(compare(baseline, bad, reference))))
         found = strict_json(result.stdout)
+        expected = json.loads(json.dumps(to_json(compare(baseline, bad, reference))))
+        assert {name: told for name, told in found.items() if name != "tensors"} == {
+            name: told for name, told in expected.items() if name != "tensors"
+        }
+        assert [row.pop("harm_rank") for row in found["tensors"]] == [1, 2, 3]
+        assert all(row in expected["tensors"] for row in found["tensors"])
         assert set(found["runs"]) == {"baseline", "run", "reference"}
-        assert len(found["tensors"]) == 3
         assert found["tensors"][0]["layer"] == CULPRIT[0]
 
     def test_json_of_a_loss_that_is_no_longer_a_number(self, tmp_path: Path, baseline: Path) -> None:

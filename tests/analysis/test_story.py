@@ -16,6 +16,7 @@ from compared_runs import write as write_compared
 from diagnosed_runs import CULPRIT, EVERY, FIRST, ONSET, N, corrupted, falling, nothing, write
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.story.markdown import story_markdown
 from nemo_fp8_debug.analysis.story.ranking import harm_ranks
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.analysis.story.strip import ROWS, strip_text
@@ -115,6 +116,44 @@ class TestAnotherCause:
 
 
 class TestWithoutAFault:
+    def test_of_a_tensor_that_died_its_zeros_are_told_and_no_error(self, tmp_path: Path) -> None:
+        dead, since = VANISHING[0], 120
+
+        def dying(step: int) -> list[dict[str, Any]]:
+            zeros = {"amax": 0.0, "mse": 0.0, "relative_error": 0.0, "underflow_pct": 0.0}
+            return [row | zeros if row["layer"] == dead and step >= since else row for row in broken(step)]
+
+        runs = (
+            write_compared(tmp_path / "baseline", healthy, going_well()),
+            write_compared(tmp_path / "bad", dying, rising()),
+        )
+        told = story(diagnose(runs[1], runs[0]))
+        rows = {row["layer"]: row for row in told["tensors"]}
+        assert {layer: row["zero_since"] for layer, row in rows.items() if row["zero_since"] is not None} == {dead: since}
+        assert rows[dead]["error_rank"] is None and rows[dead]["why"].endswith(
+            f"All its values are zero since step {since}."
+        )
+        assert f"all values zero since {since}" in story_markdown(told)
+        alive = [row["error_rank"] for layer, row in rows.items() if layer != dead]
+        assert None not in alive
+
+    def test_a_warning_before_the_first_tensor_says_why_it_is_earlier(self, tmp_path: Path) -> None:
+        warned = ONSET - 24
+
+        def early(step: int) -> Mapping[str, Any]:
+            """In the baseline too, so that no tensor is out of its band then."""
+            return corrupted(ONSET) if step in (warned, warned + EVERY) else {}
+
+        def late(step: int) -> Mapping[str, Any]:
+            return {"outlier_log2": 30.0, "mse": 1e-2} if step >= ONSET else early(step)
+
+        baseline = write(tmp_path / "baseline", early)
+        told = story(diagnose(write(tmp_path / "bad", late, falling(left=DIVERGES)), baseline))
+        assert told["headline"]["first"]["since"] == ONSET
+        where = f"X of {CULPRIT} at step {warned}, 24 steps before the first tensor."
+        assert told["headline"]["warning"].startswith(where) and "three in a row" in told["headline"]["warning"]
+        assert f"- **Early warning**: {where}" in story_markdown(told)
+
     def test_a_clean_pair_follows_with_the_smallest_gap_that_could_be_seen(self, baseline: Path, tmp_path: Path) -> None:
         told = story(diagnose(write(tmp_path / "again", nothing, falling(seed=1)), baseline))
         headline = told["headline"]

@@ -156,12 +156,14 @@ def without_a_row(run: str) -> list[dict[str, Any]]:
 def of_lightning(found: dict[str, Any]) -> None:
     """Loggers of a trainer, one of them named too."""
     import wandb
-    from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+    from lightning.pytorch.loggers import CometLogger, MLFlowLogger, WandbLogger
     from small_models.lightning import fit
 
     (FOLDER / "trainer").mkdir()
     tracked = MLFlowLogger("trainer", tracking_uri=f"file://{FOLDER}/mlruns")
-    loggers = [WandbLogger(project="fp8", id="trainer", save_dir=FOLDER / "trainer", offline=True), tracked]
+    comet = CometLogger(save_dir=str(FOLDER / "comet"), offline=True, log_code=False, auto_output_logging=False)
+    experiment = comet.experiment  # which Lightning ends
+    loggers = [WandbLogger(project="fp8", id="trainer", save_dir=FOLDER / "trainer", offline=True), tracked, comet]
     callback = FP8DebugCallback(interval=2, output=str(FOLDER / "trainer" / "record"), loggers=["wandb"], table_rows=0)
     fit(FOLDER / "trainer", [callback], logger=loggers)
     open_still = wandb.run is not None
@@ -169,6 +171,7 @@ def of_lightning(found: dict[str, Any]) -> None:
     found["trainer"] = {
         "open": open_still,
         "mlflow": of_mlflow(tracked.run_id),
+        "comet": of_comet(experiment.id),
         "without_a_row": without_a_row("trainer/wandb/offline-run-*-trainer"),
     }
 

@@ -186,6 +186,9 @@ def test_loggers_of_a_trainer_get_the_summary_beside_what_they_log(logged: dict[
     assert [row["fp8/step"] for row in rows if "fp8/nan_count" in row] == [0, 2, 4]
     assert found["mlflow"]["metrics"]["train_loss"] == [[step, step + 1] for step in range(6)]
     assert [step for step, _ in found["mlflow"]["metrics"]["fp8/nan_count"]] == [0, 2, 4]
+    of_comet = found["comet"]["metrics"]
+    assert sorted((step, value) for name, step, value in of_comet if name == "train_loss") == [(i, i + 1) for i in range(6)]
+    assert [step for name, step, _ in of_comet if name == "fp8/nan_count"] == [0, 2, 4]
 
 
 class Kept:

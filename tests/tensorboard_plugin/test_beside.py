@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 from urllib.parse import unquote
 
 import pytest
@@ -14,10 +16,14 @@ from playwright.sync_api import Browser, Page, expect
 from samples import sample
 from tab import FC1, start
 
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.record.reader import read_table
 
 OTHERS = [f"other-{i}" for i in range(7)]
 STEPS = 20
+#: the run's learning rate departs from the others', and then its loss does
+DEPARTS, JUMPS = 12, 14
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         record = start(folder / name)
         for step in range(STEPS):
             record.record(sample(step, [{"layer": FC1, "scale_source": "engine", "amax": 1.0 + i + step}]))
-            record.record_steps({step: {"loss": 2.0 + i - 0.01 * step}})
+            is_off = [name == "run" and step >= since for since in (DEPARTS, JUMPS)]
+            record.record_steps({step: {"loss": 2.0 + i - 0.01 * step + 20 * is_off[1], "lr": 4e-3 if is_off[0] else 1e-3}})
         record.close()
     return folder
 
@@ -115,3 +122,43 @@ def test_course_has_their_losses_and_colors_any_of_them(page: Page, folder: Path
     page.mouse.move(chart["x"] + chart["width"] / 2, chart["y"] + 60)
     for name in OTHERS[1:]:
         expect(page.get_by_text(f"loss, {name}: ")).to_be_visible()
+
+
+def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+    """As WCAG 2.2 defines it."""
+
+    def luminance(rgb: tuple[int, ...]) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in rgb)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def rgb(text: str) -> tuple[int, ...]:
+    return tuple(int(value) for value in re.findall(r"\d+", text)[:3])
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_lines_of_pinned_runs_stand_out_from_the_ground(page: Page, theme: Literal["light", "dark"]) -> None:
+    page.emulate_media(color_scheme=theme)
+    expect(page.locator("html")).to_have_attribute("data-theme", theme)
+    colors = page.locator("[data-beside] line").evaluate_all("all => all.map((one) => getComputedStyle(one).stroke)")
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert contrast((0, 0, 0), (255, 255, 255)) == pytest.approx(21)
+    assert len(set(colors)) == 6 and {color: contrast(rgb(color), rgb(ground)) >= 3 for color in colors} == dict.fromkeys(
+        colors, True
+    )
+
+
+def test_learning_rates_that_differ_are_told_beside_settings_that_do_not(page: Page) -> None:
+    page.get_by_role("tab", name="Fingerprints").click()
+    rates = page.locator("[data-words=rates]")
+    expect(rates).to_contain_text(f"first at step {DEPARTS} (still the same at step {DEPARTS - 1})")
+    expect(rates).to_contain_text("where run has 0.004 and baseline 0.001")
+
+
+def test_what_if_says_that_fp8_is_not_to_blame(page: Page, folder: Path) -> None:
+    assert not story(diagnose(folder / "run", folder / "baseline"))["headline"]["about_fp8"]
+    page.get_by_role("tab", name="What if").click()
+    expect(page.locator("[data-words='not by FP8']")).to_contain_text("FP8 is not to blame (high confidence)")

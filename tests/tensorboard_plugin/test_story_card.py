@@ -150,6 +150,11 @@ def test_the_timeline_begins_with_the_first_tensor_of_the_verdict_and_gives_way_
     expect(page.locator("main > div > [data-card]")).to_have_attribute("data-card", TITLE)
     expect(page.locator("[data-table=values] [data-metric=underflow_pct]")).to_be_visible()
     assert "p.fp8.layer" not in page.url
+    page.evaluate("location.hash = location.hash.replace('view=timeline', 'view=distribution')")
+    expect(page.locator("#view[data-view=Distribution] [data-words=values]")).to_contain_text(TITLE)
+    expect(told).to_contain_text(TITLE)
+    page.evaluate("location.hash = location.hash.replace('view=distribution', 'view=timeline')")
+    expect(page.locator("main > div > [data-card]")).to_have_attribute("data-card", TITLE)
     page.locator("[data-picker=tensor]").fill("W of up")
     page.locator("[data-picker=tensor]").dispatch_event("change")
     expect(page.locator("main > div > [data-card]")).to_have_attribute("data-card", "W of up")

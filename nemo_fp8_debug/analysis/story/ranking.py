@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import polars as pl
 
@@ -60,6 +61,13 @@ def ranked(found: Diagnosis) -> pl.DataFrame:
 def harm_ranks(found: Diagnosis) -> dict[Key, int]:
     """The harm rank of each tensor, from 1."""
     return {(layer, role): rank for layer, role, rank in ranked(found).select(*KEY, "harm_rank").iter_rows()}
+
+
+def by_harm(rows: Sequence[Mapping[str, Any]], found: Diagnosis) -> list[dict[str, Any]]:
+    """Rows of tensors, with layer and role, in the order of harm, each with its harm_rank."""
+    ranks = harm_ranks(found)
+    with_ranks = [{**row, "harm_rank": ranks[row["layer"], row["role"]]} for row in rows]
+    return sorted(with_ranks, key=lambda row: row["harm_rank"])
 
 
 def _named(found: Diagnosis) -> pl.DataFrame:

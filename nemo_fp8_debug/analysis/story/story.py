@@ -79,7 +79,7 @@ def _that_matter(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _tensors(found: Diagnosis, rows: pl.DataFrame) -> list[dict[str, Any]]:
     reference = _of_reference(None if found.comparison is None else found.comparison.reference)
-    zeros = zero_since(found.run.metrics)
+    zeros = zero_since(found.run.grid)
     return [_tensor(row, found, reference, zeros.get((row["layer"], row["role"]))) for row in rows.iter_rows(named=True)]
 
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import polars as pl
+import numpy as np
 
 from ...core.keys import Key
+from ..runs.grid import Grid
 
-_KEY = ["layer", "role"]
 
-
-def zero_since(metrics: pl.DataFrame) -> dict[Key, int]:
-    """By tensor, the first sample from which on all its values are zero, to the end.
-
-    Args:
-        metrics: of a run, with step, layer, role, amax, nan and inf.
+def zero_since(grid: Grid) -> dict[Key, int]:
+    """By tensor, the first sample from which on all its values are zero, to the end; others are left out.
 
     Example:
         >>> rows = {"step": [0, 10, 20], "layer": ["fc1"] * 3, "role": ["input"] * 3, "amax": [0.5, 0.0, 0.0]}
-        >>> zero_since(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3}))
+        >>> zero_since(Grid.of_table(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
         {('fc1', 'input'): 10}
     """
-    is_zero = (pl.col("amax") == 0) & (pl.col("nan") + pl.col("inf") == 0)
-    rows = metrics.filter(pl.col("amax").is_not_null()).select(*_KEY, "step", zero=is_zero)
-    last = rows.filter(~pl.col("zero")).group_by(_KEY).agg(last=pl.col("step").max())
-    zeros = rows.filter("zero").join(last, on=_KEY, how="left").filter(pl.col("step") > pl.col("last").fill_null(-1))
-    return {(layer, role): step for layer, role, step in zeros.group_by(_KEY).agg(pl.col("step").min()).iter_rows()}
+    amax, lost = grid.of("amax"), grid.of("nan") + grid.of("inf")
+    is_zero = (amax == 0) & ~(lost > 0)
+    is_other = ~is_zero & ~(np.isnan(amax) & ~(lost > 0))
+    behind = ~np.logical_or.accumulate(is_other[:, ::-1], axis=1)[:, ::-1]
+    zeros = is_zero & behind
+    keys = list(grid.tensors.select("layer", "role").iter_rows())
+    return {keys[i]: int(grid.steps[np.argmax(zeros[i])]) for i in np.flatnonzero(zeros.any(axis=1)).tolist()}

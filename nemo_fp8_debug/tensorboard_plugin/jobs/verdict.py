@@ -14,7 +14,7 @@ from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.run import Run
 from ...analysis.story.headline import of_loss
 from ...analysis.story.markdown import story_markdown
-from ...analysis.story.ranking import harm_ranks
+from ...analysis.story.ranking import by_harm
 from ...analysis.story.story import story
 from ...errors import hearing
 from ...record.reader import rows_of
@@ -121,8 +121,8 @@ def _diagnosed(
 
 def _compared(found: Diagnosis, comparison: Comparison) -> dict[str, Any]:
     """A comparison whose tensors are in the order of harm."""
-    ranks, told = harm_ranks(found), to_json(comparison)
-    return told | {"tensors": sorted(told["tensors"], key=lambda row: ranks[row["layer"], row["role"]])}
+    told = to_json(comparison)
+    return told | {"tensors": by_harm(told["tensors"], found)}
 
 
 def _with_notes(found: Diagnosis, heard: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:

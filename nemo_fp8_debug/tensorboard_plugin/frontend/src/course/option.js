@@ -48,7 +48,7 @@ export function optionOf({lines, multiples, places, span, marks, step, names}) {
       axisLabel: {show: i === last}, name: i === last ? 'step' : '', nameLocation: 'middle', nameGap: 24, axisPointer: {label: {show: i === last, formatter: ({value}) => `step ${Math.round(value)}`}},
     })),
     yAxis: [
-      ...lines.map(({log, ...panel}, i) => axis({type: log ? 'log' : 'value', gridIndex: i, scale: true, splitNumber: 2, ...(log ? decadesOf(panel) : {}), axisLabel: {formatter: log ? endsOf(panel) : tick, hideOverlap: true}})),
+      ...lines.map(({log, ...panel}, i) => axis({type: log ? 'log' : 'value', gridIndex: i, scale: true, splitNumber: all[i].height < 40 ? 1 : 2, ...(log ? decadesOf(panel) : {}), axisLabel: {formatter: log ? endsOf(panel) : tick, hideOverlap: true}})),
       ...multiples.map(({names: rows}, i) => axis({type: 'category', data: legible(rows, all[lines.length + i].height), inverse: true, gridIndex: lines.length + i, splitLine: {show: false}, axisTick: {show: false}, axisLabel: {width: LEFT - 12, overflow: 'truncate', fontSize: 10, interval: 0}, axisPointer: {show: false}})),
     ],
     axisPointer: {link: [{xAxisIndex: 'all'}], lineStyle: {color: ink.soft}},

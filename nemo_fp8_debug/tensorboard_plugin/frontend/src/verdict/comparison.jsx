@@ -80,10 +80,10 @@ function Ranking({tensors, unit, names}) {
     ...['underflow_pct', 'overflow_pct', 'relative_error', 'amax'].map(pair),
     {label: `out of band from ${unit}`, of: (row) => row.onset},
   ];
-  const caption = `${names.baseline} → ${names.run}, medians over the later half. Drift: how many times worse FP8 holds a tensor; x1 is the same`;
+  const caption = `In the order of the verdict; ${names.baseline} → ${names.run}, medians over the later half. Drift: how many times worse FP8 holds a tensor; x1 is the same`;
   return (
     <>
-      <h3>Tensors by drift</h3>
+      <h3>Tensors by harm</h3>
       <Table name={`drift of ${names.run}`} caption={caption} columns={columns} rows={tensors} first={TOP} />
     </>
   );
