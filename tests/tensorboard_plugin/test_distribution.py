@@ -15,6 +15,8 @@ from cast_records import CURRENT, DELAYED, FLOAT32, HOSTILE
 from histogram_rows import SHOWN, Row, by_numerics
 from playwright.sync_api import Page, expect
 
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.numerics.formats import FORMATS
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -211,7 +213,13 @@ def test_a_hostile_name_is_shown_as_text(shown: Shown) -> None:
     assert page.locator("img").count() == 0 and page.evaluate("window.hacked") is None
 
 
-def test_no_tensor_and_no_histogram_are_told(casts_shown: Shown) -> None:
-    expect(casts_shown(view="distribution", run=DELAYED).locator(".notice")).to_contain_text("No tensor chosen")
+def test_it_begins_with_the_first_tensor_of_the_verdict_and_tells_what_has_no_histogram(
+    casts_shown: Shown, casts: Path
+) -> None:
+    first = story(diagnose(casts / DELAYED))["headline"]["first"]
+    title = f"{first['tensor']} of {first['layer']}"
+    begun = casts_shown(view="distribution", run=DELAYED)
+    expect(begun.get_by_text("No tensor is chosen: here is")).to_contain_text(title)
+    expect(begun.locator("[data-words=values]")).to_contain_text(title)
     missing: Any = casts_shown(view="distribution", run=DELAYED, layer="third", role="input")
     expect(missing.locator(".notice.problem")).to_contain_text("choose a tensor")
