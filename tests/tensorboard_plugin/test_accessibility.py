@@ -101,10 +101,11 @@ def test_names_of_a_record_are_no_markup_in_it(name: str) -> None:
         "headline": {
             "confidence": "high", "unit": "step", "cause_told": f"X of {name} is clipped.", "gap_told": None, "change": None,
             "first": {"layer": name, "role": "input", "tensor": "X", "since": 3, "is_consequence": False, "with": 0},
+            "warning": f"X of {name} at step 2.",
         },
         "events": [{"step": 3, "what": f"X of {name}: underflow 1% -> 2%"}],
         "tensors": [
-            {"harm_rank": 1, "layer": name, "tensor": "X", "why": name, "metric": "mse", "expected": 1.0, "found": 2.0}
+            {"harm_rank": 1, "layer": name, "tensor": "X", "why": name, "metric": "mse", "expected": 1.0, "found": 2.0, "zero_since": None}
         ],
     }  # fmt: skip
     html = markdown.markdown(story_markdown(told), extensions=["tables"])
