@@ -105,7 +105,8 @@ def test_names_of_a_record_are_no_markup_in_it(name: str) -> None:
         },
         "events": [{"step": 3, "what": f"X of {name}: underflow 1% -> 2%"}],
         "tensors": [
-            {"harm_rank": 1, "layer": name, "tensor": "X", "why": name, "metric": "mse", "expected": 1.0, "found": 2.0, "zero_since": None}
+            {"harm_rank": 1, "layer": name, "tensor": "X", "why": name, "metric": "mse", "expected": 1.0, "found": 2.0,
+             "zero_since": None}
         ],
     }  # fmt: skip
     html = markdown.markdown(story_markdown(told), extensions=["tables"])
