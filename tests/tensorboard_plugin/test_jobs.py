@@ -109,8 +109,8 @@ def test_a_verdict_is_that_of_the_commands(tab: Tab, logdir: Path) -> None:
     assert answer["result"]["diagnosis"] == plain(found.to_json())
     comparison, ranks = answer["result"]["comparison"], harm_ranks(found)
     assert found.comparison and comparison | {"tensors": None} == plain(to_json(found.comparison)) | {"tensors": None}
-    expected = sorted(to_json(found.comparison)["tensors"], key=lambda row: ranks[row["layer"], row["role"]])
-    assert comparison["tensors"] == plain(expected)
+    rows = [row | {"harm_rank": ranks[row["layer"], row["role"]]} for row in to_json(found.comparison)["tensors"]]
+    assert comparison["tensors"] == plain(sorted(rows, key=lambda row: row["harm_rank"]))
     recommended = recommend(found.run, list(flagged_by(found)), flags=flagged_by(found))
     assert answer["result"]["story"] == plain(story(found, recommended))
     assert answer["result"]["story"]["headline"]["change"].startswith(f"Cast X of {FC1} in ")
