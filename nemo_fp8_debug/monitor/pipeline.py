@@ -201,6 +201,15 @@ class Pipeline:
                 kind="missing parts",
             )
 
+    def _report_mixed(self, step: int) -> None:
+        if mixed := self._reduction.mixed:
+            (layer, role), *_ = mixed
+            self._errors.warn(
+                f"{len(mixed)} operands of step {step} are left out, first {SHOWN_AS[role]} of {layer}: their dtype differs "
+                "between ranks, and counts of different formats do not add up",
+                kind="mixed dtypes",
+            )
+
     def _together(self, sampled: Sampled) -> Outcome | None:
         with contextlib.suppress(Exception):  # the run may have ended the store with its process group
             self.over = self.over or self._ranks.is_set("over")
@@ -238,6 +247,7 @@ class Pipeline:
             return None
         with self._errors.guard("while measuring"):
             self._report(sampled, whole.operands)
+            self._report_mixed(sampled.step)
             return self._measured(whole, sampled)
         return None
 

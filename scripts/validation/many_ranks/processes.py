@@ -25,10 +25,12 @@ def prepare() -> None:
     import pandas  # noqa: F401  # what writes tables looks for it
     import torch
 
+    from nemo_fp8_debug import Monitor
     from nemo_fp8_debug.kernels import histogram_of
 
     torch.set_num_threads(1)
     histogram_of(torch.zeros(1, dtype=torch.bfloat16))
+    Monitor(torch.nn.Linear(4, 4), recorders=[]).close()  # versions of packages, which take a second to find out
     gc.freeze()
 
 
@@ -44,6 +46,8 @@ def forked(work: Callable[..., object], *arguments: Any) -> int:
         return process
     try:
         work(*arguments)
+    except SystemExit:  # of a process that this one forked in turn, and that comes by as it ends
+        raise
     except BaseException:
         traceback.print_exc()
         sys.exit(1)
