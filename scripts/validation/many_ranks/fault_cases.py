@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_fp8_debug.distributed import patience
+
 WORLD, INTERVAL = 4, 5
 #: host of each rank; the first rank's host has the store
 HOST_OF = (0, 0, 1, 1)
@@ -79,7 +81,8 @@ def broken(found: dict[str, Any]) -> list[str]:
 def wrong_with(run: dict[str, Any], fault: Fault, limit: float) -> list[str]:
     """
     Args:
-        limit: seconds that training may wait for other ranks, in all; what the scheduler took is not in it.
+        limit: seconds that training may wait for other ranks, in all, once they are out of sync; what the scheduler took
+            is not in it.
     """
     victim, wrong = run["victim"], []
     for rank, status in run["statuses"].items():
@@ -88,7 +91,7 @@ def wrong_with(run: dict[str, Any], fault: Fault, limit: float) -> list[str]:
     for rank, of in run["ranks"].items():
         if not of["identical"]:
             wrong.append(f"losses of rank {rank} are not as without a monitor")
-        if int(rank) != victim and of["net_s"] > limit:
+        if int(rank) != victim and of["net_s"] > (patience.LONGEST if fault.goes_on else limit):
             wrong.append(f"rank {rank} waited {of['net_s']} s")
     speakers = [int(rank) for rank, of in run["ranks"].items() for message in of["warnings"] if "out of sync" in message]
     if sorted(speakers) != fault.speakers(victim):

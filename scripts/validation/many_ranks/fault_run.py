@@ -25,7 +25,7 @@ from nemo_fp8_debug.distributed import patience
 from nemo_fp8_debug.monitor import monitor as monitors
 from nemo_fp8_debug.record.reader import find_run, read_table
 
-from .fault_cases import FAULTS, HOST_OF, INTERVAL, WORLD, Fault
+from .fault_cases import FAULTS, HOST_OF, INTERVAL, WORLD
 from .processes import forked, kill, statuses
 from .waits import Scheduled
 
@@ -65,6 +65,13 @@ class Training:
         return self.losses[-1]
 
 
+class UntilTheEnd(Scheduled):
+    """Counts what closing waits for as well."""
+
+    def end(self) -> None:
+        pass
+
+
 class Run:
     """The ranks of a run, and what happens to one of them."""
 
@@ -94,25 +101,29 @@ class Run:
 
     def _train(self, rank: int, first: int, lie: str | None) -> dict[str, Any]:
         run, plain, board = Training(rank, lie), Training(rank, lie), self._board
-        monitors.Waits = Scheduled  # type: ignore[misc]
+        monitors.Waits = UntilTheEnd  # type: ignore[misc]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             options: dict[str, Any] = {"interval": INTERVAL, "on_error": "warn", "table_rows": 0}
             watching, step = Monitor(run.model, self._folder / "run", **options), first
-            patience.LONGEST = self._limit  # once all have started, which takes its time on a busy machine
+            if not self.fault.goes_on:
+                patience.LONGEST = self._limit  # once all have started, which takes its time on a busy machine
             watching._ranks.patience.renew()
+            waits, before = watching._waits, None
+            assert isinstance(waits, Scheduled)
             while not board.last or step < board.last:
+                if board.failed and before is None:
+                    before = waits.total, waits.without_a_core
                 with watching.step(step + (lie == "other steps" and bool(board.failed))) as report:
                     report(loss=run.step())
                 step += 1
                 board.steps[rank] = step
                 time.sleep(STEP)
-            waits = watching._waits
-            assert isinstance(waits, Scheduled)
             watching.close()
         for _ in run.losses:
             plain.step()
-        waited, core = waits.total, sum(core for _, core in waits.by_step.values())
+        since = before or (0.0, 0.0)
+        waited, core = waits.total - since[0], waits.without_a_core - since[1]
         return {
             "identical": run.losses == plain.losses and bool(run.losses),
             "waited_s": round(waited, 3),
