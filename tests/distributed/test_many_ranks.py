@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from many_ranks import fault_cases, simulation, waits
+from many_ranks import fault_cases, simulation, tables, waits
 from many_ranks.constants import Constants
 from processes import run_script
 
@@ -45,8 +45,24 @@ def test_every_fault_was_survived_twenty_times() -> None:
 def test_the_table_of_the_simulation_is_what_the_simulation_says() -> None:
     found = committed("simulation.json")
     row = found["table"][0]
-    again = simulation.simulate(row["ranks"], row["stages"], simulation.NETWORK, Constants(**found["constants"]))
+    rows, constants = simulation.ROWS + simulation.HISTOGRAM, Constants(**found["constants"])
+    again = simulation.simulate(row["ranks"], row["stages"], simulation.NETWORK, constants, rows)
     assert again == pytest.approx({name: row[name] for name in again})
+
+
+def test_what_was_predicted_for_processes_of_one_machine_was_measured() -> None:
+    found = committed("simulation.json")
+    assert set(found["worlds"]) == {"2", "4", "8", "16"}
+    assert simulation.broken(found) == []
+    constants = Constants(**found["constants"])
+    again = simulation.simulate(4, 1, simulation.Place(found["cores"], constants.latency), constants)
+    assert again == pytest.approx(found["worlds"]["4"]["predicted"])
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_the_documentation_has_these_results(name: str) -> None:
+    lines = (FOLDER.parents[2] / "docs/scaling.md").read_text().splitlines()
+    assert set(tables.TABLES[name]()) <= set(lines)
 
 
 CONSTANTS = Constants(

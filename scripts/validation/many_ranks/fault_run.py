@@ -114,7 +114,7 @@ class Run:
             while not board.last or step < board.last:
                 if board.failed and before is None:
                     before = waits.total, waits.without_a_core
-                with watching.step(step + (lie == "other steps" and bool(board.failed))) as report:
+                with watching.step(step + (INTERVAL if lie == "other steps" and board.failed else 0)) as report:
                     report(loss=run.step())
                 step += 1
                 board.steps[rank] = step
