@@ -292,8 +292,8 @@ class Monitor:
         if self.closed:
             return
         failed, self._closed = run_failed(), True
-        self._waits.end()
         steps: dict[str, Callable[[], object]] = {
+            "while adding up waits": self._waits.end,
             "while ending a step": lambda: None if failed else self._order.warn_if_open(),
             "while giving a step up": self.abandon_step,
             "while ranks part": self._pipeline.close,

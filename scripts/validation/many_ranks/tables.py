@@ -49,8 +49,8 @@ def compared() -> list[str]:
     for world, of in read("simulation.json")["worlds"].items():
         both = [sum(of[kind][part] for part in ("packing", "reducing")) for kind in ("predicted", "measured")]
         pairs = [(of["predicted"][part], of["measured"][part], of["off_by"][part]) for part in PARTS]
-        shown = [f"{p:.2g} ({m:.2g}), {off:+.0%}" for p, m, off in [(*both, of["off_by"][WHOLE]), *pairs]]
-        rows.append(row(world, *shown))
+        cells = [f"{p:.2g} ({m:.2g}), {off:+.0%}" for p, m, off in [(*both, of["off_by"][WHOLE]), *pairs]]
+        rows.append(row(world, *cells))
     return rows
 
 
@@ -63,8 +63,13 @@ def predicted() -> list[str]:
 
 
 def row(*cells: object) -> str:
-    shown = [f"{cell:.2g}" if isinstance(cell, float) and cell < 100 else str(cell) for cell in cells]
-    return f"| {' | '.join(shown)} |"
+    return f"| {' | '.join(map(shown, cells))} |"
+
+
+def shown(cell: object) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.0f}" if cell >= 100 else f"{cell:.2g}"
+    return str(cell)
 
 
 TABLES = {"waits": waits, "faults": faults, "compared": compared, "predicted": predicted}
