@@ -114,7 +114,7 @@ class Peers:
                 if message["token"] != self._token:
                     continue
                 kind, rank = message["kind"], int(message["rank"])
-            except (ValueError, KeyError, TypeError, OSError):
+            except (ValueError, KeyError, TypeError, OSError, RecursionError):
                 continue
             if kind == "close":
                 self._socket.close()

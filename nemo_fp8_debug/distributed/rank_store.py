@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..core.waits import WORD, Waits
 from ..errors import ConfigError, warn
 from . import patience
 from .gloo import Group
@@ -31,7 +32,11 @@ _instances = itertools.count()
 class Ranks:
     """The ranks of a run that carry a monitor each; the first of them writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Waits | None = None) -> None:
+        """
+        Args:
+            waits: where those of the training thread are added up.
+        """
         there = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if there else 0
         self.world = dist.get_world_size() if there else 1
@@ -39,7 +44,7 @@ class Ranks:
         self._prefix = f"nemo_fp8_debug/{next(_instances) if self.world > 1 else 'alone'}"
         self._run_store = RunStore()
         #: of the training thread, with other ranks
-        self.patience = Patience()
+        self.patience = Patience(waits or Waits())
         self._peers: Peers | None = None
         self._words = 0
         self._totals = Totals(self.patience)
@@ -137,11 +142,12 @@ class Ranks:
         keys = [self._key(f"{name}/{rank}") for rank in range(self.world)]
         return [json.loads(value) for value in self._ask(lambda store: store.multi_get(keys))]
 
-    def group(self, name: str, members: Sequence[int], seconds: float) -> Group:
+    def group(self, name: str, members: Sequence[int], seconds: float, limit: float | None = None) -> Group:
         """Gloo among some ranks, this one too; called on all of them.
 
         Args:
             seconds: that one rank waits for another.
+            limit: seconds that making it may take.
 
         Raises:
             RuntimeError: gloo cannot be used here, or the others do not come.
@@ -150,7 +156,7 @@ class Ranks:
         def made(store: Any) -> Group:
             return Group(dist.distributed_c10d.PrefixStore(self._key(name), store), self.rank, members, seconds)
 
-        return self._ask(made)
+        return self._ask(made, limit)
 
     def set_if_absent(self, name: str, value: Any, seconds: float | None = None) -> bool:
         """Publish a plain value, unless another rank has; whether this one did."""
@@ -180,15 +186,18 @@ class Ranks:
             return value
         self._words += 1
         if not self.writes:
-            with self.patience.spending() as seconds:
+            with self.patience.spending(WORD) as seconds:
                 value = self.read(self._word, seconds)
         else:
-            with self.patience.spending() as seconds:
-                self._ask(lambda store: store.set(self._key(self._word), json.dumps(value)), seconds)
-                # Training itself has kept the ranks together since the sample before the last.
-                self._ask(lambda store: store.delete_key(self._key(f"word-{self._words - 2}")), seconds)
+            with self.patience.spending(WORD) as seconds:
+                self._ask(lambda store: self._tell(store, json.dumps(value)), seconds)
         self.patience.renew()
         return value
+
+    def _tell(self, store: Any, word: str) -> None:
+        store.set(self._key(self._word), word)
+        # Training itself has kept the ranks together since the sample before the last.
+        store.delete_key(self._key(f"word-{self._words - 2}"))
 
     def shared_late(self) -> Any:
         """What the first rank had not said in time.
@@ -200,7 +209,7 @@ class Ranks:
         def published(store: Any) -> str | None:
             return store.get(self._key(self._word)) if store.check([self._key(self._word)]) else None
 
-        with self.patience.spending(reserve=True) as seconds:
+        with self.patience.spending(WORD, reserve=True) as seconds:
             if (found := self._ask(published, seconds)) is None:
                 raise TimeoutError("the first rank has said nothing")
         self.patience.renew()
@@ -216,7 +225,11 @@ class Ranks:
 
     def total(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `Totals.of`."""
-        return self._totals.of(values, self.world, lambda seconds: self.group("everyone", range(self.world), seconds))
+
+        def connect(limit: float) -> Group:
+            return self.group("everyone", range(self.world), patience.LONGEST, limit)
+
+        return self._totals.of(values, self.world, connect)
 
     @property
     def device(self) -> torch.device:

@@ -67,6 +67,8 @@ class Reduction:
         self._index = {key: i for i, key in enumerate(self.keys)}
         self._casts: dict[int, Cast] = {}
         self._numbers: dict[Cast, int] = {}
+        #: operands of the last sample that were left out, since ranks have them in different dtypes
+        self.mixed: list[Key] = []
 
     def pack(self, plan: Plan, found: Collected, expected: Collection[Key]) -> PackedStats:
         """What this rank has to add; keeps nothing of what it found.
@@ -154,10 +156,11 @@ class Reduction:
         moments = added.moments(amax, amin)
         made, calls, expected = (added.numbers[name].long().tolist() for name in ("made", "calls", "expected"))
         numbers = {name: values.tolist() for name, values in column.items()}
-        stats = []
+        stats, self.mixed = [], []
         for i, (key, top, lowest, highest) in enumerate(zip(keys, amax.tolist(), low.tolist(), high.tolist(), strict=True)):
             if numbers["dtype_max"][i] != -numbers["dtype_min"][i]:
-                continue  # counts of different formats do not add up
+                self.mixed.append(key)  # counts of different formats do not add up
+                continue
             cast, order = self._cast_of(numbers["cast"][i]), numbers["order"][i]
             rounded = cast.dtype == "float32"
             histogram = Histogram(torch.float16 if cast.dtype == "float16" else torch.bfloat16, added.counts[i], rounded)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from . import patience
+from ..core.waits import LOSSES
 from .gloo import Group
 from .patience import Patience
 
@@ -50,8 +50,10 @@ class Totals:
         return sums
 
     def _add_up(self, sums: torch.Tensor, connect: Callable[[float], Group]) -> None:
-        with self._patience.spending() as seconds:
-            self._everyone = self._everyone or connect(patience.LONGEST)
+        if self._everyone is None:
+            with self._patience.spending(LOSSES) as seconds:
+                self._everyone = connect(seconds)
+        with self._patience.spending(LOSSES) as seconds:
             self._everyone.add_up(sums, seconds)
         self._patience.renew()
 

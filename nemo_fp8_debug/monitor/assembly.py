@@ -8,6 +8,7 @@ from ..capture.gemms import select
 from ..capture.output_samples import Chosen
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES
+from ..core.waits import Waits
 from ..distributed import Ranks, ShardGroup
 from ..errors import ConfigError
 from ..numerics.delayed_state import check_histories
@@ -79,11 +80,13 @@ def assemble(
     summary: Summary,
     place: Place,
     errors: ErrorGuard,
+    waits: Waits,
 ) -> Parts:
     """The parts of a monitor.
 
     Args:
         place: of this rank; that of the first one counts.
+        waits: of the training thread.
 
     Raises:
         ConfigError: tensors are to be dumped, and there is no folder; or what-if recipes take too much memory.
@@ -93,7 +96,7 @@ def assemble(
     if storage is None and (config.dump or config.trigger_dump):
         raise ConfigError("dump and trigger_dump need an output folder")
     limits = config.dump_max_bytes, config.dump_min_free_bytes
-    dump = TensorDump(storage, ranks.rank, *limits, recording.submit_job) if storage else None
+    dump = TensorDump(storage, ranks.rank, *limits, recording.submit_job, waits) if storage else None
 
     check_histories(config.what_if_recipes, operands)
 
@@ -108,7 +111,7 @@ def assemble(
 
     schedule = Schedule(config)
     triggers = Triggers([parse_rule(rule) for rule in config.triggers], ranks)
-    live_control = LiveControl(schedule, triggers, ranks, storage, check, summary.say)
+    live_control = LiveControl(schedule, triggers, ranks, storage, check, summary.say, waits)
     recording.submit_job(live_control.read)
     shard_group, over = meet(ranks, model.kinds, errors)
     model.scales.emulate(shard_group.keys(ROLES))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..core.sample import Sample
+from ..core.waits import Waits
 from ..distributed import Ranks
 from ..errors import warn
 from ..options.control_file import LONGEST, NAME, Control
@@ -29,15 +30,18 @@ class LiveControl:
         storage: Storage | None,
         check: Callable[[Control], None],
         say: Callable[[str], None],
+        waits: Waits,
     ) -> None:
         """
         Args:
             storage: folder of the run record; None: there is none, and no control file.
             check: raises ConfigError where a control file cannot be obeyed in this run.
             say: prints a line.
+            waits: of the training thread.
         """
         self._schedule, self._triggers, self._ranks = schedule, triggers, ranks
         self._storage, self._check, self._say = storage if ranks.writes else None, check, say
+        self._waits = waits
         #: as it was read last, and what it asks for or why it is refused; no file: None
         self._read: tuple[ControlFile, Control | Exception] | None = None
         self._known: ControlFile | None = None  # as it was when a sampled step last began
@@ -167,4 +171,4 @@ class LiveControl:
         if self._storage:
             self._status.step = self._status.step if step is None else step
             with contextlib.suppress(Exception):  # a record that cannot be written says so
-                self._storage.write(STATUS, self._status.text(dumped, ended).encode())
+                self._storage.write(STATUS, self._status.text(dumped, self._waits.plain(), ended).encode())

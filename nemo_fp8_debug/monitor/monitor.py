@@ -14,6 +14,7 @@ from ..capture.gemms import Gemm
 from ..core.arguments import checks_arguments
 from ..core.error_guard import ErrorGuard
 from ..core.sample import Recorder
+from ..core.waits import Waits
 from ..distributed import Ranks, ShardGroup
 from ..errors import run_failed
 from ..options.config import SAME_ON_ALL_RANKS, Config
@@ -68,14 +69,15 @@ class Monitor:
         Raises:
             ConfigError: an option cannot be used, no GEMM matches, or the folder cannot be written, on any rank.
         """
-        self._ranks = Ranks()
+        self._waits = Waits()
+        self._ranks = Ranks(self._waits)
         try:
             self.config = Config(output=os.fspath(output) if isinstance(output, os.PathLike) else output, **options)
             self._errors = ErrorGuard(self.config.on_error)
             self._ranks.agree("options", {name: getattr(self.config, name) for name in SAME_ON_ALL_RANKS})
             self._model = scan(model, self.config, self._ranks.world, self._errors)
             chosen = chosen_recorders(recorders, self.config) if self._ranks.writes else ()
-            self._recording = Recording(chosen, self.fingerprint, self._errors.guard)
+            self._recording = Recording(chosen, self.fingerprint, self._errors.guard, self._waits)
             place = Place.of(self.config, self._recording)
         except Exception as error:
             self._ranks.start(None, error)
@@ -83,7 +85,8 @@ class Monitor:
         ShardGroup.publish(self._ranks, self._model.kinds)
         self._idle = self._ranks.world == 1 and not self._recording.recorders
         self._summary = Summary(self.config, self._recording.recorders, len(self.gemms), self.fingerprint.get("coverage"))
-        parts = assemble(self.config, self._model, self._ranks, self._recording, self._summary, place, self._errors)
+        shared = self._summary, place, self._errors, self._waits
+        parts = assemble(self.config, self._model, self._ranks, self._recording, *shared)
         self._shard_group, self._schedule, self._live_control = parts.shard_group, parts.schedule, parts.live_control
         self._pipeline, self._delivery, self._watched = parts.pipeline, parts.delivery, parts.watched
         self._sampled: SampledStep | None = None
@@ -156,6 +159,7 @@ class Monitor:
         if number is None:
             return
         self._step = self._errors.step = number
+        self._waits.start_step(number)
         self._live_control.start_step(number)
         if self._schedule.samples(number) and not self._live_control.stopped:
             self._start_sample(number)
@@ -289,6 +293,7 @@ class Monitor:
             return
         failed, self._closed = run_failed(), True
         steps: dict[str, Callable[[], object]] = {
+            "while adding up waits": self._waits.end,
             "while ending a step": lambda: None if failed else self._order.warn_if_open(),
             "while giving a step up": self.abandon_step,
             "while ranks part": self._pipeline.close,
@@ -306,7 +311,7 @@ class Monitor:
         self._idle = True
         if not failed:
             self._order.warn_if_nothing_sampled(self._schedule.config.turns(), self._pipeline.over)
-        self._summary.close(self._pipeline.over, self._recording.stuck)
+        self._summary.close(self._pipeline.over, self._recording.stuck, self._waits)
 
     def _release(self) -> None:
         """Let go of the model, which whoever holds the monitor would hold too."""

@@ -19,6 +19,7 @@ from ..capture.replicas import ReplicaChecks
 from ..capture.scales import Scales
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES, SHOWN_AS, Key
+from ..core.waits import SAMPLE_OF_RANKS
 from ..core.worker import Worker
 from ..distributed import Ranks, Reduction, ShardGroup
 from ..distributed.reduction import Plan
@@ -123,7 +124,7 @@ class Pipeline:
         """Wait for the sample before: histories that scales are emulated from move on with it."""
         if self._last is None:
             return
-        with self._ranks.patience.spending() as seconds:
+        with self._ranks.patience.spending(SAMPLE_OF_RANKS) as seconds:
             done = wait([self._last], seconds).done
         if not done:
             self.end(self._last_step, TimeoutError(f"not all ranks took part in its sample within {seconds:.0f} s"))
@@ -155,10 +156,10 @@ class Pipeline:
     def _close(self) -> None:
         self.settle()
         if self._speaking:
-            with self._ranks.patience.spending(reserve=True) as seconds:
+            with self._ranks.patience.spending(SAMPLE_OF_RANKS, reserve=True) as seconds:
                 self._speaking.join(seconds)
         if self._worker:
-            with self._ranks.patience.spending(reserve=True) as seconds:
+            with self._ranks.patience.spending(SAMPLE_OF_RANKS, reserve=True) as seconds:
                 self._worker.close(0.0 if self.over else seconds)
         for group in filter(None, (self._shard_group.group, self._shard_group.leaders_group)):
             group.close(in_sync=not self.over)
@@ -200,6 +201,15 @@ class Pipeline:
                 kind="missing parts",
             )
 
+    def _report_mixed(self, step: int) -> None:
+        if mixed := self._reduction.mixed:
+            (layer, role), *_ = mixed
+            self._errors.warn(
+                f"{len(mixed)} operands of step {step} are left out, first {SHOWN_AS[role]} of {layer}: their dtype differs "
+                "between ranks, and counts of different formats do not add up",
+                kind="mixed dtypes",
+            )
+
     def _together(self, sampled: Sampled) -> Outcome | None:
         with contextlib.suppress(Exception):  # the run may have ended the store with its process group
             self.over = self.over or self._ranks.is_set("over")
@@ -237,6 +247,7 @@ class Pipeline:
             return None
         with self._errors.guard("while measuring"):
             self._report(sampled, whole.operands)
+            self._report_mixed(sampled.step)
             return self._measured(whole, sampled)
         return None
 

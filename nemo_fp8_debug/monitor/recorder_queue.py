@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..core.sample import Recorder, Sample
+from ..core.waits import LOGGERS, RECORDING, Waits
 from ..core.worker import Worker
 from ..errors import run_failed, warn
 from ..record.loggers.recorder import LoggerRecorder
@@ -30,16 +31,19 @@ ErrorGuard = Callable[[str], AbstractContextManager[None]]
 class Recording:
     """Hands samples to recorders: in a thread of its own, or in the caller's where a recorder asks for that."""
 
-    def __init__(self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], errors: ErrorGuard) -> None:
+    def __init__(
+        self, recorders: Iterable[Recorder], fingerprint: Mapping[str, Any], errors: ErrorGuard, waits: Waits
+    ) -> None:
         """
         Args:
             recorders: opened one by one as they come, so that an earlier one can refuse before a later one makes files.
             errors: a context, named by what it guards, that keeps an error from the run.
+            waits: where those of the training thread are added up.
 
         Raises:
             ConfigError: a recorder cannot write where it should.
         """
-        self._errors = errors
+        self._errors, self._waits = errors, waits
         self.recorders: list[Recorder] = []
         for recorder in recorders:
             recorder.open(fingerprint)
@@ -82,14 +86,15 @@ class Recording:
     def deliver(self, wait: bool) -> None:
         """Pass what is ready to the recorders of the caller's thread; wait for what is under way, if asked.
 
-        A wait ends when something hangs for `STUCK` seconds; `stuck` then stays true until it does no longer.
+        A wait ends after `STUCK` seconds; `stuck` then stays true until what it was for is done.
         """
         only_first = self._submitted == 1  # which may have to compile, once a machine: no interval avoids that
         started = time.monotonic()
-        while self._pending and (self._pending[0].done() or (wait and self._wait_for(self._pending[0]))):
+        while self._pending and (self._pending[0].done() or (wait and self._wait_for(self._pending[0], started))):
             self.stuck = False
             if record := self._pending.popleft().result():
-                self._each(True, record)
+                with self._waits.waiting(LOGGERS):
+                    self._each(True, record)
         waited = time.monotonic() - started
         if waited > PATIENCE and not (only_first or self._impatient or self.stuck):
             self._impatient = True
@@ -114,11 +119,17 @@ class Recording:
             return
         self._pending.append(self._worker.submit(job))  # on_error="raise" hands faults to the training thread
 
-    def _wait_for(self, future: Future[Any]) -> bool:
-        """Whether `future` is done, soon enough."""
+    def _wait_for(self, future: Future[Any], started: float) -> bool:
+        """Whether `future` is done, soon enough.
+
+        Args:
+            started: when the wait did, by the monotonic clock; at the end of a run each job has its own.
+        """
         if self.stuck and not self._closing:  # a hang that is over by then costs nothing
             return False
-        wait([future], STUCK)
+        limit = STUCK if self._closing else max(0.0, started + STUCK - time.monotonic())
+        with self._waits.waiting(RECORDING):
+            wait([future], limit)
         if not future.done() and not self.stuck:
             self.stuck = True
             warn(f"recording hangs for {STUCK:.0f} s; the run goes on, and steps are not sampled until it does no longer")

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core.coverage_text import unobserved
 from ..core.sample import Recorder
+from ..core.waits import Waits
 from ..options.config import Config
 from ..record.console_table import show
 from ..record.tensorboard import TensorBoardRecorder
@@ -48,22 +49,24 @@ class Summary:
         if self._record:
             self._show(text)
 
-    def close(self, over: bool, stuck: bool) -> None:
+    def close(self, over: bool, stuck: bool, waits: Waits) -> None:
         """Print the last line.
 
         Args:
             over: whether sampling ended before the run, because ranks were out of sync.
             stuck: whether a write hangs.
+            waits: of the training thread.
         """
         if not (record := self._record):
             return
         found = f"recorded {record.samples} samples" if record.samples >= self.due else _partly(record.samples, self.due)
-        faults = [
+        notes = [
             f"{record.lost} parts of the record could not be written" if record.lost else "",
             "sampling ended before the run did" if over else "",
             "a write to the record hangs" if stuck else "",
+            waits.in_words(self.due),
         ]
-        what = "; ".join([f"{found} in {record.storage}", *filter(None, faults)])
+        what = "; ".join([f"{found} in {record.storage}", *filter(None, notes)])
         view = f"View: tensorboard --logdir {self._logdir()} or nemo-fp8-debug diagnose {shlex.quote(str(record.storage))}"
         self._show(f"{what}. {view}" if record.samples else f"{what}.")
 

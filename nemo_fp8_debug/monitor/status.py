@@ -81,9 +81,9 @@ class Status:
             return Control({key: value for key, value in control.changes.items() if key != "dump"})
         return replace(control, steps=last - step + 1)
 
-    def text(self, dumped: Mapping[str, Any], ended: bool) -> str:
+    def text(self, dumped: Mapping[str, Any], waited: Mapping[str, Any], ended: bool) -> str:
         """The content of the file."""
         now = time.time()
         content: dict[str, Any] = {"step": self.step, "first_step": self.first_step, "time": now}
         content |= {"ended": now} if ended else {}
-        return json.dumps(content | {"control": self.control, "dump": dict(dumped)}, indent=2)
+        return json.dumps(content | {"control": self.control, "dump": dict(dumped), "waited": dict(waited)}, indent=2)

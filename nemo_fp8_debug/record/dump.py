@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import safetensors.torch
 import torch
 
 from ..core.keys import ROLES
+from ..core.waits import DUMPS, Waits
 from ..errors import RecordError
 from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.histogram import DTYPES
@@ -33,7 +35,7 @@ from .storage import Storage
 
 #: bytes of tensors that wait to be written, at the most; a run that dumps faster than it can write waits
 IN_FLIGHT = 4 << 30
-#: seconds that a hook waits for room; then the tensor is left out
+#: seconds that the hooks of a step wait for room in all; then tensors are left out
 PATIENCE = 30.0
 #: values quantized at once
 _CHUNK = 1 << 24
@@ -74,7 +76,13 @@ class TensorDump:
     """Copies tensors in hooks and writes them in the background."""
 
     def __init__(
-        self, storage: Storage, rank: int, max_bytes: int, min_free_bytes: int, submit: Callable[[Callable[[], None]], None]
+        self,
+        storage: Storage,
+        rank: int,
+        max_bytes: int,
+        min_free_bytes: int,
+        submit: Callable[[Callable[[], None]], None],
+        waits: Waits | None = None,
     ) -> None:
         """
         Args:
@@ -82,12 +90,13 @@ class TensorDump:
             max_bytes: that all dumps of this rank may take; earlier attempts count.
             min_free_bytes: that a dump leaves on the disk.
             submit: runs a function in the background, in order.
+            waits: where those of the training thread are added up.
         """
-        self._storage, self._submit = storage, submit
+        self._storage, self._submit, self._waits = storage, submit, waits or Waits()
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._room = Condition()
         self._in_flight = 0
-        self._patient = True
+        self._step, self._left, self._moves = -1, 0.0, True
         self.taken = storage.size(FOLDER, f"rank-{rank:05d}.")  # bytes, written or to be; changed in two threads
         self.tensors = self.bytes = 0  # written since the start
         #: why tensors were left out, and how many
@@ -106,20 +115,28 @@ class TensorDump:
         if self.taken + size > self._max_bytes:
             self._leave_out(f"the dump's budget of {_readable(self._max_bytes)} is used up")
             return
-        if not self._wait_for_room(size):
+        if not self._wait_for_room(about.step, size):
             self._leave_out(f"{_readable(self._in_flight)} still waited to be written after {PATIENCE:.0f} s")
             return
         fetch = _copy(x.detach())
         self._submit(lambda: self._write(about, fetch, scale, size))
 
-    def _wait_for_room(self, size: int) -> bool:
+    def _wait_for_room(self, step: int, size: int) -> bool:
         with self._room:
-            patience = PATIENCE if self._patient else 0.0  # waited for once, not for each tensor behind a write that hangs
-            there_is = self._room.wait_for(lambda: self._in_flight == 0 or self._in_flight + size <= IN_FLIGHT, patience)
-            self._patient = there_is
+            if step != self._step and self._moves:  # not once more behind a write that hangs
+                self._step, self._left, self._moves = step, PATIENCE, False
+            there_is = self._fits(size)
+            if not there_is:
+                began = time.monotonic()
+                with self._waits.waiting(DUMPS):
+                    there_is = self._room.wait_for(lambda: self._fits(size), self._left)
+                self._left = max(0.0, self._left - (time.monotonic() - began))
             self._in_flight += size if there_is else 0
             self.taken += size if there_is else 0
         return there_is
+
+    def _fits(self, size: int) -> bool:
+        return self._in_flight == 0 or self._in_flight + size <= IN_FLIGHT
 
     def _write(
         self, about: Dumped, fetch: Callable[[], torch.Tensor], scale: torch.Tensor | CurrentScaling, size: int
@@ -145,7 +162,7 @@ class TensorDump:
             with self._room:
                 self._in_flight -= size
                 self.taken -= 0 if written else size
-                self._patient = True
+                self._moves = True
                 self._room.notify_all()
 
     def _leave_out(self, why: str) -> None:

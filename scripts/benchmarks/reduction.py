@@ -1,20 +1,17 @@
 """Times the packed reduction of a sampled step beside one all-reduce for each tensor, between processes of this machine.
 
-`.venv/bin/python scripts/benchmarks/reduction.py [--ranks 2 4] [--tensors 500 5000]`. The real code reduces histograms of
-normal and heavy-tailed BF16 tensors; beside it, in turns, an all-reduce of four float64 a tensor, as metrics that add up
-need, and one of each whole histogram. Medians of one run. Every collective and its bytes are counted on the way: two a
-sample.
+`.venv/bin/python scripts/benchmarks/reduction.py [--ranks 2 4] [--tensors 500 5000] [--packed-alone]`. The real code reduces
+histograms of normal and heavy-tailed BF16 tensors, passes on the first rank's message and gathers rows; beside it, in turns,
+an all-reduce of four float64 a tensor, as metrics that add up need, and one of each whole histogram. Medians of one run.
+Every collective and its bytes are counted on the way: two a sample.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +19,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from many_ranks.processes import forked, free_port, prepare, statuses, temporary_folder
 
+from nemo_fp8_debug.capture.output_samples import Chosen
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
 from nemo_fp8_debug.distributed.reduction import Plan
@@ -80,16 +79,29 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def work(rank: int, world: int, port: int, n: int, rounds: int) -> dict[str, Any]:
-    torch.set_num_threads(1)
+#: of tensors whose copies could be compared
+PARTS = {"weight": 1, "weight_gradient": 1, "master": 1}
+#: bytes of the rows that a rank sends to the writer, a tensor
+ROWS = 500
+
+
+def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> dict[str, Any]:
+    """What a rank does.
+
+    Args:
+        alone: the packed reduction only, and nothing to compare it with.
+    """
     dist.ProcessGroupGloo = Counted
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     names = [f"decoder.layers.{i}.mlp.linear_fc{i % 2 + 1}" for i in range(-(-n // len(ROLES)))]
     ranks, kinds = Ranks(), dict.fromkeys(names, "linear")
     ShardGroup.publish(ranks, kinds)
     ranks.start({})
-    reduction = Reduction(ranks, ShardGroup.discover(ranks, kinds), outputs=False)
-    histogram_of(torch.randn(16).bfloat16())
+    group = ShardGroup.discover(ranks, kinds)
+    reduction, rows = Reduction(ranks, group, Chosen(), PARTS), bytes(ROWS * n)
+    assert group.group
+    group.group.gather(b"")  # ranks connect with the first one when they first talk to it
+    ranks.share({})
     times: dict[str, list[float]] = {}
     before, peaks = memory("VmRSS"), []
     for step in range(rounds):
@@ -111,6 +123,10 @@ def work(rank: int, world: int, port: int, n: int, rounds: int) -> dict[str, Any
         times.setdefault("collectives", []).append(sum(took for _, took in asked))
         check(found[1][0], rank, world, n)
         found.clear()
+        times.setdefault("message", []).append(seconds(lambda: ranks.share({"over": False, "control": None})))
+        times.setdefault("gathering", []).append(seconds(lambda: group.group.gather(rows)))
+        if alone:
+            continue
         numbers, counts = torch.zeros(4, dtype=torch.float64), torch.zeros(BINS, dtype=torch.int64)
         for name, x in (("four_numbers", numbers), ("whole_histograms", counts)):
             times.setdefault(name, []).append(seconds(lambda x=x: [dist.all_reduce(x) for _ in range(n)]))
@@ -133,34 +149,26 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tensors", type=int, nargs="+", default=[500, 5000])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rank", type=int, nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--packed-alone", action="store_true", help="compare it with nothing")
     asked = parser.parse_args()
-    if asked.rank:
-        print(json.dumps(work(*asked.rank, asked.rounds)))
-        return
+    prepare()
     for world in asked.ranks:
         for n in asked.tensors:
-            report(world, n, launch(world, n, asked.rounds))
+            report(world, n, launch(world, n, asked.rounds, asked.packed_alone))
 
 
-def launch(world: int, n: int, rounds: int) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = []
-    with tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, "-W", "ignore", __file__, "--rounds", str(rounds), "--rank"]
-        ranks = [
-            subprocess.Popen([*command, *map(str, (r, world, port, n))], stdout=subprocess.PIPE, stderr=errors)
-            for r in range(world)
-        ]
-        for process in ranks:
-            out, _ = process.communicate()
-            if process.returncode:
-                errors.seek(0)
-                sys.exit(errors.read())
-            found.append(json.loads(out.splitlines()[-1]))
-    return found
+def launch(world: int, n: int, rounds: int, alone: bool) -> list[dict[str, Any]]:
+    """What each rank of so many found, with `n` tensors; see `work`."""
+    port = free_port()
+    with temporary_folder() as folder:
+
+        def rank_of(rank: int) -> None:
+            (folder / f"{rank}.json").write_text(json.dumps(work(rank, world, port, n, rounds, alone)))
+
+        ended = statuses([forked(rank_of, rank) for rank in range(world)], seconds=3600.0)
+        if any(ended):
+            sys.exit(f"ranks ended with {ended}")
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 def report(world: int, n: int, found: list[dict[str, Any]]) -> None:
@@ -168,7 +176,10 @@ def report(world: int, n: int, found: list[dict[str, Any]]) -> None:
     whole = took["packing"] + took["reducing"]
     print(f"{world} ranks, {n} tensors: {whole:.3f} s on the first rank, {took['packing']:.3f} s of it packing and")
     print(f"    {took['collectives']:.3f} s in 2 collectives")
+    print(f"    {took['message']:.4f} s for the first rank's message, {took['gathering']:.4f} s for gathering rows")
     for name in ("four_numbers", "whole_histograms"):
+        if name not in took:
+            continue
         ratios = f"{took[name] / took['collectives']:.1f} times the two, {took[name] / whole:.1f} times all"
         print(f"    one all-reduce a tensor, {name:14} {took[name]:7.3f} s: {ratios}")
     print(f"    {sizes[0] / 1e6:.2f} MB of maxima and {sizes[1] / 1e6:.2f} MB of sums a rank,")

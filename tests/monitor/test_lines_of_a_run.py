@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -71,3 +74,22 @@ class TestLinesOfARun:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             Monitor(two_layers(), tmp_path, interval=100, table_rows=0).expect_steps(*steps)
+
+    def test_what_training_waited_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from nemo_fp8_debug.record.writer import RunRecord
+
+        original = RunRecord.record
+
+        def record(self: RunRecord, sample: Any) -> None:
+            original(self, sample)
+            time.sleep(1.2 if sample.step == 1 else 0.0)
+
+        monkeypatch.setattr(RunRecord, "record", record)
+        warned(tmp_path, table_rows=1)
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert re.search(r"; training waited \d\.\d s, \d\.\d s of it at step 2, mainly for recording\. View: ", last)
+        waited = json.loads((tmp_path / "status.json").read_text())["waited"]
+        assert waited["seconds"] >= waited["longest"] >= waited["for"]["recording"] * 0.5 > 0.5
+        assert waited["longest_at_step"] == 2

@@ -19,7 +19,9 @@ from torch import nn
 from unclosed import ENDS
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor
+from nemo_fp8_debug.core.error_guard import ErrorGuard
 from nemo_fp8_debug.core.sample import Sample
+from nemo_fp8_debug.core.waits import RECORDING, Waits
 from nemo_fp8_debug.monitor import delivery, recorder_queue
 from nemo_fp8_debug.monitor.recorder_queue import Recording
 from nemo_fp8_debug.record.dump import dumped_files
@@ -121,6 +123,20 @@ def test_the_first_sample_may_take_its_time(
     """It may have to compile, once a machine: a longer interval, which the message asks for, would not avoid it."""
     train_slowly(Slow(slow))
     assert [issubclass(w.category, FP8DebugWarning) for w in recwarn] == [True] * told
+
+
+def test_waits_of_a_step_for_several_jobs_end_like_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_queue, "STUCK", 0.5)
+    waits, errors = Waits(), ErrorGuard("raise")
+    recording = Recording([Samples()], {}, errors.guard, waits)
+    for _ in range(4):
+        recording.submit_job(lambda: time.sleep(0.4))
+    with pytest.warns(FP8DebugWarning, match="recording hangs"):
+        recording.deliver(wait=True)
+    assert recording.stuck
+    assert waits.seconds[RECORDING] < 4 * 0.4
+    recording.close()
+    assert recording.closed and not recording.stuck
 
 
 def test_a_step_may_dump_more_tensors_than_may_wait_behind_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,86 @@
+"""How long the training thread waits in the monitor, and what for."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+#: what training can wait for
+SAMPLE_OF_RANKS = "other ranks' part of a sample"
+WORD = "the first rank's message"
+LOSSES = "the sum of losses over ranks"
+RECORDING = "recording"
+LOGGERS = "loggers"
+DUMPS = "room for dumps"
+
+#: seconds in all, and a sample, below which the last line of a run says nothing
+LEAST, LEAST_A_SAMPLE = 1.0, 0.01
+
+
+class Waits:
+    """Added up by the training thread; any thread may read.
+
+    Example:
+        >>> waits = Waits()
+        >>> waits.start_step(100)
+        >>> with waits.waiting(RECORDING):
+        ...     pass
+        >>> list(waits.seconds)
+        ['recording']
+    """
+
+    def __init__(self) -> None:
+        #: by what was waited for
+        self.seconds: dict[str, float] = {}
+        #: seconds at the step with the longest waits, and its number
+        self.most, self.most_at = 0.0, -1
+        self._step, self._at_step, self._ended = -1, 0.0, False
+
+    @property
+    def total(self) -> float:
+        """Seconds in all."""
+        return sum(dict(self.seconds).values())
+
+    def start_step(self, step: int) -> None:
+        """Waits from now on belong to this step."""
+        self._step, self._at_step = step, 0.0
+
+    def end(self) -> None:
+        """The run is over: what is waited for from now on holds up no step."""
+        self._ended = True
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """A wait of the training thread; not to be nested."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._add(what, time.monotonic() - began)
+
+    def _add(self, what: str, seconds: float) -> None:
+        if self._ended:
+            return
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+        self._at_step += seconds
+        if self._at_step > self.most:
+            self.most, self.most_at = self._at_step, self._step
+
+    def plain(self) -> dict[str, Any]:
+        """As `status.json` has it."""
+        by = {what: round(seconds, 3) for what, seconds in dict(self.seconds).items()}
+        return {"seconds": round(self.total, 3), "for": by, "longest": round(self.most, 3), "longest_at_step": self.most_at}
+
+    def in_words(self, samples: int) -> str:
+        """What the last line of a run says; empty if it was not much.
+
+        Args:
+            samples: how many there were.
+        """
+        if self.total < max(LEAST, LEAST_A_SAMPLE * samples):
+            return ""
+        by = dict(self.seconds)
+        mainly = max(by, key=lambda what: by[what])
+        return f"training waited {self.total:.1f} s, {self.most:.1f} s of it at step {self.most_at}, mainly for {mainly}"

@@ -1,0 +1,298 @@
+"""Simulates the reduction of a sample over many ranks, event by event, and compares it with real processes of this machine.
+
+    .venv/bin/python -m many_ranks.simulation             # the table of docs/scaling.md, anew
+    .venv/bin/python -m many_ranks.simulation --compare   # measures constants and real runs anew; on a quiet machine
+
+Ranks take turns on the cores of their machine, a few milliseconds each. A rank packs its histograms, takes part in two ring
+all-reduces and lays out its sums in between; the first rank takes whole tensors out of them. A ring is that of gloo: two
+segments are under way at a time, and a rank passes on what it has added up. Then rows are gathered, and each rank asks the
+store for the first one's message. Constants come from `constants.py`, which runs one and two processes; nothing is fitted to
+what is predicted. Both what is measured and what is predicted are in simulation.json. In a ring of equal ranks all do the
+same, so that one of `RING` ranks stands for a longer one: it is gone round as often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import simpy
+from benchmarks.reduction import ROWS
+
+from .constants import TENSORS, Constants, ring
+
+RESULTS = Path(__file__).with_suffix(".json")
+#: seconds that a core works for one of several ranks before it is another one's turn
+TURN = 3e-3
+#: ranks that a ring of more is simulated by
+RING = 16
+#: bytes of the histogram of a tensor in the rows that the writer gathers: 3,000 occupied bins
+HISTOGRAM = 30_000
+#: how far a prediction may be from what is measured
+LIMIT = 0.25
+PARTS = ("packing", "reducing", "message", "gathering")
+WHOLE = "packing and reducing"
+
+Steps = Generator[simpy.Event, Any, None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks are."""
+
+    #: that ranks share; None: each has one of its own
+    cores: int | None
+    #: seconds on the way of a message, and bytes a second that a rank can send
+    latency: float
+    bandwidth: float = float("inf")
+    #: seconds of the store for a request; None: as measured, half of it
+    store: float | None = None
+
+
+#: hosts with eight ranks each that share a link of 100 Gb/s
+NETWORK = Place(cores=None, latency=50e-6, bandwidth=1e9, store=50e-6)
+
+
+class Ranks:
+    """Some ranks, each of which does one thing at a time."""
+
+    def __init__(self, count: int, place: Place, constants: Constants, tensors: int) -> None:
+        self.count, self.place, self.cost, self.tensors = count, place, constants, tensors
+        self.env = simpy.Environment()
+        self._cores = simpy.Resource(self.env, place.cores) if place.cores else None
+
+    def work(self, seconds: float) -> Steps:
+        """Have a core for so long, in turns."""
+        if self._cores is None:
+            yield self.env.timeout(seconds)
+            return
+        while seconds > 0:
+            with self._cores.request() as turn:
+                yield turn
+                yield self.env.timeout(min(TURN, seconds))
+            seconds -= TURN
+
+    def until_first(self, steps: list[Steps]) -> float:
+        """Seconds from the start of all to the end of the first one."""
+        began = self.env.now
+        processes = [self.env.process(each) for each in steps]
+        self.env.run(processes[0])
+        return float(self.env.now - began)
+
+    def polled(self, began: float) -> Steps:
+        """A rank looks whether a collective has ended after pauses that grow to 2 ms."""
+        at = 0.0
+        for pause in pauses():
+            if at >= self.env.now - began:
+                break
+            at += pause
+        yield self.env.timeout(max(0.0, at - (self.env.now - began)))
+
+
+def pauses() -> Iterator[float]:
+    """As `distributed/gloo.py` makes them."""
+    return (1e-5 * 2 ** min(i, 8) if i < 8 else 2e-3 for i in itertools.count())
+
+
+class Collective:
+    """A ring all-reduce: each rank goes through `steps`."""
+
+    def __init__(self, ranks: Ranks, size: float, per_byte: float, stands_for: int) -> None:
+        """
+        Args:
+            size: bytes that each rank brings.
+            per_byte: seconds of a core.
+            stands_for: ranks of the ring.
+        """
+        self._ranks, self._per_byte = ranks, per_byte
+        self._messages, self._bytes = ring(round(size), stands_for)
+        self._inbox = [simpy.Store(ranks.env) for _ in range(ranks.count)]
+        self._link = [simpy.Resource(ranks.env, 1) for _ in range(ranks.count)]
+
+    def _send(self, rank: int) -> Steps:
+        with self._link[rank].request() as link:
+            yield link
+            yield self._ranks.env.timeout(self._bytes / self._ranks.place.bandwidth)
+        yield self._ranks.env.timeout(self._ranks.place.latency)
+        self._inbox[(rank + 1) % self._ranks.count].put(None)
+
+    def steps(self, rank: int) -> Steps:
+        """What a rank does, to the moment at which it knows the sums."""
+        env, began = self._ranks.env, self._ranks.env.now
+        for _ in range(2):
+            env.process(self._send(rank))
+        yield from self._ranks.work(self._ranks.cost.collective)
+        for received in range(self._messages):
+            yield self._inbox[rank].get()
+            yield from self._ranks.work(self._ranks.cost.message + self._bytes * self._per_byte)
+            if received + 2 < self._messages:
+                env.process(self._send(rank))
+        yield from self._ranks.polled(began)
+
+
+def packing(ranks: Ranks) -> float:
+    """Seconds until the first rank has packed; all do."""
+    return ranks.until_first([ranks.work(ranks.tensors * ranks.cost.packing) for _ in range(ranks.count)])
+
+
+def reducing(ranks: Ranks, stands_for: int) -> float:
+    """Seconds until the first rank knows whole tensors."""
+    cost, n = ranks.cost, ranks.tensors
+    maxima = Collective(ranks, n * cost.maxima_bytes, cost.byte_of_maxima, stands_for)
+    sums = Collective(ranks, n * cost.sums_bytes, cost.byte_of_sums, stands_for)
+
+    def of_rank(rank: int) -> Steps:
+        yield from maxima.steps(rank)
+        yield from ranks.work(n * cost.laying_out)
+        yield from sums.steps(rank)
+        if rank == 0:
+            yield from ranks.work(n * cost.taking_out)
+
+    return ranks.until_first([of_rank(rank) for rank in range(ranks.count)])
+
+
+def message(ranks: Ranks) -> float:
+    """Seconds until the last rank knows what the first one says: it asks the store twice, which serves one at a time."""
+    env, server, said = ranks.env, simpy.Resource(ranks.env, 1), ranks.env.event()
+    half = ranks.cost.request / 2
+
+    def request() -> Steps:
+        yield from ranks.work(half)
+        yield env.timeout(ranks.place.latency)
+        with server.request() as turn:
+            yield turn
+            if ranks.place.store is None:
+                yield from ranks.work(half)
+            else:
+                yield env.timeout(ranks.place.store)
+        yield env.timeout(ranks.place.latency)
+
+    def of_rank(rank: int) -> Steps:
+        yield from request()
+        if rank == 0:
+            said.succeed()
+        yield said
+        yield from request()
+
+    def all_of_them() -> Steps:
+        yield simpy.AllOf(env, [env.process(of_rank(rank)) for rank in range(ranks.count)])
+
+    return ranks.until_first([all_of_them()])
+
+
+def gathering(ranks: Ranks, senders: int, of_tensor: int) -> float:
+    """Seconds until the writer has the rows of so many other ranks; first all tell how many bytes theirs are.
+
+    Args:
+        of_tensor: bytes of its rows.
+    """
+    size = of_tensor * ranks.tensors
+    lengths = Collective(ranks, 8, ranks.cost.byte_of_sums, ranks.count)
+
+    def of_rank(rank: int) -> Steps:
+        yield from lengths.steps(rank)
+        if rank == 0:
+            began = ranks.env.now
+            yield ranks.env.timeout(senders * size / ranks.place.bandwidth + ranks.place.latency)
+            yield from ranks.work(senders * (ranks.cost.message + size * ranks.cost.byte))
+            yield from ranks.polled(began)
+
+    return ranks.until_first([of_rank(rank) for rank in range(ranks.count)])
+
+
+def simulate(world: int, stages: int, place: Place, constants: Constants, of_tensor: int = ROWS) -> dict[str, float]:
+    """Seconds of each part of a sample.
+
+    Args:
+        stages: of a pipeline, each with `TENSORS`; its ranks reduce together.
+        of_tensor: bytes of its rows, which are gathered.
+    """
+    of_stage = world // stages
+    count = of_stage if place.cores else min(of_stage, RING)
+
+    def some(ranks: int) -> Ranks:
+        return Ranks(ranks, place, constants, TENSORS)
+
+    leaders = world if place.cores else stages
+    return {
+        "packing": packing(some(count)),
+        "reducing": reducing(some(count), of_stage) if of_stage > 1 else 0.0,
+        "message": message(some(world)),
+        "gathering": gathering(some(leaders), leaders - 1, of_tensor) if leaders > 1 else 0.0,
+    }
+
+
+def compare(worlds: list[int], rounds: int) -> dict[str, Any]:
+    """Predicted and measured seconds by number of processes, and the load of the machine at the time."""
+    from benchmarks.reduction import launch
+
+    from .constants import measure
+    from .processes import prepare
+
+    prepare()
+    constants, cores = measure(), os.cpu_count() or 1
+    found: dict[str, Any] = {"cores": cores, "constants": constants.plain(), "load": [os.getloadavg()[0]], "worlds": {}}
+    for world in worlds:
+        ranks = launch(world, TENSORS, rounds, alone=True)
+        measured = {part: ranks[0]["times"][part] for part in PARTS}
+        measured["message"] = max(rank["times"]["message"] for rank in ranks)
+        predicted = simulate(world, 1, Place(cores, constants.latency), constants)
+        found["worlds"][str(world)] = {"predicted": predicted, "measured": measured}
+        found["load"].append(os.getloadavg()[0])
+    return found
+
+
+def table(constants: Constants) -> list[dict[str, Any]]:
+    """Samples of runs that nobody here has seen."""
+    rows = []
+    for world, stages in ((1024, 8), (1024, 1), (16384, 16), (16384, 1)):
+        seconds = simulate(world, stages, NETWORK, constants, ROWS + HISTOGRAM)
+        rows.append({"ranks": world, "stages": stages, "of_a_stage": world // stages, **seconds})
+    return rows
+
+
+def off_by(predicted: dict[str, float], measured: dict[str, float]) -> dict[str, float]:
+    """How far predictions are off, as a share of what was measured: of each part, and of the reduction as a whole."""
+    parts: dict[str, tuple[str, ...]] = {part: (part,) for part in PARTS}
+    parts[WHOLE] = "packing", "reducing"
+    return {
+        name: round(sum(predicted[part] for part in of) / sum(measured[part] for part in of) - 1, 3)
+        for name, of in parts.items()
+    }
+
+
+def broken(found: dict[str, Any]) -> list[str]:
+    """Predictions of the whole reduction that are farther off than they may be; of its parts more is not promised."""
+    off = {world: off_by(of["predicted"], of["measured"])[WHOLE] for world, of in found["worlds"].items()}
+    return [f"{world} processes: off by {by:+.0%}" for world, by in off.items() if abs(by) > LIMIT]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compare", action="store_true", help="measure constants and real processes anew")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    found = compare(given.ranks, given.rounds) if given.compare else json.loads(given.output.read_text())
+    found["table"] = table(Constants(**found["constants"]))
+    for world, of in found["worlds"].items():
+        of["off_by"] = off = off_by(of["predicted"], of["measured"])
+        parts = [f"{part} {of['predicted'][part]:.4f} ({of['measured'][part]:.4f}, {off[part]:+.0%})" for part in PARTS]
+        print(f"{world} processes, predicted (measured) s: {', '.join(parts)}; {WHOLE}: {off[WHOLE]:+.0%}")
+    for row in found["table"]:
+        print(", ".join(f"{name} {value:.4g}" for name, value in row.items()))
+    given.output.write_text(json.dumps(found, indent=1) + "\n")
+    if wrong := broken(found):
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
