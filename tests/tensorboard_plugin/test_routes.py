@@ -213,7 +213,7 @@ def test_fingerprints_and_their_differences(tmp_path: Path) -> None:
     found = tab.json("fingerprints", a="a", b="b")
     assert found["a"]["versions"] == {"torch": "2.8.0"} and found["a"]["lr"] is None
     assert found["differences"] == [{"setting": "lr", "baseline": "nan", "run": "2", "telling": False}]
-    assert tab.json("fingerprints", a="a") == {"a": found["a"], "b": None, "differences": []}
+    assert tab.json("fingerprints", a="a") == {"a": found["a"], "b": None, "differences": [], "learning_rates": None}
 
 
 def test_a_fingerprint_that_utf_8_cannot_say_is_escaped(tmp_path: Path) -> None:
