@@ -10,6 +10,7 @@ import polars as pl
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.recommendation.options import Budget, Errors, Option
 from nemo_fp8_debug.analysis.recommendation.recommend import Ends, Finding, Recommendation
+from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -23,10 +24,10 @@ MARGIN: Ways = [("margin", "delayed-hybrid(margin=1)"), *CURRENT]
 
 def run(**host: Any) -> Run:
     """A run of Megatron's in delayed scaling."""
-    row = {"layer": "decoder.layers.0.mlp.linear_fc1", "role": "input", "recipe": "delayed-hybrid", "scale_source": "engine"}
-    metrics = pl.DataFrame([row], SCHEMAS["metrics"])
+    row = {"step": 0, "layer": "decoder.layers.0.mlp.linear_fc1", "role": "input", "recipe": "delayed-hybrid"}
+    metrics = pl.DataFrame([row | {"scale_source": "engine"}], SCHEMAS["metrics"])
     losses = LossCurve.of(pl.DataFrame(schema=SCHEMAS["steps"]))
-    return Run("", {"backend_options": host}, metrics, losses, pl.DataFrame(schema=SCHEMAS["metrics"]))
+    return Run("", {"backend_options": host}, Metrics.of(metrics), losses, pl.DataFrame(schema=SCHEMAS["metrics"]))
 
 
 def recommendation(run: Run, ways: Mapping[tuple[str, str], Ways], ends: Ends | None = None) -> Recommendation:

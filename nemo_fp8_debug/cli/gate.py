@@ -40,7 +40,7 @@ def command(
 ) -> None:
     """Accept a run or not: exits with 0 if its gap is below the limit, 1 if above, 3 if that cannot be told."""
     limit, part = _percent(max_gap, "--max-gap"), _percent(last, "--last") / 100
-    runs, baselines = ([Run.read(path, by, ["step", "consumed_samples"]) for path in paths] for paths in (run, baseline))
+    runs, baselines = ([Run.read(path, by, held=0) for path in paths] for paths in (run, baseline))
     found = accept(runs, baselines, limit, part, after)
     if found is None:
         raise RecordError(f"{run[0]} and its baseline share fewer than 10 losses in what is compared")

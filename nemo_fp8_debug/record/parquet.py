@@ -7,14 +7,23 @@ carries the CRC-32 of every block before it, and the name of a part ends in the 
 from __future__ import annotations
 
 import io
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .outline import OUTLINE, Stretch, from_text, stretches, to_text
+
+Ints = npt.NDArray[np.int64]
+
 BLOCK = 1 << 16
+#: rows of a row group at the most, so that reading a few operands of a large sample decodes no more than those around them
+GROUP = 1 << 15
 _KEY = b"crc32_of_64_KiB_blocks"
 _TAIL = 8  # length of the footer and magic number
 
@@ -27,7 +36,8 @@ def encode(table: pa.Table) -> tuple[bytes, str]:
 def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, str]:
     """Likewise of tables, one behind the other, of which one is held at a time.
 
-    Each is in row groups of its own, so that `read` of a step and `pick` decode no more than they need.
+    Each is in row groups of its own, so that `read` of a step and `pick` decode no more than they need. The footer has the
+    table's outline, so that a reader knows where each operand is before it reads any names.
     """
     sink = io.BytesIO()
     # Dictionaries of numbers that hardly repeat cost time and room; bins ascend, and neighboring counts are alike.
@@ -41,10 +51,13 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
         column_encoding=dict.fromkeys(lists, "DELTA_BINARY_PACKED"),
         write_statistics=["attempt", "step"],
     )
+    outline = list[Stretch]()
     for table in tables:
-        writer.write_table(table)
+        writer.write_table(table, row_group_size=max(1, len(table)) if lists else GROUP)
+        outline += stretches(table)
     data = sink.getvalue()
-    writer.add_key_value_metadata({_KEY: "".join(f"{zlib.crc32(block):08x}" for block in _blocks(data))})
+    sums = "".join(f"{zlib.crc32(block):08x}" for block in _blocks(data))
+    writer.add_key_value_metadata({_KEY: sums, OUTLINE: to_text(outline)})
     writer.close()
     content = sink.getvalue()
     return content, f"{zlib.crc32(content[len(data) :]):08x}"
@@ -85,6 +98,47 @@ def groups(file: Any, checksum: str) -> Iterator[pa.Table]:
     part = pq.ParquetFile(checked, metadata=checked.metadata)
     for group in range(part.num_row_groups):
         yield part.read_row_group(group, use_threads=False)
+
+
+class Rows:
+    """A part, opened to read some of its rows; only what they take is read and checked."""
+
+    def __init__(self, file: Any, checksum: str) -> None:
+        """
+        Args:
+            file, checksum: as for `read`.
+
+        Raises:
+            ValueError: it is damaged or foreign.
+        """
+        self._file = _Checked(file, checksum)
+        self._metadata = self._file.metadata
+        counts = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
+        self._ends = np.cumsum([0, *counts])
+
+    @property
+    def outline(self) -> list[Stretch] | None:
+        """What the footer says of the rows; None: nothing that fits them."""
+        found = from_text((self._metadata.metadata or {}).get(OUTLINE))
+        return found if found is not None and sum(each.rows for each in found) == self._ends[-1] else None
+
+    def read(self, columns: Sequence[str], wanted: Sequence[tuple[int, int]] | None = None) -> tuple[pa.Table, Ints]:
+        """Columns of the row groups that have rows from `first` up to, without it, `end` of any pair; None: all.
+
+        Returns:
+            The rows, text dictionary-encoded, and the place of each in the part, int64.
+        """
+        texts = [field.name for field in self._metadata.schema.to_arrow_schema() if field.type == pa.string()]
+        part = pq.ParquetFile(self._file, metadata=self._metadata, read_dictionary=texts)
+        spans = list(itertools.pairwise(self._ends.tolist()))
+        groups = [i for i, span in enumerate(spans) if wanted is None or any(_overlap(span, rows) for rows in wanted)]
+        rows = part.read_row_groups(groups, columns=list(columns), use_threads=False)
+        places = [np.arange(*spans[group]) for group in groups]
+        return rows, np.concatenate([np.zeros(0, np.int64), *places])
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _may_have(group: pq.RowGroupMetaData, step: int) -> bool:

@@ -197,7 +197,7 @@ def _read(run: Storage, table: str, schema: pa.Schema, step: int | None) -> Iter
             read |= samples
         yield part, rows
     if unreadable:
-        _complain_of(run, table, unreadable)
+        complain_of(run, table, unreadable)
 
 
 def rows_of(run: Address, table: str) -> int:
@@ -209,7 +209,7 @@ def rows_of(run: Address, table: str) -> int:
     return rows
 
 
-def _complain_of(run: Storage, table: str, unreadable: Mapping[str, str]) -> None:
+def complain_of(run: Storage, table: str, unreadable: Mapping[str, str]) -> None:
     """One line, however many parts there are: a disk that went bad spoils all.
 
     Args:
@@ -238,15 +238,32 @@ def read_part(run: Storage, schema: pa.Schema, part: Part, step: int | None = No
         with run.open(part.path) as file:
             names = migration.with_earlier_names(schema.names)
             rows = migration.completed(parquet.read(file, part.checksum, names, step), schema)
-        if [_plain(column.type) for column in rows.schema] != schema.types:
-            return "its columns are not those of this table"
+        rows = sound(rows, schema)
         if pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
             return "its rows are not of the attempt that its name says"
-        return wrong_values(rows) or rows
+        return rows
     except FileNotFoundError:
         raise
     except Exception as error:
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return reason(error)
+
+
+def sound(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Rows of a part, if they are what a run writes.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if [_plain(column.type) for column in rows.schema] != schema.types:
+        raise ValueError("its columns are not those of this table")
+    if wrong := wrong_values(rows):
+        raise ValueError(wrong)
+    return rows
+
+
+def reason(error: Exception) -> str:
+    """Why something cannot be read, in a line."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:

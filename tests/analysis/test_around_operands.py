@@ -12,6 +12,7 @@ from diagnosed_runs import CULPRIT, ONSET, N, corrupted, falling, write
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
+from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 
 NAN = float("nan")
@@ -148,10 +149,12 @@ class TestRecipe:
 
     def test_of_all_operands_is_a_setting(self, baseline: Path) -> None:
         usual = Run.read(baseline)
-        other = replace(usual, metrics=usual.metrics.with_columns(recipe=pl.lit("mxfp8")))
-        one = replace(
-            usual, metrics=other.metrics.filter(layer=CULPRIT).vstack(usual.metrics.filter(pl.col("layer") != CULPRIT))
-        )
+        rows = usual.metrics.frame()
+        others = [
+            rows.with_columns(recipe=pl.when(which).then(pl.lit("mxfp8")).otherwise("recipe"))
+            for which in (True, pl.col("layer") == CULPRIT)
+        ]
+        other, one = (replace(usual, metrics=Metrics.of(changed)) for changed in others)
         assert not evidence(diagnose(other, usual), "recipe")
         assert "so it is of 2 other operands" in evidence(diagnose(one, usual), "recipe")[0]
 

@@ -267,7 +267,7 @@ class TestAlone:
         fp4 = {"format": "e2m1", "recipe": "nvfp4", "underflow_pct": 20.0, "scale_ratio_log2": None}
         run = Run.read(write(tmp_path / "run", lambda step: fp4, culprit=LAYERS))
         assert diagnose(run).culprit is None
-        found = diagnose(replace(run, metrics=run.metrics.filter(role="input")))
+        found = diagnose(replace(run, metrics=run.metrics.with_role("input")))
         assert (found.cause, found.confidence) == ("unknown", "low")
 
     def test_of_no_sample(self, tmp_path: Path, baseline: Path) -> None:

@@ -33,8 +33,8 @@ def test_the_first_is_an_event_and_in_json(tmp_path: Path) -> None:
 
 def test_a_run_of_few_samples_or_in_high_precision_has_none(tmp_path: Path) -> None:
     run = Run.read(write(tmp_path / "run", corrupted, layers=LAYERS[:1]))
-    few = run.metrics.filter(run.metrics["step"] < 2 * EVERY)
-    for metrics in (few, run.metrics.clear()):
+    few = run.metrics.over(run.metrics.steps[run.metrics.steps < 2 * EVERY])
+    for metrics in (few, run.metrics.over(run.metrics.steps[:0])):
         assert early_warning(Run(run.path, {}, metrics, run.loss)).is_empty()
 
 

@@ -8,8 +8,10 @@ import numpy as np
 import polars as pl
 import pytest
 
+from nemo_fp8_debug.analysis.comparison import onset
 from nemo_fp8_debug.analysis.comparison.evidence import EVIDENCE
-from nemo_fp8_debug.analysis.comparison.onset import IN_A_ROW, onsets
+from nemo_fp8_debug.analysis.comparison.onset import IN_A_ROW
+from nemo_fp8_debug.analysis.runs.metrics import Metrics
 
 STEPS = range(0, 400, 10)
 LAYERS = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"]
@@ -24,6 +26,10 @@ USUAL = {
     "outlier_log2": (4.0, 0.2),
     "mse": (1e-5, 5e-7),
 }
+
+
+def onsets(baseline: pl.DataFrame, of_run: pl.DataFrame) -> pl.DataFrame:
+    return onset.onsets(Metrics.of(baseline), Metrics.of(of_run))
 
 
 def run(seed: int, steps: range = STEPS, since: int | None = None, **rise: float) -> pl.DataFrame:

@@ -73,7 +73,9 @@ def test_the_run_under_the_change_keeps_the_budget_and_under_the_cheaper_one_doe
     assert [change.recipe for change in found.plan.changes] == [expected][: len(found.to_change)]
     at = finding.options.index(finding.chosen)
     for option in finding.options[max(0, at - 1) : at + 1]:
-        metrics = record_of(tmp_path / option.kind, amplitudes, option.recipe).metrics.filter(layer="0", role="input")
+        metrics = (
+            record_of(tmp_path / option.kind, amplitudes, option.recipe).metrics.frame().filter(layer="0", role="input")
+        )
         worst = {name: metrics.tail(len(amplitudes) // 2)[name].max() for name in METRICS}
         assert {name: getattr(option.errors, name) for name in METRICS} == pytest.approx(worst, rel=1e-12)
         assert all(worst[name] <= getattr(limits, name) for name in METRICS) == (option.recipe == expected)

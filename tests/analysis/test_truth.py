@@ -110,7 +110,7 @@ def test_a_record_comes_back_as_it_was_measured(tmp_path: object) -> None:
     found = list(truths("tune", tmp_path))  # type: ignore[arg-type]
     assert [one["row"] for one in found] == [0, 1] and found[1]["name"] == case.name
     run, keys = read_run(found[1]), ["step", "layer", "role"]
-    measured, back = recorder.metrics.sort(keys), run.metrics.sort(keys)
+    measured, back = recorder.metrics.sort(keys), run.metrics.frame().sort(keys)
     assert back.columns == measured.columns and back.schema == measured.schema and len(back) == len(measured) > 0
     for name, values in measured.drop("attempt").to_dict().items():
         if values.dtype != pl.Float64:
@@ -124,7 +124,7 @@ def test_a_record_comes_back_as_it_was_measured(tmp_path: object) -> None:
         assert apart.drop_nulls().all(), name
     steps = recorder.steps.with_columns(pl.lit(None, pl.Float64).alias("time"))
     assert run.steps.equals(steps.with_columns(pl.col(pl.Float64).cast(pl.Float32).cast(pl.Float64)))
-    assert read_run(found[0], 20).metrics["step"].unique().to_list() == [0]
+    assert read_run(found[0], 20).metrics.steps.tolist() == [0]
 
 
 def test_a_gap_is_of_the_end_and_says_since_when() -> None:

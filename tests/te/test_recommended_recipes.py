@@ -20,6 +20,7 @@ from nemo_fp8_debug.analysis.recommendation.recommend import Ends
 from nemo_fp8_debug.analysis.recommendation.snippets.megatron import per_module
 from nemo_fp8_debug.analysis.recommendation.snippets.options import flags_of, run_wide
 from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import quantizers
+from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.record.schema import SCHEMAS
 
 HERE = Path(__file__).parent
@@ -75,7 +76,9 @@ def quantizers_of(folder: Path) -> Path:
         for layer in LAYERS
         for role, fmt in (("input", "e4m3"), ("weight", "e4m3"), ("grad_output", "e5m2"))
     ]
-    of_run = replace(run(), metrics=pl.DataFrame(rows, SCHEMAS["metrics"]))
+    of_run = replace(
+        run(), metrics=Metrics.of(pl.DataFrame(rows, SCHEMAS["metrics"]).with_columns(step=pl.lit(0, pl.Int64)))
+    )
     older = replace(of_run, fingerprint={"versions": {"transformer-engine": "2.4.0", "megatron-core": "0.16.0"}})
     older_files, _ = quantizers(recommendation(older, {(LEAVES, "input"): BF16}), for_megatron=True)
     assert [file.coarser[0].partition(";")[0] for file in older_files] == [

@@ -17,8 +17,8 @@ from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.comparison import Comparison
 from nemo_fp8_debug.analysis.comparison.evidence import EVIDENCE
-from nemo_fp8_debug.analysis.comparison.onset import Pair, in_common, limits
-from nemo_fp8_debug.analysis.runs.grid import Grid
+from nemo_fp8_debug.analysis.comparison.onset import Pair, limits
+from nemo_fp8_debug.analysis.runs.metrics import Metrics, in_common
 from nemo_fp8_debug.record.dump_names import dumped_files
 from nemo_fp8_debug.tensorboard_plugin.records import bands
 
@@ -27,8 +27,8 @@ def band(baseline: pl.DataFrame, run: pl.DataFrame, layer: str, role: str, metri
     """What decides whether a tensor is out: step, found, expected (running median of the baseline), limit (above which it is
     out), at the run's steps."""
     evidence = next(e for e in EVIDENCE if e.metric == metric)
-    rows = (Grid.of_table(run.filter(layer=layer, role=role)) for run in (baseline, run))
-    pair = Pair(*in_common(*rows))
+    rows = (Metrics.of(run.filter(layer=layer, role=role)) for run in (baseline, run))
+    pair = Pair(*(metrics.grid for metrics in in_common(*rows)))
     expected, found = pair.of(metric)
     limit = limits(evidence, pair)
     columns = {"found": found, "expected": expected, "limit": limit}

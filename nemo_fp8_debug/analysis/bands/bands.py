@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from ..comparison.evidence import EVIDENCE, Evidence
 from ..comparison.groups import placed
 from ..comparison.layer_matching import sizes_of_weights
 from ..comparison.onset import IN_A_ROW
+from ..runs.casts import usual_casts
 from ..runs.grid import Floats, Grid
+from ..runs.metrics import Metrics, Result, blocks, in_parts
 from ..runs.run import Run
 from .purpose import purpose_of
 
@@ -162,19 +164,19 @@ def family_of(run: Run) -> str:
 
 @dataclass(frozen=True)
 class Kinds:
-    """The operands of a run and what kind each is of, over its samples behind the first."""
+    """The operands of a run and what kind each is of."""
 
-    grid: Grid
-    #: a row a tensor: layer, role, purpose, recipe, part, n (values of W)
+    metrics: Metrics
+    #: a row an operand of `metrics`: layer, role, purpose, recipe, part, n (values of W)
     tensors: pl.DataFrame
-    #: [S]: whether the learning rate had not reached its highest yet
-    warming_up: npt.NDArray[np.bool_]
+    #: step from which the learning rate has been at its highest
+    warmed_up: float
 
     @classmethod
     def of(cls, run: Run) -> Kinds:
         """Of the operands whose GEMM tells what it is for."""
-        metrics = run.metrics.filter(pl.col("role").is_in(ROLES))
-        recipes = metrics.group_by("layer", "role", maintain_order=True).agg(pl.col("recipe").drop_nulls().mode().first())
+        metrics = run.metrics.with_role(*ROLES)
+        recipes = usual_casts(metrics).select("layer", "role", "recipe")
         sizes = {layer: n for layer, n in sizes_of_weights(metrics).items() if n}
         known = placed(recipes).with_columns(
             purpose=pl.Series([purpose_of(layer) for layer in recipes["layer"]], dtype=pl.String),
@@ -184,17 +186,38 @@ class Kinds:
         deepest = known["depth"].max()
         last = int(deepest) if isinstance(deepest, int) else 0
         known = known.with_columns(part=_part(last)).drop("depth")
-        grid = Grid.of_table(metrics).among(known.select("layer", "role"))
+        return cls(metrics.within(known), known, _warmed_up(run))
+
+    def parts(self, do: Callable[[OfKinds], Result]) -> list[Result]:
+        """`do` of some operands at a time, in order."""
+        needed = len({evidence.metric for evidence in JUDGED} | {"underflow_pct", "overflow_pct"})
+        return [
+            found for (grid,) in blocks(self.metrics, columns=needed) for found in in_parts(partial(self._part, do), grid)
+        ]
+
+    def _part(self, do: Callable[[OfKinds], Result], grid: Grid) -> Result:
         grid = grid.at(np.arange(min(_FIRST, len(grid.steps)), len(grid.steps)))
-        return cls(grid, known, grid.steps < _warmed_up(run))
+        tensors = grid.tensors.join(self.tensors, on=["layer", "role"], how="left", maintain_order="left")
+        return do(OfKinds(grid, tensors, grid.steps < self.warmed_up))
+
+
+@dataclass(frozen=True)
+class OfKinds:
+    """Some operands and what kind each is of, over the samples behind the first."""
+
+    grid: Grid
+    #: as of `Kinds`, in the order of the grid
+    tensors: pl.DataFrame
+    #: [S]: whether the learning rate had not reached its highest yet
+    warming_up: npt.NDArray[np.bool_]
 
     def values(self, evidence: Evidence) -> Floats:
         """[T, S]: a metric, scaled so that more is worse."""
-        return evidence.scaled(self.grid.of(evidence.metric))
+        return evidence.scaled(self.grid.metric(evidence.metric))
 
     def lost(self) -> Floats:
         """[T, S]: percent of values that underflow or overflow."""
-        lost: Floats = np.fmax(self.grid.of("underflow_pct"), self.grid.of("overflow_pct"))
+        lost: Floats = np.fmax(self.grid.metric("underflow_pct"), self.grid.metric("overflow_pct"))
         return lost
 
     def phases(self) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
@@ -213,7 +236,7 @@ def _warmed_up(run: Run) -> float:
     """The first step of the highest learning rate; a tenth of the run where none is recorded."""
     rates = run.steps.select("step", pl.col("lr").fill_nan(None)).drop_nulls().sort("step")
     if rates.is_empty():
-        steps = run.metrics["step"].unique().sort()
+        steps = run.metrics.steps
         return float(steps[len(steps) // 10]) if len(steps) else 0.0
     return float(rates["step"][int(rates["lr"].arg_max() or 0)])
 
@@ -227,7 +250,18 @@ def lasting(values: Floats) -> Floats:
 
 def _course(run: Run) -> pl.DataFrame:
     """What a run does, a row a kind of operand and metric."""
-    kinds, tables = Kinds.of(run), list[pl.DataFrame]()
+    tables = [table for of_part in Kinds.of(run).parts(_courses) for table in of_part]
+    by = (*_KIND, "metric", "sign")
+    if not tables:
+        floats = dict.fromkeys(("median", "lasting"), pl.Float64)
+        return pl.DataFrame(schema={name: _SCHEMA[name] for name in by} | {"n": pl.Int64} | floats)
+    kinds_of_operands = pl.concat(tables).group_by(*by, maintain_order=True)
+    return kinds_of_operands.agg(pl.col("n").max(), pl.col("median").median(), pl.col("lasting").max())
+
+
+def _courses(kinds: OfKinds) -> list[pl.DataFrame]:
+    """A row an operand, by metric and phase."""
+    tables = []
     for evidence in JUDGED:
         values = kinds.values(evidence)
         for phase, samples in kinds.phases():
@@ -240,9 +274,4 @@ def _course(run: Run) -> pl.DataFrame:
             columns = {"median": middle, "lasting": lasting(here).max(axis=1)}
             rows = kinds.tensors.with_columns(phase=pl.lit(phase), **{name: pl.Series(of) for name, of in columns.items()})
             tables.append(rows.filter(pl.Series(known)).with_columns(metric=pl.lit(evidence.metric), sign=evidence.sign))
-    by = (*_KIND, "metric", "sign")
-    if not tables:
-        floats = dict.fromkeys(("median", "lasting"), pl.Float64)
-        return pl.DataFrame(schema={name: _SCHEMA[name] for name in by} | {"n": pl.Int64} | floats)
-    kinds_of_operands = pl.concat(tables).group_by(*by, maintain_order=True)
-    return kinds_of_operands.agg(pl.col("n").max(), pl.col("median").median(), pl.col("lasting").max())
+    return tables

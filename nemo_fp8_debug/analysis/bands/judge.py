@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import polars as pl
 from ..comparison.evidence import OF_GRADIENTS
 from ..runs.grid import Floats
 from ..runs.run import Run
-from .bands import JUDGED, Bands, Kinds, lasting
+from .bands import JUDGED, Bands, Kinds, OfKinds, lasting
 
 Bools = npt.NDArray[np.bool_]
 _KEY = ["layer", "role"]
@@ -64,7 +65,14 @@ def judge(run: Run, bands: Bands) -> Judged:
     Beyond is what lasts for three samples above all that lasted in healthy runs, by as much again as that rose above their
     median. A single sample is judged by fixed limits: a spike of one run is no measure for that of another.
     """
-    kinds = Kinds.of(run)
+    parts = Kinds.of(run).parts(partial(_judge, bands))
+    beyond, covered = (pl.concat(each) for each in zip(*parts, strict=True))
+    beyond = beyond.sort("onset", -pl.col("excess"), maintain_order=True)
+    return Judged(beyond, covered, len(run.metrics.tensors), bands.runs)
+
+
+def _judge(bands: Bands, kinds: OfKinds) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Of some operands, those beyond the bands and those that have any; columns as of `Judged`."""
     covered = np.zeros(len(kinds.tensors), dtype=bool)
     onset, excess = np.full(len(covered), np.iinfo(np.int64).max), np.zeros(len(covered))
     least = np.where(kinds.tensors["role"].to_numpy() == "grad_output", OF_GRADIENTS, 1.0)
@@ -83,11 +91,9 @@ def judge(run: Run, bands: Bands) -> Judged:
                 step = int(kinds.grid.steps[samples][at])
                 onset[i], excess[i] = min(onset[i], step), max(excess[i], times)
     out = np.flatnonzero(excess > 0)
-    columns = {"onset": onset[out], "excess": excess[out]}
+    columns = {"onset": onset[out].astype(np.int64), "excess": excess[out].astype(np.float64)}
     beyond = kinds.tensors.select(_KEY)[out.tolist()].with_columns(pl.Series(name, of) for name, of in columns.items())
-    covered_rows = kinds.tensors.select(_KEY).filter(pl.Series(covered))
-    operands = run.metrics.select(_KEY).unique().height
-    return Judged(beyond.sort("onset", -pl.col("excess"), maintain_order=True), covered_rows, operands, bands.runs)
+    return beyond, kinds.tensors.select(_KEY).filter(pl.Series(covered, dtype=pl.Boolean))
 
 
 def _out(least: Floats, values: Floats, band: pl.DataFrame, known: Bools) -> Iterator[tuple[int, int, float]]:

@@ -12,22 +12,15 @@ from ...core.layer_names import aggregate_key, is_aggregate
 from ...core.scale_sources import ENGINE
 from ..loss.divergence import above
 from ..loss.outcome import MAX_GAP
-from ..runs.grid import Grid
+from ..runs.metrics import Metrics
 from ..runs.run import Run
 from ..runs.settings import coverage_notes, remarks
 from .comparison import Comparison
-from .drift import SHOWN, drifts
+from .drift import drifts
 from .evidence import OF_GRADIENTS
 from .groups import depth_of
 from .layer_matching import named_alike
-from .onset import IN_A_ROW, onsets_of
-
-#: of `metrics`, all that a comparison takes
-COLUMNS = (
-    *("step", "consumed_samples", "layer", "role", "recipe", "scale_source"),
-    *("n", "nan", "inf", "nonfinite_order", "unscaled_mse"),
-    *SHOWN,
-)
+from .onset import IN_A_ROW, onsets
 
 
 def compare(
@@ -74,8 +67,7 @@ def compare(
     assert first and second
     second, notes = named_alike(first, second, renames)
     ranked = drifts(first, second)
-    judged = quantized(second.metrics)
-    out_of_band = onsets_of(first.grid, second.grid if judged is second.metrics else Grid.of_table(judged))
+    out_of_band = onsets(first.metrics, quantized(second.metrics))
     depths = _depths(first, second)
     out_of_band = _with_lead(that_count(out_of_band, bool(depths)), above(second.loss, first.loss))
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
@@ -108,7 +100,7 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
 
 def _depths(baseline: Run, run: Run) -> list[str]:
     """That the models are of another depth, which no name tells."""
-    counts = [depths_of(each.metrics["layer"].unique()) for each in (baseline, run)]
+    counts = [depths_of(each.metrics.tensors["layer"].unique()) for each in (baseline, run)]
     if not all(counts) or counts[0] == counts[1]:
         return []
     return [
@@ -124,8 +116,8 @@ def depths_of(layers: Iterable[str]) -> int:
 
 def _coverage(baseline: Run, run: Run) -> list[str]:
     """What the runs' lengths leave untold."""
-    steps = [run.metrics["step"].unique().sort() for run in (baseline, run)]
-    both = steps[1].filter(steps[1].is_between(steps[0].min(), steps[0].max()))
+    steps = [each.metrics.steps for each in (baseline, run)]
+    both = steps[1][(steps[1] >= steps[0][0]) & (steps[1] <= steps[0][-1])]
     told = []
     if len(both) < IN_A_ROW:
         told.append(
@@ -137,11 +129,10 @@ def _coverage(baseline: Run, run: Run) -> list[str]:
     return told
 
 
-def quantized(metrics: pl.DataFrame) -> pl.DataFrame:
+def quantized(metrics: Metrics) -> Metrics:
     """Rows of operands that an engine quantizes, where one does: the others cannot have done harm."""
-    sources = metrics["scale_source"]
     # Experts as one are also mixed where nothing quantizes any.
-    return metrics.filter(sources.is_in([ENGINE, MIXED])) if (sources == ENGINE).any() else metrics
+    return metrics.only("scale_source", (ENGINE, MIXED)) if ENGINE in metrics.unique("scale_source") else metrics
 
 
 def split_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -77,7 +77,7 @@ class Comparison:
     def what_if(self) -> pl.DataFrame:
         """The run's tensors, states and activations under recipes that were tried or replayed: a row a recipe, medians over
         the later half."""
-        steps = self.run.metrics["step"].unique().sort()
+        steps = pl.Series(self.run.metrics.steps)
         tail = steps.tail(max(1, round(len(steps) * TAIL)))
         columns = ["step", "layer", "role", "recipe", *_WEIGHED]
         uncast = [rows.filter(scale_source="what-if").select(columns) for rows in (self.run.states, self.run.activations)]

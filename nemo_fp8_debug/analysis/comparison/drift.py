@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from ...core.keys import SHOWN_AS
 from ...errors import RecordError
-from ..runs.grid import Floats, Grid, Paired, in_common, median
+from ..runs.grid import Floats, Grid, Paired, median
+from ..runs.metrics import blocks, by_tensor, in_common
 from ..runs.run import Run
 
-#: percent; ratios of underflow and overflow below this are noise
-_FLOOR_PCT = 0.01
+#: metrics whose ratios count, and what is added to either side: percent of underflow and overflow below this are noise
+_FLOORS = {"underflow_pct": 0.01, "overflow_pct": 0.01, "relative_error": 0.0}
 #: share of the paired samples, from the end, that the ranking looks at
 TAIL = 0.5
 #: metrics of either run that stand beside the ranking
@@ -30,31 +34,33 @@ def drifts(baseline: Run, run: Run) -> pl.DataFrame:
     Raises:
         RecordError: the runs have no tensor, or no step, in common.
     """
-    pair = _Pair(*in_common(baseline.grid, run.grid))
-    if not len(pair.steps):
+    both = in_common(baseline.metrics, run.metrics)
+    if not len(Paired.of(*(each.steps for each in both))):
         raise RecordError(_nothing_in_common(baseline, run))
-    columns = _medians(pair) | _nonfinite_since(pair)
+    found = pl.concat([_rows(*grids) for grids in blocks(*both, columns=2)])
+    return found.sort(
+        pl.col("nonfinite_since"),
+        pl.col("nonfinite_order"),
+        -pl.col("drift_log2"),
+        -pl.col("mse_log2"),
+        nulls_last=True,
+        maintain_order=True,
+    ).select("layer", "tensor", "role", "drift_log2", pl.exclude("layer", "tensor", "role", "drift_log2", "mse_log2"))
+
+
+def _rows(baseline: Grid, run: Grid) -> pl.DataFrame:
+    """Metric by metric, since no more than a few can be held of all tensors."""
+    columns = by_tensor([_sampled, *(partial(_medians, metric) for metric in SHOWN), _nonfinite_since], baseline, run)
+    sampled = columns.pop("sampled")
     drift = np.fmax(np.fmax(columns["underflow_log2"], columns["overflow_log2"]), columns["relative_error_log2"])
-    rows = pair.tensors.with_columns(
+    rows = baseline.tensors.with_columns(
         tensor=pl.col("role").replace_strict(SHOWN_AS),
         drift_log2=np.fmin(drift, columns["mse_log2"]),
         mse_ratio=2 ** columns["mse_log2"],
         **columns,
     )
-    return (
-        rows.filter(pair.sampled)
-        .with_columns(pl.col(pl.Float64).fill_nan(None))
-        .with_columns(pl.col("nonfinite_since", "nonfinite_order").cast(pl.Int64))
-        .sort(
-            pl.col("nonfinite_since"),
-            pl.col("nonfinite_order"),
-            -pl.col("drift_log2"),
-            -pl.col("mse_log2"),
-            nulls_last=True,
-            maintain_order=True,
-        )
-        .select("layer", "tensor", "role", "drift_log2", pl.exclude("layer", "tensor", "role", "drift_log2", "mse_log2"))
-    )
+    known = rows.filter(pl.Series(sampled, dtype=pl.Boolean)).with_columns(pl.col(pl.Float64).fill_nan(None))
+    return known.with_columns(pl.col("nonfinite_since", "nonfinite_order").cast(pl.Int64))
 
 
 class _Pair:
@@ -62,24 +68,27 @@ class _Pair:
 
     def __init__(self, baseline: Grid, run: Grid) -> None:
         self._grids = baseline, run
-        #: layer, role
-        self.tensors = baseline.tensors
         self.steps = Paired.of(baseline.steps, run.steps)
         tail = self.steps.last(TAIL)
         self._later = baseline.at(tail.baseline), run.at(tail.run)
         self._apart = ~(self._later[0].sampled & self._later[1].sampled)
-        #: bool [T]: whether both runs sampled the tensor at one of them
-        self.sampled = ~self._apart.all(axis=1)
 
-    def of(self, metric: str) -> tuple[Floats, Floats]:
+    @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """[T]: whether both runs sampled the tensor at one of the later samples."""
+        never: npt.NDArray[np.bool_] = self._apart.all(axis=1)
+        return ~never
+
+    def later(self, metric: str) -> tuple[Floats, Floats]:
         """Of the baseline and of the run, over the later samples that have the tensor in both; [T, S] each."""
-        baseline, run = (grid.of(metric) for grid in self._later)
+        baseline, run = (grid.metric(metric) for grid in self._later)
         baseline[self._apart] = run[self._apart] = np.nan
         return baseline, run
 
     def at_all(self, metric: str) -> tuple[Floats, Floats]:
         """Of the baseline and of the run, at all samples that belong together; [T, P] each."""
-        return self._grids[0].of(metric)[:, self.steps.baseline], self._grids[1].of(metric)[:, self.steps.run]
+        baseline, run = self._grids
+        return baseline.metric(metric)[:, self.steps.baseline], run.metric(metric)[:, self.steps.run]
 
     def step(self, at: Floats) -> Floats:
         """The run's step of each of these places among the pairs."""
@@ -87,21 +96,21 @@ class _Pair:
         return result
 
 
-def _medians(pair: _Pair) -> dict[str, Floats]:
-    """By name: `metric_baseline` and `metric_run` of those shown, and `metric_log2` of those that tell."""
-    floors = {"underflow_pct": _FLOOR_PCT, "overflow_pct": _FLOOR_PCT, "relative_error": 0.0}
-    ratios: dict[str, Floats] = {}
-    shown: dict[str, Floats] = {}
-    for metric in SHOWN:
-        baseline, run = pair.of(metric)
-        shown |= {f"{metric}_baseline": median(baseline), f"{metric}_run": median(run)}
-        if metric in floors:
-            ratios[f"{metric.removesuffix('_pct')}_log2"] = median(_ratio_log2(baseline, run, floors[metric]))
-        elif metric == "mse":
-            true = _ratio_log2(*pair.of("unscaled_mse"))  # whatever the loss scale of either
-            either = _ratio_log2(baseline, run)
-            ratios["mse_log2"] = median(np.where(np.isnan(true), either, true))
-    return ratios | shown
+def _sampled(baseline: Grid, run: Grid) -> dict[str, npt.NDArray[np.bool_]]:
+    return {"sampled": _Pair(baseline, run).sampled}
+
+
+def _medians(metric: str, baseline: Grid, run: Grid) -> dict[str, Floats]:
+    """By name: `metric_baseline` and `metric_run`, and `metric_log2` of those that tell."""
+    pair = _Pair(baseline, run)
+    both = pair.later(metric)
+    medians = {f"{metric}_{which}": median(values) for which, values in zip(("baseline", "run"), both, strict=True)}
+    if metric in _FLOORS:
+        medians[f"{metric.removesuffix('_pct')}_log2"] = median(_ratio_log2(*both, _FLOORS[metric]))
+    elif metric == "mse":
+        true = _ratio_log2(*pair.later("unscaled_mse"))  # whatever the loss scale of either
+        medians["mse_log2"] = median(np.where(np.isnan(true), _ratio_log2(*both), true))
+    return medians
 
 
 def _ratio_log2(baseline: Floats, run: Floats, floor: float = 0.0) -> Floats:
@@ -112,11 +121,12 @@ def _ratio_log2(baseline: Floats, run: Floats, floor: float = 0.0) -> Floats:
     return result
 
 
-def _nonfinite_since(pair: _Pair) -> dict[str, Floats]:
+def _nonfinite_since(baseline: Grid, run: Grid) -> dict[str, Floats]:
     """Since when a tensor of the run held NaN or infinity and the baseline's did not, and its place in the order of
     execution at that step."""
-    baseline, run = pair.at_all("nonfinite")
-    bad_only, order = (run > 0) & (baseline == 0), pair.at_all("nonfinite_order")[1]
+    pair = _Pair(baseline, run)
+    usual, found = pair.at_all("nonfinite")
+    bad_only, order = (found > 0) & (usual == 0), pair.at_all("nonfinite_order")[1]
     first, rows = bad_only.argmax(axis=1), np.arange(len(bad_only))
     ever = bad_only.any(axis=1)
     since = np.where(ever, pair.step(first), np.nan)
@@ -127,7 +137,7 @@ def _nothing_in_common(baseline: Run, run: Run) -> str:
     def described(run: Run) -> str:
         if run.metrics.is_empty():
             return f"{run.path} has no sampled step"
-        steps, layers = run.metrics["step"], run.metrics["layer"]
+        steps, layers = run.metrics.steps, run.metrics.tensors["layer"]
         return f"{run.path} has {run.unit}s {steps[0]} to {steps[-1]} and layers such as {layers[0]!s}"
 
     return f"the runs have no sampled step and tensor in common: {described(baseline)}; {described(run)}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 import polars as pl
 
 from ...errors import ConfigError, RecordError
+from ..runs.metrics import Metrics
 from ..runs.run import Run
 from .groups import kind_of
 
@@ -42,11 +43,15 @@ def named_alike(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[R
     return _without_others_sizes(alike, sizes[0], run_sizes, baseline.path, how), how + _alone(sizes[0], run_sizes)
 
 
-def sizes_of_weights(metrics: pl.DataFrame) -> dict[str, int | None]:
+def sizes_of_weights(metrics: Metrics) -> dict[str, int | None]:
     """How many values W has, by layer in order; None where that is not known."""
-    n = pl.when(pl.col("role") == "weight").then(pl.col("n") + pl.col("nan") + pl.col("inf")).max()
-    layers = metrics.with_columns(pl.col("layer", "role").cast(pl.Categorical)).group_by("layer", maintain_order=True)
-    return dict(layers.agg(n.alias("n")).iter_rows())
+    weights = metrics.with_role("weight")
+    n = (pl.col("n") + pl.col("nan") + pl.col("inf")).max()
+    most = [rows.group_by("tensor").agg(n) for rows in weights.scan(["n", "nan", "inf"])]
+    sizes: dict[str, int | None] = dict.fromkeys(metrics.tensors["layer"])
+    for tensor, size in pl.concat(most).group_by("tensor").max().iter_rows() if most else ():
+        sizes[weights.tensors["layer"][tensor]] = size
+    return sizes
 
 
 def _by_hand(names: Sequence[str], renames: Sequence[str]) -> Names:
@@ -118,8 +123,8 @@ def _without_others_sizes(
     if 2 * len(others) > len(known):
         raise RecordError(f"{baseline_path} and {run.path} are runs of different models: {example}")
     how.append(f"{len(others)} layers are left out, since they are of different size: {example}.")
-    kept = ~pl.col("layer").is_in(others)
-    return replace(run, metrics=run.metrics.filter(kept))
+    kept = run.metrics.tensors.filter(~pl.col("layer").is_in(others))
+    return replace(run, metrics=run.metrics.among(kept))
 
 
 def _alone(baseline: Mapping[str, object], run: Mapping[str, object]) -> list[str]:

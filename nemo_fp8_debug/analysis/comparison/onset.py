@@ -7,7 +7,8 @@ on the size of values, on scales on which equal steps mean the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 
 import numpy as np
@@ -15,10 +16,14 @@ import numpy.typing as npt
 import polars as pl
 
 from ...core.keys import SHOWN_AS
-from ..runs.grid import Floats, Grid, in_common, lower_median
+from ...core.threads import ahead
+from ..runs.grid import Floats, Grid, lower_median
+from ..runs.metrics import Bools, Metrics, blocks, in_common
 from .discoveries import discoveries
 from .evidence import EVIDENCE, Evidence
 
+#: of a tensor that is out; columns as of `_SCHEMA`
+Row = tuple[str | int | float, ...]
 #: spreads of the baseline that count
 SPREADS = 6.0
 #: samples of a baseline whose scales are still made up
@@ -37,11 +42,11 @@ _EXCHANGES = (
 )
 
 
-def onsets(baseline: pl.DataFrame, run: pl.DataFrame) -> pl.DataFrame:
+def onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
     """When each tensor that both runs have left the baseline's band.
 
     Args:
-        baseline: `metrics` table; steps need not be those of `run`, but only steps that both runs cover are looked at.
+        baseline: its steps need not be those of `run`, but only steps that both runs cover are looked at.
         run: likewise.
 
     Returns:
@@ -51,20 +56,48 @@ def onsets(baseline: pl.DataFrame, run: pl.DataFrame) -> pl.DataFrame:
         baseline). Earliest first, then strongest. Of all tensors that are out, at most one in a hundred is so by chance
         (see `discoveries`).
     """
-    return onsets_of(Grid.of_table(baseline), Grid.of_table(run))
+    both = in_common(baseline, run)
+    found = [_rows(*grids) for grids in blocks(*both, columns=2)]
+    return discoveries(_in_order(found), len(both[0].tensors))
 
 
-def onsets_of(baseline: Grid, run: Grid) -> pl.DataFrame:
-    """The same of runs that have been laid out."""
-    pair = Pair(*in_common(baseline, run))
-    return discoveries(all_onsets(pair), len(pair.tensors))
-
-
-def all_onsets(pair: Pair) -> pl.DataFrame:
+def all_onsets(baseline: Grid, run: Grid) -> pl.DataFrame:
     """The same of two runs over the same tensors, with what chance alone brings about."""
-    found = [row for evidence in EVIDENCE for row in _out(evidence, pair)]
-    rows = pl.DataFrame(found, schema=_SCHEMA, orient="row")
-    return rows.sort("onset", -pl.col("excess"), maintain_order=True)
+    return _in_order([_rows(baseline, run)])
+
+
+def _rows(baseline: Grid, run: Grid) -> list[list[Row]]:
+    """For each evidence, rows of the tensors that are out.
+
+    Of all tensors only a metric or two can be held, so metrics come one after the other; of each, some tensors at a time.
+    """
+
+    def pair(some: slice, loses_more: Bools | None = None) -> Pair:
+        return Pair(baseline.rows(some), run.rows(some), loses_more)
+
+    parts = baseline.parts()
+    masks = list(ahead(lambda some: pair(some).loses_more, parts))
+    found: list[list[Row]] = []
+    for _, of_metric in itertools.groupby(EVIDENCE, lambda evidence: evidence.metric):
+        alike = list(of_metric)
+
+        def out(of_part: tuple[slice, Bools], alike: list[Evidence] = alike) -> list[list[Row]]:
+            here = pair(*of_part)
+            return [list(_out(evidence, here)) for evidence in alike]
+
+        of_parts = list(ahead(out, list(zip(parts, masks, strict=True))))
+        found += [[row for rows in of_parts for row in rows[i]] for i in range(len(alike))]
+    return found
+
+
+def _in_order(found: Sequence[Sequence[Sequence[Row]]]) -> pl.DataFrame:
+    """
+    Args:
+        found: rows by block of tensors and evidence.
+    """
+    rows = [row for of_evidence in zip(*found, strict=True) for of_block in of_evidence for row in of_block]
+    table = pl.DataFrame(rows, schema=_SCHEMA, orient="row")
+    return table.sort("onset", -pl.col("excess"), maintain_order=True)
 
 
 _SCHEMA: Mapping[str, type[pl.DataType]] = {
@@ -83,7 +116,11 @@ _SCHEMA: Mapping[str, type[pl.DataType]] = {
 class Pair:
     """Two runs over the same tensors, and the steps of the run that the baseline covers."""
 
-    def __init__(self, baseline: Grid, run: Grid) -> None:
+    def __init__(self, baseline: Grid, run: Grid, loses_more: Bools | None = None) -> None:
+        """
+        Args:
+            loses_more: if it is known.
+        """
         #: layer, role
         self.tensors = baseline.tensors
         self._baseline = baseline
@@ -92,16 +129,23 @@ class Pair:
         self._run = run.at(np.flatnonzero((run.steps >= covered[0]) & (run.steps <= covered[1])))
         #: int64 [S]
         self.steps = self._run.steps
-        expected, found = self.of("mse")
-        with np.errstate(divide="ignore", invalid="ignore"):
-            #: [T, S]: whether more is lost than in the baseline, or that is not known; less is in a gradient that vanishes
-            #: behind the culprit
-            self.loses_more = (np.log2(found) - np.log2(expected) > _MORE_LOST) | np.isnan(found) | np.isnan(expected)
+        self._loses_more = loses_more
+
+    @property
+    def loses_more(self) -> Bools:
+        """[T, S]: whether more is lost than in the baseline, or that is not known; a gradient that vanishes behind the
+        culprit loses less."""
+        if self._loses_more is None:
+            expected, found = self.of("mse")
+            with np.errstate(divide="ignore", invalid="ignore"):
+                more = np.log2(found) - np.log2(expected) > _MORE_LOST
+            self._loses_more = more | np.isnan(found) | np.isnan(expected)
+        return self._loses_more
 
     def of(self, metric: str) -> tuple[Floats, Floats]:
         """The median of the baseline at the run's steps, and the run's values; [T, S] each."""
         medians, steps = self.of_baseline(metric)[1], self._baseline.steps
-        found = self._run.of(metric)
+        found = self._run.metric(metric)
         if np.array_equal(steps, self.steps) and not np.isnan(medians).any():
             return medians, found
         expected = np.full((len(medians), len(self.steps)), np.nan)
@@ -113,7 +157,7 @@ class Pair:
     def of_baseline(self, metric: str) -> tuple[Floats, Floats]:
         """Values of the baseline and their running medians, at its own steps; [T, S] each."""
         if metric not in self._kept:
-            values = self._baseline.of(metric)
+            values = self._baseline.metric(metric)
             self._kept = {metric: (values, running_median(values))}
         return self._kept[metric]
 
@@ -130,7 +174,7 @@ class Pair:
     @cached_property
     def sizes(self) -> Floats:
         """[T, S]: values of each tensor, an expert's differ from sample to sample; infinite where that is not known."""
-        n = self._run.of("n")
+        n = self._run.metric("n")
         with np.errstate(invalid="ignore"):
             return np.where(n > 0, n, np.inf)
 
@@ -184,7 +228,7 @@ def measured(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
     return expected, found, np.where(counts, excess, -np.inf)
 
 
-def _out(evidence: Evidence, pair: Pair) -> Iterator[tuple[str | int | float, ...]]:
+def _out(evidence: Evidence, pair: Pair) -> Iterator[Row]:
     """Rows of the tensors that are out by one metric."""
     expected, found, excess = measured(evidence, pair)
     out = excess > 1

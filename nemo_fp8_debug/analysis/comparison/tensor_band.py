@@ -55,12 +55,11 @@ def tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
     Example:
         >>> rows = pl.DataFrame({"step": range(40), "layer": "fc1", "role": "input", "mse": 1e-3, "underflow_pct": 0.0})
         >>> risen = rows.with_columns((pl.col("underflow_pct", "mse") + pl.when(pl.col("step") < 20).then(0).otherwise(9.0)))
-        >>> found = tensor_band(Grid.of_table(rows), Grid.of_table(risen), tensors=1)
+        >>> found = tensor_band(Metrics.of(rows).grid, Metrics.of(risen).grid, tensors=1)
         >>> found.onsets["onset"].to_list(), float(found.metrics["underflow_pct"].high[0])
         ([20], 1.0)
     """
-    pair = Pair(baseline, run)
-    onsets = all_onsets(pair)
+    pair, onsets = Pair(baseline, run), all_onsets(baseline, run)
     names = dict.fromkeys(evidence.metric for evidence in EVIDENCE)
     metrics = {name: _band([e for e in EVIDENCE if e.metric == name], pair) for name in names}
     return TensorBand(pair.steps, metrics, onsets, not discoveries(onsets, tensors).is_empty())

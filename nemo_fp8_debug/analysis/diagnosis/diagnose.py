@@ -164,9 +164,7 @@ def _added_up(
     findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
     findings += filter(None, [channels(run, baseline, next(iter(operands), None), harmed_since)])
     findings += filter(None, [error_budget(f, run.outputs, run.verification, run.states) for f in operands[:1]])
-    sampled = (
-        None if harmed_since is None else harmed_since + int(interval_of(run.metrics["step"].unique().sort().to_numpy()))
-    )
+    sampled = None if harmed_since is None else harmed_since + int(interval_of(run.metrics.steps))
     latest = None if sampled is None else sampled + _slack(run)
     judged = _judged(run, baseline, sampled) and (baseline is not None or covered or _has_limits(run))
     evidence = Evidence(findings, harmed_since, latest, judged, baseline is not None, covered)
@@ -195,11 +193,11 @@ def _has_limits(run: Run) -> bool:
 
 def _judged(run: Run, baseline: Run | None, latest: int | None) -> bool:
     """Whether there are samples enough to see an operand leave before the loss does."""
-    known = pl.col("relative_error").is_not_null() | (pl.col("nan") + pl.col("inf") > 0)
-    steps = run.metrics.filter(known)["step"].unique().sort()
     if baseline is None:
         return not beginning(run.metrics).is_empty()
-    first, last = baseline.metrics["step"].min(), baseline.metrics["step"].max()
-    if latest is not None:
-        steps = steps.filter(steps <= latest)
-    return int(steps.is_between(first, last).sum()) >= IN_A_ROW
+    known = pl.col("relative_error").is_not_null() | (pl.col("nan") + pl.col("inf") > 0)
+    columns = ["relative_error", "nan", "inf"]
+    steps = {step for rows in run.metrics.scan(columns) for step in rows.filter(known)["step"].unique()}
+    first, last = baseline.metrics.steps[0], baseline.metrics.steps[-1]
+    within = [step for step in steps if first <= step <= last and (latest is None or step <= latest)]
+    return len(within) >= IN_A_ROW

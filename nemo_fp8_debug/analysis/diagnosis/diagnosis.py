@@ -88,7 +88,7 @@ class Diagnosis:
 
     def _between_samples(self) -> list[str]:
         """What samples cannot show, where no operand is named."""
-        apart = interval_of(self.run.metrics["step"].unique().sort().to_numpy())
+        apart = interval_of(self.run.metrics.steps)
         if self.culprit is not None or apart <= 1:
             return []
         unit = self.run.unit
@@ -170,7 +170,7 @@ class Diagnosis:
 
     def _since_told(self, culprit: Finding) -> str:
         unit = self.run.unit
-        if culprit.since == self.run.metrics["step"].min():
+        if culprit.since == self.run.metrics.steps[0]:
             return "from the start or before"
         lead = "" if self.lead is None else f", {_counted(self.lead, unit)} {'before' if self.lead >= 0 else 'after'} it"
         return f"at {unit} {culprit.since}{lead}"

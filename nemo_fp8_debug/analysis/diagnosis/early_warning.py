@@ -8,8 +8,9 @@ import polars as pl
 from ...numerics.limits import MADE_UP
 from ..comparison.compare import quantized, split_experts
 from ..runs.grid import Grid
+from ..runs.metrics import blocks, in_parts
 from ..runs.run import Run
-from .rules.beyond import strengths, times_of_limits, with_limits
+from .rules.beyond import COLUMNS, strengths, times_of_limits, with_limits
 
 
 def early_warning(run: Run) -> pl.DataFrame:
@@ -27,14 +28,19 @@ def early_warning(run: Run) -> pl.DataFrame:
         >>> scores.columns, scores["score"].max() > 1
         (['step', 'score', 'layer', 'role'], True)
     """
-    grid = Grid.of_table(_tensors(with_limits(quantized(run.metrics))))
+    limited = with_limits(quantized(run.metrics))
+    judged = limited.among(split_experts(limited.tensors)[0])
+    empty = pl.DataFrame(schema={"step": pl.Int64, "score": pl.Float64, "layer": pl.String, "role": pl.String})
+    if judged.is_empty():
+        return empty
+    found = [rows for (grid,) in blocks(judged, columns=COLUMNS) for rows in in_parts(_farthest, grid)]
+    # Of operands that are equally far the first counts.
+    return pl.concat([empty, *found]).sort("step", -pl.col("score"), maintain_order=True).unique("step", maintain_order=True)
+
+
+def _farthest(grid: Grid) -> pl.DataFrame:
+    """step, score, layer, role: of each sample the operand that is the farthest."""
     times = strengths(times_of_limits(grid))[:, MADE_UP:]
-    worst = np.argmax(times, axis=0) if len(times) else np.zeros(0, dtype=np.int64)
-    operands = grid.tensors[worst.tolist()]
-    columns = {"step": grid.steps[MADE_UP:], "score": times[worst, np.arange(times.shape[1])] if len(times) else []}
-    return pl.DataFrame(columns, schema={"step": pl.Int64, "score": pl.Float64}).hstack(operands)
-
-
-def _tensors(metrics: pl.DataFrame) -> pl.DataFrame:
-    """Without the experts of which there is an aggregate."""
-    return split_experts(metrics)[0]
+    worst = np.argmax(times, axis=0)
+    columns = {"step": grid.steps[MADE_UP:], "score": times[worst, np.arange(times.shape[1])]}
+    return pl.DataFrame(columns, schema={"step": pl.Int64, "score": pl.Float64}).hstack(grid.tensors[worst.tolist()])

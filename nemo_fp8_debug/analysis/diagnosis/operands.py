@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from ...core.keys import GRADIENTS, MIXED
+from ...core.keys import GRADIENTS
 from ...core.layer_names import aggregate_of, is_aggregate
-from ...core.scale_sources import ENGINE, QUANTIZED
+from ...core.scale_sources import QUANTIZED
 from ..bands.judge import Judged
 from ..comparison.compare import quantized, split_experts
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW, onsets
+from ..runs.casts import usual_casts
+from ..runs.median_of import median_of
+from ..runs.metrics import Metrics
 from ..runs.run import Run
 from .rules.beyond import beyond
 from .rules.finding import Finding
-from .rules.operand import BEHIND, Course, severity, why
+from .rules.operand import BEHIND, COURSE, Course, severity, why
 
 #: operands that are looked into
 _LOOKED_INTO = 8
@@ -42,19 +47,32 @@ _PLAIN = ("nonfinite", "dead")
 def against_baseline(comparison: Comparison) -> list[Finding]:
     """Why operands are out of a baseline's band: strong ones by onset, then others."""
     run, baseline = comparison.run, comparison.baseline
-    found = []
+    looked_into, found = [], []
     for layer, role, since, excess, samples in _first(_comparable(comparison), run):
         if (expert := _outstanding(comparison.experts_out_of_band, run, layer, role, since)) is not None:
             layer, since, excess = expert
-        course = Course.of(run.metrics, layer, role)
-        cause = why(course, since, Course.of(baseline.metrics, layer, role), samples)
+        looked_into.append((layer, role, since, excess, samples))
+    rows = [_rows(each.metrics, looked_into) for each in (run, baseline)]
+    for layer, role, since, excess, samples in looked_into:
+        course = Course.of(rows[0], layer, role)
+        cause = why(course, since, Course.of(rows[1], layer, role), samples)
         cause = _as_transient(cause, samples) if samples < IN_A_ROW and cause.cause != "nonfinite" else cause
         found.append(replace(cause, excess=excess, severity=severity(course, since)))
     # What the run alone has, or the run alone in FP8, has nothing to be compared with.
-    only = run.metrics.join(baseline.metrics.select(_KEY).unique(), on=_KEY, how="anti")
-    far = split_experts(beyond(quantized(only)))[0] if len(only) else only.clear()
+    only = run.metrics.outside(baseline.metrics.tensors)
+    far = split_experts(beyond(quantized(only)))[0]
     found += [replace(f, confidence="medium") for f in (_alone(run, far) if len(far) else [])]
     return _that_count(run, found)
+
+
+def _rows(metrics: Metrics, operands: Sequence[tuple[Any, ...]]) -> pl.DataFrame:
+    """What courses of some operands are made of.
+
+    Args:
+        operands: layer, role, and whatever.
+    """
+    keys = pl.DataFrame([each[:2] for each in operands], dict.fromkeys(_KEY, pl.String), orient="row").unique()
+    return metrics.within(keys).frame(COURSE)
 
 
 def _as_transient(found: Finding, samples: int) -> Finding:
@@ -70,25 +88,17 @@ def _comparable(comparison: Comparison) -> pl.DataFrame:
     An operand that is cast under another recipe than in the baseline, or was not cast there, has other errors and scales. It
     counts if its values stand out, or if it is beyond what any healthy one does.
     """
-    mine, theirs = (_recipes(run.metrics) for run in (comparison.run, comparison.baseline))
+    mine, theirs = (usual_casts(run.metrics) for run in (comparison.run, comparison.baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline")
     alike = both.filter(pl.struct("recipe", "cast") == pl.struct(recipe="recipe_baseline", cast="cast_baseline"))
     rows, run = comparison.out_of_band, comparison.run
     others = rows.join(alike, on=_KEY, how="anti", maintain_order="left")
     if others.is_empty():
         return rows
-    far = beyond(quantized(run.metrics.join(others, on=_KEY, how="semi", maintain_order="left")))
+    far = beyond(quantized(run.metrics.within(others)))
     counts = pl.concat([alike.select(_KEY), far.select(_KEY)])
     known = counts.select(operand=pl.struct(_KEY))["operand"].implode()
     return rows.filter(pl.col("metric").is_in(_OF_VALUES) | pl.struct(_KEY).is_in(known))
-
-
-def _recipes(metrics: pl.DataFrame) -> pl.DataFrame:
-    """layer, role, recipe, cast: how each operand is cast most of the time, and whether it is."""
-    casts = metrics.with_columns(cast=pl.col("scale_source").is_in([ENGINE, MIXED]))
-    return casts.group_by(_KEY, maintain_order=True).agg(
-        pl.col("recipe").drop_nulls().mode().sort().first(), pl.col("cast").mode().sort().last()
-    )
 
 
 def alone(run: Run, judged: Judged | None = None) -> list[Finding]:
@@ -102,7 +112,7 @@ def alone(run: Run, judged: Judged | None = None) -> list[Finding]:
     """
     usual, quantized_ones = beginning(run.metrics), quantized(run.metrics)
     far = split_experts(_beyond(quantized_ones, judged))[0]
-    moved = split_experts(onsets(usual, quantized_ones if len(usual) else quantized_ones.clear()))[0]
+    moved = split_experts(onsets(usual, quantized_ones if not usual.is_empty() else usual))[0]
     far = _begun(far, moved, run)
     moved = moved.join(far, on=_KEY, how="anti", maintain_order="left")
     if judged is not None:
@@ -112,18 +122,18 @@ def alone(run: Run, judged: Judged | None = None) -> list[Finding]:
     return _that_count(run, [*surely, *hints][:_LOOKED_INTO])
 
 
-def _beyond(metrics: pl.DataFrame, judged: Judged | None) -> pl.DataFrame:
+def _beyond(metrics: Metrics, judged: Judged | None) -> pl.DataFrame:
     """Operands beyond fixed limits or bands; of both, the earlier onset."""
     far = [beyond(metrics)]
     if judged is not None:
-        far.append(judged.beyond.join(metrics.select(_KEY).unique(), on=_KEY, how="semi", maintain_order="left"))
+        far.append(judged.beyond.join(metrics.tensors, on=_KEY, how="semi", maintain_order="left"))
     each = pl.concat([rows.select(*_KEY, "onset", "excess") for rows in far]).group_by(_KEY, maintain_order=True)
     return each.agg(pl.col("onset").min(), pl.col("excess").max()).sort("onset", -pl.col("excess"), maintain_order=True)
 
 
 def _begun(far: pl.DataFrame, moved: pl.DataFrame, run: Run) -> pl.DataFrame:
     """Operands beyond what is healthy, since when they moved away from what they were, if that is a few samples before."""
-    samples = {step: i for i, step in enumerate(run.metrics["step"].unique().sort())}
+    samples = {step: i for i, step in enumerate(run.metrics.steps.tolist())}
     before = moved.group_by(_KEY).agg(moved=pl.col("onset").min())
     joined = far.join(before, on=_KEY, how="left", maintain_order="left")
     places = [pl.col(name).replace_strict(samples, default=None, return_dtype=pl.Int64) for name in ("onset", "moved")]
@@ -139,8 +149,8 @@ def _outstanding(experts: pl.DataFrame, run: Run, layer: str, role: str, since: 
     """
     if not is_aggregate(layer) or experts.is_empty():
         return None
-    samples = run.metrics["step"].unique().sort()
-    soon = samples.filter(samples > since).head(_SOON).max()
+    samples = run.metrics.steps
+    soon = max(samples[samples > since][:_SOON].tolist(), default=None)
     of_layer = pl.col("layer").map_elements(aggregate_of, pl.String) == layer
     rows = experts.filter(pl.col("role") == role, pl.col("onset") <= (since if soon is None else soon)).filter(of_layer)
     each = rows.group_by("layer").agg(pl.col("onset").min(), pl.col("excess").max()).sort("excess", descending=True)
@@ -151,8 +161,9 @@ def _outstanding(experts: pl.DataFrame, run: Run, layer: str, role: str, since: 
 def _alone(run: Run, rows: pl.DataFrame) -> list[Finding]:
     found, first = [], _first(rows, run)
     usual = {role: _of_others(run, role) for role in {role for _, role, *_ in first}}
+    rows = _rows(run.metrics, first)
     for layer, role, since, excess, _ in first:
-        course = Course.of(run.metrics, layer, role)
+        course = Course.of(rows, layer, role)
         cause = why(course, since, outlier=usual[role])
         found.append(replace(cause, excess=excess, severity=severity(course, since)))
     return found
@@ -160,19 +171,18 @@ def _alone(run: Run, rows: pl.DataFrame) -> list[Finding]:
 
 def _of_others(run: Run, role: str) -> float:
     """How high the largest value may stand above the median, in bits, from what operands of a role have in this run."""
-    usual = run.metrics.filter(role=role)["outlier_log2"].fill_nan(None).median()
-    return float(usual) + _OTHERS if isinstance(usual, float) else np.nan
+    return median_of(run.metrics.with_role(role), "outlier_log2") + _OTHERS
 
 
-def beginning(metrics: pl.DataFrame) -> pl.DataFrame:
+def beginning(metrics: Metrics) -> Metrics:
     """The first samples, spread over the whole run; none where they are too few to know what is usual."""
-    steps = metrics["step"].unique().sort()
-    n = round(len(steps) * _BEGINNING)
+    n = round(len(metrics.steps) * _BEGINNING)
     if n < _FEW:
-        return metrics.clear()
-    stretch = (steps[-1] - steps[0]) / (steps[n - 1] - steps[0])
-    spread = (pl.lit(steps[0]) + (pl.col("step") - steps[0]) * stretch).round().cast(pl.Int64)
-    return metrics.filter(pl.col("step") <= steps[n - 1]).with_columns(step=spread)
+        return metrics.over(metrics.steps[:0])
+    first = pl.Series("step", metrics.steps[:n])
+    stretch = (metrics.steps[-1] - metrics.steps[0]) / (metrics.steps[n - 1] - metrics.steps[0])
+    spread = (pl.lit(metrics.steps[0]) + (pl.col("step") - metrics.steps[0]) * stretch).round().cast(pl.Int64)
+    return metrics.along(first.to_frame().select("step", sample=spread))
 
 
 def _first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, float, int]]:
@@ -180,11 +190,22 @@ def _first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, flo
     lasting = pl.col("samples").max() if "samples" in out_of_band.columns else pl.lit(BEHIND)
     groups = out_of_band.group_by(_KEY, maintain_order=True)
     tensors = groups.agg(pl.col("onset").min(), pl.col("excess").max(), samples=lasting)
-    order = run.metrics.select(*_KEY, onset="step", order="nonfinite_order")
-    tensors = tensors.join(order, on=[*_KEY, "onset"], how="left", maintain_order="left")
+    tensors = tensors.join(_order(run, tensors), on=[*_KEY, "onset"], how="left", maintain_order="left")
     tensors = tensors.with_columns(weak=pl.col("excess") < _STRONG * pl.col("excess").max())
     ordered = tensors.sort("weak", "onset", -pl.col("excess"), "order", nulls_last=True, maintain_order=True)
     return ordered.head(_LOOKED_INTO).select(*_KEY, "onset", "excess", "samples").rows()
+
+
+def _order(run: Run, tensors: pl.DataFrame) -> pl.DataFrame:
+    """layer, role, onset, order: of those whose values are NaN or infinite at the onset, in the order of execution."""
+    metrics, column = run.metrics.within(tensors), "nonfinite_order"
+    wanted = metrics.tensors.with_row_index("tensor").join(tensors, on=_KEY).select(pl.col("tensor").cast(pl.Int64), "onset")
+
+    def those(rows: pl.DataFrame) -> pl.DataFrame:
+        known = rows.drop_nulls(column)
+        return known.join(wanted, left_on=["tensor", "step"], right_on=["tensor", "onset"], how="semi")
+
+    return metrics.named(metrics.gathered([column], those)).select(*_KEY, onset="step", order=column)
 
 
 def _that_count(run: Run, found: list[Finding]) -> list[Finding]:

@@ -51,7 +51,7 @@ def flagged_by(found: Diagnosis) -> dict[Key, Flag]:
 def _stretches(found: Diagnosis) -> dict[Key, tuple[int, int]]:
     """First and last sample of each operand that was out of the band, by any metric."""
     assert found.comparison is not None
-    steps = found.run.metrics["step"].unique().sort()
+    steps = pl.Series(found.run.metrics.steps)
     rows = found.comparison.out_of_band.with_columns(at=steps.search_sorted(found.comparison.out_of_band["onset"]))
     ends = (pl.col("at") + pl.col("samples") - 1).max().clip(upper_bound=len(steps) - 1)
     each = rows.group_by("layer", "role").agg(pl.col("onset").min(), ends.alias("end"))

@@ -9,6 +9,7 @@ import polars as pl
 
 from ...core.keys import ROLES, Key
 from ...core.layer_names import is_aggregate
+from ..runs.metrics import Metrics
 
 #: the GEMMs of a linear layer: Y = X W, dX = dY W, dW = dY X, and the two operands that each multiplies
 OPERANDS: Mapping[str, tuple[str, str]] = {
@@ -22,30 +23,33 @@ READERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def flops_of(metrics: pl.DataFrame) -> dict[str, float]:
+def flops_of(metrics: Metrics) -> dict[str, float]:
     """FLOPs of a forward GEMM of each layer, a mean over the sampled steps; those of the two backward ones are the same.
 
     With T tokens, K inputs and N outputs, X has TK values, W KN and dY TN, so that 2TKN is twice the root of their product.
     Copies on several ranks and micro-batches are counted as in the record, where X and dY add up and W does not.
 
-    Args:
-        metrics: `metrics` table.
-
     Returns:
         Layers of which all three operands were sampled, without aggregates, whose experts are there one by one.
     """
-    values = pl.col("n", "nan", "inf")
-    sizes = (
-        metrics.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean))
-        .with_columns(values.fill_null(0))
-        .with_columns(size=(pl.col("n") + pl.col("nan") + pl.col("inf")).cast(pl.Float64))
-        .group_by("layer", "step", maintain_order=True)
-        .agg(pl.col("size").product(), pl.col("role").n_unique().alias("roles"))
-        .filter(roles=len(ROLES))
-        .group_by("layer", maintain_order=True)
-        .agg(pl.col("size").sqrt().mean())
+    single = metrics.among(metrics.tensors.filter(~pl.col("layer").map_elements(is_aggregate, pl.Boolean)))
+    sums: dict[str, tuple[float, int]] = {}
+    for rows in single.scan(["n", "nan", "inf"]):
+        for layer, total, steps in _of_steps(single.named(rows)).iter_rows():
+            before = sums.get(layer, (0.0, 0))
+            sums[layer] = before[0] + total, before[1] + steps
+    means = {layer: 2 * total / steps for layer, (total, steps) in sums.items()}
+    return {layer: flops for layer, flops in means.items() if math.isfinite(flops)}
+
+
+def _of_steps(rows: pl.DataFrame) -> pl.DataFrame:
+    """layer, the sum over these steps of the root of the product of its operands' sizes, and how many steps they are."""
+    size = pl.sum_horizontal(pl.col("n", "nan", "inf").fill_null(0))
+    of_steps = rows.group_by("layer", "step", maintain_order=True).agg(
+        size.cast(pl.Float64).product().sqrt().alias("size"), pl.col("role").n_unique().alias("roles")
     )
-    return {layer: 2 * size for layer, size in sizes.iter_rows() if math.isfinite(size)}
+    whole = of_steps.filter(roles=len(ROLES))
+    return whole.group_by("layer", maintain_order=True).agg(pl.col("size").sum(), pl.len().alias("steps"))
 
 
 def coverage(flops: Mapping[str, float], in_fp8: Callable[[Key], bool]) -> float | None:

@@ -185,7 +185,7 @@ class Judged:
         """
         self._run = run
         of_keys = pl.DataFrame(list(keys), schema=dict.fromkeys(_KEY, pl.String), orient="row")
-        known = run.metrics.join(of_keys, on=_KEY, how="semi").filter(pl.any_horizontal(pl.col(_METRICS).is_not_null()))
+        known = run.metrics.within(of_keys).frame(_METRICS).filter(pl.any_horizontal(pl.col(_METRICS).is_not_null()))
         rank, n = pl.col("step").rank().over(_KEY), pl.len().over(_KEY)
         known = known.join(_stretches(out or {}), on=_KEY, how="left", maintain_order="left")
         was_out = pl.col("step").is_between("out_first", "out_last").fill_null(False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from ...core.keys import ROLES, SHOWN_AS, Key
@@ -184,8 +185,7 @@ def over_budget(run: Run, budget: Budget) -> list[Key]:
 
 def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
     """Recipe and format in use, and dtype, of each operand in its last sample."""
-    last = run.metrics.group_by("layer", "role", maintain_order=True).last()
-    rows = {row[:2]: row[2:] for row in last.select("layer", "role", "recipe", "format", "dtype").iter_rows()}
+    rows = {row[:2]: row[2:] for row in run.metrics.last(["recipe", "format", "dtype"]).iter_rows()}
     if unknown := next((key for key in flagged if key not in rows), None):
         some = ", ".join(f"{layer}:{role}" for layer, role in list(rows)[:3])
         raise RecordError(f"{run.path} has no operand {':'.join(unknown)}; it has {some or 'none'} ...")
@@ -193,8 +193,9 @@ def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
 
 
 def _in_fp8(run: Run) -> set[Key]:
-    rows = quantized(run.metrics).filter(pl.col("recipe").ne_missing(BF16.name))
-    return set(rows.select("layer", "role").unique().rows())
+    metrics, is_fp8 = quantized(run.metrics), pl.col("recipe").ne_missing(BF16.name)
+    rows = metrics.gathered(["recipe"], lambda rows: rows.filter(is_fp8).unique("tensor"))
+    return set(metrics.named(rows).select("layer", "role").rows())
 
 
 def _known(layer: str, flops: Collection[str]) -> bool:
@@ -245,7 +246,7 @@ def block_of(layer: str) -> int | None:
 def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | None:
     """The blocks at either end that hold all that the plan takes out of FP8; None where others would have to go too."""
     at = [block_of(change.layer) for change in plan.changes if change.recipe == BF16.name]
-    known = [block for layer in run.metrics["layer"].unique() if (block := block_of(layer)) is not None]
+    known = [block for layer in run.metrics.tensors["layer"].unique() if (block := block_of(layer)) is not None]
     n = run.fingerprint.get("backend_options", {}).get("num_layers") or max(known, default=-1) + 1
     if not at or None in at:
         return None
@@ -270,8 +271,8 @@ def _notes(run: Run, findings: Sequence[Finding]) -> list[str]:
             f"No recipe with one scale a tensor could be tried for {_few(unknown)}: the record has no exact histograms of "
             "it; where these steps were dumped, `nemo-fp8-debug replay --source dumps` adds what is missing."
         )
-    gaps = run.metrics["step"].unique().sort().diff().max()
-    if isinstance(gaps, int) and gaps > 1 and any(o.recipe.startswith("delayed") for f in changed for o in f.options[1:]):
+    gaps = max(np.diff(run.metrics.steps).tolist(), default=0)
+    if gaps > 1 and any(o.recipe.startswith("delayed") for f in changed for o in f.options[1:]):
         notes.append("Not every step was sampled: histories of delayed scaling are replayed from the sampled steps only.")
     if changed and (reason := why_none(run)):
         notes.append(reason)

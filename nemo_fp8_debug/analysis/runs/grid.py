@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,19 @@ Ints = npt.NDArray[np.int64]
 
 #: what tells a tensor
 KEY = ["layer", "role"]
+#: tensors times steps that are looked at at once: 4 MiB of values
+_CELLS = 1 << 19
+
+
+class Columns(Protocol):
+    """Metrics by operand and step, read as they are asked for."""
+
+    def __getitem__(self, name: str) -> Floats:
+        """[T, S]: NaN where there is no row, or no value; and `nonfinite`."""
+
+    @property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """[T, S]: whether there is a row."""
 
 
 @dataclass(frozen=True)
@@ -23,61 +37,66 @@ class Grid:
     tensors: pl.DataFrame
     #: int64 [S]: sampled
     steps: Ints
-    _metrics: pl.DataFrame
-    #: int64 [T, S]: the row of `_metrics` that each place has, or how many rows there are where it has none
-    _row: Ints
+    _columns: Columns
+    #: int64 [T], [S]: places in the columns
+    _tensor: Ints
+    _sample: Ints
 
     @classmethod
-    def of_table(cls, metrics: pl.DataFrame) -> Grid:
-        """All tensors of a `metrics` table, in their order."""
-        # Grouped as codes: the names of all rows are looked at once.
-        names = metrics.select(pl.col(KEY).cast(pl.Categorical)).with_row_index("row")
-        rows = names.group_by(KEY, maintain_order=True).agg("row")
-        steps = metrics["step"].unique().sort().to_numpy()
-        row = rows["row"].explode().to_numpy().astype(np.int64)
-        tensor = np.repeat(np.arange(len(rows)), rows["row"].list.len().to_numpy())
-        grid = np.full((len(rows), len(steps)), len(metrics))
-        grid[tensor, np.searchsorted(steps, metrics["step"].to_numpy())[row]] = row
-        return cls(rows.select(pl.col(KEY).cast(pl.String)), steps, metrics, grid)
+    def of(cls, tensors: pl.DataFrame, steps: Ints, columns: Columns) -> Grid:
+        """All of these columns."""
+        return cls(tensors, steps, columns, np.arange(len(tensors)), np.arange(len(steps)))
+
+    def rows(self, some: slice) -> Grid:
+        """Some of its tensors, and all steps."""
+        return replace(self, tensors=self.tensors[some], _tensor=self._tensor[some])
 
     def among(self, tensors: pl.DataFrame) -> Grid:
         """Some of its tensors, in the order of theirs, and the steps that have any of them."""
         of_all = self.tensors.with_row_index("at")
-        row = self._row[tensors.join(of_all, on=KEY, how="left", maintain_order="left")["at"].to_numpy()]
-        sampled = (row < len(self._metrics)).any(axis=0)
-        return replace(self, tensors=tensors, steps=self.steps[sampled], _row=row[:, sampled])
+        at = tensors.join(of_all, on=KEY, how="left", maintain_order="left")["at"].to_numpy()
+        found = replace(self, tensors=tensors, _tensor=self._tensor[at])
+        return found.at(np.flatnonzero(found.sampled.any(axis=0)))
 
     def at(self, samples: Ints) -> Grid:
         """Some of its samples, by their places."""
-        return replace(self, steps=self.steps[samples], _row=self._row[:, samples])
+        return replace(self, steps=self.steps[samples], _sample=self._sample[samples])
 
     def over(self, steps: Ints) -> Grid:
         """The same over more steps, its own among them; without a row at the others."""
-        row = np.full((len(self.tensors), len(steps)), len(self._metrics))
-        row[:, np.searchsorted(steps, self.steps)] = self._row
-        return replace(self, steps=steps, _row=row)
+        sample = np.full(len(steps), -1)
+        sample[np.searchsorted(steps, self.steps)] = self._sample
+        return replace(self, steps=steps, _sample=sample)
 
-    def of(self, metric: str) -> Floats:
-        """[T, S], NaN where there is none or it was not read; `nonfinite`: 1 where any value is NaN or infinite, else 0."""
-        if metric == "nonfinite":
-            run = self.of("nan") + self.of("inf")
-            return np.where(np.isnan(run), np.nan, run > 0)
-        if metric not in self._metrics.columns:
-            return np.full(self._row.shape, np.nan)
-        values: Floats = np.append(self._metrics[metric].cast(pl.Float64).to_numpy(), np.nan)[self._row]
-        return values
+    def metric(self, name: str) -> Floats:
+        """[T, S], NaN where it is not recorded; `nonfinite`: 1 where any value is NaN or infinite, else 0."""
+        return self._some(self._columns[name], np.nan)
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
         """[T, S]: whether there is a row."""
-        found: npt.NDArray[np.bool_] = self._row < len(self._metrics)
+        return self._some(self._columns.sampled, False)
+
+    def _some(self, values: npt.NDArray[Any], missing: float) -> npt.NDArray[Any]:
+        """A copy of its tensors and samples."""
+        absent = self._sample < 0
+        if not absent.any():
+            return np.array(values[_span(self._tensor)][:, _span(self._sample)], order="C")
+        found = np.full((len(self._tensor), len(absent)), missing, dtype=values.dtype)
+        found[:, ~absent] = values[_span(self._tensor)][:, self._sample[~absent]]
         return found
 
+    def parts(self) -> list[slice]:
+        """Its tensors, as many at a time as intermediate results should have."""
+        at_once = max(1, _CELLS // max(len(self.steps), 1))
+        return [slice(first, first + at_once) for first in range(0, max(len(self.tensors), 1), at_once)]
 
-def in_common(baseline: Grid, run: Grid) -> tuple[Grid, Grid]:
-    """Both over the tensors that both have, in the order of the first."""
-    tensors = baseline.tensors.join(run.tensors, on=KEY, how="semi", maintain_order="left")
-    return baseline.among(tensors), run.among(tensors)
+
+def _span(places: Ints) -> slice | Ints:
+    """Places as a slice if they follow one another: that copies no more than it has to."""
+    if len(places) and places[-1] - places[0] == len(places) - 1 and (np.diff(places) == 1).all():
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places
 
 
 @dataclass(frozen=True)

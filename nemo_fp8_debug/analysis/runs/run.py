@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from ...core.scale_sources import quantization
 from ...errors import ConfigError, RecordError
 from ...record.reader import find_run, read_fingerprint, read_table
 from ..loss.curve import LossCurve
-from .grid import Grid
+from .metrics import HELD, Metrics
 
 #: what runs can be matched by, and how one of it is called
 UNITS = {"step": "step", "samples": "sample"}
@@ -28,7 +28,7 @@ class Run:
     path: str
     fingerprint: dict[str, Any]
     #: `metrics` table; where runs are matched by samples, `step` counts those
-    metrics: pl.DataFrame
+    metrics: Metrics
     #: likewise
     loss: LossCurve
     #: what `step` counts: step or sample
@@ -39,14 +39,11 @@ class Run:
     renamed_to: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(
-        cls, path: str | os.PathLike[str], by: str = "step", columns: Sequence[str] | None = None, every: int = 1
-    ) -> Run:
+    def read(cls, path: str | os.PathLike[str], by: str = "step", held: int = HELD) -> Run:
         """
         Args:
             by: `step`, or `samples`: consumed samples take the place of steps.
-            columns: of `metrics`; all by default.
-            every: of the samples that are read; 3 for each third one, which takes a third of the memory.
+            held: rows of metrics that are read at once; of a longer table columns are read as they are needed.
 
         Raises:
             RecordError: there is no record at `path`, it cannot be read, or it does not know the samples consumed.
@@ -57,21 +54,15 @@ class Run:
         found = find_run(path)
         fingerprint = read_fingerprint(found)  # first: it refuses a record of another schema
         steps = read_table(found, "steps", ["step", "loss", "consumed_samples"])
-        samples = None if every == 1 else read_table(found, "metrics", ["step"])["step"].unique().sort()[::every].to_list()
-        metrics = read_table(found, "metrics", columns, steps=samples)
+        metrics = Metrics.read(found, held)
         axis = _samples_consumed(str(found), steps, metrics) if by == "samples" else None
         losses = LossCurve.of(_along(axis, steps))
-        return cls(str(found), fingerprint, _along(axis, metrics), losses, UNITS[by], axis)
+        return cls(str(found), fingerprint, metrics if axis is None else metrics.along(axis), losses, UNITS[by], axis)
 
     @cached_property
     def quantization(self) -> str:
         """Whether the run quantizes, as `core.scale_sources` tells it."""
-        return quantization(self.metrics["scale_source"].unique(), self.fingerprint)
-
-    @cached_property
-    def grid(self) -> Grid:
-        """The metrics by tensor and step."""
-        return Grid.of_table(self.metrics)
+        return quantization(self.metrics.unique("scale_source"), self.fingerprint)
 
     @cached_property
     def steps(self) -> pl.DataFrame:
@@ -90,7 +81,7 @@ class Run:
 
     def without_skipped(self) -> Run:
         """The same without the samples of such steps."""
-        return replace(self, metrics=self.metrics.filter(~pl.col("step").is_in(self.made_up_for.implode())))
+        return replace(self, metrics=self.metrics.without_steps(self.made_up_for.to_list()))
 
     @cached_property
     def outputs(self) -> pl.DataFrame:
@@ -134,7 +125,7 @@ class Run:
 
     def renamed(self, names: Mapping[str, str]) -> Run:
         """The same with other names for its layers."""
-        return replace(self, metrics=_with_names(self.metrics, names), renamed_to=names)
+        return replace(self, metrics=self.metrics.renamed(names), renamed_to=names)
 
 
 def _with_names(rows: pl.DataFrame, names: Mapping[str, str]) -> pl.DataFrame:
@@ -148,9 +139,11 @@ def _along(axis: pl.DataFrame | None, rows: pl.DataFrame) -> pl.DataFrame:
     return rows.join(axis, on="step").with_columns(step="sample").drop("sample").sort("step", maintain_order=True)
 
 
-def _samples_consumed(path: str, steps: pl.DataFrame, metrics: pl.DataFrame) -> pl.DataFrame:
+def _samples_consumed(path: str, steps: pl.DataFrame, metrics: Metrics) -> pl.DataFrame:
     """step, sample: as the host reported them, and between such steps in proportion."""
-    both = pl.concat([table.select("step", "consumed_samples") for table in (steps, metrics)])
+    columns = ["step", "consumed_samples"]
+    of_steps = [rows.select(columns).unique("step", keep="first") for rows in metrics.scan(["consumed_samples"])]
+    both = pl.concat([steps.select(columns), *of_steps])
     known = both.drop_nulls().unique("step", keep="first").sort("step")
     if known.is_empty():
         raise RecordError(f"{path} does not know how many samples were consumed; match the runs by step")

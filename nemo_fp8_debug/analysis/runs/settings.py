@@ -53,7 +53,7 @@ def coverage_notes(fingerprint: Mapping[str, Any]) -> list[str]:
 
 def remarks(baseline: Run, run: Run) -> list[str]:
     """What to bear in mind where metrics of the two runs were measured against different things, in sentences."""
-    recipes = [sorted(each.metrics["recipe"].drop_nulls().unique()) for each in (baseline, run)]
+    recipes = [sorted(filter(None, each.metrics.unique("recipe"))) for each in (baseline, run)]
     told = []
     if recipes[0] != recipes[1]:
         measured = " and ".join(", ".join(names) or "nothing" for names in recipes)

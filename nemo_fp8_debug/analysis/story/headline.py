@@ -71,7 +71,7 @@ def _warning_told(found: Diagnosis, first: Mapping[str, Any] | None) -> str | No
 
 def _interval(found: Diagnosis) -> int:
     """Steps from one sample to the next, in the median; 0: there is one."""
-    return int(interval_of(found.run.metrics["step"].unique().sort().to_numpy()))
+    return int(interval_of(found.run.metrics.steps))
 
 
 def _title(found: Diagnosis) -> str:
@@ -157,7 +157,7 @@ def _when(culprit: Finding, found: Diagnosis) -> str:
     unit = found.run.unit
     if culprit.since is None:
         return f"at an unknown {unit}"
-    if culprit.since == found.run.metrics["step"].min():
+    if culprit.since == found.run.metrics.steps[0]:
         return "from the start or before"
     loss = found.divergence_step
     apart = "" if loss is None else f", {steps_apart(culprit.since, loss, unit)} the loss"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from ...core.keys import Key
@@ -12,6 +14,8 @@ from ..comparison.compare import split_experts
 from ..comparison.drift import SHOWN, TAIL
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.rules.finding import Finding
+from ..runs.grid import Floats, Grid, median
+from ..runs.metrics import blocks, by_tensor
 from ..runs.run import Run
 
 KEY = ["layer", "role"]
@@ -103,19 +107,27 @@ def _tensors(found: Diagnosis, named: pl.DataFrame) -> pl.DataFrame:
 
 
 def _medians(run: Run, suffix: str) -> pl.DataFrame:
-    """layer, role, `{metric}_{suffix}`, lost, nonfinite (the most in any sample) over the later half of the samples."""
-    later = later_half(run.metrics)
-    medians = [pl.col(name).fill_nan(None).cast(pl.Float64).median().alias(f"{name}_{suffix}") for name in SHOWN]
-    lost = (pl.col("nan") + pl.col("inf")).max().cast(pl.Float64).alias("nonfinite")
-    rows = later.group_by(KEY, maintain_order=True).agg(*medians, lost)
+    """layer, role, `{metric}_{suffix}`, lost, nonfinite (1 if any sample is) over the later half of the samples."""
+    rows = medians(run, [*SHOWN, "nonfinite"], most=["nonfinite"])
+    rows = rows.rename({name: f"{name}_{suffix}" for name in SHOWN})
     shares = [pl.col(f"{name}_{suffix}") / of for name, of in _SHARES.items()]
     return rows.with_columns(lost=pl.max_horizontal(shares))
 
 
-def later_half(metrics: pl.DataFrame) -> pl.DataFrame:
-    """The rows of the later half of the samples."""
-    steps = metrics["step"].unique().sort()
-    return metrics.filter(pl.col("step").is_in(steps.tail(max(1, round(len(steps) * TAIL))).implode()))
+def medians(run: Run, metrics: Sequence[str], most: Sequence[str] = ()) -> pl.DataFrame:
+    """layer, role, and by metric its median over the later half of the samples, or of `most` the largest value."""
+    steps = run.metrics.steps
+    later = run.metrics.over(steps[-max(1, round(len(steps) * TAIL)) :])
+    if later.is_empty():
+        return later.tensors.with_columns(pl.lit(None, pl.Float64).alias(name) for name in metrics)
+    functions = [partial(_of_later, name, name in most) for name in metrics]
+    rows = [grid.tensors.with_columns(**by_tensor(functions, grid)) for (grid,) in blocks(later)]
+    return pl.concat(rows).with_columns(pl.col(metrics).fill_nan(None))
+
+
+def _of_later(metric: str, most: bool, grid: Grid) -> dict[str, Floats]:
+    values = grid.metric(metric)
+    return {metric: np.fmax.reduce(values, axis=1) if most else median(values)}
 
 
 def _first_out(found: Diagnosis) -> pl.DataFrame:

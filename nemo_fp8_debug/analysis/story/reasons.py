@@ -54,7 +54,7 @@ def _since(row: Mapping[str, Any], found: Diagnosis) -> str:
     unit, onset, diverged = found.run.unit, row["onset"], found.divergence_step
     if onset is None:
         return f"since an unknown {unit}"
-    if onset == found.run.metrics["step"].min():
+    if onset == found.run.metrics.steps[0]:
         return "from the start or before"
     loss = "" if diverged is None else f", {steps_apart(onset, diverged, unit)} the loss"
     return f"since {unit} {onset}{loss}"

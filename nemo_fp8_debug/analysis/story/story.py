@@ -16,7 +16,7 @@ from ..diagnosis.events import Event, in_order
 from ..formatting import jsonable
 from ..runs.run import Run
 from .headline import first_of, headline
-from .ranking import BESIDES, BLAMED, KEY, later_half, ranked
+from .ranking import BESIDES, BLAMED, KEY, medians, ranked
 from .reasons import why
 from .strip import ROWS, row_of
 from .told import died, tensor_of, value_of
@@ -79,7 +79,7 @@ def _that_matter(rows: pl.DataFrame) -> pl.DataFrame:
 
 def _tensors(found: Diagnosis, rows: pl.DataFrame) -> list[dict[str, Any]]:
     reference = _of_reference(None if found.comparison is None else found.comparison.reference)
-    zeros = zero_since(found.run.grid)
+    zeros = zero_since(found.run.metrics)
     return [_tensor(row, found, reference, zeros.get((row["layer"], row["role"]))) for row in rows.iter_rows(named=True)]
 
 
@@ -113,9 +113,7 @@ def _of_reference(reference: Run | None) -> dict[Key, dict[str, Any]]:
     """Medians of the metrics that are shown, by tensor."""
     if reference is None:
         return {}
-    medians = [pl.col(name).fill_nan(None).cast(pl.Float64).median() for name in SHOWN]
-    rows = later_half(reference.metrics).group_by(KEY, maintain_order=True).agg(*medians)
-    return {(row["layer"], row["role"]): row for row in rows.iter_rows(named=True)}
+    return {(row["layer"], row["role"]): row for row in medians(reference, SHOWN).iter_rows(named=True)}
 
 
 def _events(found: Diagnosis, tensors: list[dict[str, Any]]) -> list[Event]:

@@ -6,20 +6,28 @@ import numpy as np
 
 from ...core.keys import Key
 from ..runs.grid import Grid
+from ..runs.metrics import Metrics, blocks, in_parts
 
 
-def zero_since(grid: Grid) -> dict[Key, int]:
+def zero_since(metrics: Metrics) -> dict[Key, int]:
     """By tensor, the first sample from which on all its values are zero, to the end; others are left out.
 
     Example:
         >>> rows = {"step": [0, 10, 20], "layer": ["fc1"] * 3, "role": ["input"] * 3, "amax": [0.5, 0.0, 0.0]}
-        >>> zero_since(Grid.of_table(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
+        >>> zero_since(Metrics.of(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
         {('fc1', 'input'): 10}
     """
-    amax, lost = grid.of("amax"), grid.of("nan") + grid.of("inf")
-    is_zero = (amax == 0) & ~(lost > 0)
-    is_other = ~is_zero & ~(np.isnan(amax) & ~(lost > 0))
+    if metrics.is_empty():
+        return {}
+    found = [in_parts(_zero_since, grid) for (grid,) in blocks(metrics, columns=2)]
+    return {key: step for of_block in found for of_part in of_block for key, step in of_part}
+
+
+def _zero_since(grid: Grid) -> list[tuple[Key, int]]:
+    amax, lost = grid.metric("amax"), grid.metric("nonfinite") > 0
+    is_zero = (amax == 0) & ~lost
+    is_other = ~is_zero & ~(np.isnan(amax) & ~lost)
     behind = ~np.logical_or.accumulate(is_other[:, ::-1], axis=1)[:, ::-1]
     zeros = is_zero & behind
-    keys = list(grid.tensors.select("layer", "role").iter_rows())
-    return {keys[i]: int(grid.steps[np.argmax(zeros[i])]) for i in np.flatnonzero(zeros.any(axis=1)).tolist()}
+    keys = list(grid.tensors.iter_rows())
+    return [(keys[i], int(grid.steps[np.argmax(zeros[i])])) for i in np.flatnonzero(zeros.any(axis=1)).tolist()]

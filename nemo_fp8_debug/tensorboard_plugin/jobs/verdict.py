@@ -17,17 +17,7 @@ from ...analysis.story.markdown import story_markdown
 from ...analysis.story.ranking import by_harm
 from ...analysis.story.story import story
 from ...errors import hearing
-from ...record.reader import rows_of
 from .telling import Tell, to_nobody
-
-#: rows of metrics that are read of each run: a million take 1.1 GB
-MOST_ROWS = 2_000_000
-#: of `metrics`, what losses need
-_STEPS = ("step", "consumed_samples")
-_THINNED = (
-    "The records are large: one of each {} samples was looked at, and nothing was recommended. `nemo-fp8-debug diagnose` "
-    "and `recommend` look at all, with 1.1 GB of memory for a million rows of metrics."
-)
 
 
 def verdict(
@@ -48,11 +38,10 @@ def verdict(
     Raises:
         RecordError: a record is unreadable, or has nothing to go by.
     """
-    every = _thinned_by(run, baseline, reference)
     with hearing() as heard:
         told = _headline_of_losses(run, baseline, by)
         tell({"stage": "loss", "story": {"headline": told}})
-        mine, good, other = _read(run, baseline, reference, by, every)
+        mine, good, other = _read(run, baseline, reference, by)
         if good and renames:
             mine, _ = named_alike(good, mine, renames)
         found = _diagnosed(mine, good, other, by, told, tell)
@@ -60,7 +49,7 @@ def verdict(
         tell({"stage": "diagnosis", "story": story(found), "diagnosis": so_far})
         from .recommended import recommended, snippets  # torch and SciPy take seconds to import
 
-        recommendation, more = recommended(found, run, by) if every == 1 else (None, [_THINNED.format(every)])
+        recommendation, more = recommended(found, run, by)
         comparison = None if found.comparison is None else _compared(found, found.comparison)
     diagnosis = _with_notes(found, heard, more)
     told = story(found, recommendation)
@@ -81,26 +70,21 @@ def headline(run: str, baseline: str | None, reference: str | None, by: str) -> 
         RecordError: a record is unreadable, or has nothing to go by.
     """
     with hearing():
-        runs = _read(run, baseline, reference, by, _thinned_by(run, baseline, reference))
+        runs = _read(run, baseline, reference, by)
         told: dict[str, Any] = story(_diagnosed(*runs, by, {}, to_nobody))["headline"]
     return told
 
 
-def _thinned_by(*records: str | None) -> int:
-    """Which of the samples are read: all, or one of so many."""
-    return max(-(-rows_of(record, "metrics") // MOST_ROWS) for record in records if record) or 1
-
-
-def _read(run: str, baseline: str | None, reference: str | None, by: str, every: int) -> tuple[Run, Run | None, Run | None]:
+def _read(run: str, baseline: str | None, reference: str | None, by: str) -> tuple[Run, Run | None, Run | None]:
     def read(record: str | None) -> Run | None:
-        return None if record is None else Run.read(record, by, every=every)
+        return None if record is None else Run.read(record, by)
 
-    return Run.read(run, by, every=every), read(baseline), read(reference)
+    return Run.read(run, by), read(baseline), read(reference)
 
 
 def _headline_of_losses(run: str, baseline: str | None, by: str) -> dict[str, Any]:
     """What the losses tell, which takes little to read."""
-    mine, theirs = (None if record is None else Run.read(record, by, _STEPS) for record in (run, baseline))
+    mine, theirs = (None if record is None else Run.read(record, by, held=0) for record in (run, baseline))
     assert mine is not None
     loss = LossOutcome.of(mine.loss, None if theirs is None else theirs.loss)
     return of_loss(loss, mine.unit)

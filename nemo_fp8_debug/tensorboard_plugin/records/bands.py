@@ -15,12 +15,13 @@ from ...analysis.comparison.tensor_band import MetricBand, TensorBand, tensor_ba
 from ...analysis.loss.curve import LossCurve
 from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.grid import Grid
+from ...analysis.runs.metrics import Metrics
 from ...analysis.runs.run import Run
 from ...core.keys import MIXED
 from ...core.scale_sources import ENGINE
 from ...errors import hearing
 from ...record.reader import read_table
-from ...record.schema import Part
+from ...record.schema import SCHEMAS, Part
 from ...record.storage import Storage
 from ..web.json_values import numbers, plain
 from .cache import Cache
@@ -81,7 +82,8 @@ class Bands:
 
         def read() -> Run:
             with hearing():
-                return Run(str(record), {}, pl.DataFrame(), LossCurve.of(read_table(record, "steps", ["step", "loss"])))
+                metrics = Metrics.of(pl.DataFrame(schema=SCHEMAS["metrics"]))
+                return Run(str(record), {}, metrics, LossCurve.of(read_table(record, "steps", ["step", "loss"])))
 
         return self._runs.get((str(record), self._parts.index(record).version), read)
 
@@ -102,7 +104,7 @@ class Bands:
             if only_quantized and (judged := self._steps_quantized(run, index)) is not None:
                 rows, steps = rows.filter(pl.col("scale_source").is_in([ENGINE, MIXED])), judged
             steps = steps[~np.isin(steps, self._run(run).made_up_for.to_numpy())]
-            return Grid.of_table(rows.filter(pl.col("step").is_in(steps))).over(steps)
+            return Metrics.of(rows.filter(pl.col("step").is_in(steps))).grid.over(steps)
 
         return self._parts.settled(run, read)
 

@@ -13,14 +13,14 @@ from fault_injection.judge import baseline_of
 from fault_injection.records import read_run, truths
 from nemo_fp8_debug.analysis.comparison import onset
 from nemo_fp8_debug.analysis.comparison.discoveries import CHANCE, FALLS
-from nemo_fp8_debug.analysis.runs.grid import Grid, in_common
+from nemo_fp8_debug.analysis.runs.metrics import Metrics, in_common
 
 Floats = npt.NDArray[np.float64]
 
 
-def strongest(baseline: Grid, run: Grid) -> Floats:
+def strongest(baseline: Metrics, run: Metrics) -> Floats:
     """[T]: how many times the least rise that counts each tensor shows at most, by any metric; below 1 it is within."""
-    pair = onset.Pair(*in_common(baseline, run))
+    pair = onset.Pair(*(metrics.grid for metrics in in_common(baseline, run)))
     found = np.zeros(len(pair.tensors))
     for evidence in onset.EVIDENCE:
         if evidence.metric != "nonfinite":
@@ -37,7 +37,7 @@ def of_pairs(runs: Iterable[Mapping[str, Any]], kind: str = "other", interval: i
     for (part, _), told in by_name.items():
         other = by_name.get((part, str(baseline_of(told, kind))))
         if other is not None:
-            yield strongest(read_run(other, interval).grid, read_run(told, interval).grid)
+            yield strongest(read_run(other, interval).metrics, read_run(told, interval).metrics)
 
 
 def bound(excess: Floats) -> Floats:

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from fault_injection.sets import set_of
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
+from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.record.schema import SCHEMAS
 
@@ -138,7 +139,7 @@ class StoredRun(Run):
     def until(self, step: int) -> StoredRun:
         """What it was before a step."""
         steps = self.table_of_steps.filter(pl.col("step") < step)
-        metrics = self.metrics.filter(pl.col("step") < step)
+        metrics = self.metrics.over(self.metrics.steps[self.metrics.steps < step])
         return replace(self, metrics=metrics, loss=LossCurve.of(steps), table_of_steps=steps)
 
 
@@ -158,7 +159,9 @@ def read_run(told: Mapping[str, Any], interval: int = 5) -> StoredRun:
     fingerprint = json.loads(row["fingerprint"][0].as_py())
     fingerprint["sampled"] = fingerprint.get("sampled", {}) | {"interval": interval}
     name = f"{told['part']}/{told['name']}"
-    return StoredRun(path=name, fingerprint=fingerprint, metrics=metrics, loss=LossCurve.of(steps), table_of_steps=steps)
+    return StoredRun(
+        path=name, fingerprint=fingerprint, metrics=Metrics.of(metrics), loss=LossCurve.of(steps), table_of_steps=steps
+    )
 
 
 def _table(row: pa.Table, prefix: str) -> pl.DataFrame:

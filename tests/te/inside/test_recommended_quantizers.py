@@ -29,6 +29,7 @@ from transformer_engine.pytorch.quantization import QuantizerRole, RecipeState
 
 from nemo_fp8_debug import ConfigError, Monitor, name_modules
 from nemo_fp8_debug.analysis.recommendation.snippets.te_quantizers import NAME, quantizers
+from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.record.reader import read_table
 
@@ -225,11 +226,11 @@ ROWS = {
 @pytest.mark.parametrize("name", list(ROWS))
 def test_quantizers_of_all_others_are_transformer_engines_own(runs: dict[str, Run], loaded: Any, name: str) -> None:
     """Attribute by attribute, whatever the recipe."""
-    metrics = runs["current"].metrics
+    metrics = runs["current"].metrics.frame()
     fmt = {role: "e5m2" if "hybrid" in name and role == "grad_output" else "e4m3" for role in SHOWN.values()}
     rows = metrics.with_columns(metrics["role"].replace_strict(fmt).alias("format"))
 
-    changed = replace(runs["current"], metrics=rows.with_columns(recipe=pl.lit(name)))
+    changed = replace(runs["current"], metrics=Metrics.of(rows.with_columns(recipe=pl.lit(name))))
     module = loaded(changed, {("proj", "grad_output"): BF16})
     for mode, roles in (("forward", ("input", "weight")), ("backward", ("grad_output",))):
         asked = [QuantizerRole("linear", role, "qkv") for role in roles]

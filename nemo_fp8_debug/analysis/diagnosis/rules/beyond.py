@@ -9,13 +9,14 @@ import polars as pl
 
 from ....numerics.limits import FAR, FORMATS, LEAST_VALUES, LIMITS, MADE_UP
 from ...runs.grid import Floats, Grid
+from ...runs.metrics import Metrics, blocks, in_parts
+
+#: metrics that have limits, and the number of values
+COLUMNS = len(LIMITS["input"]) + 1
 
 
-def beyond(metrics: pl.DataFrame) -> pl.DataFrame:
+def beyond(metrics: Metrics) -> pl.DataFrame:
     """Operands that are beyond these limits for two samples in a row, or far beyond them in one.
-
-    Args:
-        metrics: `metrics` table.
 
     Returns:
         layer, role, onset (step), excess (how many times a limit); the earliest first. The first samples, whose scales are
@@ -24,10 +25,17 @@ def beyond(metrics: pl.DataFrame) -> pl.DataFrame:
     Example:
         >>> nothing = {"layer": ["fc1"] * 5, "role": ["weight"] * 5, "underflow_pct": [0.0] * 5, "overflow_pct": [0.0] * 5}
         >>> off = pl.DataFrame(nothing | {"step": [0, 5, 10, 15, 20], "scale_ratio_log2": [9.0, 0, 0, 7, 7]})
-        >>> beyond(off).row(0)
+        >>> beyond(Metrics.of(off)).row(0)
         ('fc1', 'weight', 15, 2.3333333333333335)
     """
-    grid = Grid.of_table(with_limits(metrics))
+    limited = with_limits(metrics)
+    found = [in_parts(_beyond, grid) for (grid,) in blocks(limited, columns=COLUMNS)] if not limited.is_empty() else []
+    rows = [row for of_block in found for of_part in of_block for row in of_part]
+    schema = {"layer": pl.String, "role": pl.String, "onset": pl.Int64, "excess": pl.Float64}
+    return pl.DataFrame(rows, schema=schema, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
+
+
+def _beyond(grid: Grid) -> list[tuple[str, str, int, float]]:
     times = times_of_limits(grid)
     strength = strengths(times)
     found = []
@@ -37,13 +45,12 @@ def beyond(metrics: pl.DataFrame) -> pl.DataFrame:
             at -= 1
         layer, role = grid.tensors.row(int(i))
         found.append((layer, role, int(grid.steps[at]), float(strength[i, first])))
-    schema = {"layer": pl.String, "role": pl.String, "onset": pl.Int64, "excess": pl.Float64}
-    return pl.DataFrame(found, schema=schema, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)
+    return found
 
 
-def with_limits(metrics: pl.DataFrame) -> pl.DataFrame:
+def with_limits(metrics: Metrics) -> Metrics:
     """Rows of the operands that have limits: those in FP8."""
-    return metrics.filter(pl.col("format").is_in(FORMATS)) if "format" in metrics.columns else metrics
+    return metrics.only("format", FORMATS) if "format" in metrics.columns else metrics
 
 
 def strengths(times: Floats) -> Floats:
@@ -59,10 +66,10 @@ def times_of_limits(grid: Grid) -> Floats:
     """[T, S]: how many times the limit of any metric an operand shows; 0 where it has no row."""
     roles = grid.tensors["role"].to_list()
     with np.errstate(divide="ignore"):
-        least = 100 * LEAST_VALUES / grid.of("n")
+        least = 100 * LEAST_VALUES / grid.metric("n")
     limits = {metric: _limits(metric, roles)[:, None] for metric in LIMITS["input"]}
     limits |= {metric: np.fmax(limit, least) for metric, limit in limits.items() if metric.endswith("_pct")}
-    shown = [np.abs(grid.of(metric)) / limit for metric, limit in limits.items()]
+    shown = [np.abs(grid.metric(metric)) / limit for metric, limit in limits.items()]
     times: Floats = np.nan_to_num(np.fmax.reduce(shown), posinf=np.inf)
     return times
 

@@ -41,11 +41,17 @@ def _known(run: Run) -> pl.DataFrame:
         steady = (scale == scale.shift(1)).fill_null(True) & (scale == scale.shift(-1)).fill_null(True)
         rows = rows.filter(scale.is_not_null()).filter(steady & scale.is_finite() & (scale > 0))
     rows = rows.filter(pl.col("grad_scale").is_finite())
-    gradients = run.metrics.filter(role="grad_output").group_by("step").agg(pl.median("calls"))
+    calls = run.metrics.with_role("grad_output").gathered(["calls"], _median_of_steps)
+    gradients = calls.select("step", "calls")
     per_scale = pl.col("grad_scale") / pl.col("loss_scale").fill_null(1.0)
     known = rows.join(gradients, on="step", how="left").with_columns(per_scale=per_scale)
     per_micro_batch = pl.col("per_scale") * pl.col("calls").fill_null(1.0)
     return known.with_columns(per_micro_batch=per_micro_batch).sort("step")
+
+
+def _median_of_steps(rows: pl.DataFrame) -> pl.DataFrame:
+    """A step's rows come together."""
+    return rows.group_by("step").agg(pl.col("calls").cast(pl.Float64).median())
 
 
 def _against_the_loss_scale(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> list[Finding]:

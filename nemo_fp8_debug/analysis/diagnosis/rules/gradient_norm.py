@@ -129,13 +129,17 @@ def _other_batches(run: Run, step: int) -> bool:
 def _where(run: Run, move: _Move) -> str | None:
     """Where gradients are multiplied, in words; None: dY of some layers say one thing and others another, or there are
     none."""
-    rows = run.metrics.filter(pl.col("role") == "grad_output", pl.col("amax") > 0, pl.col("amax").is_finite())
-    steps = rows["step"].unique().sort()
+    gradients, known = run.metrics.with_role("grad_output"), (pl.col("amax") > 0) & pl.col("amax").is_finite()
+    steps = gradients.gathered(["amax"], lambda rows: rows.filter(known).unique("step"))["step"].sort()
     before, after = steps.filter(steps < move.step).tail(_SAMPLES), steps.filter(steps >= move.step).head(_SAMPLES)
     if before.is_empty() or after.is_empty():
         return None
     levels = [
-        rows.filter(pl.col("step").is_in(side.implode())).group_by("layer").agg(level=pl.col("amax").log(2).median())
+        gradients.over(side.to_numpy())
+        .frame(["amax"])
+        .filter(known)
+        .group_by("layer")
+        .agg(level=pl.col("amax").log(2).median())
         for side in (before, after)
     ]
     both = levels[0].join(levels[1], on="layer", suffix="_after")

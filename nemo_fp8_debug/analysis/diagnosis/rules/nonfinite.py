@@ -54,7 +54,7 @@ def nonfinite(run: Run, baseline: Run | None) -> list[Finding]:
 
 
 def _weights_are_finite(run: Run, step: int) -> bool:
-    weights = run.metrics.filter((pl.col("step") == step) & (pl.col("role") == "weight"))
+    weights = run.metrics.over(np.array([step])).with_role("weight").frame(["nan", "inf"])
     return len(weights) > 0 and not (weights["nan"] + weights["inf"]).sum()
 
 
@@ -71,11 +71,14 @@ def _operand(run: Run, baseline: Run | None) -> list[First]:
 
 
 def _lost_between(run: Run) -> pl.DataFrame:
-    """Rows of operands, and of what lies between GEMMs, that are not finite."""
-    columns = ["step", "layer", "role", "nonfinite_order"]
-    activations = run.activations.filter(pl.col("scale_source") != "what-if")
-    tables = (run.metrics, activations.filter(~pl.col("step").is_in(run.made_up_for.implode())))
-    return pl.concat([rows.filter(pl.col("nan") + pl.col("inf") > 0).select(columns) for rows in tables])
+    """The first row of each operand that is not finite, and all rows of what lies between GEMMs that are not."""
+    columns, lost = ["step", "layer", "role", "nonfinite_order"], pl.col("nan") + pl.col("inf") > 0
+    operands = run.metrics.gathered(
+        ["nan", "inf", "nonfinite_order"], lambda rows: rows.filter(lost).unique("tensor", keep="first", maintain_order=True)
+    )
+    activations = run.activations.filter((pl.col("scale_source") != "what-if") & lost)
+    activations = activations.filter(~pl.col("step").is_in(run.made_up_for.implode()))
+    return pl.concat([run.metrics.named(operands).select(columns), activations.select(columns)])
 
 
 def _state(run: Run, baseline: Run | None) -> list[First]:

@@ -29,6 +29,9 @@ _MOST_LOST, _LASTING = 50.0, 6
 #: samples behind the onset that tell what happened
 BEHIND = 4
 
+#: columns of a `metrics` table that a course is made of
+COURSE = ("scale", "scale_ratio_log2", "amax", "outlier_log2", "underflow_pct", "overflow_pct", "nan", "inf")
+
 _ADVICE = {
     "stale_scale": "Let its scale follow: current scaling, or a shorter amax history; check that the history is updated.",
     "corrupted_scale": "Look at what writes the scale (memory, a checkpoint, a reduction over ranks); current scaling "
@@ -61,7 +64,10 @@ class Course:
 
     @classmethod
     def of(cls, metrics: pl.DataFrame, layer: str, role: str) -> Course:
-        """From a `metrics` table."""
+        """
+        Args:
+            metrics: rows with the columns COURSE, of this operand and perhaps others.
+        """
         rows = metrics.filter(layer=layer, role=role).sort("step")
 
         def column(name: str) -> Floats:

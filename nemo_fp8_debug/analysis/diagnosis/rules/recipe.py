@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from ....core.keys import SHOWN_AS
+from ...runs.metrics import Metrics, stretches
 from ...runs.run import Run
 from .finding import Finding
 
@@ -18,25 +20,34 @@ _ADVICE = "Look at who set the recipe of these operands; run them under the base
 
 def recipes(run: Run, baseline: Run | None) -> list[Finding]:
     """Operands whose recipe changes in mid-run, or is not the baseline's."""
-    known = run.metrics.filter(pl.col("recipe").is_not_null())
-    return [*_changed(known, run.unit), *([] if baseline is None else _other(known, baseline))]
+    return [*_changed(run), *([] if baseline is None else _other(run, baseline))]
 
 
-def _changed(rows: pl.DataFrame, unit: str) -> list[Finding]:
+def _changed(run: Run) -> list[Finding]:
     """From one sample to the next."""
-    ordered = rows.select(*_KEY, "step", "recipe").sort("step", maintain_order=True)
-    moves = ordered.with_columns(before=pl.col("recipe").shift(1).over(_KEY))
-    changed = moves.filter(pl.col("before") != pl.col("recipe"))
-    if changed.is_empty():
+    names = [name for name in run.metrics.unique("recipe") if name is not None]
+    last, changed, first = np.full(len(run.metrics.tensors), -1), set[int](), None
+    for rows in run.metrics.scan(["recipe"]) if len(names) > 1 else ():
+        known = rows.drop_nulls("recipe")
+        codes = known["recipe"].replace_strict(names, range(len(names)), return_dtype=pl.Int64).to_numpy()
+        tensors = known["tensor"].to_numpy()
+        for step, here in stretches(known["step"].to_numpy()):
+            these, now = tensors[here], codes[here]
+            moved = np.flatnonzero((last[these] >= 0) & (last[these] != now))
+            if first is None and len(moved):
+                first = step, *(int(of[moved[0]]) for of in (these, now, last[these]))
+            changed.update(these[moved].tolist())
+            last[these] = now
+    if first is None:
         return []
-    first = changed.row(0, named=True)
-    what = f"is {first['recipe']} from {unit} {first['step']} on and was {first['before']}"
-    return [_found(first, len(changed.select(_KEY).unique()), what)]
+    step, tensor, code, before = first
+    about = run.metrics.tensors.row(tensor, named=True) | {"step": step}
+    return [_found(about, len(changed), f"is {names[code]} from {run.unit} {step} on and was {names[before]}")]
 
 
-def _other(rows: pl.DataFrame, baseline: Run) -> list[Finding]:
+def _other(run: Run, baseline: Run) -> list[Finding]:
     """Where the baseline's differs, both under recipes that do not change."""
-    mine, theirs = (_constant(each) for each in (rows, baseline.metrics.filter(pl.col("recipe").is_not_null())))
+    mine, theirs = (_constant(each.metrics) for each in (run, baseline))
     both = mine.join(theirs, on=_KEY, suffix="_baseline", maintain_order="left")
     differ = both.filter(pl.col("recipe") != pl.col("recipe_baseline"))
     if differ.is_empty() or len(differ) > _MOST * len(both):
@@ -46,11 +57,14 @@ def _other(rows: pl.DataFrame, baseline: Run) -> list[Finding]:
     return [_found(first, len(differ), what)]
 
 
-def _constant(rows: pl.DataFrame) -> pl.DataFrame:
+def _constant(metrics: Metrics) -> pl.DataFrame:
     """layer, role, recipe, step (the first) of operands with one recipe."""
-    grouped = rows.group_by(_KEY, maintain_order=True)
-    named = grouped.agg(pl.col("recipe").first(), pl.col("step").min(), n=pl.col("recipe").n_unique())
-    return named.filter(pl.col("n") == 1)
+
+    def first(rows: pl.DataFrame) -> pl.DataFrame:
+        return rows.drop_nulls("recipe").group_by("tensor", "recipe", maintain_order=True).agg(pl.col("step").min())
+
+    found = metrics.gathered(["recipe"], first).filter(pl.len().over("tensor") == 1)
+    return metrics.named(found.sort("tensor"))
 
 
 def _found(first: dict[str, Any], operands: int, what: str) -> Finding:

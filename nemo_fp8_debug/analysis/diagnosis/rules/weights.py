@@ -12,6 +12,7 @@ import polars as pl
 
 from ...formatting import number
 from ...runs.grid import Floats, Ints
+from ...runs.metrics import stretches
 from ...runs.run import Run
 from .finding import Finding
 
@@ -47,23 +48,37 @@ def weights(run: Run, baseline: Run | None) -> list[Finding]:
 
 def _decays(run: Run) -> tuple[Ints, Floats]:
     """Sampled steps but for the last one, and by what decay the weights of most layers shrank up to the next."""
-    rows = run.metrics.filter(pl.col("role") == "weight", pl.col("relative_error") > 0, pl.col("mse") > 0)
-    level = rows.with_columns(
-        level=0.5 * pl.col("mse").log() - pl.col("relative_error").log()
-    )  # log of the root mean square
-    table = level.pivot(on="layer", index="step", values="level", aggregate_function="first").sort("step")
-    levels, steps = table.drop("step").to_numpy().astype(np.float64), table["step"].to_numpy()
-    if len(steps) < 2 or levels.shape[1] < _FEWEST:
+    steps, falls = _falls(run)
+    if len(steps) < 2:
         return steps[:0], np.zeros(0)
     rates = _rates(run, steps)
-    by_layer = -np.diff(levels, axis=0)
-    known = np.isfinite(by_layer).sum(axis=1) >= _FEWEST
-    falls = np.zeros(len(by_layer))
-    # Most layers shrink by at least as much as the one that three in four surpass.
-    falls[known] = np.nanquantile(by_layer[known], 1 - _MOST, axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
         decays = np.nan_to_num(falls / rates, nan=-np.inf, posinf=-np.inf)
     return steps[:-1], decays
+
+
+def _falls(run: Run) -> tuple[Ints, Floats]:
+    """Sampled steps, and by how much the log of the root mean square of most weights falls from each to the next; 0 where
+    few are known."""
+    weights = run.metrics.with_role("weight")
+    before, steps, falls = np.full(len(weights.tensors), np.nan), list[int](), list[float]()
+    for rows in weights.scan(["relative_error", "mse"]):
+        known = rows.filter(pl.col("relative_error") > 0, pl.col("mse") > 0).sort("step", maintain_order=True)
+        of_rows = known.select("tensor", level=0.5 * pl.col("mse").log() - pl.col("relative_error").log())
+        tensor, levels = of_rows["tensor"].to_numpy(), of_rows["level"].to_numpy()
+        for step, here in stretches(known["step"].to_numpy()):
+            level = np.full(len(before), np.nan)
+            level[tensor[here]] = levels[here]
+            falls += [_fall_of_most(before - level)] if steps else []
+            steps.append(step)
+            before = level
+    return np.array(steps, dtype=np.int64), np.array(falls)
+
+
+def _fall_of_most(falls: Floats) -> float:
+    """Most layers shrink by at least as much as the one that three in four surpass."""
+    enough = np.isfinite(falls).sum() >= _FEWEST
+    return float(np.nanquantile(falls, 1 - _MOST)) if enough else 0.0
 
 
 def _rates(run: Run, steps: Ints) -> Floats:

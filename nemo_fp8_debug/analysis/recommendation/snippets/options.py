@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import polars as pl
 import yaml
 
 from ....errors import ConfigError
@@ -60,7 +61,9 @@ def _at_an_end(finding: Finding, ends: Ends | None) -> bool:
 
 def _in_use(found: Recommendation) -> Recipe | None:
     """What most operands are cast with; None where it has no name here."""
-    names = quantized(found.run.metrics)["recipe"].value_counts(sort=True)
+    metrics = quantized(found.run.metrics)
+    counts = metrics.gathered(["recipe"], lambda rows: rows.group_by("recipe", maintain_order=True).agg(pl.sum("count")))
+    names = counts.sort("count", descending=True, maintain_order=True)
     try:
         recipe = parse_recipe(names["recipe"][0])
     except ConfigError:

@@ -45,9 +45,9 @@ class Module:
 
 def recorded(run: Run) -> dict[str, Casts | Unreadable]:
     """How the modules that quantize something cast their operands, as last recorded; experts of a module are cast alike."""
-    rows = run.metrics.group_by("layer", "role", maintain_order=True).last()
+    rows = run.metrics.last(["recipe", "format", "scale_source"])
     found: dict[str, dict[str, Cast | None] | Unreadable] = {}
-    for layer, role, name, fmt, source in rows.select("layer", "role", "recipe", "format", "scale_source").iter_rows():
+    for layer, role, name, fmt, source in rows.iter_rows():
         if is_aggregate(layer) or role not in ROLES:
             continue
         module = module_of(layer)

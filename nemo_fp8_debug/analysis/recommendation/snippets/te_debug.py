@@ -37,8 +37,7 @@ def features(found: Recommendation) -> Snippet | None:
     coarser = [sentence for options in modules.values() for sentence in _coarser(options)]
     if not modules:
         return None
-    rows = found.run.metrics.group_by("layer", "role", maintain_order=True).last()
-    formats = {(layer, role): fmt for layer, role, fmt in rows.select("layer", "role", "format").iter_rows()}
+    formats = {(layer, role): fmt for layer, role, fmt in found.run.metrics.last(["format"]).iter_rows()}
     megatron = bool(found.run.fingerprint.get("backend_options"))
     content = {
         module: {

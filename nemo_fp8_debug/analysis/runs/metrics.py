@@ -1,0 +1,391 @@
+"""A `metrics` table as the analyses read it: which operands and steps there are, and columns of them as they are needed.
+
+A small record is held; of a large one no more is held at a time than an analysis looks at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from ...core.threads import ahead
+from ...record.reader import read_table, rows_of
+from ...record.scan import Chunk, Scan
+from ...record.schema import SCHEMAS
+from ...record.storage import Storage
+from .grid import KEY, Floats, Grid, Ints
+
+Bools = npt.NDArray[np.bool_]
+Result = TypeVar("Result")
+#: rows of a record that is held
+HELD = 1 << 20
+#: values that grids hold at a time: 1 GiB
+CELLS = 1 << 27
+
+
+class Source(Protocol):
+    """Rows of operands and steps."""
+
+    @property
+    def operands(self) -> pl.DataFrame:
+        """layer, role of each, in the order of their first rows."""
+
+    @property
+    def steps(self) -> Ints:
+        """Ascending."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """Columns and their types."""
+
+    def chunks(self, columns: Sequence[str], operands: Bools | None = None, steps: Bools | None = None) -> Iterator[Chunk]:
+        """Columns of some operands and steps; None: of all."""
+
+
+class Held:
+    """Rows in memory."""
+
+    def __init__(self, rows: pl.DataFrame) -> None:
+        rows = rows if rows["step"].is_sorted() else rows.sort("step", maintain_order=True)
+        # Grouped as codes: the names of all rows are looked at once.
+        names = rows.select(pl.col(KEY).cast(pl.Categorical)).with_row_index("row")
+        grouped = names.group_by(KEY, maintain_order=True).agg("row")
+        self.operands = grouped.select(pl.col(KEY).cast(pl.String))
+        self.steps: Ints = rows["step"].unique().sort().to_numpy()
+        self.schema: Mapping[str, Any] = rows.schema
+        self._rows = rows
+        self._operand = np.empty(len(rows), dtype=np.int64)
+        lengths = grouped["row"].list.len().to_numpy()
+        self._operand[grouped["row"].explode().to_numpy()] = np.repeat(np.arange(len(grouped)), lengths)
+        self._step = np.searchsorted(self.steps, rows["step"].to_numpy())
+
+    def chunks(self, columns: Sequence[str], operands: Bools | None = None, steps: Bools | None = None) -> Iterator[Chunk]:
+        """See `Source`; all at once."""
+        kept = np.ones(len(self._rows), dtype=bool)
+        if operands is not None:
+            kept &= operands[self._operand]
+        if steps is not None:
+            kept &= steps[self._step]
+        rows = self._rows.select(columns)
+        if kept.all():
+            yield Chunk(rows, self._operand, self._step)
+        elif kept.any():
+            yield Chunk(rows.filter(pl.Series(kept)) if columns else rows, self._operand[kept], self._step[kept])
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Some operands and steps of a `metrics` table."""
+
+    _source: Source
+    #: layer, role, a row an operand
+    tensors: pl.DataFrame
+    #: int64 [S]: sampled, ascending
+    steps: Ints
+    #: int64, for each operand and step of the source: its place here; -1: it has none
+    _operand: Ints
+    _step: Ints
+    #: values that columns must have
+    _only: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, rows: pl.DataFrame) -> Metrics:
+        """Rows that are held.
+
+        Example:
+            >>> metrics = Metrics.of(pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]}))
+            >>> metrics.tensors.row(0), metrics.steps.tolist(), metrics.frame(["mse"])["mse"].to_list()
+            (('fc1', 'input'), [0, 5], [1.0, 2.0])
+        """
+        return cls._of(Held(rows))
+
+    @classmethod
+    def read(cls, run: Storage, held: int = HELD) -> Metrics:
+        """Those of a record.
+
+        Args:
+            held: rows up to which the record is held.
+        """
+        return cls.of(read_table(run, "metrics")) if rows_of(run, "metrics") <= held else cls._of(Scan(run))
+
+    @classmethod
+    def _of(cls, source: Source) -> Metrics:
+        operand, step = (np.arange(len(each)) for each in (source.operands, source.steps))
+        return cls(source, source.operands, source.steps, operand, step)
+
+    @property
+    def columns(self) -> Set[str]:
+        """Names of the columns, in order."""
+        return self._source.schema.keys()
+
+    def is_empty(self) -> bool:
+        """Whether there is no sample."""
+        return not len(self.steps)
+
+    def without_steps(self, steps: Collection[int]) -> Metrics:
+        """The same without some steps."""
+        return self._over(~np.isin(self.steps, np.array(sorted(steps), dtype=np.int64))) if len(steps) else self
+
+    def over(self, steps: Ints) -> Metrics:
+        """Some of its steps."""
+        return self._over(np.isin(self.steps, steps))
+
+    def _over(self, kept: Bools) -> Metrics:
+        return self if kept.all() else replace(self, steps=self.steps[kept], _step=_renumbered(self._step, kept))._there()
+
+    def along(self, axis: pl.DataFrame) -> Metrics:
+        """The same with other numbers for its steps, and without those that have none.
+
+        Args:
+            axis: step, and what takes its place, ascending.
+        """
+        numbers = dict(axis.iter_rows())
+        kept = np.array([step in numbers for step in self.steps.tolist()], dtype=bool)
+        some = self._over(kept)
+        steps = np.array([numbers[step] for step in self.steps[kept].tolist()], dtype=np.int64)
+        unique, places = np.unique(steps, return_inverse=True)
+        step = np.where(some._step >= 0, np.append(places, 0)[some._step], -1)
+        return replace(some, steps=unique, _step=step)
+
+    def renamed(self, names: Mapping[str, str]) -> Metrics:
+        """The same with other names for its layers."""
+        return replace(self, tensors=self.tensors.with_columns(pl.col("layer").replace(dict(names)))) if names else self
+
+    def among(self, tensors: pl.DataFrame) -> Metrics:
+        """Some of its operands, in the order of theirs, and the steps that have any of them.
+
+        Args:
+            tensors: layer, role, each of which it has.
+        """
+        return self if tensors.select(KEY).equals(self.tensors) else self._narrowed(tensors)._there()
+
+    def _narrowed(self, tensors: pl.DataFrame) -> Metrics:
+        """Some of its operands, and all of its steps."""
+        place = tensors.join(self.tensors.with_row_index("at"), on=KEY, how="left", maintain_order="left")["at"].to_numpy()
+        here = np.full(len(self.tensors) + 1, -1)
+        here[place] = np.arange(len(place))
+        return replace(self, tensors=tensors.select(KEY), _operand=here[self._operand])
+
+    def within(self, keys: pl.DataFrame) -> Metrics:
+        """Those of its operands that are among some, by layer and role."""
+        return self.among(self.tensors.join(keys, on=KEY, how="semi", maintain_order="left"))
+
+    def outside(self, keys: pl.DataFrame) -> Metrics:
+        """Those that are not."""
+        return self.among(self.tensors.join(keys, on=KEY, how="anti", maintain_order="left"))
+
+    def with_role(self, *roles: str) -> Metrics:
+        """The operands of some roles."""
+        return self.among(self.tensors.filter(pl.col("role").is_in(roles)))
+
+    def only(self, column: str, values: Collection[str]) -> Metrics:
+        """Rows that have one of these values in a column, and the operands and steps that have such rows."""
+        if set(self.unique(column)) <= set(values):
+            return self
+        return replace(self, _only=(*self._only, (column, tuple(values))))._there()
+
+    def unique(self, column: str) -> list[str | None]:
+        """The values of a column."""
+        found: dict[str | None, None] = {}
+        for rows in self.scan([column]):
+            found |= dict.fromkeys(rows[column].unique(maintain_order=True).to_list())
+        return list(found)
+
+    def _there(self) -> Metrics:
+        """Without operands and steps that have no rows."""
+        operands, steps = np.zeros(len(self.tensors), dtype=bool), np.zeros(len(self.steps), dtype=bool)
+        for chunk in self.chunks([]):
+            operands[chunk.operand] = True
+            steps[chunk.step] = True
+        tensors = self.tensors.filter(pl.Series(operands, dtype=pl.Boolean))
+        operand, step = _renumbered(self._operand, operands), _renumbered(self._step, steps)
+        return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
+
+    def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
+        """Columns, a few steps at a time; places are those of its operands and steps."""
+        names = list(dict.fromkeys([*columns, *(name for name, _ in self._only)]))
+        kept = [None if (places >= 0).all() else places >= 0 for places in (self._operand, self._step)]
+        for rows, operand, step in self._source.chunks(names, *kept):
+            chunk = Chunk(rows.select(columns), self._operand[operand], self._step[step])
+            yield from _of_those(chunk, rows, self._only) if self._only else [chunk]
+
+    def scan(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
+        """Rows, a few steps at a time: tensor (place of the operand), step, and columns."""
+        absent = [pl.lit(None, _type(name)).alias(name) for name in columns if name not in self.columns]
+        for rows, operand, step in self.chunks([name for name in columns if name in self.columns]):
+            places = {"tensor": operand, "step": self.steps[step]}
+            yield rows.with_columns(*(pl.Series(name, of, pl.Int64) for name, of in places.items()), *absent)
+
+    def frame(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
+        """All rows at once: step, layer, role and columns; all of them by default."""
+        names = list(self.columns if columns is None else dict.fromkeys(["step", *KEY, *columns]))
+        read = [name for name in names if name not in ("step", *KEY)]
+        rows = pl.concat([self._none(read).drop("count"), *self.scan(read)])
+        found = self.named(rows).select(names)
+        return found if found["step"].is_sorted() else found.sort("step", maintain_order=True)
+
+    def gathered(self, columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
+        """What `gather` makes of the rows, a few steps at a time and then of that.
+
+        Args:
+            columns: that it gets, beside tensor (place of the operand), step, and count (1).
+            gather: of rows that it made itself it must make the same as of all that they were made of.
+
+        Example:
+            >>> metrics = Metrics.of(pl.DataFrame({"step": [0, 5], "layer": "fc1", "role": "input", "mse": [1.0, 2.0]}))
+            >>> metrics.gathered(["mse"], lambda rows: rows.select(pl.max("mse"), pl.sum("count"))).row(0)
+            (2.0, 2)
+        """
+        found = gather(self._none(columns))
+        for rows in self.scan(columns):
+            found = gather(pl.concat([found, gather(rows.with_columns(count=pl.lit(1, pl.Int64)))], how="diagonal"))
+        return found
+
+    def last(self, columns: Sequence[str]) -> pl.DataFrame:
+        """layer, role and columns: of each operand in its last sample."""
+        rows = self.gathered(columns, lambda rows: rows.unique("tensor", keep="last", maintain_order=True))
+        return self.named(rows.sort("tensor")).select(*KEY, *columns)
+
+    def named(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Rows with layer and role in the place of the operand's."""
+        keys = [self.tensors[name].gather(rows["tensor"]).alias(name) for name in KEY]
+        return rows.select(*keys, pl.exclude("tensor"))
+
+    def _none(self, columns: Sequence[str]) -> pl.DataFrame:
+        """No rows, as `gathered` has them."""
+        types = {name: self._source.schema.get(name, _type(name)) for name in columns}
+        return pl.DataFrame(schema={**types, **dict.fromkeys(("tensor", "step", "count"), pl.Int64)})
+
+    @cached_property
+    def grid(self) -> Grid:
+        """By tensor and step."""
+        return self.grids(1)
+
+    def grids(self, columns: int) -> Grid:
+        """By tensor and step.
+
+        Args:
+            columns: that are looked at together, and are therefore kept.
+        """
+        return Grid.of(self.tensors, self.steps, Columns(self, columns))
+
+
+class Columns:
+    """Columns by operand and step, of which a few are kept."""
+
+    def __init__(self, metrics: Metrics, kept: int) -> None:
+        self._metrics, self._kept = metrics, kept
+        self._values: dict[str, Floats] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> Floats:
+        """[T, S]: NaN where there is no row, or no value; `nonfinite`: 1 if any value is NaN or infinite, else 0."""
+        with self._lock:
+            if name not in self._values:
+                while len(self._values) >= self._kept:
+                    del self._values[next(iter(self._values))]
+                self._values[name] = self._read(name)
+            return self._values[name]
+
+    def _read(self, name: str) -> Floats:
+        # A step's values lie side by side: that is the order in which they come.
+        values = np.full((len(self._metrics.steps), len(self._metrics.tensors)), np.nan)
+        columns = ["nan", "inf"] if name == "nonfinite" else [name]
+        if set(columns) <= self._metrics.columns:
+            for rows, operand, step in self._metrics.chunks(columns):
+                of_rows = rows.select(_value(name).cast(pl.Float64)).to_series().to_numpy()
+                for at, here in stretches(step):
+                    values[at, operand[here]] = of_rows[here]
+        return values.T
+
+    @cached_property
+    def sampled(self) -> Bools:
+        """[T, S]: whether there is a row."""
+        found = np.zeros((len(self._metrics.steps), len(self._metrics.tensors)), dtype=bool)
+        for _, operand, step in self._metrics.chunks([]):
+            for at, here in stretches(step):
+                found[at, operand[here]] = True
+        return found.T
+
+
+def _type(name: str) -> Any:
+    """Of a column that a table does not have."""
+    return SCHEMAS["metrics"].get(name, pl.Float64)
+
+
+def _value(name: str) -> pl.Expr:
+    return pl.col("nan") + pl.col("inf") > 0 if name == "nonfinite" else pl.col(name)
+
+
+def stretches(places: Ints) -> Iterator[tuple[int, slice]]:
+    """Each place that follows itself, and where that is."""
+    ends = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else [0]
+    for first, end in itertools.pairwise(ends):
+        yield int(places[first]), slice(first, end)
+
+
+def _renumbered(places: Ints, kept: Bools) -> Ints:
+    """Places among those that are kept; -1 of the others."""
+    numbers = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)
+    return numbers[places]
+
+
+def _of_those(chunk: Chunk, rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str]]]) -> Iterator[Chunk]:
+    """The rows of a chunk that have certain values."""
+    fits = pl.all_horizontal([pl.col(name).is_in(values) for name, values in only]).fill_null(False)
+    kept = rows.select(fits.alias("kept"))["kept"].to_numpy()
+    if kept.any():
+        of_rows = chunk.rows.filter(pl.Series(kept)) if chunk.rows.width else chunk.rows
+        yield Chunk(of_rows, chunk.operand[kept], chunk.step[kept])
+
+
+def in_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:
+    """Both over the tensors that both have, in the order of the first."""
+    tensors = baseline.tensors.join(run.tensors, on=KEY, how="semi", maintain_order="left")
+    return baseline.among(tensors), run.among(tensors)
+
+
+def blocks(*runs: Metrics, columns: int = 1) -> Iterator[tuple[Grid, ...]]:
+    """The same tensors of some runs as grids, as many at a time as fit into memory.
+
+    Args:
+        runs: over the same tensors.
+        columns: of each grid that are looked at together.
+    """
+    tensors = runs[0].tensors
+    cells = sum(len(run.steps) for run in runs) * columns
+    at_once = max(1, CELLS // max(cells, 1))
+    if at_once >= len(tensors):
+        yield tuple(run.grids(columns) for run in runs)
+        return
+    for first in range(0, len(tensors), at_once):
+        some = tensors[first : first + at_once]
+        yield tuple(run._narrowed(some).grids(columns) for run in runs)
+
+
+def by_tensor(
+    functions: Sequence[Callable[..., Mapping[str, npt.NDArray[Any]]]], *grids: Grid
+) -> dict[str, npt.NDArray[Any]]:
+    """What functions tell of each tensor of some grids: columns by name, [T] each.
+
+    Args:
+        functions: of grids over some of the tensors; each is done with all tensors before the next one begins.
+    """
+    found: dict[str, npt.NDArray[Any]] = {}
+    for function in functions:
+        of_parts = in_parts(function, *grids)
+        found |= {name: np.concatenate([of_part[name] for of_part in of_parts]) for name in of_parts[0]}
+    return found
+
+
+def in_parts(do: Callable[..., Result], *grids: Grid) -> list[Result]:
+    """`do` of grids over some of the tensors at a time, in order; once, of all, if there are few."""
+    return list(ahead(lambda some: do(*(grid.rows(some) for grid in grids)), grids[0].parts()))

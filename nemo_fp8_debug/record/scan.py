@@ -1,0 +1,238 @@
+"""Reads a table column by column and a few steps at a time, so that memory does not grow with the record.
+
+Which rows are of which operand and step is known from outlines in the footers of parts. Of a part without one, which an
+earlier release wrote, the names are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+
+from ..core.threads import ahead
+from ..errors import RecordError
+from . import migration, parquet
+from .outline import Stretch, stretches
+from .reader import Address, complain_of, parts_of, reason, sound
+from .schema import SCHEMAS, Part, arrow_schema
+from .storage import Storage
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+_KEYS = ("step", "layer", "role")
+
+
+class Chunk(NamedTuple):
+    """Rows of a few steps."""
+
+    #: the columns that were asked for
+    rows: pl.DataFrame
+    #: int64 [rows]: places among the operands and steps of the scan
+    operand: Ints
+    step: Ints
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows of one step in a part, one behind the other."""
+
+    #: place among the steps
+    step: int
+    #: place of the first row in the part
+    first: int
+    #: of the operands of each row, among the layouts
+    layout: int
+
+
+class Scan:
+    """The rows of a table of a record: of a step that was trained twice, the later attempt's."""
+
+    def __init__(self, run: Address, table: str = "metrics") -> None:
+        """
+        Args:
+            run: folder of a record.
+            table: one with operands.
+        """
+        self._storage, self._table = Storage(run), table
+        index = _Index(self._storage, table)
+        #: int64, ascending
+        self.steps: Ints = np.array(sorted(index.owner), dtype=np.int64)
+        self._parts = index.parts(self.steps)
+        used = list(dict.fromkeys(run.layout for _, runs in self._parts for run in runs))
+        order = list(dict.fromkeys(np.concatenate([np.zeros(0, np.int64), *(index.layouts[i] for i in used)]).tolist()))
+        #: layer, role of each operand, in the order of their first rows
+        self.operands = pl.DataFrame(
+            [index.operands[i] for i in order], schema={"layer": pl.String, "role": pl.String}, orient="row"
+        )
+        place = np.empty(len(index.operands), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        self._layouts = {i: place[index.layouts[i]] for i in used}
+        self.schema: Mapping[str, Any] = SCHEMAS[table]
+
+    def chunks(self, columns: Sequence[str], operands: Bools | None = None, steps: Bools | None = None) -> Iterator[Chunk]:
+        """Rows in order of steps, several parts read at once and no more than a few held.
+
+        Args:
+            columns: to read.
+            operands, steps: which of them; None: all.
+        """
+        wanted = [
+            (part, kept) for part, runs in self._parts if (kept := [r for r in runs if steps is None or steps[r.step]])
+        ]
+        unreadable: dict[str, str] = {}
+        read = partial(self._chunk, sorted(set(columns)), operands, unreadable)
+        yield from filter(None, ahead(read, wanted))
+        if unreadable:
+            complain_of(self._storage, self._table, unreadable)
+
+    def _chunk(
+        self, columns: Sequence[str], operands: Bools | None, unreadable: dict[str, str], of_part: tuple[Part, list[_Run]]
+    ) -> Chunk | None:
+        part, runs = of_part
+        kept = [(run, self._rows(run, operands)) for run in runs]
+        spans = [(int(rows[0]), int(rows[-1]) + 1) for _, rows in kept if len(rows)]
+        if not spans:
+            return None
+        step = np.repeat([run.step for run, _ in kept], [len(rows) for _, rows in kept])
+        operand = np.concatenate([self._layouts[run.layout][rows - run.first] for run, rows in kept])
+        if not columns:
+            return Chunk(pl.DataFrame(), operand, step)
+        try:
+            rows, places = _read(self._storage, part, self._table, columns, spans)
+        except FileNotFoundError:
+            raise RecordError(
+                f"{self._storage.path(part.path)} is gone: the run goes on and has merged its parts; do the same again"
+            ) from None
+        except Exception as error:  # every driver has errors of its own
+            unreadable[part.path] = reason(error)
+            return None
+        at = np.searchsorted(places, np.concatenate([rows for _, rows in kept]))
+        frame = pl.DataFrame(pl.from_arrow(rows if _is_all(at, len(places)) else rows.take(at)))
+        return Chunk(frame.with_columns(pl.col(pl.Categorical).cast(pl.String)), operand, step)
+
+    def _rows(self, run: _Run, operands: Bools | None) -> Ints:
+        """Places in the part of the rows that are wanted."""
+        layout = self._layouts[run.layout]
+        return run.first + (np.arange(len(layout)) if operands is None else np.flatnonzero(operands[layout]))
+
+
+def _is_all(places: Ints, rows: int) -> bool:
+    return len(places) == rows and bool((places == np.arange(rows)).all())
+
+
+def _read(
+    storage: Storage, part: Part, table: str, columns: Sequence[str], spans: Sequence[tuple[int, int]]
+) -> tuple[pa.Table, Ints]:
+    """Columns of the row groups that have the rows of these spans, and the place of each row in the part.
+
+    Raises:
+        Exception: the part is not there, or damaged, or foreign.
+    """
+    schema = arrow_schema(table, columns)
+    with storage.open(part.path) as file:
+        rows, places = parquet.Rows(file, part.checksum).read(migration.with_earlier_names(schema.names), spans)
+    return sound(migration.completed(rows, schema), schema), places
+
+
+class _Index:
+    """Where the rows of a table are."""
+
+    def __init__(self, storage: Storage, table: str) -> None:
+        self._storage, self._table = storage, table
+        self._operand: dict[tuple[str, str], int] = {}
+        self._layout: dict[str, int] = {}
+        #: int64 [rows]: the operand of each row of a stretch; those of most steps are alike
+        self.layouts: list[Ints] = []
+        #: by step, the attempt whose rows count, and its part and stretches: step, first row, layout
+        self.owner: dict[int, tuple[int, Part, list[tuple[int, int]]]] = {}
+        self._add_all()
+
+    @property
+    def operands(self) -> list[tuple[str, str]]:
+        """Layer, role of each."""
+        return list(self._operand)
+
+    def parts(self, steps: Ints) -> list[tuple[Part, list[_Run]]]:
+        """The parts with rows that count, in order of steps, with their runs."""
+        of_parts = []
+        for part, places in itertools.groupby(enumerate(steps.tolist()), lambda each: self.owner[each[1]][1]):
+            runs = [_Run(place, *run) for place, step in places for run in self.owner[step][2]]
+            of_parts.append((part, runs))
+        return of_parts
+
+    def _add_all(self) -> None:
+        unreadable: dict[str, str] = {}
+        listed: set[Part] = set()
+        while new := [part for part in parts_of(self._storage, self._table) if part not in listed]:
+            listed.update(new)
+            gone = False
+            for part, found in zip(new, ahead(self._outline, new), strict=True):
+                if isinstance(found, str):
+                    unreadable[part.path] = found
+                elif found is None:
+                    gone = True
+                else:
+                    self._add(part, found)
+            if not gone:
+                break  # else a run that goes on has merged it since
+        if unreadable:
+            complain_of(self._storage, self._table, unreadable)
+
+    def _outline(self, part: Part) -> list[Stretch] | str | None:
+        """Of a part; what is wrong with it; or None: it is gone."""
+        try:
+            self._storage.check(part.path)
+            with self._storage.open(part.path) as file:
+                found = parquet.Rows(file, part.checksum).outline
+            return found if found is not None else stretches(_with_plain_names(self._keys(part)))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # every driver has errors of its own
+            return reason(error)
+
+    def _keys(self, part: Part) -> pa.Table:
+        return _read(self._storage, part, self._table, _KEYS, [(0, 1 << 62)])[0]
+
+    def _add(self, part: Part, outline: list[Stretch]) -> None:
+        """A step counts once in an attempt, merged parts first, and of attempts the latest does."""
+        runs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        first = 0
+        try:
+            for stretch in outline:
+                if stretch.digest not in self._layout:
+                    self._read_layouts(part, outline)
+                runs[stretch.step].append((first, self._layout[stretch.digest]))
+                first += stretch.rows
+        except Exception as error:  # the names cannot be read
+            complain_of(self._storage, self._table, {part.path: reason(error)})
+            return
+        for step, of_step in runs.items():
+            if step not in self.owner or self.owner[step][0] < part.attempt:
+                self.owner[step] = part.attempt, part, of_step
+
+    def _read_layouts(self, part: Part, outline: list[Stretch]) -> None:
+        keys = _with_plain_names(self._keys(part))
+        first = 0
+        for stretch in outline:
+            if stretch.digest not in self._layout:
+                names = keys.slice(first, stretch.rows)
+                if stretches(names) != [stretch]:
+                    raise ValueError("its footer does not fit its rows")
+                pairs = zip(names["layer"].to_pylist(), names["role"].to_pylist(), strict=True)
+                layout = [self._operand.setdefault(pair, len(self._operand)) for pair in pairs]
+                self._layout[stretch.digest] = len(self.layouts)
+                self.layouts.append(np.array(layout, dtype=np.int64))
+            first += stretch.rows
+
+
+def _with_plain_names(keys: pa.Table) -> pa.Table:
+    return keys.cast(pa.schema([(field.name, pa.int64() if field.name == "step" else pa.string()) for field in keys.schema]))

@@ -1,0 +1,117 @@
+"""A record of which columns are read as they are needed tells the same as one that is held, however little is held."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
+
+from nemo_fp8_debug.analysis.bands.bands import Bands
+from nemo_fp8_debug.analysis.bands.judge import judge
+from nemo_fp8_debug.analysis.comparison.summary import to_json
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.recommendation.of_records import recommend
+from nemo_fp8_debug.analysis.runs import grid, metrics
+from nemo_fp8_debug.analysis.runs.median_of import median_of
+from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.runs.run import Run
+from nemo_fp8_debug.analysis.story.story import story
+
+DEMO = Path(__file__).parents[2] / "scripts" / "validation" / "main_job" / "records"
+NAMES = ("baseline", "bad", "reference")
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a few tensors, and of these one or two at a time."""
+    monkeypatch.setattr(metrics, "CELLS", 20_000)
+    monkeypatch.setattr(grid, "_CELLS", 1500)
+
+
+def held() -> list[Run]:
+    return [Run.read(DEMO / name) for name in NAMES]
+
+
+def as_needed() -> list[Run]:
+    return [Run.read(DEMO / name, held=0) for name in NAMES]
+
+
+def told_of_pair(runs: list[Run]) -> Any:
+    baseline, bad, reference = runs
+    found = diagnose(bad, baseline, reference)
+    assert found.comparison is not None
+    return to_json(found.comparison), found.to_json(), story(found)
+
+
+def told_alone(runs: list[Run]) -> Any:
+    found = diagnose(runs[1])
+    return found.to_json(), story(found)
+
+
+def learned(runs: list[Run]) -> Any:
+    few = Bands.learn([replace(run, path=f"{i}") for i in range(6) for run in runs[:1]])
+    found = judge(runs[1], few)
+    return few.table.to_dicts(), found.beyond.to_dicts(), found.covered.rows(), found.operands
+
+
+def recommended(runs: list[Run]) -> Any:
+    return [
+        recommend(runs[1], operands=[("decoder.layers.0.mlp.linear_fc1", "input")]).to_json(),
+        recommend(runs[1]).to_json(),
+    ]
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("tell", [told_of_pair, told_alone, learned, recommended], ids=lambda tell: tell.__name__)
+def test_what_is_told_does_not_depend_on_how_much_is_held(
+    tell: Callable[[list[Run]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = tell(as_needed())
+    monkeypatch.undo()
+    assert json.dumps(needed, default=str) == json.dumps(tell(held()), default=str)
+
+
+def test_steps_layers_and_rows_can_be_chosen() -> None:
+    needed, of_held = (Run.read(DEMO / "bad", held=rows).metrics for rows in (0, metrics.HELD))
+    axis = pl.DataFrame({"step": needed.steps[::2], "sample": needed.steps[::2] * 64})
+    names = {"decoder.layers.0.mlp.linear_fc1": "first.fc1"}
+    chosen = [
+        each.along(axis).renamed(names).only("format", ["e4m3"]).with_role("weight", "input").without_steps([64 * 20])
+        for each in (needed, of_held)
+    ]
+    assert 0 < len(chosen[0].steps) < len(needed.steps) and 0 < len(chosen[0].tensors) < len(needed.tensors)
+    assert chosen[0].tensors.equals(chosen[1].tensors) and chosen[0].steps.tolist() == chosen[1].steps.tolist()
+    assert_frame_equal(chosen[0].frame(), chosen[1].frame())
+    assert np.array_equal(*(each.grid.metric("mse") for each in chosen), equal_nan=True)
+    assert_frame_equal(*(each.last(["recipe", "mse"]) for each in chosen))
+
+
+@pytest.mark.parametrize("rows", [[1.0], [2.0, 1.0], [np.nan, 3.0, -1.0, -0.0], [np.inf, -np.inf, 5.0], [7.0] * 40, []])
+@pytest.mark.parametrize("at_once", [1, 4, 1000])
+def test_a_median_is_exact(rows: list[float], at_once: int) -> None:
+    check_median(rows, at_once)
+
+
+@given(st.lists(st.floats() | st.sampled_from([0.0, 1.0, 1e-300]), max_size=60), st.integers(1, 9))
+def test_any_median_is_exact(rows: list[float], at_once: int) -> None:
+    check_median(rows, at_once)
+
+
+def check_median(values: list[float], at_once: int) -> None:
+    frame = pl.DataFrame(
+        {"step": range(len(values)), "layer": "a", "role": "input", "mse": values}, schema_overrides={"mse": pl.Float64}
+    )
+    found = median_of(Metrics.of(frame), "mse", at_once)
+    known = [value for value in values if not np.isnan(value)]
+    with np.errstate(invalid="ignore"):
+        expected = np.median(known) if known else np.nan
+    assert found == expected or (np.isnan(found) and np.isnan(expected))
