@@ -87,7 +87,7 @@ def _worst_of(metric: str, values: Array, starts: Array) -> Array:
 
 
 def _reduced(of_two: np.ufunc, values: Array, starts: Array) -> Array:
-    """As `of_two.reduceat` does along the first axis, which takes four times as long over so few rows at a time."""
+    """As `of_two.reduceat` does along the first axis, which takes several times as long over so few rows."""
     sizes = np.diff(starts, append=len(values))
     found: Array = values[starts]
     for more in range(1, int(sizes.max())):
