@@ -61,7 +61,7 @@ class Found:
 
 
 class Logdir:
-    """The records below some roots, looked for in the background while somebody asks."""
+    """The records below some roots, looked for in the background: when told to, and while somebody asks."""
 
     def __init__(self, roots: Sequence[Root], warm: Callable[[Storage], None]) -> None:
         """
