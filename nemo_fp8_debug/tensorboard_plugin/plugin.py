@@ -84,6 +84,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         """
         names = own_names(getattr(context.flags, "host", None))
         self._open(roots_of(context.flags), names, getattr(context, "data_provider", None))
+        self._logdir.look()  # the browser is opened later than TensorBoard is started
 
     @classmethod
     def over(cls, roots: Sequence[Root]) -> FP8Plugin:

@@ -46,15 +46,28 @@ class Board:
 class Training:
     """A small model that a rank trains alone."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, lie: str | None = None) -> None:
+        """
+        Args:
+            lie: what differs from other ranks: "other shapes", "other GEMMs", "other dtype" or "other batch"; else nothing.
+        """
         torch.manual_seed(rank)
-        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).bfloat16()
+        width = 48 if lie == "other shapes" else 32
+        layers = {"first": nn.Linear(16, width), "act": nn.ReLU(), "last": nn.Linear(width, 4)}
+        if lie == "other GEMMs":
+            layers = {"first": nn.Linear(16, width), "act": nn.ReLU(), "middle": nn.Linear(width, 4)}
+        self._dtype = torch.float16 if lie == "other dtype" else torch.bfloat16
+        self.model = nn.Sequential()
+        for name, layer in layers.items():
+            self.model.add_module(name, layer)
+        self.model.to(self._dtype)
+        self._rows = 24 if lie == "other batch" else 8
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self._data = torch.Generator().manual_seed(rank)
         self.losses: list[float] = []
 
     def step(self) -> float:
-        x = torch.randn(8, 16, generator=self._data).bfloat16()
+        x = torch.randn(self._rows, 16, generator=self._data).to(self._dtype)
         loss = self.model(x).float().square().mean()
         self._optimizer.zero_grad()
         loss.backward()

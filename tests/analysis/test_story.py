@@ -151,7 +151,7 @@ class TestWithoutAFault:
         told = story(diagnose(write(tmp_path / "bad", late, falling(left=DIVERGES)), baseline))
         assert told["headline"]["first"]["since"] == ONSET
         where = f"X of {CULPRIT} at step {warned}, 24 steps before the first tensor."
-        assert told["headline"]["warning"].startswith(where) and "three in a row" in told["headline"]["warning"]
+        assert told["headline"]["warning"].startswith(where) and "three samples in a row" in told["headline"]["warning"]
         assert f"- **Early warning**: {where}" in story_markdown(told).replace("\\_", "_")
 
     def test_a_clean_pair_follows_with_the_smallest_gap_that_could_be_seen(self, baseline: Path, tmp_path: Path) -> None:

@@ -87,6 +87,15 @@ def test_a_record_that_comes_later_is_found(tmp_path: Path) -> None:
     wait_until(lambda: names(tab) == ["baseline"])
 
 
+def test_records_are_looked_for_before_a_browser_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logdir_module, "_PAUSE", GUARD)  # no other look
+    write_run(tmp_path / "baseline/fp8_debug")
+    tab = Tab(tmp_path)
+    wait_until(lambda: all(thread.name != "fp8-logdir" for thread in threading.enumerate()))
+    shutil.rmtree(tmp_path / "baseline")
+    assert names(tab) == ["baseline"]
+
+
 def test_links_out_of_the_logdir_are_not_followed(tmp_path: Path) -> None:
     logdir, outside = tmp_path / "logdir", write_run(tmp_path / "outside/fp8_debug")
     logdir.mkdir()

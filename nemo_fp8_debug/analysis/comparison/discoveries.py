@@ -39,7 +39,9 @@ def discoveries(rows: pl.DataFrame, tensors: int) -> pl.DataFrame:
 
 
 def highest_chance(chances: npt.NDArray[np.float64], of: int) -> float:
-    """The highest of some chances that is still a discovery; -1 if none is. SciPy's takes half a second to import.
+    """The highest of some chances that is still a discovery; -1 if none is.
+
+    `scipy.stats.false_discovery_control` would do the same, but importing `scipy.stats` takes half a second.
 
     Args:
         chances: those that are below 1.

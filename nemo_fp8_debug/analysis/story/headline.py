@@ -63,7 +63,7 @@ def _warning_told(found: Diagnosis, first: Mapping[str, Any] | None) -> str | No
     told = sentence(f"{tensor_of(layer, role)} at {unit} {step}, {apart} the first tensor")
     warns = "A warning needs fewer samples: two in a row beyond what healthy runs do, or one far beyond."
     return (
-        f"{told} {warns} Out of band are three in a row beyond what this baseline does."
+        f"{told} {warns} A tensor is out of band after three samples in a row beyond what this baseline does."
         if found.comparison
         else f"{told} {warns}"
     )

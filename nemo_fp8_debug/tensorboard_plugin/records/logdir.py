@@ -61,7 +61,7 @@ class Found:
 
 
 class Logdir:
-    """The records below some roots, looked for in the background while somebody asks."""
+    """The records below some roots, looked for in the background: when told to, and while somebody asks."""
 
     def __init__(self, roots: Sequence[Root], warm: Callable[[Storage], None]) -> None:
         """
@@ -79,19 +79,19 @@ class Logdir:
 
     def found(self) -> Found:
         """What is known by now; begins another look where the last is some seconds old, and waits a little for the first."""
-        self._look_again()
+        self.look()
         self._done.wait(max(0.0, self._begun + _FIRST - time.monotonic()))
         return self._found
 
     def any(self, wait: float) -> bool:
         """Whether there is a record, as far as is known; waits so many seconds for the first one to be found."""
-        self._look_again()
+        self.look()
         self._some.wait(wait)
         return bool(self._found.records)
 
     def await_all(self) -> None:
         """Wait until all roots have been looked through once."""
-        self._look_again()
+        self.look()
         self._done.wait()
 
     def record(self, name: str) -> Storage:
@@ -108,7 +108,8 @@ class Logdir:
             raise NotThere(f"Run {shortened(name)} was replaced by a link since it was found; put the folder back.")
         return records[name]
 
-    def _look_again(self) -> None:
+    def look(self) -> None:
+        """Begin to look for records in the background, where the last look is some seconds old."""
         with self._lock:
             if self._looking is None and time.monotonic() >= self._next:
                 if not self._done.is_set():

@@ -14,11 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from network_hosts import INTERFACE, Hosts, hosts
-from network_run import Board, until
-from torch import nn
+from network_run import Board, Training, until
 
 from nemo_fp8_debug import Monitor
 from nemo_fp8_debug.distributed import patience
@@ -30,39 +28,6 @@ from .processes import forked, kill, statuses
 from .waits import Scheduled
 
 PORT, STEP = 29600, 0.02
-
-
-class Training:
-    """A small model that a rank trains alone."""
-
-    def __init__(self, rank: int, lie: str | None) -> None:
-        """
-        Args:
-            lie: what is otherwise on this rank than on others.
-        """
-        torch.manual_seed(rank)
-        width = 48 if lie == "other shapes" else 32
-        layers = {"first": nn.Linear(16, width), "act": nn.ReLU(), "last": nn.Linear(width, 4)}
-        if lie == "other GEMMs":
-            layers = {"first": nn.Linear(16, width), "act": nn.ReLU(), "middle": nn.Linear(width, 4)}
-        self._dtype = torch.float16 if lie == "other dtype" else torch.bfloat16
-        self.model = nn.Sequential()
-        for name, layer in layers.items():
-            self.model.add_module(name, layer)
-        self.model.to(self._dtype)
-        self._rows = 24 if lie == "other batch" else 8
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self._data = torch.Generator().manual_seed(rank)
-        self.losses: list[float] = []
-
-    def step(self) -> float:
-        x = torch.randn(self._rows, 16, generator=self._data).to(self._dtype)
-        loss = self.model(x).float().square().mean()
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
-        self.losses.append(loss.item())
-        return self.losses[-1]
 
 
 class UntilTheEnd(Scheduled):

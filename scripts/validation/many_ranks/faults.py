@@ -47,9 +47,17 @@ def main() -> None:
             found["faults"][name] = results
             told = [what for result in results for what in wrong_with(result, FAULTS[name], given.limit)]
             print(f"{name}: {len(results)} runs, longest wait {longest(results)} s", *told, sep="\n  ", flush=True)
-            given.output.write_text(json.dumps(found, indent=1) + "\n")
+            given.output.write_text(as_text(found))
     if wrong := broken(found):
         sys.exit("\n".join(wrong))
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """As JSON, a line for each run, so that a difference names the runs that differ."""
+    faults = {name: ",\n".join(map(json.dumps, runs)) for name, runs in found["faults"].items()}
+    lines = ",\n".join(f"{json.dumps(name)}: [\n{runs}\n]" for name, runs in faults.items())
+    about = json.dumps({name: value for name, value in found.items() if name != "faults"})
+    return f'{about[:-1]}, "faults": {{\n{lines}\n}}}}\n'
 
 
 def longest(results: list[dict[str, Any]]) -> float:

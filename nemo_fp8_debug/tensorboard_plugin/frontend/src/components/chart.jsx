@@ -43,7 +43,8 @@ export function Chart({name, label, option, rows, on = {}, height = 320, ready, 
       after.current?.();
       made.getZr().flush(); // the printer waits for no frame
     };
-    const observer = new ResizeObserver(fit);
+    // It is told of the first size as well, in which the chart is drawn already.
+    const observer = new ResizeObserver(() => isFitting(made, element) || fit());
     observer.observe(element);
     window.addEventListener('beforeprint', fit);
     return () => {
@@ -84,6 +85,8 @@ export function Chart({name, label, option, rows, on = {}, height = 320, ready, 
     </figure>
   );
 }
+
+const isFitting = (chart, {clientWidth, clientHeight}) => chart.getWidth() === clientWidth && chart.getHeight() === clientHeight;
 
 /** Axes, tooltips and legends in the inks of the theme. */
 export function axis(more = {}) {
