@@ -144,7 +144,8 @@ def read_table(
         parts.append((samples, _matching(rows, where)))
     earlier = [[step for attempt, step in samples if attempt < newest[step]] for samples, _ in parts]
     latest = [_without(rows, steps) for (_, rows), steps in zip(parts, earlier, strict=True)]
-    frame = pl.concat([_frame(schema.empty_table()), *map(_frame, latest)])
+    none = pa.Table.from_batches([], schema)  # schema.empty_table() would import pandas, half a second
+    frame = pl.concat([_frame(none), *map(_frame, latest)])
     if not frame["step"].is_sorted():
         frame = frame.sort("step", maintain_order=True)
     if table == "replayed":  # twice, perhaps

@@ -50,13 +50,25 @@ def test_the_tab_is_there(address: Any) -> None:
     assert b"export" in get(urljoin(base, tab["loading_mechanism"]["module_path"]))
 
 
-def test_it_answers_without_torch(address: Any) -> None:
+def test_it_answers_without_torch_and_first_without_pandas(address: Any) -> None:
     base, pid = address
     routes = f"{base}/data/plugin/fp8"
     assert [run["name"] for run in json.loads(get(f"{routes}/runs"))["runs"]] == ["run"]
-    for route in ("run", "loss", "others&step=0", f"histogram&layer={FC1}&role=input&step=0"):
-        name, _, more = route.partition("&")
-        assert json.loads(get(f"{routes}/{name}?run=run&{more}"))
+    ask(routes, "run", "loss")
     header, _ = unpacked(get(f"{routes}/frames?run=run&metric=mse&from=0&to=99"))
     assert header["steps"] == [0, 10, 20]
-    assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+    assert get(f"{routes}/course?run=run&metric=mse&columns=9") and get(f"{routes}/spread?run=run&metric=mse")
+    assert "/pandas/" not in libraries(pid)  # half a second to import
+    ask(routes, "others&step=0", f"histogram&layer={FC1}&role=input&step=0")
+    assert "libtorch" not in libraries(pid)
+
+
+def ask(routes: str, *asked: str) -> None:
+    for route in asked:
+        name, _, more = route.partition("&")
+        assert json.loads(get(f"{routes}/{name}?run=run&{more}"))
+
+
+def libraries(pid: int) -> str:
+    """Those that a process has loaded."""
+    return Path(f"/proc/{pid}/maps").read_text()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 import pyarrow as pa
 
 Array = npt.NDArray[Any]
@@ -56,6 +57,14 @@ class Texts:
     known: list[str | None]
 
 
+def numbers_in(column: pa.ChunkedArray | pa.Array) -> Array:
+    """A column of numbers, NaN for null; read-only.
+
+    Through polars: `to_numpy` of pyarrow imports pandas where it is installed, and the first answer would wait for that.
+    """
+    return pl.Series(column).to_numpy()
+
+
 def coded(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
     """Codes int32, -1 for null, and what they stand for."""
     whole = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
@@ -63,7 +72,7 @@ def coded(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
         whole = whole.unify_dictionaries().combine_chunks() if whole.num_chunks else pa.array([], pa.string())
     coded = whole if pa.types.is_dictionary(whole.type) else whole.dictionary_encode()
     indices = coded.indices.fill_null(-1) if coded.null_count else coded.indices
-    return indices.to_numpy(zero_copy_only=False).astype(np.int32, copy=False), coded.dictionary.to_pylist()
+    return numbers_in(indices).astype(np.int32, copy=False), coded.dictionary.to_pylist()
 
 
 def laid_out(rows: pa.Table) -> tuple[Array, tuple[tuple[str, str], ...], Array | None]:
@@ -71,7 +80,7 @@ def laid_out(rows: pa.Table) -> tuple[Array, tuple[tuple[str, str], ...], Array 
 
     If it has scale_source too, rows of what-if recipes are left out.
     """
-    step = rows["step"].to_numpy()
+    step = numbers_in(rows["step"])
     (layer, layers), (role, roles) = coded(rows["layer"]), coded(rows["role"])
     key = layer * len(roles) + role
     source, sources = coded(rows["scale_source"]) if "scale_source" in rows.column_names else (key, [])

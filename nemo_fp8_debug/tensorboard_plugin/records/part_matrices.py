@@ -24,7 +24,7 @@ from ...record.storage import Storage
 from ..web.errors import NotReadable
 from .cache import Cache
 from .extent import Extent
-from .part_index import WHAT_IF, Array, Layout, Texts, coded, laid_out
+from .part_index import WHAT_IF, Array, Layout, Texts, coded, laid_out, numbers_in
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ class Parts:
 
     def _steps_of(self, run: Storage, part: Part) -> Array:
         def make() -> Array:
-            steps: Array = np.sort(pc.unique(_read(run, self.table, part, "step")["step"]).to_numpy())
+            steps: Array = np.sort(numbers_in(pc.unique(_read(run, self.table, part, "step")["step"])))
             return steps
 
         return self._steps.get((str(run), part.path), make)
@@ -269,8 +269,8 @@ def _values(run: Storage, table: str, part: Part, name: str, *more: str) -> tupl
     """float64 [rows] of a metric, NaN where there is none; and another column, if one is asked for."""
     columns = ("nan", "inf") if name == NONFINITE else (name,) if name in SCHEMAS[table] else ()
     rows = _read(run, table, part, *(columns or ("step",)), *more)
-    values = [np.asarray(rows[column].to_numpy(), np.float64) for column in columns] or [np.full(len(rows), np.nan)]
-    return np.sum(values, axis=0) if len(values) > 1 else values[0], rows[more[0]].to_numpy() if more else None
+    values = [np.asarray(numbers_in(rows[column]), np.float64) for column in columns] or [np.full(len(rows), np.nan)]
+    return np.sum(values, axis=0) if len(values) > 1 else values[0], numbers_in(rows[more[0]]) if more else None
 
 
 def _is_tried(run: Storage, table: str, part: Part) -> Array:
