@@ -98,16 +98,16 @@ class Scan:
         self, columns: Sequence[str], operands: Bools | None, unreadable: dict[str, str], of_part: tuple[Part, list[_Run]]
     ) -> Chunk | None:
         part, runs = of_part
-        kept = [(run, self._rows(run, operands)) for run in runs]
-        spans = [(int(rows[0]), int(rows[-1]) + 1) for _, rows in kept if len(rows)]
-        if not spans:
+        kept = [(run, rows) for run in runs if len(rows := self._rows(run, operands))]
+        if not kept:
             return None
         step = np.repeat([run.step for run, _ in kept], [len(rows) for _, rows in kept])
-        operand = np.concatenate([self._layouts[run.layout][rows - run.first] for run, rows in kept])
+        operand = np.concatenate([self._layouts[run.layout][rows] for run, rows in kept])
         if not columns:
             return Chunk(pl.DataFrame(), operand, step)
+        spans = [(run.first + int(rows[0]), run.first + int(rows[-1]) + 1) for run, rows in kept]
         try:
-            rows, places = _read(self._storage, part, self._table, columns, spans)
+            table, places = _read(self._storage, part, self._table, columns, spans)
         except FileNotFoundError:
             raise RecordError(
                 f"{self._storage.path(part.path)} is gone: the run goes on and has merged its parts; do the same again"
@@ -115,18 +115,16 @@ class Scan:
         except Exception as error:  # every driver has errors of its own
             unreadable[part.path] = reason(error)
             return None
-        at = np.searchsorted(places, np.concatenate([rows for _, rows in kept]))
-        frame = pl.DataFrame(pl.from_arrow(rows if _is_all(at, len(places)) else rows.take(at)))
-        return Chunk(frame.with_columns(pl.col(pl.Categorical).cast(pl.String)), operand, step)
+        if len(places) != len(operand) or spans != sorted(spans):
+            # The rows of a stretch follow one another in what was read, too.
+            begins = np.searchsorted(places, [first for first, _ in spans])
+            table = table.take(np.concatenate([at + rows - rows[0] for at, (_, rows) in zip(begins, kept, strict=True)]))
+        return Chunk(pl.DataFrame(pl.from_arrow(table)).with_columns(pl.col(pl.Categorical).cast(pl.String)), operand, step)
 
     def _rows(self, run: _Run, operands: Bools | None) -> Ints:
-        """Places in the part of the rows that are wanted."""
+        """Places of the rows that are wanted, among those of the stretch."""
         layout = self._layouts[run.layout]
-        return run.first + (np.arange(len(layout)) if operands is None else np.flatnonzero(operands[layout]))
-
-
-def _is_all(places: Ints, rows: int) -> bool:
-    return len(places) == rows and bool((places == np.arange(rows)).all())
+        return np.arange(len(layout)) if operands is None else np.flatnonzero(operands[layout])
 
 
 def _read(

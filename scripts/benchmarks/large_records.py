@@ -1,0 +1,249 @@
+"""What the analyses take of two records of any size: seconds, and the peak of memory, each in a process of its own.
+
+    .venv/bin/python scripts/benchmarks/large_records.py [--layers 58] [--experts 256] [--steps 1000] [--folder FOLDER]
+
+The records are those of a mixture of experts: three GEMMs for each expert and three operands for each GEMM, beside the
+experts of each layer as one. Metrics are those of a real run (`validation/main_job/records`), each operand with the course
+of a real one, by a factor of its own that drifts from step to step. In the bad run the scale of one operand is off by nine bits
+from the middle on, and the loss diverges soon after. Histograms are kept of one operand a layer. Parts are as the writer
+merges them. The script says first what disk it needs, and deletes the records at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from nemo_fp8_debug.core.keys import ROLES
+from nemo_fp8_debug.record import parquet
+from nemo_fp8_debug.record.merging import LARGEST
+from nemo_fp8_debug.record.reader import read_fingerprint, read_table
+from nemo_fp8_debug.record.schema import SCHEMAS, arrow_schema, part_name
+from nemo_fp8_debug.record.writer import RunRecord
+
+REAL = Path(__file__).parents[1] / "validation" / "main_job" / "records" / "baseline" / "fp8_debug"
+GEMMS = ("gate_proj", "up_proj", "down_proj")
+#: steps between samples
+INTERVAL = 10
+#: layer and role whose scale is off
+CULPRIT = ("model.layers.{}.mlp.experts.7.down_proj", "input")
+#: bytes of a row, about
+ROW = 130
+#: metrics that grow with the values, which have a factor of their own
+_SCALED = ("mse", "amax", "amin", "unscaled_mse", "unscaled_amax", "unscaled_amin", "scale", "scale_current")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=58)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--folder", type=Path, help="where the records are written and deleted; records there are taken")
+    parser.add_argument("--keep", action="store_true", help="do not delete them")
+    parser.add_argument("--output", type=Path, help="JSON file that the figures are added to")
+    options = parser.parse_args()
+    operands = len(keys(options.layers, options.experts))
+    needed = 2 * operands * options.steps * ROW
+    folder = options.folder or Path(tempfile.mkdtemp())
+    free = shutil.disk_usage(folder.parent if not folder.exists() else folder).free
+    print(f"{operands} operands x {options.steps} samples, 2 runs: {needed / 1e9:.1f} GB of disk; {free / 1e9:.1f} GB are free")
+    if not (folder / "bad").exists() and needed > 0.95 * free:
+        raise SystemExit("That does not fit. Choose another --folder, or fewer --steps.")
+    try:
+        write_both(folder, options.layers, options.experts, options.steps)
+        found = measure(folder, options.layers, operands, options.steps)
+        if options.output:
+            before = json.loads(options.output.read_text()) if options.output.exists() else []
+            options.output.write_text("[\n" + ",\n".join(json.dumps(each) for each in [*before, found]) + "\n]\n")
+    finally:
+        if not options.keep:
+            shutil.rmtree(folder)
+
+
+def keys(layers: int, experts: int) -> list[tuple[str, str]]:
+    """Layer and role of each operand, in the order of execution."""
+    names = ["*", *map(str, range(experts))]
+    gemms = [f"model.layers.{layer}.mlp.experts.{name}.{gemm}" for layer in range(layers) for name in names for gemm in GEMMS]
+    return [(gemm, role) for gemm in gemms for role in ROLES]
+
+
+def write_both(folder: Path, layers: int, experts: int, steps: int) -> None:
+    missing = [name for name in ("baseline", "bad") if not (folder / name).exists()]
+    with ProcessPoolExecutor(2) as pool:
+        jobs = [pool.submit(write, folder / name, layers, experts, steps, name == "bad") for name in missing]
+        for job in jobs:
+            job.result()
+
+
+def write(run: Path, layers: int, experts: int, steps: int, harmed: bool) -> None:
+    """One run."""
+    of_run = Courses(keys(layers, experts), seed=int(harmed), harmed=harmed, layers=layers, steps=steps)
+    record = RunRecord(run)
+    fingerprint = {**read_fingerprint(REAL), "attempt": 0}
+    record.open({name: value for name, value in fingerprint.items() if name not in ("schema_version", "attempt")})
+    waiting: list[pa.Table] = []
+    at_once = max(1, LARGEST // (ROW * len(of_run.keys)))
+    for i in range(steps):
+        waiting.append(of_run.sample(i))
+        if len(waiting) == at_once or i == steps - 1:
+            write_merged(run, "metrics", waiting)
+            waiting = []
+    histograms = [of_run.histograms(i) for i in range(steps)]
+    for first in range(0, steps, 256):
+        write_merged(run, "histograms", histograms[first : first + 256])
+    record.record_steps({step: scalars for i in range(steps) for step, scalars in of_run.losses(i).items()})
+    record.close()
+
+
+def write_merged(run: Path, table: str, tables: list[pa.Table]) -> None:
+    """A part, as `merging` leaves it."""
+    content, checksum = parquet.encode_all(arrow_schema(table), tables)
+    first, last = (tables[i]["step"][0].as_py() for i in (0, -1))
+    (run / table / part_name(0, first, last, checksum)).write_bytes(content)
+
+
+class Courses:
+    """What each operand of a run does: the course of a real one, by a factor of its own."""
+
+    def __init__(self, keys: list[tuple[str, str]], seed: int, harmed: bool, layers: int, steps: int) -> None:
+        self.keys = keys
+        self._random = np.random.default_rng(seed)
+        self._harmed_from = steps // 2 if harmed else steps
+        self._steps = steps
+        self._culprit = keys.index((CULPRIT[0].format(layers // 2), CULPRIT[1]))
+        self._layers = layers
+        real = read_table(REAL, "metrics")
+        tensors = real.group_by("layer", "role", maintain_order=True).agg(pl.all())
+        roles = [role for _, role in keys]
+        of_role = {role: np.flatnonzero((tensors["role"] == role).to_numpy()) for role in ROLES}
+        choice = np.random.default_rng(7)  # the same in both runs
+        #: the real tensor that each operand follows, and by how many samples it is behind
+        self._real = np.array([choice.choice(of_role[role]) for role in roles])
+        samples = min(tensors["step"].list.len())
+        self._behind = choice.integers(0, samples, len(keys))
+        self._samples = samples
+        self._floats = {
+            name: np.array([row[:samples] for row in tensors[name].to_list()], dtype=float)
+            for name, kind in SCHEMAS["metrics"].items()
+            if kind == pl.Float64 and name != "consumed_samples"
+        }
+        same = ("gemm", "recipe", "format", "dtype", "scale_source", "calls", "ranks", "ranks_missing", "n", "nan", "inf")
+        self._same = {name: np.array([row[0] for row in tensors[name].to_list()], dtype=object)[self._real] for name in same}
+        self._factor = choice.lognormal(sigma=0.5, size=len(keys))
+
+    def sample(self, i: int) -> pa.Table:
+        """Rows of a sampled step."""
+        n = len(self.keys)
+        # A real run's last samples are its steadiest; the warm-up is gone through once.
+        at = np.minimum(i, self._samples // 2 + (i + self._behind) % (self._samples // 2))
+        noise = self._random.lognormal(sigma=0.02, size=n)
+        columns: dict[str, Any] = {
+            "attempt": np.zeros(n, np.int32),
+            "step": np.full(n, INTERVAL * i),
+            "consumed_samples": np.full(n, 512.0 * INTERVAL * i),
+            "layer": [layer for layer, _ in self.keys],
+            "role": [role for _, role in self.keys],
+            **self._same,
+        }
+        for name, values in self._floats.items():
+            columns[name] = self._possible(name, values[self._real, at] * noise * (self._factor if name in _SCALED else 1.0))
+        if i >= self._harmed_from:
+            self._harm(columns)
+        schema = arrow_schema("metrics")
+        return pa.table([_array(columns.get(field.name), field.type, n) for field in schema], schema=schema)
+
+    def _possible(self, name: str, values: Any) -> Any:
+        return np.minimum(values, {"cosine": 1.0, "underflow_pct": 100.0, "overflow_pct": 100.0}.get(name, np.inf))
+
+    def _harm(self, columns: dict[str, Any]) -> None:
+        at = self._culprit
+        columns["scale"][at] *= 2.0**-9
+        columns["scale_ratio_log2"][at] -= 9.0
+        columns["underflow_pct"][at], columns["relative_error"][at], columns["cosine"][at] = 70.0, 0.8, 0.6
+        columns["mse"][at] *= 400.0
+
+    def histograms(self, i: int) -> pa.Table:
+        """One of each layer."""
+        n, schema = self._layers, arrow_schema("histograms")
+        bins = np.arange(14_000, 16_000, dtype=np.uint16)
+        columns = {
+            "attempt": np.zeros(n, np.int32),
+            "step": np.full(n, INTERVAL * i),
+            "layer": [f"model.layers.{layer}.mlp.experts.*.down_proj" for layer in range(n)],
+            "role": ["input"] * n,
+            "recipe": ["delayed-hybrid"] * n,
+            "format": ["e4m3"] * n,
+            "dtype": ["bfloat16"] * n,
+            "rounded": [False] * n,
+            "scale": np.full(n, 16.0),
+            "bins": [bins] * n,
+            "counts": [self._random.poisson(40, len(bins)) for _ in range(n)],
+        }
+        return pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
+
+    def losses(self, i: int) -> dict[int, dict[str, float]]:
+        """Of the steps up to the next sample."""
+        risen = max(0.0, (i - 1.1 * self._harmed_from) / self._steps)
+        losses = 2 + 3 * np.exp(-5 * i / self._steps) + self._random.normal(0, 0.02, INTERVAL) + 2 * risen
+        return {INTERVAL * i + j: {"loss": float(loss), "lr": 1e-4} for j, loss in enumerate(losses)}
+
+
+def _array(values: Any, kind: pa.DataType, rows: int) -> pa.Array:
+    return pa.nulls(rows, kind) if values is None else pa.array(values, kind)
+
+
+#: what is measured: a name, and what a new process runs with the folders of the baseline and the bad run, and a tensor
+TASKS = {
+    "compare": "from nemo_fp8_debug.cli import app; app(['compare', baseline, bad, '--json'])",
+    "diagnose": "from nemo_fp8_debug.cli import app; app(['diagnose', bad, '--baseline', baseline, '--json'])",
+    "diagnose alone": "from nemo_fp8_debug.cli import app; app(['diagnose', bad, '--json'])",
+}
+
+
+def measure(folder: Path, layers: int, operands: int, steps: int) -> dict[str, Any]:
+    """Print and give what each task takes."""
+    size = sum(path.stat().st_size for path in (folder / "bad" / "metrics").iterdir())
+    real = sum(path.stat().st_size for path in (REAL / "metrics").iterdir()) / len(read_table(REAL, "metrics", ["step"]))
+    row = size / operands / steps
+    print(f"{size / 1e9:.1f} GB of metrics a run, {row:.0f} bytes a row (a real record's: {real:.0f})")
+    culprit = CULPRIT[0].format(layers // 2)
+    found: dict[str, Any] = {"operands": operands, "samples": steps, "rows": operands * steps, "bytes_a_row": round(row, 1)}
+    for name, program in TASKS.items():
+        seconds, memory, out = run_alone(program, folder)
+        found[name] = {"seconds": round(seconds, 1), "gb": round(memory, 2), "names_the_culprit": culprit in out}
+        print(f"{name}: {seconds:.1f} s, {memory:.2f} GB; names the culprit: {culprit in out}", flush=True)
+    return found
+
+
+def run_alone(program: str, folder: Path) -> tuple[float, float, str]:
+    """Seconds, peak of memory in GB, and what a process printed."""
+    code = f"baseline, bad = {str(folder / 'baseline')!r}, {str(folder / 'bad')!r}\n{program}"
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with tempfile.TemporaryFile() as sink:
+        child = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=sink)
+        _, status, used = os.wait4(child.pid, 0)
+        seconds = time.perf_counter() - started
+        sink.seek(0)
+        out = sink.read().decode()
+    if os.waitstatus_to_exitcode(status) not in (0, 1):
+        raise SystemExit(f"failed: {program}")
+    del before
+    return seconds, used.ru_maxrss / 1e6, out
+
+
+if __name__ == "__main__":
+    main()
