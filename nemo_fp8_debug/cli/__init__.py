@@ -16,7 +16,7 @@ from .console import explained
 
 COMMANDS = (
     *("compare", "diagnose", "gate", "learn", "recommend", "rescue", "control", "replay", "audit", "import", "view"),
-    *("compact",),
+    *("compact", "sql"),
 )
 
 
@@ -71,6 +71,10 @@ def _module_of(name: str) -> Any:
             from . import compact
 
             return compact
+        case "sql":
+            from . import sql
+
+            return sql
     raise KeyError(name)
 
 

@@ -18,7 +18,7 @@ from .listing import Column, print_rows
 EXAMPLES = (
     "runs/fp8",
     "runs/fp8 --histograms-every 1000 --histograms-older-than 20000",
-    "runs/fp8 --output s3://bucket/archive/fp8 --experts",
+    "runs/fp8 --output runs/smaller --experts --json",
 )
 _HEADINGS = ("files", "rows", "MB")
 

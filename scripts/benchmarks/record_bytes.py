@@ -69,7 +69,8 @@ def main() -> None:
         for table, size in done.after.items():
             before = done.before[table].bytes
             of_all = f"{size.bytes / steps / tensors:8.0f} bytes a tensor and sample"
-            print(f"  {table:22} {of_all}, {size.bytes / size.rows:7.0f} a row; before compact {before / steps / tensors:8.0f}")
+            of_row = f"{size.bytes / size.rows:7.0f} a row"
+            print(f"  {table:22} {of_all}, {of_row}; before compact {before / steps / tensors:8.0f}")
 
 
 def train(run: Path, steps: int, options: dict[str, Any]) -> None:
