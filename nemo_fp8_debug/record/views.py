@@ -7,7 +7,6 @@ columns and values otherwise.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -130,12 +129,13 @@ def _spark_files(run: Storage, table: str, folders: Sequence[str]) -> list[str]:
     spelled = _ENGINES["spark"]
     columns = ", ".join(f"{name} {kind}" for name, kind in _columns(table, spelled, earlier=True))
     address = re.sub(r"^s3://", "s3a://", str(run))
-    paths = [re.sub(r"([*?\[\]{}\\])", r"\\\1", f"{address}/{folder}") for folder in folders]
-    options = f"paths {_literal(json.dumps(paths), escaped=True)}, pathGlobFilter {_literal(_PARTS)}"
-    return [
-        f"{spelled.create} {table}_parquet ({columns})\nUSING parquet OPTIONS ({options});",
-        f"{spelled.create} {table}_files AS SELECT *, input_file_name() AS file FROM {table}_parquet;",
-    ]
+    made, selected = [], []
+    for folder in folders:
+        path = re.sub(r"([*?\[\]{}\\])", r"\\\1", f"{address}/{folder}")
+        options = f"path {_literal(path, escaped=True)}, pathGlobFilter {_literal(_PARTS)}"
+        made.append(f"{spelled.create} {table}_in_{folder} ({columns})\nUSING parquet OPTIONS ({options});")
+        selected.append(f"SELECT *, input_file_name() AS file FROM {table}_in_{folder}")
+    return [*made, f"{spelled.create} {table}_files AS\n" + "\nUNION ALL\n".join(selected) + ";"]
 
 
 def _columns(table: str, spelled: _Engine, earlier: bool = False) -> list[tuple[str, str]]:
