@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import doctest
+import json
 import shutil
 from pathlib import Path
 
 import duckdb
 import polars as pl
 import pytest
+import spark_views
 from samples import sample
 from small_record import measured, start
 from typer.testing import CliRunner
@@ -95,3 +97,10 @@ def test_the_command_prints_what_duckdb_takes(run: Path) -> None:
     assert refused.exit_code == 1 and "error: engine is 'presto'; use duckdb or spark" in refused.stderr
     with pytest.raises(ConfigError):
         sql_views(run, "presto")
+
+
+def test_spark_was_given_todays_statements() -> None:
+    """What was compared in Spark: scripts/validation/spark_views.py; run it again if the statements change."""
+    found = json.loads(Path(spark_views.__file__).with_suffix(".json").read_text())
+    assert found["statements"] == spark_views.checksum()
+    assert len(found["rows_equal"]) == 5 and all(rows["metrics"] for rows in found["rows_equal"].values())
