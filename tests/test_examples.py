@@ -60,7 +60,7 @@ def test_examples_of_inspection(name: str) -> None:
     assert failures_of(getattr(nemo_fp8_debug.inspection, name), name) == 0
 
 
-@pytest.mark.parametrize("name", ["folders_of", "with_earlier_names", "fingerprint"])
+@pytest.mark.parametrize("name", ["folders_of", "with_earlier_names", "values_of", "fingerprint"])
 def test_examples_of_migration(name: str) -> None:
     assert failures_of(getattr(migration, name), name) == 0
 

@@ -14,7 +14,10 @@ from typer.main import get_command
 from .._version import __version__
 from .console import explained
 
-COMMANDS = ("compare", "diagnose", "gate", "learn", "recommend", "rescue", "control", "replay", "audit", "import", "view")
+COMMANDS = (
+    *("compare", "diagnose", "gate", "learn", "recommend", "rescue", "control", "replay", "audit", "import", "view"),
+    *("compact", "sql"),
+)
 
 
 def _module_of(name: str) -> Any:
@@ -64,6 +67,14 @@ def _module_of(name: str) -> Any:
             from . import view
 
             return view
+        case "compact":
+            from . import compact
+
+            return compact
+        case "sql":
+            from . import sql
+
+            return sql
     raise KeyError(name)
 
 

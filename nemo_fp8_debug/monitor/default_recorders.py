@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from ..options.config import Config
 from ..record.console_table import TableRecorder
 from ..record.event_file import EventFile
+from ..record.histogram_budget import HistogramBudget
 from ..record.loggers.choose import chosen_sinks
 from ..record.loggers.page import ComparisonPage
 from ..record.loggers.recorder import LoggerRecorder
@@ -45,7 +46,7 @@ def default_recorders(config: Config) -> Iterator[Recorder]:
     """
     if config.output is None:
         raise ConfigError('Monitor needs the folder of the record: Monitor(model, "runs/a")')
-    yield RunRecord(config.output)
+    yield RunRecord(config.output, HistogramBudget(config.histogram_interval, config.expert_histograms))
     yield TensorBoardRecorder(EventFile(str(Storage(config.output))), config.max_tags, log_losses=True)
     if config.table_rows:
         yield TableRecorder(config.table_rows)

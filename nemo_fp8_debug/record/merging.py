@@ -80,7 +80,7 @@ class Merger:
         """Put one part in the place of several of one attempt; what cannot be read stays as it is."""
         read: list[Part] = []
         rows = self._rows(table, parts, read)
-        groups = _by_step(rows) if table in BY_STEP else _in_groups(rows)
+        groups = by_step(rows) if table in BY_STEP else in_groups(rows)
         try:
             content, checksum = parquet.encode_all(arrow_schema(table), groups)
         except Exception:  # one of them is damaged in its middle; every driver has errors of its own
@@ -170,7 +170,7 @@ def _batches(parts: Sequence[Written]) -> Iterator[list[Written]]:
     yield batch
 
 
-def _in_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+def in_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Tables put together to some with enough rows."""
     waiting, rows = list[pa.Table](), 0
     for table in tables:
@@ -183,7 +183,7 @@ def _in_groups(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         yield pa.concat_tables(waiting)
 
 
-def _by_step(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+def by_step(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Rows of each step, in the order of the tables."""
     for rows in tables:
         steps = rows["step"].to_numpy()

@@ -52,6 +52,15 @@ def with_earlier_names(columns: Iterable[str]) -> list[str]:
     return [name for new in columns for name in (new, *([_EARLIER[new]] if new in _EARLIER else []))]
 
 
+def values_of(column: str) -> list[tuple[str, str]]:
+    """What values of a column were before, and are today.
+
+    >>> values_of("scale_source")
+    [('not quantised', 'not quantized')]
+    """
+    return [_VALUES[column]] if column in _VALUES else []
+
+
 def renamed(rows: pa.Table) -> pa.Table:
     """Rows of any readable schema, with today's names and values."""
     rows = rows.rename_columns([_COLUMNS.get(name, name) for name in rows.column_names])

@@ -106,6 +106,10 @@ class Storage:
         found = self._fs.find(self.path(folder), detail=True)
         return sum(about["size"] for path, about in found.items() if path.rpartition("/")[2].startswith(prefix))
 
+    def files(self) -> list[str]:
+        """Names of all files in this folder and below, sorted."""
+        return sorted(path.removeprefix(self._root).strip("/") for path in self._fs.find(self._root))
+
     @property
     def is_there(self) -> bool:
         """Whether a local folder with an anchor is what it was; others always are."""

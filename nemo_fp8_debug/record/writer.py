@@ -23,12 +23,14 @@ import polars as pl
 from ..core.sample import Sample
 from ..errors import ConfigError, warn
 from . import parquet
+from .histogram_budget import HistogramBudget
 from .merging import BY_STEP, MERGED, Merger, Written
 from .schema import STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
 from .storage import Storage
 
 #: bytes of parts that are kept while the place cannot be written
 BACKLOG = 256 << 20
+_EVERY = HistogramBudget()
 
 
 class RunRecord:
@@ -36,15 +38,17 @@ class RunRecord:
 
     in_callers_thread = False
 
-    def __init__(self, address: str | os.PathLike[str]) -> None:
+    def __init__(self, address: str | os.PathLike[str], budget: HistogramBudget = _EVERY) -> None:
         """
         Args:
             address: a folder, or any fsspec address.
+            budget: which histograms are written.
 
         Raises:
             ConfigError: the address is none.
         """
         self.storage = Storage(address)
+        self._budget = budget
         self.attempt = 0
         #: samples that were written, or wait in the backlog
         self.samples = 0
@@ -90,6 +94,7 @@ class RunRecord:
 
     def record(self, sample: Sample) -> None:
         """Write one sampled step."""
+        sample = self._budget.applied(sample)
         for table, columns in (
             ("metrics", sample.columns),
             ("what_if", sample.what_if),

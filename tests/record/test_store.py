@@ -318,7 +318,7 @@ def test_any_fsspec_address(tmp_path: Path, address: str) -> None:
     assert len(run.names("metrics")) == 4
 
 
-@pytest.mark.parametrize("address", ["nowhere://a/b", "s3://bucket/run"])
+@pytest.mark.parametrize("address", ["nowhere://a/b", "gs://bucket/run"])
 def test_an_address_without_driver_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=f"{address} is not an address that can be written to: "):
         RunRecord(address)

@@ -26,6 +26,7 @@ from ...monitor.monitor import Monitor
 from ...options.config import Config
 from ...plan.environment import is_rescue
 from ...record.console_table import TableRecorder
+from ...record.histogram_budget import HistogramBudget
 from ...record.tensorboard import TensorBoardRecorder
 from ...record.writer import RunRecord
 from .interventions import FP8EmulationCallback, FP8PlanCallback
@@ -76,6 +77,8 @@ class FP8DebugCallback(pl.Callback):
         activations: Sequence[str] = (),
         copies: bool = False,
         block_scales: bool = False,
+        histogram_interval: int | Mapping[str, int] = 1,
+        expert_histograms: str = "all",
         eager: bool = False,
         loggers: Sequence[Any] = (),
         log_every_tensor: bool = False,
@@ -128,6 +131,11 @@ class FP8DebugCallback(pl.Callback):
                 differ. A sampled step reads such operands once more, and holds one of them transposed. Default: `False`.
             block_scales: whether the distribution of the scales of blocks is recorded, where operands are cast in blocks. A
                 sampled step reads such operands twice more. Default: `False`.
+            histogram_interval: steps from one recorded histogram of a tensor to the next, among sampled steps. An int, or a
+                mapping by role (`{"weight": 1000}`) that leaves other roles at each sample. What is sampled out of turn, or
+                has NaN or infinity, keeps its histograms, and each sample its metrics. Default: `1`.
+            expert_histograms: whose histograms of a layer's experts are recorded. "all"; or "worst": one of all experts
+                added up, and that of the worst expert. Default: `"all"`.
             eager: whether layers inside torch.compile are looked at: the sampled steps run in eager mode then, whose results
                 may differ from those of the compiled graphs in their last bits. Default: `False`.
             loggers: experiment trackers that get a summary too, besides the loggers of a Lightning trainer. A list of
@@ -235,7 +243,7 @@ def _logged_step(trainer: pl.Trainer) -> int:
 
 def _recorders(trainer: pl.Trainer, config: Config) -> Iterator[Recorder]:
     assert config.output is not None
-    yield RunRecord(config.output)
+    yield RunRecord(config.output, HistogramBudget(config.histogram_interval, config.expert_histograms))
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             yield TensorBoardRecorder(logger.experiment, config.max_tags)

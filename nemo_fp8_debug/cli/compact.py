@@ -1,0 +1,94 @@
+"""`nemo-fp8-debug compact RUN`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ..record.compaction import Compacted, Size, compact
+from ..record.copying import copy_record
+from ..record.schema import SCHEMAS
+from ..record.thinning import Thinning
+from .console import console, say, working
+from .listing import Column, print_rows
+
+EXAMPLES = (
+    "runs/fp8",
+    "runs/fp8 --histograms-every 1000 --histograms-older-than 20000",
+    "runs/fp8 --output runs/smaller --experts --json",
+)
+_HEADINGS = ("files", "rows", "MB")
+
+
+def command(
+    run: Annotated[str, typer.Argument(help="the run's record, or a folder above it; any fsspec address")],
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="NEW", help="new folder or fsspec address for the result; without it, RUN itself is changed"),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option("--histograms-every", metavar="N", help="keep histograms of one old step in N steps", min=1),
+    ] = None,
+    older_than: Annotated[
+        int | None,
+        typer.Option(
+            "--histograms-older-than", metavar="STEPS", help="old: this many steps before the last sample, or more", min=0
+        ),
+    ] = None,
+    keep: Annotated[
+        list[int] | None, typer.Option(metavar="STEP", help="keep histograms of this step; may be repeated")
+    ] = None,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="keep histograms of a layer's experts added up, and of the worst expert")
+    ] = False,
+    killed: Annotated[bool, typer.Option("--killed", help="the run is over, though its record does not say so")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Merge a record into few files. Every row stays, but for histograms if options ask for fewer.
+
+    Old steps that triggers sampled, or that have NaN or infinity, keep their histograms, and so does the last sample. The
+    run must have ended. A compaction that is interrupted loses nothing; start it again.
+    """
+    thinning = Thinning(every, older_than, experts, keep or ())
+    copying = [f"copying {run}"] if output else []
+    with working(*copying, *(f"merging {table}" for table in SCHEMAS)) as over:
+        place = run
+        if output:
+            place = str(copy_record(run, output))
+            over()
+        done = compact(place, thinning, killed, over)
+    if as_json:
+        print(json.dumps(_plain(done), indent=2))
+    else:
+        _print(done)
+
+
+def _plain(done: Compacted) -> dict[str, object]:
+    before, after = ({table: asdict(size) for table, size in sizes.items()} for sizes in (done.before, done.after))
+    return {"run": str(done.run), "before": before, "after": after, "left_as_they_were": done.left}
+
+
+def _print(done: Compacted) -> None:
+    out = console()
+    columns = (Column("table", "name"), *(Column(f"{name} {when}") for name in _HEADINGS for when in ("before", "after")))
+    sizes = {**done.before, "all": _total(done.before)}
+    after = {**done.after, "all": _total(done.after)}
+    rows = [_row(table, size, after.get(table, Size(0, 0, 0))) for table, size in sizes.items()]
+    print_rows(out, str(done.run), columns, rows, entry=" ".join)
+    if done.left:
+        say(out, f"Left as they were, since they cannot be read whole: {len(done.left)} parts, the first {done.left[0]}")
+
+
+def _total(sizes: dict[str, Size]) -> Size:
+    found = list(sizes.values())
+    return Size(sum(s.files for s in found), sum(s.bytes for s in found), sum(s.rows for s in found))
+
+
+def _row(table: str, before: Size, after: Size) -> tuple[str, ...]:
+    counts = ((str(before.files), str(after.files)), (str(before.rows), str(after.rows)))
+    size = f"{before.bytes / 1e6:.3g}", f"{after.bytes / 1e6:.3g}"
+    return table, *(cell for pair in (*counts, size) for cell in pair)

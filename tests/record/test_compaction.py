@@ -1,0 +1,263 @@
+"""Compaction of a record: few files and every row, thinned only as asked for, and nothing lost when it is killed."""
+
+from __future__ import annotations
+
+import doctest
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import numpy as np
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from processes import run_script
+from samples import sample
+from small_record import measured, start
+from typer.testing import CliRunner
+
+from nemo_fp8_debug import ConfigError, Monitor, RecordError, replay
+from nemo_fp8_debug.analysis.replay.replay import add_to_record
+from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.core.sample import Sample
+from nemo_fp8_debug.record import compaction, copying, expert_histograms, merging, thinning
+from nemo_fp8_debug.record.compaction import compact
+from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.schema import SCHEMAS
+from nemo_fp8_debug.record.storage import Storage
+from nemo_fp8_debug.record.thinning import Thinning
+
+SCRIPT = Path(__file__).with_name("killed_compaction.py")
+STEPS = 12
+
+
+@pytest.fixture
+def resumed(tmp_path: Path) -> Path:
+    """Steps 0 to 11, of which 8 to 11 were trained by a second attempt too, in a part each; two recipes replayed."""
+    for first, last in ((0, STEPS), (8, STEPS)):
+        record = start(tmp_path / "run")
+        for step in range(first, last):
+            record.record(measured(step))
+            record.record_steps({step: {"loss": step + first / 100}})
+        record.record_validation(last - 1, {"valid": 1.0 + first})
+        record.close()
+    for recipe in ("current-e4m3", "current-e5m2"):
+        add_to_record(tmp_path / "run", replay(tmp_path / "run", recipe))
+    return tmp_path / "run"
+
+
+def tables(run: Path) -> dict[str, pl.DataFrame]:
+    keys = ["step", "layer", "role", "recipe"]
+    found = {table: read_table(run, table) for table in SCHEMAS}
+    return {**found, "replayed": found["replayed"].sort(keys)}
+
+
+def same(found: dict[str, pl.DataFrame], expected: dict[str, pl.DataFrame]) -> bool:
+    return all(found[table].equals(expected[table], null_equal=True) for table in SCHEMAS)
+
+
+def parts(run: Path, table: str) -> list[Path]:
+    return sorted((run / table).iterdir())
+
+
+@pytest.mark.parametrize("module", [expert_histograms, thinning])
+def test_examples(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
+    assert doctest.testmod(module).attempted > 0  # type: ignore[arg-type]
+
+
+def test_the_example_of_compact(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run.parent / "runs").mkdir()
+    run.rename(run.parent / "runs" / "a")
+    monkeypatch.chdir(run.parent)
+    assert doctest.testmod(compaction) == (0, 2)
+
+
+class TestMerged:
+    def test_every_row_stays_in_one_file_a_table_and_attempt(self, resumed: Path) -> None:
+        before = tables(resumed)
+        assert len(parts(resumed, "metrics")) == 1 + 4  # the second start had merged what the first one left
+        rows = {table: size.rows for table, size in compact(resumed, killed=True).before.items()}
+        assert same(tables(resumed), before)
+        for table in rows:
+            assert len(parts(resumed, table)) == 2, table
+        again = compact(resumed, killed=True)
+        assert again.before == again.after and {t: s.rows for t, s in again.after.items()} == rows
+
+    def test_a_step_is_still_read_alone(self, resumed: Path) -> None:
+        compact(resumed, killed=True)
+        (part, _) = parts(resumed, "histograms")
+        assert pl.read_parquet(part)["step"].is_sorted()
+        assert pl.scan_parquet(part).collect().height == 3 * STEPS
+        assert pq.ParquetFile(part).num_row_groups == STEPS
+
+    def test_parts_have_no_more_bytes_than_they_may(self, resumed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = tables(resumed)
+        monkeypatch.setattr(merging, "LARGEST", 3 * parts(resumed, "histograms")[-1].stat().st_size)
+        compact(resumed, killed=True)
+        assert len(parts(resumed, "histograms")) > 2 and same(tables(resumed), before)
+
+    def test_a_damaged_part_stays_where_it_is(self, resumed: Path) -> None:
+        damaged = parts(resumed, "metrics")[-1]
+        content = bytearray(damaged.read_bytes())
+        content[100] ^= 1
+        damaged.write_bytes(content)
+        done = compact(resumed, killed=True)
+        assert done.left == [f"metrics/{damaged.name}"] and damaged.read_bytes() == content
+        assert len(parts(resumed, "metrics")) == 3
+
+    def test_what_a_killed_merge_left_is_taken_once(self, resumed: Path) -> None:
+        before, small = tables(resumed), {p: p.read_bytes() for t in SCHEMAS for p in (resumed / t).glob("*.parquet")}
+        compact(resumed, killed=True)
+        for path, content in small.items():
+            path.write_bytes(content)
+        compact(resumed, killed=True)
+        assert same(tables(resumed), before)
+        assert len(pl.read_parquet(parts(resumed, "metrics"))) == 3 * (STEPS + 4)
+
+    def test_killed_at_any_moment_it_loses_nothing(self, resumed: Path) -> None:
+        before, copies = tables(resumed), [resumed.with_name(f"copy {i}") for i in range(6)]
+        for copy in copies:
+            shutil.copytree(resumed, copy)
+        largest = 2 * parts(resumed, "histograms")[-1].stat().st_size
+        killed = int(run_script(str(SCRIPT), str(largest), *map(str, copies)))
+        assert killed >= 3
+        assert any(len(parts(copy, "metrics")) - 2 > 0 for copy in copies)
+        for copy in copies:
+            assert same(tables(copy), before)
+            compact(copy, killed=True)
+            assert same(tables(copy), before) and len(parts(copy, "metrics")) == 2
+
+
+class TestRefused:
+    def test_while_the_run_goes_on(self, tmp_path: Path) -> None:
+        model = torch.nn.Linear(4, 4)
+        monitor = Monitor(model, tmp_path / "run", interval=1, table_rows=0)
+        with monitor.step(0):
+            model(torch.randn(2, 4)).sum().backward()
+        monitor.flush()
+        files = sorted(tmp_path.rglob("*.parquet"))
+        with pytest.raises(RecordError, match=r"goes on, as far as its status\.json tells.*--killed"):
+            compact(tmp_path / "run")
+        assert sorted(tmp_path.rglob("*.parquet")) == files
+        monitor.close()
+        assert compact(tmp_path / "run").before["metrics"].rows == 3
+
+    def test_a_place_that_cannot_be_written(self, resumed: Path) -> None:
+        Full.is_full = False
+        copying.copy_record(resumed, "full://run")
+        Full.is_full = True
+        with pytest.raises(RecordError, match=r"/metrics/.*cannot be written: No space left on device; nothing was lost"):
+            compact("full://run", killed=True)
+        assert len(Storage("full://run").names("metrics")) == 5
+
+
+class Full(MemoryFileSystem):
+    """A file system that has no room left, once told so."""
+
+    protocol = "full"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    is_full = False
+
+    def pipe_file(self, *arguments: Any, **options: Any) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().pipe_file(*arguments, **options)
+
+
+fsspec.register_implementation("full", Full)
+
+
+class TestThinned:
+    def test_old_histograms_go_but_for_one_in_so_many_steps_and_those_that_are_named(self, tmp_path: Path) -> None:
+        record = start(tmp_path)
+        for step in range(0, 100, 10):
+            record.record(measured(step))
+        record.record_steps({30: {"loss": 1.0, "trigger": "loss spike"}})
+        record.close()
+        metrics = read_table(tmp_path, "metrics")
+        expected = read_table(tmp_path, "histograms").filter(pl.col("step").is_in([0, 20, 30, 50, 70, 80, 90]))
+        compact(tmp_path, Thinning(every=50, older_than=20, keep=[20]), killed=True)
+        assert read_table(tmp_path, "histograms").equals(expected, null_equal=True)
+        assert read_table(tmp_path, "metrics").equals(metrics, null_equal=True)
+        compact(tmp_path, Thinning(older_than=0), killed=True)
+        assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [30, 90]
+
+    def test_samples_with_nan_keep_their_histograms(self, tmp_path: Path) -> None:
+        record = start(tmp_path)
+        for step in (0, 1, 2):
+            columns = dict(measured(step).columns) | ({"nan": [1, 0, 0]} if step == 1 else {})
+            record.record(Sample(step, columns, {}, measured(step).histograms))
+        compact(tmp_path, Thinning(older_than=0), killed=True)
+        assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [1, 2]
+
+    def test_experts_are_one_and_the_worst(self, tmp_path: Path) -> None:
+        rng, record = np.random.default_rng(0), start(tmp_path)
+        steps = [of_experts(step, rng) for step in range(3)]
+        for each in steps:
+            record.record(each)
+        compact(tmp_path, Thinning(experts=True), killed=True)
+        found = read_table(tmp_path, "histograms")
+        for step, each in enumerate(steps):
+            rows = found.filter(step=step)
+            total = np.zeros(100, np.int64)
+            for bins, counts in zip(each.histograms["bins"][:4], each.histograms["counts"][:4], strict=True):
+                total[bins] += counts
+            assert rows["layer"].to_list() == [f"layers.0.experts.{step}.fc1", "layers.0.fc2", "layers.0.experts.*.fc1"]
+            assert rows["counts"].to_list() == [
+                *(list(each.histograms["counts"][i]) for i in (step, 4)),
+                list(total[total > 0]),
+            ]
+            assert rows["bins"].to_list()[2] == list(np.flatnonzero(total))
+            assert rows["scale"].to_list() == [float(1 << step), 16.0, None]
+        again = read_table(tmp_path, "histograms")
+        compact(tmp_path, Thinning(experts=True), killed=True)
+        assert read_table(tmp_path, "histograms").equals(again, null_equal=True)
+
+    @pytest.mark.parametrize("odd", [{"every": 0}, {"older_than": -1}])
+    def test_numbers_out_of_range(self, odd: dict[str, int]) -> None:
+        with pytest.raises(ConfigError, match=f"{next(iter(odd))} is -?\\d; it must be a whole number"):
+            Thinning(**odd)  # type: ignore[arg-type]
+
+
+def of_experts(step: int, rng: np.random.Generator) -> Sample:
+    """Four experts, of which that of the step's number underflows, and a layer without experts."""
+    layers = [*(f"layers.0.experts.{i}.fc1" for i in range(4)), "layers.0.fc2"]
+    rows = [{"layer": layer, "underflow_pct": 30.0 if i == step else 1.0} for i, layer in enumerate(layers)]
+    bins = [np.sort(rng.choice(100, 20, replace=False)).astype(np.uint16) for _ in layers]
+    constant = {"role": "input", "recipe": "current-hybrid", "format": "e4m3", "dtype": "bfloat16", "rounded": False}
+    histograms = {
+        "layer": layers,
+        **{name: [value] * len(layers) for name, value in constant.items()},
+        "scale": [float(1 << i) for i in range(len(layers))],
+        "bins": bins,
+        "counts": [rng.integers(1, 100, 20) for _ in layers],
+    }
+    return Sample(step, sample(step, rows).columns, {}, histograms)
+
+
+class TestCommand:
+    def test_a_copy_is_compacted_and_the_record_stays(self, resumed: Path, tmp_path: Path) -> None:
+        before = {path: path.read_bytes() for path in resumed.rglob("*") if path.is_file()}
+        command = ["compact", str(resumed), "--output", str(tmp_path / "new" / "place"), "--killed", "--json"]
+        done = CliRunner().invoke(app, command)
+        told = json.loads(done.stdout)
+        assert told["before"]["metrics"]["files"] == 5 and told["after"]["metrics"]["files"] == 2
+        assert told["before"]["metrics"]["rows"] == told["after"]["metrics"]["rows"]
+        assert {path: path.read_bytes() for path in resumed.rglob("*") if path.is_file()} == before
+        assert same(tables(tmp_path / "new" / "place"), tables(resumed))
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 1 and "is not empty; name a new folder" in done.stderr
+
+    def test_what_is_printed(self, resumed: Path) -> None:
+        refused = CliRunner().invoke(app, ["compact", str(resumed)])
+        assert refused.exit_code == 1 and "error: the run at" in refused.stderr
+        done = CliRunner().invoke(app, ["compact", str(resumed), "--killed"])
+        assert done.exit_code == 0 and "files before" in done.stdout and "metrics" in done.stdout
