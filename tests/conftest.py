@@ -31,15 +31,23 @@ hypothesis.settings.load_profile("any machine")
 _here = Path(__file__).parent
 #: files that take longest come first, so that no worker is left with one in the end
 _longest = (
-    *("scripts/test_demo", "distributed/test_network_faults", "distributed/test_megatron_layouts"),
-    *("distributed/test_fsdp", "record/test_torture", "analysis/test_replay_dumps"),
-    *("tensorboard_plugin/test_verdict", "te/test_te", "tensorboard_plugin/test_map", "distributed/test_deepspeed"),
-    *("adapters/test_transformers", "distributed/test_faults", "adapters/lightning/test_nemo"),
-    *("numerics/test_block_sums", "analysis/test_replay", "numerics/test_blocks"),
-    *("tensorboard_plugin/test_jobs", "monitor/test_experts", "te/test_bridge"),
-    *("tensorboard_plugin/test_fingerprints", "adapters/test_loops", "tensorboard_plugin/test_distribution"),
-    *("adapters/lightning/test_rescue", "adapters/lightning/test_ddp", "analysis/test_diagnose", "te/test_gpu_parts"),
-    *("record/test_damaged_store", "test_gpu_command"),
+    *("distributed/test_network_faults", "scripts/test_demo", "distributed/test_megatron_layouts", "te/test_gpu_parts"),
+    *("te/test_te", "tensorboard_plugin/test_headline", "tensorboard_plugin/test_page_files"),
+    *("tensorboard_plugin/test_runs_table", "record/test_torture", "tensorboard_plugin/test_map"),
+    *("distributed/test_fsdp", "distributed/test_faults", "distributed/test_deepspeed", "tensorboard_plugin/test_verdict"),
+    *("tensorboard_plugin/test_timeline", "tensorboard_plugin/test_distribution", "cli/test_terminal"),
+    *("distributed/test_states_of_ranks", "tensorboard_plugin/test_what_if"),
+    *("analysis/test_diagnose", "tensorboard_plugin/test_jobs", "record/test_loggers", "analysis/test_around_gemms"),
+    *("test_gpu_command", "adapters/test_loops", "adapters/test_transformers", "record/test_recording"),
+    *("adapters/lightning/test_nemo", "tensorboard_plugin/test_colors", "adapters/lightning/test_ddp"),
+    *(
+        "setup/test_setup",
+        "adapters/lightning/test_rescue",
+        "analysis/test_replay_dumps",
+        "tensorboard_plugin/test_accessibility",
+    ),
+    *("monitor/test_monitor", "numerics/test_block_sums", "numerics/test_blocks", "analysis/test_truth"),
+    *("te/test_bridge", "monitor/test_experts", "analysis/test_bands", "fuzz/test_targets"),
 )
 
 

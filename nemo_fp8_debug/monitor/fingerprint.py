@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +143,19 @@ def fingerprint(
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions |= {package: found for package in _PACKAGES if (found := _version_of(package))}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     return versions
+
+
+@cache
+def _version_of(package: str) -> str | None:
+    """Searched for once a process: it takes a millisecond, and a file is read."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _devices() -> dict[str, Any]:

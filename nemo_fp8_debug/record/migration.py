@@ -74,10 +74,11 @@ def renamed(rows: pa.Table) -> pa.Table:
 def completed(rows: pa.Table, schema: pa.Schema) -> pa.Table:
     """The columns of `schema`, in its order; those that came later than the rows are null, others that lack stay away."""
     rows = renamed(rows)
+    found = dict(zip(rows.column_names, rows.columns, strict=True))  # which a table lists anew each time it is asked
     columns = {
-        field.name: rows[field.name] if field.name in rows.column_names else pa.nulls(len(rows), field.type)
+        field.name: found[field.name] if field.name in found else pa.nulls(len(rows), field.type)
         for field in schema
-        if field.name in rows.column_names or field.name in _ADDED
+        if field.name in found or field.name in _ADDED
     }
     return pa.table(columns)
 

@@ -69,11 +69,12 @@ class Scan:
         self._parts = index.parts(self.steps)
         used = list(dict.fromkeys(run.layout for _, runs in self._parts for run in runs))
         order = list(dict.fromkeys(np.concatenate([np.zeros(0, np.int64), *(index.layouts[i] for i in used)]).tolist()))
+        known = index.operands
         #: layer, role of each operand, in the order of their first rows
         self.operands = pl.DataFrame(
-            [index.operands[i] for i in order], schema={"layer": pl.String, "role": pl.String}, orient="row"
+            [known[i] for i in order], schema={"layer": pl.String, "role": pl.String}, orient="row"
         )
-        place = np.empty(len(index.operands), dtype=np.int64)
+        place = np.empty(len(known), dtype=np.int64)
         place[order] = np.arange(len(order))
         self._layouts = {i: place[index.layouts[i]] for i in used}
         self.schema: Mapping[str, Any] = SCHEMAS[table]

@@ -82,7 +82,7 @@ def _train(folder: Path, scale: float) -> None:
     torch.manual_seed(0)
     blocks = [nn.ModuleDict({"mlp": nn.ModuleDict({"linear_fc2": nn.Linear(16, 16)})}) for _ in range(2)]
     model = nn.ModuleDict({"decoder": nn.ModuleDict({"layers": nn.ModuleList(blocks)})}).bfloat16()
-    monitor = Monitor(model, str(folder), interval=2, recipe="delayed(amax_history_len=4)", table_rows=0, on_error="raise")
+    monitor = Monitor(model, str(folder), interval=4, recipe="delayed(amax_history_len=4)", table_rows=0, on_error="raise")
     for step in range(STEPS):
         with monitor.step(step) as report:
             x = torch.randn(8, 16, dtype=torch.bfloat16) * (scale if step > STEPS // 2 else 1.0)

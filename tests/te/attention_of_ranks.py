@@ -1,19 +1,14 @@
-"""Two ranks of data parallelism whose attention runs in emulated FP8, each with its batch: operands of both together.
-
-.venv/bin/python tests/te/attention_of_ranks.py FOLDER
-"""
+"""Two ranks of data parallelism whose attention runs in emulated FP8, each with its batch: operands of both together."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from emulated_te import ATTENTION_CASTS, CASTS, te
-from processes import in_ranks
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -69,7 +64,3 @@ def error2(cast: Any, source: torch.Tensor, codes: torch.Tensor) -> float:
     kind = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[cast.format]
     stands_for = codes.view(kind).double() / float(cast.scale)
     return (source.double() - stands_for).square().sum().item()
-
-
-if __name__ == "__main__":
-    in_ranks(2, train, Path(sys.argv[1]))

@@ -1,17 +1,12 @@
-"""Two ranks of data parallelism over emulated kernels, each with its rows: copies and scales of blocks of both together.
-
-.venv/bin/python tests/te/copies_of_ranks.py FOLDER
-"""
+"""Two ranks of data parallelism over emulated kernels, each with its rows: copies and scales of blocks of both together."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
 from emulated_te import CASTS, casts_of, te
-from processes import in_ranks
 from te_table.compare import _copy_error
 from torch import nn
 from transformer_engine.common.recipe import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -59,7 +54,3 @@ def of_recipe(name: str, rank: int, folder: Path) -> dict[str, dict[str, float]]
         if "columnwise" in casts:
             found[role] |= {"error2": _copy_error(casts["columnwise"]), "n": row_wise.source.numel()}
     return found
-
-
-if __name__ == "__main__":
-    in_ranks(2, train, Path(sys.argv[1]))

@@ -1,19 +1,14 @@
-"""Two ranks of sequence parallelism over the emulated kernels: each compares what it reports with what it cast.
-
-.venv/bin/python tests/te/sequence_parallel.py FOLDER
-"""
+"""Two ranks of sequence parallelism over the emulated kernels: each compares what it reports with what it cast."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from emulated_te import CASTS, casts_of, te
-from processes import in_ranks
 from torch import nn
 from transformer_engine.common.recipe import CustomRecipe, Float8CurrentScaling
 from transformer_engine.pytorch.custom_recipes.quantizer_factories import current_scaling_factory
@@ -120,7 +115,3 @@ def cast_rows(cast: Any, value: torch.Tensor, rank: int) -> torch.Tensor:
     """Codes of this rank's rows: a custom recipe casts what has been gathered."""
     rows, codes = value.reshape(-1, value.shape[-1]).shape[0], cast.codes.reshape(-1, cast.codes.shape[-1])
     return codes if len(codes) == rows else codes[rank * rows : (rank + 1) * rows]
-
-
-if __name__ == "__main__":
-    in_ranks(2, train, Path(sys.argv[1]))

@@ -1,13 +1,9 @@
-"""Two ranks of Megatron's distributed optimizer over weights that are stored in FP8: each has a part of the masters.
-
-.venv/bin/python tests/te/stored_shards.py FOLDER
-"""
+"""Two ranks of Megatron's distributed optimizer over weights that are stored in FP8: each has a part of the masters."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron_on_cpu import megatron_on_cpu
-from processes import in_ranks
 from torch import nn
 from transformer_engine.common.recipe import Float8CurrentScaling
 
@@ -95,7 +90,3 @@ def own_part(optimizer: Any, weight: Any) -> slice:
             found = one._get_model_param_range_map(weight)["param"]
             return slice(found.start, found.end)
     return slice(0, 0)
-
-
-if __name__ == "__main__":
-    in_ranks(2, train, Path(sys.argv[1]))

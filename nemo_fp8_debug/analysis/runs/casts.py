@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 
 from ...core.keys import MIXED
 from ...core.scale_sources import ENGINE
-from .grid import KEY
+from .grid import Ints
 from .metrics import Metrics
 
 
@@ -18,15 +19,16 @@ def usual_casts(metrics: Metrics) -> pl.DataFrame:
         >>> usual_casts(Metrics.of(pl.DataFrame(rows | {"scale_source": "engine"}))).row(0)
         ('fc1', 'input', 'mxfp8', True)
     """
-    by = ("tensor", "recipe", "scale_source")
-    counts = metrics.gathered(by[1:], lambda rows: rows.group_by(by, maintain_order=True).agg(pl.sum("count")))
-    casts = counts.with_columns(cast=pl.col("scale_source").is_in([ENGINE, MIXED]))
-    recipes, cast = _most_often(casts.drop_nulls("recipe"), "recipe"), _most_often(casts, "cast", last=True)
-    return metrics.named(cast.join(recipes, on="tensor", how="left").sort("tensor")).select(*KEY, "recipe", "cast")
+    recipes, sources = metrics.counts("recipe"), metrics.counts("scale_source")
+    none = np.zeros(len(metrics.tensors), dtype=np.int64)
+    cast = sum((counts for source, counts in sources.items() if source in (ENGINE, MIXED)), none)
+    is_cast = 2 * cast >= sum(sources.values(), none)
+    return metrics.tensors.with_columns(recipe=_most_often(recipes, none), cast=pl.Series(is_cast, dtype=pl.Boolean))
 
 
-def _most_often(counts: pl.DataFrame, column: str, last: bool = False) -> pl.DataFrame:
-    """tensor and the value that it has most often; of several the first, or the last, in their order."""
-    of_values = counts.group_by("tensor", column).agg(pl.sum("count"))
-    ordered = of_values.sort("count", column, descending=[True, last])
-    return ordered.unique("tensor", keep="first", maintain_order=True).select("tensor", column)
+def _most_often(counts: dict[str | None, Ints], none: Ints) -> pl.Series:
+    """Of each operand; of several the first in their order."""
+    names = sorted(name for name in counts if name is not None)
+    by_name = np.stack([none, *(counts[name] for name in names)])
+    most = by_name.argmax(axis=0)  # 0: it has none
+    return pl.Series([None, *names], dtype=pl.String).gather(most)

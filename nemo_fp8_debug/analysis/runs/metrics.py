@@ -96,6 +96,11 @@ class Metrics:
     #: values that columns must have
     _only: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
+    @cached_property
+    def _values(self) -> dict[str, list[str | None]]:
+        """What is known of `unique`."""
+        return {}
+
     @classmethod
     def of(cls, rows: pl.DataFrame) -> Metrics:
         """Rows that are held.
@@ -193,11 +198,23 @@ class Metrics:
         return replace(self, _only=(*self._only, (column, tuple(values))))._there()
 
     def unique(self, column: str) -> list[str | None]:
-        """The values of a column."""
-        found: dict[str | None, None] = {}
-        for rows in self.scan([column]):
-            found |= dict.fromkeys(rows[column].unique(maintain_order=True).to_list())
-        return list(found)
+        """The values of a text column, in the order of their first rows."""
+        if column not in self._values:
+            found: dict[str | None, None] = {}
+            for rows in self.scan([column]):
+                found |= dict.fromkeys(rows[column].unique(maintain_order=True).to_list())
+            self._values[column] = list(found)
+        return self._values[column]
+
+    def counts(self, column: str) -> dict[str | None, Ints]:
+        """By each value of a text column, how often each operand has it; [T] each."""
+        values = self.unique(column)
+        counts = np.zeros(len(self.tensors) * len(values), dtype=np.int64)
+        for chunk in self.chunks([column] if len(values) > 1 else []):
+            code = chunk.rows[column].replace_strict(values, range(len(values))).to_numpy() if len(values) > 1 else 0
+            counts += np.bincount(chunk.operand * len(values) + code, minlength=len(counts))
+        by_value = counts.reshape(len(self.tensors), len(values))
+        return {value: by_value[:, i] for i, value in enumerate(values)}
 
     def _there(self) -> Metrics:
         """Without operands and steps that have no rows."""

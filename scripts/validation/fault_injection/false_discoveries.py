@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,15 @@ def strongest(baseline: Metrics, run: Metrics) -> Floats:
 def of_pairs(runs: Iterable[Mapping[str, Any]], kind: str = "other", interval: int = 5) -> Iterator[Floats]:
     """Of each clean run against its baseline of a kind."""
     by_name = {(told["part"], told["name"]): told for told in runs if told["kind"] == "none"}
-    for (part, _), told in by_name.items():
-        other = by_name.get((part, str(baseline_of(told, kind))))
-        if other is not None:
-            yield strongest(read_run(other, interval).metrics, read_run(told, interval).metrics)
+
+    @lru_cache(maxsize=16)  # the runs of a part, most of which are the baseline of another too
+    def metrics_of(part: str, name: str) -> Metrics:
+        return read_run(by_name[part, name], interval).metrics
+
+    for (part, name), told in by_name.items():
+        other = str(baseline_of(told, kind))
+        if (part, other) in by_name:
+            yield strongest(metrics_of(part, other), metrics_of(part, name))
 
 
 def bound(excess: Floats) -> Floats:

@@ -116,8 +116,12 @@ def baseline_of(told: Truth, kind: str) -> str | None:
 
 
 @cache
-def _part(path: str) -> dict[str, Truth]:
-    return {told["name"]: told for told in truths("all") if told["path"] == path}
+def _parts() -> dict[str, dict[str, Truth]]:
+    """By file and name."""
+    found: dict[str, dict[str, Truth]] = defaultdict(dict)
+    for told in truths("all"):
+        found[told["path"]][told["name"]] = told
+    return found
 
 
 @cache
@@ -142,7 +146,7 @@ def judged(told: Truth, baseline: str, interval: int) -> Judged | None:
         name = baseline_of(told, baseline)
         if name is None:
             return None
-        other = read_run(_part(told["path"])[name], interval)
+        other = read_run(_parts()[told["path"]][name], interval)
     said = diagnose(read_run(told, interval), other, bands=bands)
     found = said.culprit
     culprit = (found.layer, found.role) if found and found.layer and found.role else None

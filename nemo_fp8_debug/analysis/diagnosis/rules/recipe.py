@@ -53,18 +53,19 @@ def _other(run: Run, baseline: Run) -> list[Finding]:
     if differ.is_empty() or len(differ) > _MOST * len(both):
         return []
     first = differ.row(0, named=True)
+    rows = run.metrics.within(differ.head(1)).frame(["recipe"]).drop_nulls("recipe")
+    first = first | {"step": rows["step"].min()}
     what = f"is {first['recipe']} from the first sample on and {first['recipe_baseline']} in the baseline"
     return [_found(first, len(differ), what)]
 
 
 def _constant(metrics: Metrics) -> pl.DataFrame:
-    """layer, role, recipe, step (the first) of operands with one recipe."""
+    """layer, role, recipe of operands with one recipe."""
 
-    def first(rows: pl.DataFrame) -> pl.DataFrame:
-        return rows.drop_nulls("recipe").group_by("tensor", "recipe", maintain_order=True).agg(pl.col("step").min())
-
-    found = metrics.gathered(["recipe"], first).filter(pl.len().over("tensor") == 1)
-    return metrics.named(found.sort("tensor"))
+    counts = {name: of_each for name, of_each in metrics.counts("recipe").items() if name is not None}
+    has = np.stack([of_each > 0 for of_each in counts.values()]) if counts else np.zeros((1, len(metrics.tensors)), dtype=bool)
+    recipes = pl.Series(list(counts) or [None], dtype=pl.String).gather(has.argmax(axis=0))
+    return metrics.tensors.with_columns(recipe=recipes).filter(pl.Series(has.sum(axis=0) == 1))
 
 
 def _found(first: dict[str, Any], operands: int, what: str) -> Finding:
