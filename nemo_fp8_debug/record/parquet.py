@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 BLOCK = 1 << 16
 #: rows of a row group at the most, so that reading a few operands of a large sample decodes no more than those around them
-GROUP = 1 << 15
+GROUP = 1 << 14
 _KEY = b"crc32_of_64_KiB_blocks"
 _TAIL = 8  # length of the footer and magic number
 

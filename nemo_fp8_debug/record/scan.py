@@ -32,13 +32,26 @@ _KEYS = ("step", "layer", "role")
 
 
 class Chunk(NamedTuple):
-    """Rows of a few steps."""
+    """Rows of a few steps, those of each step one behind the other."""
 
     #: the columns that were asked for
     rows: pl.DataFrame
-    #: int64 [rows]: places among the operands and steps of the scan
+    #: int64 [rows]: places among the operands
     operand: Ints
-    step: Ints
+    #: places among the steps, and how many rows each has
+    steps: Sequence[tuple[int, int]]
+
+    @property
+    def step(self) -> Ints:
+        """int64 [rows]: places among the steps."""
+        return np.repeat([step for step, _ in self.steps], [rows for _, rows in self.steps]).astype(np.int64)
+
+    def spans(self) -> Iterator[tuple[int, slice]]:
+        """Each step, and where its rows are."""
+        first = 0
+        for step, rows in self.steps:
+            yield step, slice(first, first + rows)
+            first += rows
 
 
 @dataclass(frozen=True)
@@ -71,9 +84,7 @@ class Scan:
         order = list(dict.fromkeys(np.concatenate([np.zeros(0, np.int64), *(index.layouts[i] for i in used)]).tolist()))
         known = index.operands
         #: layer, role of each operand, in the order of their first rows
-        self.operands = pl.DataFrame(
-            [known[i] for i in order], schema={"layer": pl.String, "role": pl.String}, orient="row"
-        )
+        self.operands = pl.DataFrame([known[i] for i in order], schema={"layer": pl.String, "role": pl.String}, orient="row")
         place = np.empty(len(known), dtype=np.int64)
         place[order] = np.arange(len(order))
         self._layouts = {i: place[index.layouts[i]] for i in used}
@@ -102,10 +113,10 @@ class Scan:
         kept = [(run, rows) for run in runs if len(rows := self._rows(run, operands))]
         if not kept:
             return None
-        step = np.repeat([run.step for run, _ in kept], [len(rows) for _, rows in kept])
+        steps = [(run.step, len(rows)) for run, rows in kept]
         operand = np.concatenate([self._layouts[run.layout][rows] for run, rows in kept])
         if not columns:
-            return Chunk(pl.DataFrame(), operand, step)
+            return Chunk(pl.DataFrame(), operand, steps)
         spans = [(run.first + int(rows[0]), run.first + int(rows[-1]) + 1) for run, rows in kept]
         try:
             table, places = _read(self._storage, part, self._table, columns, spans)
@@ -120,7 +131,7 @@ class Scan:
             # The rows of a stretch follow one another in what was read, too.
             begins = np.searchsorted(places, [first for first, _ in spans])
             table = table.take(np.concatenate([at + rows - rows[0] for at, (_, rows) in zip(begins, kept, strict=True)]))
-        return Chunk(pl.DataFrame(pl.from_arrow(table)).with_columns(pl.col(pl.Categorical).cast(pl.String)), operand, step)
+        return Chunk(pl.DataFrame(pl.from_arrow(table)).with_columns(pl.col(pl.Categorical).cast(pl.String)), operand, steps)
 
     def _rows(self, run: _Run, operands: Bools | None) -> Ints:
         """Places of the rows that are wanted, among those of the stretch."""

@@ -3,10 +3,10 @@
     .venv/bin/python scripts/benchmarks/large_records.py [--layers 58] [--experts 256] [--steps 1000] [--folder FOLDER]
 
 The records are those of a mixture of experts: three GEMMs for each expert and three operands for each GEMM, beside the
-experts of each layer as one. Metrics are those of a real run (`validation/main_job/records`), each operand with the course
-of a real one, by a factor of its own that drifts from step to step. In the bad run the scale of one operand is off by nine bits
-from the middle on, and the loss diverges soon after. Histograms are kept of one operand a layer. Parts are as the writer
-merges them. The script says first what disk it needs, and deletes the records at the end.
+experts of each layer as one. Metrics are those of a real run (`validation/main_job/records`): each operand has the course of
+a real one, by a factor of its own that drifts from step to step. In the bad run the scale of one operand is off by nine
+bits from the middle on, and the loss diverges soon after. Histograms are kept of one operand a layer. Parts are as the
+writer merges them. The script says first what disk it needs, and deletes the records at the end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def main() -> None:
     needed = 2 * operands * options.steps * ROW
     folder = options.folder or Path(tempfile.mkdtemp())
     free = shutil.disk_usage(folder.parent if not folder.exists() else folder).free
-    print(f"{operands} operands x {options.steps} samples, 2 runs: {needed / 1e9:.1f} GB of disk; {free / 1e9:.1f} GB are free")
+    print(
+        f"{operands} operands x {options.steps} samples, 2 runs: {needed / 1e9:.1f} GB of disk; {free / 1e9:.1f} GB are free"
+    )
     if not (folder / "bad").exists() and needed > 0.95 * free:
         raise SystemExit("That does not fit. Choose another --folder, or fewer --steps.")
     try:
@@ -77,7 +79,9 @@ def main() -> None:
 def keys(layers: int, experts: int) -> list[tuple[str, str]]:
     """Layer and role of each operand, in the order of execution."""
     names = ["*", *map(str, range(experts))]
-    gemms = [f"model.layers.{layer}.mlp.experts.{name}.{gemm}" for layer in range(layers) for name in names for gemm in GEMMS]
+    gemms = [
+        f"model.layers.{layer}.mlp.experts.{name}.{gemm}" for layer in range(layers) for name in names for gemm in GEMMS
+    ]
     return [(gemm, role) for gemm in gemms for role in ROLES]
 
 

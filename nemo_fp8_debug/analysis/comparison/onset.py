@@ -34,8 +34,8 @@ IN_A_ROW = 3
 _MORE_LOST = 0.585
 #: samples of the baseline that a running median is taken over, on either side
 _HALF = 4
-#: tensors whose medians are taken at once, few enough for the cache
-_BLOCK = 16
+#: values whose medians are taken at once, few enough for the cache
+_AT_ONCE = 1 << 14
 _EXCHANGES = (
     *((1, 2), (4, 5), (7, 8), (0, 1), (3, 4), (6, 7), (1, 2), (4, 5), (7, 8), (0, 3)),
     *((5, 8), (4, 7), (3, 6), (1, 4), (2, 5), (4, 7), (4, 2), (6, 4), (4, 2)),
@@ -259,7 +259,8 @@ def running_median(values: Floats) -> Floats:
     width = min(n, 2 * _HALF + 1)
     if n == 0:
         return values
-    medians = np.concatenate([_medians_of_windows(values[i : i + _BLOCK], width) for i in range(0, len(values), _BLOCK)])
+    rows = max(1, _AT_ONCE // n)
+    medians = np.concatenate([_medians_of_windows(values[i : i + rows], width) for i in range(0, len(values), rows)])
     result: Floats = medians[:, np.clip(np.arange(n) - _HALF, 0, n - width)]
     return result
 

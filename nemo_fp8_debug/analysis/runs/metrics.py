@@ -27,8 +27,8 @@ Bools = npt.NDArray[np.bool_]
 Result = TypeVar("Result")
 #: rows of a record that is held
 HELD = 1 << 20
-#: values that grids hold at a time: 1 GiB
-CELLS = 1 << 27
+#: values that grids hold at a time: 1.5 GiB
+CELLS = 3 << 26
 
 
 class Source(Protocol):
@@ -65,20 +65,18 @@ class Held:
         self._operand = np.empty(len(rows), dtype=np.int64)
         lengths = grouped["row"].list.len().to_numpy()
         self._operand[grouped["row"].explode().to_numpy()] = np.repeat(np.arange(len(grouped)), lengths)
-        self._step = np.searchsorted(self.steps, rows["step"].to_numpy())
+        of_steps = rows.group_by("step", maintain_order=True).len()
+        self._steps = list(enumerate(of_steps["len"].to_list()))
 
     def chunks(self, columns: Sequence[str], operands: Bools | None = None, steps: Bools | None = None) -> Iterator[Chunk]:
         """See `Source`; all at once."""
         kept = np.ones(len(self._rows), dtype=bool)
         if operands is not None:
             kept &= operands[self._operand]
+        whole = Chunk(self._rows.select(columns), self._operand, self._steps)
         if steps is not None:
-            kept &= steps[self._step]
-        rows = self._rows.select(columns)
-        if kept.all():
-            yield Chunk(rows, self._operand, self._step)
-        elif kept.any():
-            yield Chunk(rows.filter(pl.Series(kept)) if columns else rows, self._operand[kept], self._step[kept])
+            kept &= steps[whole.step]
+        yield whole if kept.all() else some_of(whole, kept)
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,11 @@ class Metrics:
     _step: Ints
     #: values that columns must have
     _only: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @cached_property
+    def _is_whole(self) -> bool:
+        """Whether operands have the places that they have in the source."""
+        return bool((self._operand == np.arange(len(self._operand))).all())
 
     @cached_property
     def _values(self) -> dict[str, list[str | None]]:
@@ -221,7 +224,7 @@ class Metrics:
         operands, steps = np.zeros(len(self.tensors), dtype=bool), np.zeros(len(self.steps), dtype=bool)
         for chunk in self.chunks([]):
             operands[chunk.operand] = True
-            steps[chunk.step] = True
+            steps[[step for step, rows in chunk.steps if rows]] = True
         tensors = self.tensors.filter(pl.Series(operands, dtype=pl.Boolean))
         operand, step = _renumbered(self._operand, operands), _renumbered(self._step, steps)
         return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
@@ -230,16 +233,18 @@ class Metrics:
         """Columns, a few steps at a time; places are those of its operands and steps."""
         names = list(dict.fromkeys([*columns, *(name for name, _ in self._only)]))
         kept = [None if (places >= 0).all() else places >= 0 for places in (self._operand, self._step)]
-        for rows, operand, step in self._source.chunks(names, *kept):
-            chunk = Chunk(rows.select(columns), self._operand[operand], self._step[step])
-            yield from _of_those(chunk, rows, self._only) if self._only else [chunk]
+        for chunk in self._source.chunks(names, *kept):
+            operand = chunk.operand if self._is_whole else self._operand[chunk.operand]
+            of_steps = [(int(self._step[step]), rows) for step, rows in chunk.steps]
+            here = Chunk(chunk.rows.select(columns), operand, of_steps)
+            yield some_of(here, _fits(chunk.rows, self._only)) if self._only else here
 
     def scan(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
         """Rows, a few steps at a time: tensor (place of the operand), step, and columns."""
         absent = [pl.lit(None, _type(name)).alias(name) for name in columns if name not in self.columns]
-        for rows, operand, step in self.chunks([name for name in columns if name in self.columns]):
-            places = {"tensor": operand, "step": self.steps[step]}
-            yield rows.with_columns(*(pl.Series(name, of, pl.Int64) for name, of in places.items()), *absent)
+        for chunk in self.chunks([name for name in columns if name in self.columns]):
+            places = {"tensor": chunk.operand, "step": self.steps[chunk.step]}
+            yield chunk.rows.with_columns(*(pl.Series(name, of, pl.Int64) for name, of in places.items()), *absent)
 
     def frame(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """All rows at once: step, layer, role and columns; all of them by default."""
@@ -317,19 +322,19 @@ class Columns:
         values = np.full((len(self._metrics.steps), len(self._metrics.tensors)), np.nan)
         columns = ["nan", "inf"] if name == "nonfinite" else [name]
         if set(columns) <= self._metrics.columns:
-            for rows, operand, step in self._metrics.chunks(columns):
-                of_rows = rows.select(_value(name).cast(pl.Float64)).to_series().to_numpy()
-                for at, here in stretches(step):
-                    values[at, operand[here]] = of_rows[here]
+            for chunk in self._metrics.chunks(columns):
+                of_rows = chunk.rows.select(_value(name).cast(pl.Float64)).to_series().to_numpy()
+                for at, here in chunk.spans():
+                    values[at][chunk.operand[here]] = of_rows[here]
         return values.T
 
     @cached_property
     def sampled(self) -> Bools:
         """[T, S]: whether there is a row."""
         found = np.zeros((len(self._metrics.steps), len(self._metrics.tensors)), dtype=bool)
-        for _, operand, step in self._metrics.chunks([]):
-            for at, here in stretches(step):
-                found[at, operand[here]] = True
+        for chunk in self._metrics.chunks([]):
+            for at, here in chunk.spans():
+                found[at][chunk.operand[here]] = True
         return found.T
 
 
@@ -355,13 +360,16 @@ def _renumbered(places: Ints, kept: Bools) -> Ints:
     return numbers[places]
 
 
-def _of_those(chunk: Chunk, rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str]]]) -> Iterator[Chunk]:
-    """The rows of a chunk that have certain values."""
+def _fits(rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str]]]) -> Bools:
+    """Which rows have certain values."""
     fits = pl.all_horizontal([pl.col(name).is_in(values) for name, values in only]).fill_null(False)
-    kept = rows.select(fits.alias("kept"))["kept"].to_numpy()
-    if kept.any():
-        of_rows = chunk.rows.filter(pl.Series(kept)) if chunk.rows.width else chunk.rows
-        yield Chunk(of_rows, chunk.operand[kept], chunk.step[kept])
+    return rows.select(fits.alias("fits"))["fits"].to_numpy()
+
+
+def some_of(chunk: Chunk, kept: Bools) -> Chunk:
+    """Some rows of a chunk."""
+    rows = chunk.rows.filter(pl.Series(kept)) if chunk.rows.width else chunk.rows
+    return Chunk(rows, chunk.operand[kept], [(step, int(kept[here].sum())) for step, here in chunk.spans()])
 
 
 def in_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:

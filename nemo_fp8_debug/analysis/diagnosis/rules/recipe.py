@@ -63,7 +63,9 @@ def _constant(metrics: Metrics) -> pl.DataFrame:
     """layer, role, recipe of operands with one recipe."""
 
     counts = {name: of_each for name, of_each in metrics.counts("recipe").items() if name is not None}
-    has = np.stack([of_each > 0 for of_each in counts.values()]) if counts else np.zeros((1, len(metrics.tensors)), dtype=bool)
+    has = (
+        np.stack([of_each > 0 for of_each in counts.values()]) if counts else np.zeros((1, len(metrics.tensors)), dtype=bool)
+    )
     recipes = pl.Series(list(counts) or [None], dtype=pl.String).gather(has.argmax(axis=0))
     return metrics.tensors.with_columns(recipe=recipes).filter(pl.Series(has.sum(axis=0) == 1))
 
