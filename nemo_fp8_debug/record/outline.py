@@ -1,18 +1,24 @@
-"""Which operands the rows of a part are of, told in a few bytes: sampled steps list the same ones in the same order."""
+"""Which operands the rows of a part are of, told in a few bytes: sampled steps list the same ones in the same order. And the
+values of texts that have few."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 #: of a part's footer
-OUTLINE = b"stretches_of_steps"
+OUTLINE = b"outline"
 _KEYS = ("step", "layer", "role")
+#: columns with many values, and how many are few, and how long each may be
+_MANY, _FEW, _SHORT = ("layer", "gemm", "name"), 16, 200
 #: characters of an outline that are read, and of a digest
 _LONGEST, _DIGEST = 1 << 24, 32
 
@@ -24,6 +30,33 @@ class Stretch(NamedTuple):
     rows: int
     #: of their layers and roles, in order
     digest: str
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What the footer of a part tells of its rows."""
+
+    stretches: tuple[Stretch, ...]
+    #: by column that has few, its values in the order of their first rows
+    texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+
+
+def outline_of(table: pa.Table) -> Outline:
+    """The outline of a table.
+
+    Example:
+        >>> table = pa.table({"step": [0, 0], "layer": ["a", "b"], "role": ["input"] * 2, "format": ["e4m3", None]})
+        >>> outline_of(table).texts
+        {'format': ['e4m3', None]}
+    """
+    names = [field.name for field in table.schema if field.type == pa.string() and field.name not in _MANY]
+    values = {name: pc.unique(table[name]).to_pylist() for name in names}
+    few = {name: of_name for name, of_name in values.items() if len(of_name) <= _FEW and all(map(_is_short, of_name))}
+    return Outline(tuple(stretches(table)), few)
+
+
+def _is_short(text: str | None) -> bool:
+    return text is None or len(text) <= _SHORT
 
 
 def stretches(table: pa.Table) -> list[Stretch]:
@@ -55,20 +88,28 @@ def _digest(names: list[pa.StringArray]) -> str:
     return digest.hexdigest()
 
 
-def to_text(outline: list[Stretch]) -> str:
-    """To be put into a footer."""
-    return json.dumps(outline, separators=(",", ":"))
+def to_text(outlines: Sequence[Outline]) -> str:
+    """Those of tables that lie one behind the other, to be put into a footer."""
+    all_of_them = [stretch for outline in outlines for stretch in outline.stretches]
+    columns = set.intersection(*(set(outline.texts) for outline in outlines)) if outlines else ()
+    texts = {
+        name: list(dict.fromkeys(text for outline in outlines for text in outline.texts[name])) for name in sorted(columns)
+    }
+    return json.dumps({"stretches": all_of_them, "texts": texts}, separators=(",", ":"))
 
 
-def from_text(text: bytes | None) -> list[Stretch] | None:
-    """Back from it; None if it is not an outline."""
+def from_text(text: bytes | None) -> Outline | None:
+    """Back from it; None if it is not one."""
     if text is None or len(text) > _LONGEST:
         return None
     try:
-        found = [Stretch(step, rows, digest) for step, rows, digest in json.loads(text)]
-    except (ValueError, TypeError, RecursionError):
+        content = json.loads(text)
+        found = tuple(Stretch(step, rows, digest) for step, rows, digest in content["stretches"])
+        texts = {str(name): list(values) for name, values in content["texts"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return found if all(map(_is_sound, found)) else None
+    known = all(text is None or isinstance(text, str) for values in texts.values() for text in values)
+    return Outline(found, texts) if known and found and all(map(_is_sound, found)) else None
 
 
 def _is_sound(stretch: Stretch) -> bool:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .outline import OUTLINE, Stretch, from_text, stretches, to_text
+from .outline import OUTLINE, Outline, from_text, outline_of, to_text
 
 Ints = npt.NDArray[np.int64]
 
@@ -51,13 +51,13 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
         column_encoding=dict.fromkeys(lists, "DELTA_BINARY_PACKED"),
         write_statistics=["attempt", "step"],
     )
-    outline = list[Stretch]()
+    outlines = list[Outline]()
     for table in tables:
         writer.write_table(table, row_group_size=max(1, len(table)) if lists else GROUP)
-        outline += stretches(table)
+        outlines.append(outline_of(table))
     data = sink.getvalue()
     sums = "".join(f"{zlib.crc32(block):08x}" for block in _blocks(data))
-    writer.add_key_value_metadata({_KEY: sums, OUTLINE: to_text(outline)})
+    writer.add_key_value_metadata({_KEY: sums, OUTLINE: to_text(outlines)})
     writer.close()
     content = sink.getvalue()
     return content, f"{zlib.crc32(content[len(data) :]):08x}"
@@ -117,10 +117,10 @@ class Rows:
         self._ends = np.cumsum([0, *counts])
 
     @property
-    def outline(self) -> list[Stretch] | None:
+    def outline(self) -> Outline | None:
         """What the footer says of the rows; None: nothing that fits them."""
         found = from_text((self._metadata.metadata or {}).get(OUTLINE))
-        return found if found is not None and sum(each.rows for each in found) == self._ends[-1] else None
+        return found if found is not None and sum(each.rows for each in found.stretches) == self._ends[-1] else None
 
     def read(self, columns: Sequence[str], wanted: Sequence[tuple[int, int]] | None = None) -> tuple[pa.Table, Ints]:
         """Columns of the row groups that have rows from `first` up to, without it, `end` of any pair; None: all.

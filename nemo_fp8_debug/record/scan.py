@@ -21,7 +21,7 @@ import pyarrow as pa
 from ..core.threads import ahead
 from ..errors import RecordError
 from . import migration, parquet
-from .outline import Stretch, stretches
+from .outline import Outline, Stretch, stretches
 from .reader import Address, complain_of, parts_of, reason, sound
 from .schema import SCHEMAS, Part, arrow_schema
 from .storage import Storage
@@ -88,7 +88,13 @@ class Scan:
         place = np.empty(len(known), dtype=np.int64)
         place[order] = np.arange(len(order))
         self._layouts = {i: place[index.layouts[i]] for i in used}
+        self._everything = {i: np.arange(len(index.layouts[i])) for i in used}
+        self._texts = index.texts()
         self.schema: Mapping[str, Any] = SCHEMAS[table]
+
+    def values(self, column: str) -> list[str | None] | None:
+        """The values of a text column, in the order of their first rows; None: that takes reading them."""
+        return self._texts.get(column)
 
     def chunks(self, columns: Sequence[str], operands: Bools | None = None, steps: Bools | None = None) -> Iterator[Chunk]:
         """Rows in order of steps, several parts read at once and no more than a few held.
@@ -110,11 +116,12 @@ class Scan:
         self, columns: Sequence[str], operands: Bools | None, unreadable: dict[str, str], of_part: tuple[Part, list[_Run]]
     ) -> Chunk | None:
         part, runs = of_part
-        kept = [(run, rows) for run in runs if len(rows := self._rows(run, operands))]
+        kept = [(run, rows) for run in runs if len(rows := self._rows(run.layout, operands))]
         if not kept:
             return None
         steps = [(run.step, len(rows)) for run, rows in kept]
-        operand = np.concatenate([self._layouts[run.layout][rows] for run, rows in kept])
+        layouts = [(self._layouts[run.layout], rows) for run, rows in kept]
+        operand = np.concatenate([layout if len(layout) == len(rows) else layout[rows] for layout, rows in layouts])
         if not columns:
             return Chunk(pl.DataFrame(), operand, steps)
         spans = [(run.first + int(rows[0]), run.first + int(rows[-1]) + 1) for run, rows in kept]
@@ -131,12 +138,14 @@ class Scan:
             # The rows of a stretch follow one another in what was read, too.
             begins = np.searchsorted(places, [first for first, _ in spans])
             table = table.take(np.concatenate([at + rows - rows[0] for at, (_, rows) in zip(begins, kept, strict=True)]))
-        return Chunk(pl.DataFrame(pl.from_arrow(table)).with_columns(pl.col(pl.Categorical).cast(pl.String)), operand, steps)
+        found = pl.DataFrame(pl.from_arrow(table))
+        if pl.Categorical in found.dtypes:
+            found = found.with_columns(pl.col(pl.Categorical).cast(pl.String))
+        return Chunk(found, operand, steps)
 
-    def _rows(self, run: _Run, operands: Bools | None) -> Ints:
-        """Places of the rows that are wanted, among those of the stretch."""
-        layout = self._layouts[run.layout]
-        return np.arange(len(layout)) if operands is None else np.flatnonzero(operands[layout])
+    def _rows(self, layout: int, operands: Bools | None) -> Ints:
+        """Places of the rows that are wanted, among those of a stretch."""
+        return self._everything[layout] if operands is None else np.flatnonzero(operands[self._layouts[layout]])
 
 
 def _read(
@@ -160,6 +169,7 @@ class _Index:
         self._storage, self._table = storage, table
         self._operand: dict[tuple[str, str], int] = {}
         self._layout: dict[str, int] = {}
+        self._outlines: dict[Part, Outline] = {}
         #: int64 [rows]: the operand of each row of a stretch; those of most steps are alike
         self.layouts: list[Ints] = []
         #: by step, the attempt whose rows count, and its part and stretches: step, first row, layout
@@ -179,6 +189,15 @@ class _Index:
             of_parts.append((part, runs))
         return of_parts
 
+    def texts(self) -> dict[str, list[str | None]]:
+        """Values of text columns, as far as footers tell them of all rows that count, and of no others."""
+        parts = [self.owner[step][1] for step in sorted(self.owner)]
+        known = [self._outlines[part] for part in dict.fromkeys(parts)]
+        if len(parts) != sum(len({stretch.step for stretch in each.stretches}) for each in known):
+            return {}  # some rows were trained again
+        columns = set.intersection(*(set(each.texts) for each in known)) if known else ()
+        return {name: list(dict.fromkeys(value for each in known for value in each.texts[name])) for name in columns}
+
     def _add_all(self) -> None:
         unreadable: dict[str, str] = {}
         listed: set[Part] = set()
@@ -197,13 +216,13 @@ class _Index:
         if unreadable:
             complain_of(self._storage, self._table, unreadable)
 
-    def _outline(self, part: Part) -> list[Stretch] | str | None:
+    def _outline(self, part: Part) -> Outline | str | None:
         """Of a part; what is wrong with it; or None: it is gone."""
         try:
             self._storage.check(part.path)
             with self._storage.open(part.path) as file:
-                found = parquet.Rows(file, part.checksum).outline
-            return found if found is not None else stretches(_with_plain_names(self._keys(part)))
+                rows = parquet.Rows(file, part.checksum)
+            return rows.outline or Outline(tuple(stretches(_with_plain_names(self._keys(part)))))
         except FileNotFoundError:
             return None
         except Exception as error:  # every driver has errors of its own
@@ -212,14 +231,14 @@ class _Index:
     def _keys(self, part: Part) -> pa.Table:
         return _read(self._storage, part, self._table, _KEYS, [(0, 1 << 62)])[0]
 
-    def _add(self, part: Part, outline: list[Stretch]) -> None:
+    def _add(self, part: Part, outline: Outline) -> None:
         """A step counts once in an attempt, merged parts first, and of attempts the latest does."""
         runs: dict[int, list[tuple[int, int]]] = defaultdict(list)
         first = 0
         try:
-            for stretch in outline:
+            for stretch in outline.stretches:
                 if stretch.digest not in self._layout:
-                    self._read_layouts(part, outline)
+                    self._read_layouts(part, outline.stretches)
                 runs[stretch.step].append((first, self._layout[stretch.digest]))
                 first += stretch.rows
         except Exception as error:  # the names cannot be read
@@ -228,8 +247,9 @@ class _Index:
         for step, of_step in runs.items():
             if step not in self.owner or self.owner[step][0] < part.attempt:
                 self.owner[step] = part.attempt, part, of_step
+        self._outlines[part] = outline
 
-    def _read_layouts(self, part: Part, outline: list[Stretch]) -> None:
+    def _read_layouts(self, part: Part, outline: Sequence[Stretch]) -> None:
         keys = _with_plain_names(self._keys(part))
         first = 0
         for stretch in outline:

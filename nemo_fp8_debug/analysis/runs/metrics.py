@@ -49,6 +49,9 @@ class Source(Protocol):
     def chunks(self, columns: Sequence[str], operands: Bools | None = None, steps: Bools | None = None) -> Iterator[Chunk]:
         """Columns of some operands and steps; None: of all."""
 
+    def values(self, column: str) -> list[str | None] | None:
+        """Those of a text column, in the order of their first rows; None: that takes reading them."""
+
 
 class Held:
     """Rows in memory."""
@@ -78,6 +81,10 @@ class Held:
             kept &= steps[whole.step]
         yield whole if kept.all() else some_of(whole, kept)
 
+    def values(self, column: str) -> list[str | None] | None:
+        """See `Source`."""
+        return self._rows[column].unique(maintain_order=True).to_list()
+
 
 @dataclass(frozen=True)
 class Metrics:
@@ -93,6 +100,11 @@ class Metrics:
     _step: Ints
     #: values that columns must have
     _only: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def _is_all(self) -> bool:
+        """Whether it has all rows of the source."""
+        return not self._only and bool((self._operand >= 0).all() and (self._step >= 0).all())
 
     @cached_property
     def _is_whole(self) -> bool:
@@ -203,6 +215,10 @@ class Metrics:
     def unique(self, column: str) -> list[str | None]:
         """The values of a text column, in the order of their first rows."""
         if column not in self._values:
+            known = self._source.values(column)
+            # Some rows of a table have all of its values if those are one.
+            if known is not None and (self._is_all or len(known) == 1) and not self.is_empty():
+                return known
             found: dict[str | None, None] = {}
             for rows in self.scan([column]):
                 found |= dict.fromkeys(rows[column].unique(maintain_order=True).to_list())
@@ -214,7 +230,9 @@ class Metrics:
         values = self.unique(column)
         counts = np.zeros(len(self.tensors) * len(values), dtype=np.int64)
         for chunk in self.chunks([column] if len(values) > 1 else []):
-            code = chunk.rows[column].replace_strict(values, range(len(values))).to_numpy() if len(values) > 1 else 0
+            code = (
+                chunk.rows[column].replace_strict(values, range(len(values)), default=0).to_numpy() if len(values) > 1 else 0
+            )
             counts += np.bincount(chunk.operand * len(values) + code, minlength=len(counts))
         by_value = counts.reshape(len(self.tensors), len(values))
         return {value: by_value[:, i] for i, value in enumerate(values)}
@@ -224,7 +242,7 @@ class Metrics:
         operands, steps = np.zeros(len(self.tensors), dtype=bool), np.zeros(len(self.steps), dtype=bool)
         for chunk in self.chunks([]):
             operands[chunk.operand] = True
-            steps[[step for step, rows in chunk.steps if rows]] = True
+            steps[[step for step, _ in chunk.steps]] = True
         tensors = self.tensors.filter(pl.Series(operands, dtype=pl.Boolean))
         operand, step = _renumbered(self._operand, operands), _renumbered(self._step, steps)
         return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
@@ -369,7 +387,8 @@ def _fits(rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str]]]) -> Bool
 def some_of(chunk: Chunk, kept: Bools) -> Chunk:
     """Some rows of a chunk."""
     rows = chunk.rows.filter(pl.Series(kept)) if chunk.rows.width else chunk.rows
-    return Chunk(rows, chunk.operand[kept], [(step, int(kept[here].sum())) for step, here in chunk.spans()])
+    counts = ((step, int(kept[here].sum())) for step, here in chunk.spans())
+    return Chunk(rows, chunk.operand[kept], [(step, n) for step, n in counts if n])
 
 
 def in_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:
