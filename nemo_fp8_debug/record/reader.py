@@ -239,7 +239,7 @@ def read_part(run: Storage, schema: pa.Schema, part: Part, step: int | None = No
         with run.open(part.path) as file:
             names = migration.with_earlier_names(schema.names)
             rows = migration.completed(parquet.read(file, part.checksum, names, step), schema)
-        rows = sound(rows, schema)
+        check(of_schema(rows, schema))
         if pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
             return "its rows are not of the attempt that its name says"
         return rows
@@ -249,17 +249,24 @@ def read_part(run: Storage, schema: pa.Schema, part: Part, step: int | None = No
         return reason(error)
 
 
-def sound(rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Rows of a part, if they are what a run writes.
+def of_schema(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Rows of a part, if their columns are those of a table.
 
     Raises:
         ValueError: they are not.
     """
     if [_plain(column.type) for column in rows.schema] != schema.types:
         raise ValueError("its columns are not those of this table")
+    return rows
+
+
+def check(rows: pa.Table) -> None:
+    """
+    Raises:
+        ValueError: some are not what a run writes.
+    """
     if wrong := wrong_values(rows):
         raise ValueError(wrong)
-    return rows
 
 
 def reason(error: Exception) -> str:

@@ -22,7 +22,7 @@ from ..core.threads import ahead
 from ..errors import RecordError
 from . import migration, parquet
 from .outline import Outline, Stretch, stretches
-from .reader import Address, complain_of, parts_of, reason, sound
+from .reader import Address, check, complain_of, of_schema, parts_of, reason
 from .schema import SCHEMAS, Part, arrow_schema
 from .storage import Storage
 
@@ -90,6 +90,8 @@ class Scan:
         self._layouts = {i: place[index.layouts[i]] for i in used}
         self._everything = {i: np.arange(len(index.layouts[i])) for i in used}
         self._texts = index.texts()
+        #: parts, columns and rows whose values have been looked at
+        self._sound: set[tuple[Any, ...]] = set()
         self.schema: Mapping[str, Any] = SCHEMAS[table]
 
     def values(self, column: str) -> list[str | None] | None:
@@ -127,6 +129,9 @@ class Scan:
         spans = [(run.first + int(rows[0]), run.first + int(rows[-1]) + 1) for run, rows in kept]
         try:
             table, places = _read(self._storage, part, self._table, columns, spans)
+            if (read := (part, *columns, spans[0][0], spans[-1][1])) not in self._sound:
+                check(table)
+                self._sound.add(read)
         except FileNotFoundError:
             raise RecordError(
                 f"{self._storage.path(part.path)} is gone: the run goes on and has merged its parts; do the same again"
@@ -159,7 +164,7 @@ def _read(
     schema = arrow_schema(table, columns)
     with storage.open(part.path) as file:
         rows, places = parquet.Rows(file, part.checksum).read(migration.with_earlier_names(schema.names), spans)
-    return sound(migration.completed(rows, schema), schema), places
+    return of_schema(migration.completed(rows, schema), schema), places
 
 
 class _Index:
@@ -229,7 +234,9 @@ class _Index:
             return reason(error)
 
     def _keys(self, part: Part) -> pa.Table:
-        return _read(self._storage, part, self._table, _KEYS, [(0, 1 << 62)])[0]
+        keys = _read(self._storage, part, self._table, _KEYS, [(0, 1 << 62)])[0]
+        check(keys)
+        return keys
 
     def _add(self, part: Part, outline: Outline) -> None:
         """A step counts once in an attempt, merged parts first, and of attempts the latest does."""

@@ -45,13 +45,7 @@ def named_alike(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[R
 
 def sizes_of_weights(metrics: Metrics) -> dict[str, int | None]:
     """How many values W has, by layer in order; None where that is not known."""
-    weights = metrics.with_role("weight")
-    n = (pl.col("n") + pl.col("nan") + pl.col("inf")).max()
-    most = [rows.group_by("tensor").agg(n) for rows in weights.scan(["n", "nan", "inf"])]
-    sizes: dict[str, int | None] = dict.fromkeys(metrics.tensors["layer"])
-    for tensor, size in pl.concat(most).group_by("tensor").max().iter_rows() if most else ():
-        sizes[weights.tensors["layer"][tensor]] = size
-    return sizes
+    return dict.fromkeys(metrics.tensors["layer"]) | metrics.sizes_of_weights
 
 
 def _by_hand(names: Sequence[str], renames: Sequence[str]) -> Names:

@@ -196,7 +196,8 @@ def least_rise(evidence: Evidence, values: Floats, medians: Floats) -> Floats:
     moves = np.abs(evidence.scaled(values) - usual)
     spread = np.nan_to_num(1.4826 * lower_median(moves))  # a standard deviation
     farthest = np.nan_to_num(np.fmax.reduce(moves[:, FIRST:], axis=1, initial=0.0))
-    least: Floats = np.fmax(evidence.least_of(lower_median(usual)), np.fmax(SPREADS * spread, farthest))
+    counts = evidence.least_of(lower_median(usual)) if evidence.least_part else evidence.least
+    least: Floats = np.fmax(counts, np.fmax(SPREADS * spread, farthest))
     return least
 
 

@@ -208,8 +208,14 @@ class Metrics:
 
     def only(self, column: str, values: Collection[str]) -> Metrics:
         """Rows that have one of these values in a column, and the operands and steps that have such rows."""
-        if set(self.unique(column)) <= set(values):
+        counts = self.counts(column)
+        if counts.keys() <= set(values):
             return self
+        none = np.zeros(len(self.tensors), dtype=np.int64)
+        fitting = sum((counts[value] for value in values if value in counts), none)
+        if ((fitting == 0) | (fitting == sum(counts.values(), none))).all():
+            # Each operand has such rows alone, or none of them.
+            return self.among(self.tensors.filter(pl.Series(fitting > 0)))
         return replace(self, _only=(*self._only, (column, tuple(values))))._there()
 
     def unique(self, column: str) -> list[str | None]:
@@ -271,6 +277,16 @@ class Metrics:
         rows = pl.concat([self._none(read).drop("count"), *self.scan(read)])
         found = self.named(rows).select(names)
         return found if found["step"].is_sorted() else found.sort("step", maintain_order=True)
+
+    @cached_property
+    def sizes_of_weights(self) -> dict[str, int]:
+        """How many values W has, by layer, of those whose size is known."""
+        weights = self.with_role("weight")
+        most = np.full(len(weights.tensors), -1)
+        for rows in weights.scan(["n", "nan", "inf"]):
+            known = rows.select("tensor", n=pl.col("n") + pl.col("nan") + pl.col("inf")).drop_nulls()
+            np.maximum.at(most, known["tensor"].to_numpy(), known["n"].to_numpy())
+        return {layer: n for layer, n in zip(weights.tensors["layer"], most.tolist(), strict=True) if n >= 0}
 
     def gathered(self, columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
         """What `gather` makes of the rows, a few steps at a time and then of that.
