@@ -17,10 +17,12 @@ from ..analysis.comparison.comparison import Comparison
 from ..analysis.comparison.summary import summarize, to_json
 from ..analysis.diagnosis.diagnose import diagnose_comparison
 from ..analysis.formatting import number
+from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
 from ..analysis.story.ranking import by_harm
 from ..core.keys import SHOWN_AS, STATES
 from ..numerics.metric_names import label_of
+from .cluster import Cluster
 from .console import console, say, working
 from .listing import TENSOR, Column, print_rows
 
@@ -46,13 +48,14 @@ def command(
     top: Annotated[int, typer.Option(metavar="N", help="tensors to list", min=1)] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every tensor")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="file for a report, which opens in any browser")] = None,
+    cluster: Cluster = None,
 ) -> None:
     """Compare runs with a baseline: the losses, and the tensors in the order of harm, with how far each drifted."""
     if html is not None:
         from ..tensorboard_plugin.page.report import check_report
 
         check_report(html)
-    with working("reading the records", *(f"comparing {path}" for path in run)) as over:
+    with on_cluster(cluster), working("reading the records", *(f"comparing {path}" for path in run)) as over:
         first, *others = _read([baseline, *run, *([reference] if reference else [])], by)
         over()
         other = others.pop() if reference else None
@@ -60,7 +63,7 @@ def command(
         for run_read in others:
             comparisons.append(compare(first, run_read, other, by, rename or ()))
             over()
-    ranked = [by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
+        ranked = [by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
     if as_json:
         plain = [told | {"tensors": tensors} for told, tensors in zip(map(to_json, comparisons), ranked, strict=True)]
         print(json.dumps(plain[0] if len(plain) == 1 else {"comparisons": plain}, indent=2))

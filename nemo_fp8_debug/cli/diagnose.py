@@ -13,9 +13,11 @@ from rich.console import Console
 from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diagnosis.diagnosis import Diagnosis
 from ..analysis.loss.outcome import MAX_GAP
+from ..analysis.runs.cluster import on_cluster
 from ..analysis.story.markdown import story_markdown
 from ..analysis.story.story import story
 from ..analysis.story.strip import strip_text
+from .cluster import Cluster
 from .console import console, say, working
 from .listing import Column, print_rows
 
@@ -56,14 +58,15 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown, for an issue")] = False,
+    cluster: Cluster = None,
 ) -> None:
     """Say what is wrong with a run: the operand it began in, since when, why, and whether it did harm."""
-    with working(f"diagnosing {run}"):
+    with on_cluster(cluster), working(f"diagnosing {run}"):
         found = diagnose(run, baseline, reference, by, max_gap, bands)
+        told = story(found) if as_json or as_markdown else {}
     if as_json:
-        print(json.dumps(found.to_json() | {"story": story(found)}, indent=2))
+        print(json.dumps(found.to_json() | {"story": told}, indent=2))
     elif as_markdown:
-        told = story(found)
         against = "" if baseline is None else f" against {baseline.name}"
         print(f"### {run.name}{against}: {told['headline']['title']}\n\n{story_markdown(told)}")
     else:

@@ -17,9 +17,11 @@ from ..analysis.recommendation.options import STAY, Budget, Errors
 from ..analysis.recommendation.recommend import Finding, Recommendation, over_budget, recommend
 from ..analysis.recommendation.snippets import PLAN, snippets_of, unwritten, write
 from ..analysis.recommendation.snippets.snippet import Snippet
+from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
 from ..core.keys import ROLES, SHOWN_AS, Key
 from ..errors import ConfigError
+from .cluster import Cluster
 from .console import console, say, working
 from .listing import TENSOR, Column, print_rows
 
@@ -57,6 +59,7 @@ def command(
         float, typer.Option(metavar="PERCENT", help="most percent that are clipped")
     ] = _DEFAULT.overflow_pct,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, with every option that was tried")] = False,
+    cluster: Cluster = None,
 ) -> None:
     """Find the cheapest change for each operand that loses too much, and write the files that make it.
 
@@ -65,7 +68,7 @@ def command(
     budget = Budget(relative_error, underflow, overflow)
     flagged: Iterable[Key]
     flags: dict[Key, Flag] = {}
-    with working(f"diagnosing {run}", "trying changes") as over:
+    with on_cluster(cluster), working(f"diagnosing {run}", "trying changes") as over:
         if baseline is None:
             examined = Run.read(run)
             flagged = over_budget(examined, budget)

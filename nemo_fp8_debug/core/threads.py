@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,24 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+#: cores that were asked for, where the process may use more
+_asked: list[int] = []
+
+
 def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many this process uses."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([there, *_asked[-1:]])
+
+
+@contextlib.contextmanager
+def at_most(some: int) -> Iterator[None]:
+    """Use no more cores than that meanwhile."""
+    _asked.append(some)
+    try:
+        yield
+    finally:
+        _asked.pop()
 
 
 def ahead(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:

@@ -20,11 +20,13 @@ from nemo_fp8_debug.analysis.bands.judge import judge
 from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.recommendation.of_records import recommend
-from nemo_fp8_debug.analysis.runs import grid, metrics
+from nemo_fp8_debug.analysis.runs import cluster, grid, metrics
+from nemo_fp8_debug.analysis.runs.cluster import on_cluster
 from nemo_fp8_debug.analysis.runs.median_of import median_of
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
+from nemo_fp8_debug.errors import ConfigError
 
 DEMO = Path(__file__).parents[2] / "scripts" / "validation" / "main_job" / "records"
 NAMES = ("baseline", "bad", "reference")
@@ -115,3 +117,22 @@ def check_median(values: list[float], at_once: int) -> None:
     with np.errstate(invalid="ignore"):
         expected = np.median(known) if known else np.nan
     assert found == expected or (np.isnan(found) and np.isnan(expected))
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_workers_of_a_cluster_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler and a worker of Dask, in processes of their own; for Ray see scripts/validation/clusters.py."""
+    with on_cluster("dask"):
+        assert cluster.workers() > 0
+        shared = told_of_pair(as_needed())
+    assert cluster.workers() == 0
+    monkeypatch.undo()
+    assert json.dumps(shared, default=str) == json.dumps(told_of_pair(held()), default=str)
+
+
+@pytest.mark.parametrize(
+    ("address", "why"), [("spark", "is no cluster; write ray"), ("tcp://127.0.0.1:1", "there is no cluster at")]
+)
+def test_a_cluster_that_is_not_there_is_named(address: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why), on_cluster(address):
+        pass

@@ -23,7 +23,7 @@ from ..comparison.layer_matching import sizes_of_weights
 from ..comparison.onset import IN_A_ROW
 from ..runs.casts import usual_casts
 from ..runs.grid import Floats, Grid
-from ..runs.metrics import Metrics, Result, blocks, in_parts
+from ..runs.metrics import Metrics, Result, in_parts, over_blocks
 from ..runs.run import Run
 from .purpose import purpose_of
 
@@ -191,9 +191,8 @@ class Kinds:
     def parts(self, do: Callable[[OfKinds], Result]) -> list[Result]:
         """`do` of some operands at a time, in order."""
         needed = len({evidence.metric for evidence in JUDGED} | {"underflow_pct", "overflow_pct"})
-        return [
-            found for (grid,) in blocks(self.metrics, columns=needed) for found in in_parts(partial(self._part, do), grid)
-        ]
+        found = over_blocks(partial(in_parts, partial(self._part, do)), self.metrics, columns=needed)
+        return [of_part for of_block in found for of_part in of_block]
 
     def _part(self, do: Callable[[OfKinds], Result], grid: Grid) -> Result:
         grid = grid.at(np.arange(min(_FIRST, len(grid.steps)), len(grid.steps)))

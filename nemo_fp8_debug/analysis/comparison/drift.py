@@ -11,7 +11,7 @@ import polars as pl
 from ...core.keys import SHOWN_AS
 from ...errors import RecordError
 from ..runs.grid import Floats, Grid, Paired, median
-from ..runs.metrics import blocks, by_tensor, in_common
+from ..runs.metrics import by_tensor, in_common, over_blocks
 from ..runs.run import Run
 
 #: metrics whose ratios count, and what is added to either side: percent of underflow and overflow below this are noise
@@ -37,7 +37,7 @@ def drifts(baseline: Run, run: Run) -> pl.DataFrame:
     both = in_common(baseline.metrics, run.metrics)
     if not len(Paired.of(*(each.steps for each in both))):
         raise RecordError(_nothing_in_common(baseline, run))
-    found = pl.concat([_rows(*grids) for grids in blocks(*both, columns=2)])
+    found = pl.concat(over_blocks(_rows, *both, columns=2))
     return found.sort(
         pl.col("nonfinite_since"),
         pl.col("nonfinite_order"),

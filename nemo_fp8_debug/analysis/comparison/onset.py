@@ -18,7 +18,7 @@ import polars as pl
 from ...core.keys import SHOWN_AS
 from ...core.threads import ahead
 from ..runs.grid import Floats, Grid, lower_median
-from ..runs.metrics import Bools, Metrics, blocks, in_common
+from ..runs.metrics import Bools, Metrics, in_common, over_blocks
 from .discoveries import discoveries
 from .evidence import EVIDENCE, Evidence
 
@@ -57,7 +57,7 @@ def onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
         (see `discoveries`).
     """
     both = in_common(baseline, run)
-    found = [_rows(*grids) for grids in blocks(*both, columns=2)]
+    found = over_blocks(_rows, *both, columns=2)
     return discoveries(_in_order(found), len(both[0].tensors))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import polars as pl
 
 from ...numerics.limits import MADE_UP
 from ..comparison.compare import quantized, split_experts
 from ..runs.grid import Grid
-from ..runs.metrics import blocks, in_parts
+from ..runs.metrics import in_parts, over_blocks
 from ..runs.run import Run
 from .rules.beyond import COLUMNS, strengths, times_of_limits, with_limits
 
@@ -33,7 +35,7 @@ def early_warning(run: Run) -> pl.DataFrame:
     empty = pl.DataFrame(schema={"step": pl.Int64, "score": pl.Float64, "layer": pl.String, "role": pl.String})
     if judged.is_empty():
         return empty
-    found = [rows for (grid,) in blocks(judged, columns=COLUMNS) for rows in in_parts(_farthest, grid)]
+    found = [rows for block in over_blocks(partial(in_parts, _farthest), judged, columns=COLUMNS) for rows in block]
     # Of operands that are equally far the first counts.
     return pl.concat([empty, *found]).sort("step", -pl.col("score"), maintain_order=True).unique("step", maintain_order=True)
 

@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from ...record.reader import read_table, rows_of
 from ...record.scan import Chunk, Scan
 from ...record.schema import SCHEMAS
 from ...record.storage import Storage
+from . import cluster
 from .grid import KEY, Floats, Grid, Ints
 
 Bools = npt.NDArray[np.bool_]
@@ -29,6 +30,10 @@ Result = TypeVar("Result")
 HELD = 1 << 20
 #: values that grids hold at a time: 1.5 GiB
 CELLS = 3 << 26
+
+
+#: on a cluster, blocks that each worker gets, so that none waits long for another; and tensors of a block at the least
+_SHARES, _FEWEST = 4, 64
 
 
 class Source(Protocol):
@@ -413,22 +418,27 @@ def in_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:
     return baseline.among(tensors), run.among(tensors)
 
 
-def blocks(*runs: Metrics, columns: int = 1) -> Iterator[tuple[Grid, ...]]:
-    """The same tensors of some runs as grids, as many at a time as fit into memory.
+def over_blocks(do: Callable[..., Result], *runs: Metrics, columns: int = 1) -> list[Result]:
+    """`do` of the same tensors of some runs as grids, as many tensors at a time as fit into memory, in order.
+
+    On a cluster its workers share the work; see `cluster`.
 
     Args:
         runs: over the same tensors.
         columns: of each grid that are looked at together.
     """
-    tensors = runs[0].tensors
     cells = sum(len(run.steps) for run in runs) * columns
     at_once = max(1, CELLS // max(cells, 1))
-    if at_once >= len(tensors):
-        yield tuple(run.grids(columns) for run in runs)
-        return
-    for first in range(0, len(tensors), at_once):
-        some = tensors[first : first + at_once]
-        yield tuple(run._narrowed(some).grids(columns) for run in runs)
+    if workers := cluster.workers():
+        at_once = min(at_once, max(_FEWEST, -(-len(runs[0].tensors) // (_SHARES * workers))))
+    if at_once >= len(runs[0].tensors):
+        return [do(*(run.grids(columns) for run in runs))]
+    some = [slice(first, first + at_once) for first in range(0, len(runs[0].tensors), at_once)]
+    return cluster.each(partial(_of_block, do, runs, columns), some)
+
+
+def _of_block(do: Callable[..., Result], runs: Sequence[Metrics], columns: int, some: slice) -> Result:
+    return do(*(run._narrowed(run.tensors[some]).grids(columns) for run in runs))
 
 
 def by_tensor(

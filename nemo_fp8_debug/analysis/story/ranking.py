@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..comparison.drift import SHOWN, TAIL
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.rules.finding import Finding
 from ..runs.grid import Floats, Grid, median
-from ..runs.metrics import blocks, by_tensor
+from ..runs.metrics import by_tensor, over_blocks
 from ..runs.run import Run
 
 KEY = ["layer", "role"]
@@ -121,8 +121,12 @@ def medians(run: Run, metrics: Sequence[str], most: Sequence[str] = ()) -> pl.Da
     if later.is_empty():
         return later.tensors.with_columns(pl.lit(None, pl.Float64).alias(name) for name in metrics)
     functions = [partial(_of_later, name, name in most) for name in metrics]
-    rows = [grid.tensors.with_columns(**by_tensor(functions, grid)) for (grid,) in blocks(later)]
+    rows = over_blocks(partial(_columns, functions), later)
     return pl.concat(rows).with_columns(pl.col(metrics).fill_nan(None))
+
+
+def _columns(functions: Sequence[Callable[..., dict[str, Floats]]], grid: Grid) -> pl.DataFrame:
+    return grid.tensors.with_columns(**by_tensor(functions, grid))
 
 
 def _of_later(metric: str, most: bool, grid: Grid) -> dict[str, Floats]:

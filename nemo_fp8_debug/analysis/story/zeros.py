@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from ...core.keys import Key
 from ..runs.grid import Grid
-from ..runs.metrics import Metrics, blocks, in_parts
+from ..runs.metrics import Metrics, in_parts, over_blocks
 
 
 def zero_since(metrics: Metrics) -> dict[Key, int]:
@@ -19,7 +21,7 @@ def zero_since(metrics: Metrics) -> dict[Key, int]:
     """
     if metrics.is_empty():
         return {}
-    found = [in_parts(_zero_since, grid) for (grid,) in blocks(metrics, columns=2)]
+    found = over_blocks(partial(in_parts, _zero_since), metrics, columns=2)
     return {key: step for of_block in found for of_part in of_block for key, step in of_part}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import polars as pl
 
 from ....numerics.limits import FAR, FORMATS, LEAST_VALUES, LIMITS, MADE_UP
 from ...runs.grid import Floats, Grid
-from ...runs.metrics import Metrics, blocks, in_parts
+from ...runs.metrics import Metrics, in_parts, over_blocks
 
 #: metrics that have limits, and the number of values
 COLUMNS = len(LIMITS["input"]) + 1
@@ -29,7 +30,7 @@ def beyond(metrics: Metrics) -> pl.DataFrame:
         ('fc1', 'weight', 15, 2.3333333333333335)
     """
     limited = with_limits(metrics)
-    found = [in_parts(_beyond, grid) for (grid,) in blocks(limited, columns=COLUMNS)] if not limited.is_empty() else []
+    found = [] if limited.is_empty() else over_blocks(partial(in_parts, _beyond), limited, columns=COLUMNS)
     rows = [row for of_block in found for of_part in of_block for row in of_part]
     schema = {"layer": pl.String, "role": pl.String, "onset": pl.Int64, "excess": pl.Float64}
     return pl.DataFrame(rows, schema=schema, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)

@@ -1,0 +1,102 @@
+"""Analyses of long records on a cluster of Ray or Dask: its workers share the tensors, through joblib."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from joblib import Parallel, delayed, parallel_config
+
+from ...core.threads import at_most
+from ...errors import ConfigError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+#: workers of the cluster in use; empty: none is
+_workers: list[int] = []
+
+
+def workers() -> int:
+    """How many the cluster in use has; 0: none is in use."""
+    return _workers[-1] if _workers else 0
+
+
+def each(do: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """`do` of each item, in order: here one after the other, and on a cluster each by a worker with one thread."""
+    if not workers():
+        return [do(item) for item in items]
+    found: list[Result] = Parallel(n_jobs=workers(), batch_size=1)(delayed(_alone)(do, item) for item in items)
+    return found
+
+
+def _alone(do: Callable[[Item], Result], item: Item) -> Result:
+    with at_most(1):
+        return do(item)
+
+
+@contextlib.contextmanager
+def on_cluster(address: str | None) -> Iterator[None]:
+    """`compare`, `diagnose` and `recommend` of long records share their work among the workers of a cluster meanwhile.
+
+    Workers need this package, and read the records at the same addresses.
+
+    Args:
+        address: `ray` or `dask` for one on this machine, a worker a core; or that of one that runs, `ray://HOST:10001` or
+            `tcp://HOST:8786` (Dask's scheduler). None: no cluster.
+
+    Raises:
+        ConfigError: there is none at the address, or its package is not installed.
+
+    Example:
+        >>> with on_cluster(None):
+        ...     diagnose("runs/bad", "runs/baseline").cause
+        'learning_rate'
+    """
+    if address is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        backend, count = _started(address, stack)
+        stack.enter_context(parallel_config(backend=backend))
+        _workers.append(count)
+        stack.callback(_workers.pop)
+        yield
+
+
+def _started(address: str, stack: contextlib.ExitStack) -> tuple[str, int]:
+    """The name of joblib's backend, and how many workers there are."""
+    kind = address.partition("://")[0]
+    start = {"ray": _ray, "dask": _dask, "tcp": _dask, "tls": _dask}.get(kind)
+    if start is None:
+        raise ConfigError(f"{address!r} is no cluster; write ray, dask, ray://HOST:PORT or tcp://HOST:PORT")
+    try:
+        return start(address if "://" in address else None, stack)
+    except ImportError as error:
+        raise ConfigError(f"{address} needs the package {error.name}, which is not installed") from None
+    except Exception as error:  # each has errors of its own
+        raise ConfigError(
+            f"there is no cluster at {address}: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None
+
+
+def _ray(address: str | None, stack: contextlib.ExitStack) -> tuple[str, int]:
+    import ray
+    from ray.util.joblib import register_ray
+
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, include_dashboard=False) if address is None else ray.init(address)
+        stack.callback(ray.shutdown)
+    register_ray()
+    return "ray", max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
+def _dask(address: str | None, stack: contextlib.ExitStack) -> tuple[str, int]:
+    from distributed import Client
+
+    options: dict[str, Any] = (
+        {"address": address, "timeout": 20} if address else {"threads_per_worker": 1, "dashboard_address": None}
+    )
+    client = stack.enter_context(Client(**options))
+    return "dask", max(1, len(client.scheduler_info(n_workers=-1)["workers"]))
