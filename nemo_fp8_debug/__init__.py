@@ -8,7 +8,8 @@ Everything that users import is a name of this module: `from nemo_fp8_debug impo
   of what Transformer Engine hides.
 - Read its record: `read_record`, `dumped_files`, `read_dump`.
 - Say how much of a model is observed: `observe_coverage` counts what a step multiplies.
-- Explain it: `compare`, `diagnose` and its `story`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint.
+- Explain it: `compare`, `diagnose` and its `story`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint;
+  `on_cluster` for long records.
 - Change it: `Plan` and `Change`, `apply_plan`, `name_modules`, `FP8PlanCallback`, `Emulation`, `FP8EmulationCallback`.
 - What goes wrong: `ConfigError`, `RecordError`, `FP8DebugWarning`.
 """
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .analysis.recommendation.of_records import recommend
     from .analysis.recommendation.options import Budget
     from .analysis.replay.replay import replay
+    from .analysis.runs.cluster import on_cluster
     from .analysis.story.story import story
     from .capture.backends.transformer_engine import inspection
     from .coverage.observer import observe_coverage
@@ -67,6 +69,7 @@ _FROM = {
     "inspection": "capture.backends.transformer_engine",
     "name_modules": "interventions.names",
     "observe_coverage": "coverage.observer",
+    "on_cluster": "analysis.runs.cluster",
     "read_dump": "record.dump",
     "read_record": "record.reader",
     "recommend": "analysis.recommendation.of_records",
@@ -99,6 +102,7 @@ __all__ = [
     "inspection",
     "name_modules",
     "observe_coverage",
+    "on_cluster",
     "read_dump",
     "read_record",
     "recommend",

@@ -6,8 +6,6 @@ earlier release wrote, the names are read.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +18,9 @@ import pyarrow as pa
 
 from ..core.threads import ahead
 from ..errors import RecordError
-from . import migration, parquet
-from .outline import Outline, Stretch, stretches
-from .reader import Address, check, complain_of, of_schema, parts_of, reason
-from .schema import SCHEMAS, Part, arrow_schema
+from .reader import Address, check, complain_of, reason
+from .scan_index import Index, Run, read_columns
+from .schema import SCHEMAS, Part
 from .storage import Storage
 
 Ints = npt.NDArray[np.int64]
@@ -54,18 +51,6 @@ class Chunk(NamedTuple):
             first += rows
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Rows of one step in a part, one behind the other."""
-
-    #: place among the steps
-    step: int
-    #: place of the first row in the part
-    first: int
-    #: of the operands of each row, among the layouts
-    layout: int
-
-
 class Scan:
     """The rows of a table of a record: of a step that was trained twice, the later attempt's."""
 
@@ -76,7 +61,7 @@ class Scan:
             table: one with operands.
         """
         self._storage, self._table = Storage(run), table
-        index = _Index(self._storage, table)
+        index = Index(self._storage, table)
         #: int64, ascending
         self.steps: Ints = np.array(sorted(index.owner), dtype=np.int64)
         self._parts = index.parts(self.steps)
@@ -88,7 +73,6 @@ class Scan:
         place = np.empty(len(known), dtype=np.int64)
         place[order] = np.arange(len(order))
         self._layouts = {i: place[index.layouts[i]] for i in used}
-        self._everything = {i: np.arange(len(index.layouts[i])) for i in used}
         self._texts = index.texts()
         #: parts, columns and rows whose values have been looked at
         self._sound: set[tuple[Any, ...]] = set()
@@ -108,30 +92,31 @@ class Scan:
         wanted = [
             (part, kept) for part, runs in self._parts if (kept := [r for r in runs if steps is None or steps[r.step]])
         ]
+        layouts = {run.layout for _, runs in wanted for run in runs}
+        chosen = {layout: _Chosen.of(self._layouts[layout], operands) for layout in layouts}
         unreadable: dict[str, str] = {}
-        read = partial(self._chunk, sorted(set(columns)), operands, unreadable)
+        read = partial(self._chunk, sorted(set(columns)), chosen, unreadable)
         yield from filter(None, ahead(read, wanted))
         if unreadable:
             complain_of(self._storage, self._table, unreadable)
 
     def _chunk(
-        self, columns: Sequence[str], operands: Bools | None, unreadable: dict[str, str], of_part: tuple[Part, list[_Run]]
+        self,
+        columns: Sequence[str],
+        chosen: Mapping[int, _Chosen],
+        unreadable: dict[str, str],
+        of_part: tuple[Part, list[Run]],
     ) -> Chunk | None:
         part, runs = of_part
-        kept = [(run, rows) for run in runs if len(rows := self._rows(run.layout, operands))]
+        kept = [(run.step, run.first, some) for run in runs if (some := chosen[run.layout]).operands.size]
         if not kept:
             return None
-        steps = [(run.step, len(rows)) for run, rows in kept]
-        layouts = [(self._layouts[run.layout], rows) for run, rows in kept]
-        operand = np.concatenate([layout if len(layout) == len(rows) else layout[rows] for layout, rows in layouts])
+        steps = [(step, len(some.operands)) for step, _, some in kept]
+        operand = np.concatenate([some.operands for _, _, some in kept])
         if not columns:
             return Chunk(pl.DataFrame(), operand, steps)
-        spans = [(run.first + int(rows[0]), run.first + int(rows[-1]) + 1) for run, rows in kept]
         try:
-            table, places = _read(self._storage, part, self._table, columns, spans)
-            if (read := (part, *columns, spans[0][0], spans[-1][1])) not in self._sound:
-                check(table)
-                self._sound.add(read)
+            table = self._read(part, columns, [(first, some) for _, first, some in kept])
         except FileNotFoundError:
             raise RecordError(
                 f"{self._storage.path(part.path)} is gone: the run goes on and has merged its parts; do the same again"
@@ -139,137 +124,48 @@ class Scan:
         except Exception as error:  # every driver has errors of its own
             unreadable[part.path] = reason(error)
             return None
-        if len(places) != len(operand) or spans != sorted(spans):
-            # The rows of a stretch follow one another in what was read, too.
-            begins = np.searchsorted(places, [first for first, _ in spans])
-            table = table.take(np.concatenate([at + rows - rows[0] for at, (_, rows) in zip(begins, kept, strict=True)]))
         found = pl.DataFrame(pl.from_arrow(table))
         if pl.Categorical in found.dtypes:
             found = found.with_columns(pl.col(pl.Categorical).cast(pl.String))
         return Chunk(found, operand, steps)
 
-    def _rows(self, layout: int, operands: Bools | None) -> Ints:
-        """Places of the rows that are wanted, among those of a stretch."""
-        return self._everything[layout] if operands is None else np.flatnonzero(operands[self._layouts[layout]])
+    def _read(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pa.Table:
+        """
+        Args:
+            kept: the first row of each stretch, and which of its rows.
+        """
+        spans = [(first + some.first, first + some.end) for first, some in kept]
+        table, places = read_columns(self._storage, part, self._table, columns, spans)
+        if (read := (part, *columns, *spans[0], *spans[-1])) not in self._sound:
+            check(table)
+            self._sound.add(read)
+        # The rows of a stretch follow one another in what was read, too.
+        begins = np.searchsorted(places, [first for first, _ in spans]).tolist()
+        return pa.concat_tables(some.of_rows(table, begin) for begin, (_, some) in zip(begins, kept, strict=True))
 
 
-def _read(
-    storage: Storage, part: Part, table: str, columns: Sequence[str], spans: Sequence[tuple[int, int]]
-) -> tuple[pa.Table, Ints]:
-    """Columns of the row groups that have the rows of these spans, and the place of each row in the part.
+@dataclass(frozen=True)
+class _Chosen:
+    """Rows of a stretch that are wanted."""
 
-    Raises:
-        Exception: the part is not there, or damaged, or foreign.
-    """
-    schema = arrow_schema(table, columns)
-    with storage.open(part.path) as file:
-        rows, places = parquet.Rows(file, part.checksum).read(migration.with_earlier_names(schema.names), spans)
-    return of_schema(migration.completed(rows, schema), schema), places
+    #: places of their operands
+    operands: Ints
+    #: places in the stretch: of the first, behind the last, and of each; None: all in between
+    first: int
+    end: int
+    places: Ints | None
 
+    @classmethod
+    def of(cls, layout: Ints, wanted: Bools | None) -> _Chosen:
+        """Of the operands that are wanted; None: all are."""
+        if wanted is None:
+            return cls(layout, 0, len(layout), None)
+        places = np.flatnonzero(wanted[layout])
+        first, end = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+        return cls(layout[places], first, end, None if end - first == len(places) else places)
 
-class _Index:
-    """Where the rows of a table are."""
-
-    def __init__(self, storage: Storage, table: str) -> None:
-        self._storage, self._table = storage, table
-        self._operand: dict[tuple[str, str], int] = {}
-        self._layout: dict[str, int] = {}
-        self._outlines: dict[Part, Outline] = {}
-        #: int64 [rows]: the operand of each row of a stretch; those of most steps are alike
-        self.layouts: list[Ints] = []
-        #: by step, the attempt whose rows count, and its part and stretches: step, first row, layout
-        self.owner: dict[int, tuple[int, Part, list[tuple[int, int]]]] = {}
-        self._add_all()
-
-    @property
-    def operands(self) -> list[tuple[str, str]]:
-        """Layer, role of each."""
-        return list(self._operand)
-
-    def parts(self, steps: Ints) -> list[tuple[Part, list[_Run]]]:
-        """The parts with rows that count, in order of steps, with their runs."""
-        of_parts = []
-        for part, places in itertools.groupby(enumerate(steps.tolist()), lambda each: self.owner[each[1]][1]):
-            runs = [_Run(place, *run) for place, step in places for run in self.owner[step][2]]
-            of_parts.append((part, runs))
-        return of_parts
-
-    def texts(self) -> dict[str, list[str | None]]:
-        """Values of text columns, as far as footers tell them of all rows that count, and of no others."""
-        parts = [self.owner[step][1] for step in sorted(self.owner)]
-        known = [self._outlines[part] for part in dict.fromkeys(parts)]
-        if len(parts) != sum(len({stretch.step for stretch in each.stretches}) for each in known):
-            return {}  # some rows were trained again
-        columns = set.intersection(*(set(each.texts) for each in known)) if known else ()
-        return {name: list(dict.fromkeys(value for each in known for value in each.texts[name])) for name in columns}
-
-    def _add_all(self) -> None:
-        unreadable: dict[str, str] = {}
-        listed: set[Part] = set()
-        while new := [part for part in parts_of(self._storage, self._table) if part not in listed]:
-            listed.update(new)
-            gone = False
-            for part, found in zip(new, ahead(self._outline, new), strict=True):
-                if isinstance(found, str):
-                    unreadable[part.path] = found
-                elif found is None:
-                    gone = True
-                else:
-                    self._add(part, found)
-            if not gone:
-                break  # else a run that goes on has merged it since
-        if unreadable:
-            complain_of(self._storage, self._table, unreadable)
-
-    def _outline(self, part: Part) -> Outline | str | None:
-        """Of a part; what is wrong with it; or None: it is gone."""
-        try:
-            self._storage.check(part.path)
-            with self._storage.open(part.path) as file:
-                rows = parquet.Rows(file, part.checksum)
-            return rows.outline or Outline(tuple(stretches(_with_plain_names(self._keys(part)))))
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # every driver has errors of its own
-            return reason(error)
-
-    def _keys(self, part: Part) -> pa.Table:
-        keys = _read(self._storage, part, self._table, _KEYS, [(0, 1 << 62)])[0]
-        check(keys)
-        return keys
-
-    def _add(self, part: Part, outline: Outline) -> None:
-        """A step counts once in an attempt, merged parts first, and of attempts the latest does."""
-        runs: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        first = 0
-        try:
-            for stretch in outline.stretches:
-                if stretch.digest not in self._layout:
-                    self._read_layouts(part, outline.stretches)
-                runs[stretch.step].append((first, self._layout[stretch.digest]))
-                first += stretch.rows
-        except Exception as error:  # the names cannot be read
-            complain_of(self._storage, self._table, {part.path: reason(error)})
-            return
-        for step, of_step in runs.items():
-            if step not in self.owner or self.owner[step][0] < part.attempt:
-                self.owner[step] = part.attempt, part, of_step
-        self._outlines[part] = outline
-
-    def _read_layouts(self, part: Part, outline: Sequence[Stretch]) -> None:
-        keys = _with_plain_names(self._keys(part))
-        first = 0
-        for stretch in outline:
-            if stretch.digest not in self._layout:
-                names = keys.slice(first, stretch.rows)
-                if stretches(names) != [stretch]:
-                    raise ValueError("its footer does not fit its rows")
-                pairs = zip(names["layer"].to_pylist(), names["role"].to_pylist(), strict=True)
-                layout = [self._operand.setdefault(pair, len(self._operand)) for pair in pairs]
-                self._layout[stretch.digest] = len(self.layouts)
-                self.layouts.append(np.array(layout, dtype=np.int64))
-            first += stretch.rows
-
-
-def _with_plain_names(keys: pa.Table) -> pa.Table:
-    return keys.cast(pa.schema([(field.name, pa.int64() if field.name == "step" else pa.string()) for field in keys.schema]))
+    def of_rows(self, table: pa.Table, begin: int) -> pa.Table:
+        """Those of a table that has the first one at `begin`."""
+        if self.places is None:
+            return table.slice(begin, self.end - self.first)
+        return table.take(self.places - self.first + begin)

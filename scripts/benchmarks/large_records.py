@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.record import parquet
@@ -43,6 +43,8 @@ INTERVAL = 10
 CULPRIT = ("model.layers.{}.mlp.experts.7.down_proj", "input")
 #: bytes of a row, about
 ROW = 130
+#: metrics that are values of the tensor, which BF16 holds, and scales, which float32 holds
+_BF16, _FLOAT32 = ("amax", "amin", "unscaled_amax", "unscaled_amin"), ("scale", "scale_current")
 #: metrics that grow with the values, which have a factor of their own
 _SCALED = ("mse", "amax", "amin", "unscaled_mse", "unscaled_amax", "unscaled_amin", "scale", "scale_current")
 
@@ -171,6 +173,9 @@ class Courses:
         return pa.table([_array(columns.get(field.name), field.type, n) for field in schema], schema=schema)
 
     def _possible(self, name: str, values: Any) -> Any:
+        if name in (*_BF16, *_FLOAT32):
+            bits = values.astype(np.float32).view(np.uint32)
+            values = (bits & np.uint32(0xFFFF0000 if name in _BF16 else 0xFFFFFFFF)).view(np.float32).astype(float)
         return np.minimum(values, {"cosine": 1.0, "underflow_pct": 100.0, "overflow_pct": 100.0}.get(name, np.inf))
 
     def _harm(self, columns: dict[str, Any]) -> None:
@@ -221,7 +226,7 @@ TASKS = {
 def measure(folder: Path, layers: int, operands: int, steps: int) -> dict[str, Any]:
     """Print and give what each task takes."""
     size = sum(path.stat().st_size for path in (folder / "bad" / "metrics").iterdir())
-    real = sum(path.stat().st_size for path in (REAL / "metrics").iterdir()) / len(read_table(REAL, "metrics", ["step"]))
+    real = bytes_of_real_rows()
     row = size / operands / steps
     print(f"{size / 1e9:.1f} GB of metrics a run, {row:.0f} bytes a row (a real record's: {real:.0f})")
     culprit = CULPRIT[0].format(layers // 2)
@@ -233,10 +238,17 @@ def measure(folder: Path, layers: int, operands: int, steps: int) -> dict[str, A
     return found
 
 
+def bytes_of_real_rows() -> float:
+    """Bytes of a row of the real run, merged as the writer merges."""
+    schema = arrow_schema("metrics")
+    rows = pa.concat_tables(pq.read_table(path).cast(schema) for path in sorted((REAL / "metrics").iterdir()))
+    return len(parquet.encode_all(schema, [rows])[0]) / len(rows)
+
+
 def run_alone(program: str, folder: Path) -> tuple[float, float, str]:
     """Seconds, peak of memory in GB, and what a process printed."""
     code = f"baseline, bad = {str(folder / 'baseline')!r}, {str(folder / 'bad')!r}\n{program}"
-    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    started = time.perf_counter()
     with tempfile.TemporaryFile() as sink:
         child = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=sink)
         _, status, used = os.wait4(child.pid, 0)
@@ -245,7 +257,6 @@ def run_alone(program: str, folder: Path) -> tuple[float, float, str]:
         out = sink.read().decode()
     if os.waitstatus_to_exitcode(status) not in (0, 1):
         raise SystemExit(f"failed: {program}")
-    del before
     return seconds, used.ru_maxrss / 1e6, out
 
 

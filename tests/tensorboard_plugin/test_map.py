@@ -236,6 +236,7 @@ def test_the_keyboard_reaches_a_tensor_and_its_timeline_and_back(page: Page, boa
 def test_a_click_chooses_the_tensor_under_it(page: Page, board: str) -> None:
     tab = opened(page, board, run="bad", view="map", step=500)
     at_step(tab, 500)
+    tab.locator(".headline[data-stage=all]").wait_for()  # it moves the map as it is filled in
     page.mouse.click(*place_of(tab, column=3.5, row=1.5))  # fc1 X, W, dY, fc2 X, ...: the culprit
     in_address(page, f"p.fp8.layer={CULPRIT}")
     in_address(page, "p.fp8.role=input")

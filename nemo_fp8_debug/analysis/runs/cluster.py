@@ -14,6 +14,8 @@ from ...errors import ConfigError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+#: seconds to wait for a scheduler of Dask
+PATIENCE = 20
 #: workers of the cluster in use; empty: none is
 _workers: list[int] = []
 
@@ -96,7 +98,7 @@ def _dask(address: str | None, stack: contextlib.ExitStack) -> tuple[str, int]:
     from distributed import Client
 
     options: dict[str, Any] = (
-        {"address": address, "timeout": 20} if address else {"threads_per_worker": 1, "dashboard_address": None}
+        {"address": address, "timeout": PATIENCE} if address else {"threads_per_worker": 1, "dashboard_address": None}
     )
     client = stack.enter_context(Client(**options))
     return "dask", max(1, len(client.scheduler_info(n_workers=-1)["workers"]))

@@ -1,0 +1,96 @@
+"""Compares two long records here and on clusters of Ray and of Dask with one and two workers of one thread each: what is
+told must be the same, and two workers must be faster. Results: clusters.json.
+
+    .venv/bin/python scripts/validation/clusters.py [--layers 58] [--experts 256] [--steps 75]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+from benchmarks.large_records import write_both
+
+from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.comparison.summary import to_json
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose_comparison
+from nemo_fp8_debug.analysis.runs.cluster import on_cluster
+from nemo_fp8_debug.analysis.story.story import story
+
+RESULTS = Path(__file__).with_suffix(".json")
+
+
+@contextlib.contextmanager
+def ray_of(workers: int) -> Iterator[str]:
+    """Ray with so many workers, on this machine."""
+    import ray
+
+    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
+    try:
+        yield "ray"
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def dask_of(workers: int) -> Iterator[str]:
+    """Dask with so many workers of a thread each, on this machine."""
+    from distributed import LocalCluster
+
+    with LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None) as cluster:
+        yield cluster.scheduler_address
+
+
+def told(folder: Path) -> str:
+    """A digest of all that compare and diagnose tell."""
+    found = diagnose_comparison(compare(folder / "baseline", folder / "bad"))
+    assert found.comparison is not None
+    everything = json.dumps([to_json(found.comparison), found.to_json(), story(found)], default=str)
+    return hashlib.sha256(everything.encode()).hexdigest()
+
+
+def timed(folder: Path, address: str | None) -> tuple[float, str]:
+    with on_cluster(address):
+        began = time.perf_counter()
+        digest = told(folder)
+        return round(time.perf_counter() - began, 1), digest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=58)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=75)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_both(folder, options.layers, options.experts, options.steps)
+        here = timed(folder, None)
+        found: dict[str, Any] = {"rows": 9 * options.layers * (options.experts + 1) * options.steps, "here": here[0]}
+        for name, start in (("ray", ray_of), ("dask", dask_of)):
+            seconds = {}
+            for workers in (1, 2):
+                with start(workers) as address:
+                    timed(folder, address)  # workers import what they need
+                    seconds[workers], digest = timed(folder, address)
+                assert digest == here[1], f"{name} with {workers} workers tells something else"
+            found[name] = {
+                **{f"workers_{n}": s for n, s in seconds.items()},
+                "times_faster": round(seconds[1] / seconds[2], 2),
+            }
+            print(name, found[name], flush=True)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
