@@ -19,7 +19,7 @@ from fsspec.asyn import sync
 LIMIT = 20.0
 #: bytes a second that any upload has
 SLOWEST = 1 << 20
-#: times as long as a failed request took, no other one is made: so failures take a tenth of the time at the most
+#: times as long as a failed request took, no other one is made: so failures take about a tenth of the time
 REST = 9
 #: seconds; what fails sooner costs little, and is not left alone
 _QUICK = 1.0
