@@ -37,19 +37,26 @@ SCRIPT = Path(__file__).with_name("killed_compaction.py")
 STEPS = 12
 
 
-@pytest.fixture
-def resumed(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 0 to 11, of which 8 to 11 were trained by a second attempt too, in a part each; two recipes replayed."""
+    run = tmp_path_factory.mktemp("made") / "run"
     for first, last in ((0, STEPS), (8, STEPS)):
-        record = start(tmp_path / "run")
+        record = start(run)
         for step in range(first, last):
             record.record(measured(step))
             record.record_steps({step: {"loss": step + first / 100}})
         record.record_validation(last - 1, {"valid": 1.0 + first})
         record.close()
     for recipe in ("current-e4m3", "current-e5m2"):
-        add_to_record(tmp_path / "run", replay(tmp_path / "run", recipe))
-    return tmp_path / "run"
+        add_to_record(run, replay(run, recipe))
+    return run
+
+
+@pytest.fixture
+def resumed(made_once: Path, tmp_path: Path) -> Path:
+    """A copy of that."""
+    return Path(shutil.copytree(made_once, tmp_path / "run"))
 
 
 def tables(run: Path) -> dict[str, pl.DataFrame]:
