@@ -21,7 +21,7 @@ from small_record import measured
 
 from nemo_fp8_debug import read_record
 from nemo_fp8_debug.monitor import recorder_queue
-from nemo_fp8_debug.record import request_limits
+from nemo_fp8_debug.record import merging, request_limits
 from nemo_fp8_debug.record.storage import Storage
 from nemo_fp8_debug.record.writer import RunRecord
 
@@ -46,6 +46,19 @@ def test_nothing_is_lost_and_starts_stay_apart(proxy: Proxy) -> None:
     time.sleep(max(0.0, 1.0 - (time.monotonic() - max(proxy.written.values()))))
     for step in range(2):
         assert read_record(address, where={"step": step})["mse"].to_list() == measured(step).columns["mse"]
+
+
+def test_parts_are_merged_behind_faults(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "MERGED", 4)
+    proxy.faults, address = Faults(cut_before=7, cut_after=11), new_address()
+    record = RunRecord(address)
+    record.open(FINGERPRINT)
+    for step in range(4):
+        record.record(measured(step))
+    record.close()
+    assert [name[:34] for name in record.storage.names("metrics")] == ["attempt-0-steps-00000000-00000003-"]
+    expected = [value for step in range(4) for value in measured(step).columns["mse"]]
+    assert read_record(address)["mse"].to_list() == expected
 
 
 @pytest.mark.parametrize("faults", [Faults(silent=True), Faults(gone=True)], ids=["silent", "gone"])
