@@ -1,7 +1,7 @@
 """What a run lets a remote place cost: each request has a time limit, and after a failure the place is left alone a while.
 
-Drivers repeat what fails, in layers: s3fs 5 times what botocore does 5 times. A place that is silent would keep a write for
-six minutes, and all that waits behind it.
+Drivers repeat what fails, in layers: s3fs 5 times what botocore does 5 times. A silent place would keep a write, and all
+that waits behind it, for 25 times the 15 s that it waits for an answer.
 """
 
 from __future__ import annotations

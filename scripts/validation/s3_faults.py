@@ -1,6 +1,6 @@
 """Records runs on S3 behind a proxy that makes it slow, cut off, throttled, late, silent or gone.
 
-    .venv/bin/python scripts/validation/s3_faults.py     # about 5 minutes; writes s3_faults.json
+    .venv/bin/python scripts/validation/s3_faults.py     # about 10 minutes; writes s3_faults.json
 
 moto's server, real HTTP. For each of `FAULTS` a Monitor records 3 steps, twice in one place, and every row must be that of
 the same run on a disk. For each of `OUTAGES` the place does not answer from step 3 on; the run must end, and say what is
