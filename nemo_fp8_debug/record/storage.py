@@ -119,11 +119,13 @@ class Storage:
 
     def size(self, folder: str, prefix: str = "") -> int:
         """Bytes of all files in a folder and below whose names begin with `prefix`; 0 where there is no such folder."""
+        self._fs.invalidate_cache()
         found = self._call("find", self.path(folder), detail=True)
         return sum(about["size"] for path, about in found.items() if path.rpartition("/")[2].startswith(prefix))
 
     def files(self) -> list[str]:
         """Names of all files in this folder and below, sorted."""
+        self._fs.invalidate_cache()
         return sorted(path.removeprefix(self._root).strip("/") for path in self._fs.find(self._root))
 
     @property
@@ -133,10 +135,12 @@ class Storage:
 
     def has(self, pattern: str) -> bool:
         """Whether this folder itself holds a file named like the glob `pattern`."""
+        self._fs.invalidate_cache(self._root)  # drivers keep listings for good, and a run goes on
         return any(fnmatch.filter(files, pattern) for _, _, files in self._fs.walk(self._root, maxdepth=1))
 
     def folders_with(self, pattern: str) -> list[Storage]:
         """Every folder at or below this one that holds a file named like the glob `pattern`."""
+        self._fs.invalidate_cache()
         # Not the file system's own glob: the folder's name may have a [, * or ? in it.
         walked = ((str(folder), files) for folder, _, files in self._fs.walk(self._root))
         roots = sorted(folder for folder, files in walked if fnmatch.filter(files, pattern))

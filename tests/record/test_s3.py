@@ -48,6 +48,18 @@ def test_nothing_is_lost_and_starts_stay_apart(proxy: Proxy) -> None:
         assert read_record(address, where={"step": step})["mse"].to_list() == measured(step).columns["mse"]
 
 
+def test_a_reader_sees_what_was_written_since_it_looked(proxy: Proxy) -> None:
+    address = new_address()
+    proxy.faults, run, reader = Faults(late=1e9), RunRecord(address), Storage(address)
+    run.open(FINGERPRINT)
+    run.record(measured(0))
+    reader.names(), reader.names("metrics"), reader.folders_with("attempt-*.json")
+    proxy.faults = Faults()
+    assert reader.has("attempt-0.json") and len(reader.folders_with("attempt-*.json")) == 1
+    assert len(reader.files()) == 3 and reader.size("metrics") > 0
+    run.close()
+
+
 def test_parts_are_merged_behind_faults(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merging, "MERGED", 4)
     proxy.faults, address = Faults(cut_before=7, cut_after=11), new_address()
