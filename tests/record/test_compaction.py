@@ -129,12 +129,12 @@ class TestMerged:
         assert len(pl.read_parquet(parts(resumed, "metrics"))) == 3 * (STEPS + 4)
 
     def test_killed_at_any_moment_it_loses_nothing(self, resumed: Path) -> None:
-        before, copies = tables(resumed), [resumed.with_name(f"copy {i}") for i in range(6)]
+        before, copies = tables(resumed), [resumed.with_name(f"copy {i}") for i in range(5)]
         for copy in copies:
             shutil.copytree(resumed, copy)
         largest = 2 * parts(resumed, "histograms")[-1].stat().st_size
         killed = int(run_script(str(SCRIPT), str(largest), *map(str, copies)))
-        assert killed >= 3
+        assert killed >= 2
         assert any(len(parts(copy, "metrics")) - 2 > 0 for copy in copies)
         for copy in copies:
             assert same(tables(copy), before)
