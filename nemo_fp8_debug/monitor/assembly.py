@@ -59,7 +59,7 @@ class Place:
     def of(cls, config: Config, recording: Recording) -> Place:
         """Of this rank."""
         records = [r for r in recording.recorders if isinstance(r, RunRecord)]
-        storage = None if config.output is None else Storage(config.output)
+        storage = None if config.output is None else Storage.of_run(config.output)
         storage = next((r.storage for r in records if r.storage == storage), storage)
         attempt = max((r.attempt for r in records), default=0)
         return cls(str(records[0].storage) if records else None, attempt, storage)
@@ -68,7 +68,7 @@ class Place:
         """The first rank's for all: others may work in other folders, and this one may change its own."""
         own = None if self.storage is None else str(self.storage)
         told = ranks.start({"attempt": self.attempt, "output": own})
-        other = None if told["output"] is None else Storage(told["output"])
+        other = None if told["output"] is None else Storage.of_run(told["output"])
         return Place(self.record, told["attempt"], self.storage if told["output"] == own else other)
 
 

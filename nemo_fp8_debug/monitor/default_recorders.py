@@ -46,7 +46,8 @@ def default_recorders(config: Config) -> Iterator[Recorder]:
     """
     if config.output is None:
         raise ConfigError('Monitor needs the folder of the record: Monitor(model, "runs/a")')
-    yield RunRecord(config.output, HistogramBudget(config.histogram_interval, config.expert_histograms))
-    yield TensorBoardRecorder(EventFile(str(Storage(config.output))), config.max_tags, log_losses=True)
+    record = RunRecord(config.output, HistogramBudget(config.histogram_interval, config.expert_histograms))
+    yield record
+    yield TensorBoardRecorder(EventFile(record.storage), config.max_tags, log_losses=True)
     if config.table_rows:
         yield TableRecorder(config.table_rows)

@@ -60,7 +60,7 @@ class LiveControl:
         """Read and parse the control file; called in the background before a sampled step."""
         if self._storage:
             try:
-                with self._storage.open(NAME) as opened:
+                with self._storage.open_small(NAME) as opened:
                     text = opened.read(LONGEST + 1).decode(errors="replace")
                 file = ControlFile(text, self._storage.modified(NAME))
                 if self._read is None or file != self._read[0]:

@@ -58,7 +58,7 @@ class Status:
         content: Any = {}
         with contextlib.suppress(Exception):
             if storage:
-                with storage.open(STATUS) as file:
+                with storage.open_small(STATUS) as file:
                     content = json.loads(file.read(LONGEST))
         return cls(content if isinstance(content, dict) else {})
 

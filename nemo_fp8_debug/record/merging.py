@@ -1,8 +1,8 @@
 """Puts few large parts in the place of many small ones, so that reading all steps does not open thousands of files.
 
 `MERGED` parts become one, `MERGED` of those another one, and so on, until a part has `LARGEST` bytes. The new one is held
-in memory while it is made, and a row group of one of the others at a time. So a record of any length has a few hundred
-parts, beside one for each `LARGEST` bytes.
+in memory while it is made, and a row group of one of the others at a time; of a remote one all. So a record of any length
+has a few hundred parts, beside one for each `LARGEST` bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Merger:
 
     def tidy_up(self, attempt: int) -> None:
         """Merge what attempts before one left in small parts, and remove what merged parts hold."""
-        for table in _TABLES:
+        there = self._storage.names()
+        for table in (table for table in _TABLES if table in there):
             earlier = defaultdict(list)
             for part in self._parts(table):
                 if part.attempt < attempt:
@@ -109,7 +110,7 @@ class Merger:
         for part in parts:
             with contextlib.ExitStack() as opened:
                 try:
-                    groups = parquet.groups(opened.enter_context(self._storage.open(part.path)), part.checksum)
+                    groups = parquet.groups(opened.enter_context(self._storage.open_small(part.path)), part.checksum)
                     first = migration.completed(next(groups), schema).cast(schema)
                     if wrong_values(first):
                         continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import io
 import os
 import stat
 import uuid
@@ -13,6 +15,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ..errors import ConfigError
+from .request_limits import RequestLimits
 
 
 class NotAFileError(OSError):
@@ -39,6 +42,18 @@ class Storage:
         #: a file without which a local folder is not written to: the folder that is mounted there is not, or it was deleted
         self.anchor = ""
         self.is_local = isinstance(self._fs, LocalFileSystem)
+        self._limits: RequestLimits | None = None
+
+    @classmethod
+    def of_run(cls, address: str | os.PathLike[str]) -> Storage:
+        """One that a run writes to: no request to a remote place takes longer than `request_limits` allow.
+
+        Raises:
+            ConfigError: as for `Storage(address)`.
+        """
+        storage = cls(address)
+        storage._limits = None if storage.is_local else RequestLimits()
+        return storage
 
     def __str__(self) -> str:
         return self._root if self.is_local else str(self._fs.unstrip_protocol(self._root))
@@ -54,6 +69,7 @@ class Storage:
         """A folder in this one."""
         inner = object.__new__(Storage)
         inner._fs, inner._root, inner.is_local, inner.anchor = self._fs, self.path(name), self.is_local, ""
+        inner._limits = self._limits
         return inner
 
     def path(self, name: str) -> str:
@@ -65,7 +81,7 @@ class Storage:
         path = self.path(folder)
         self._fs.invalidate_cache(path)
         try:
-            found: list[str] = self._fs.ls(path, detail=False)
+            found: list[str] = self._call("ls", path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(p.rstrip("/").rpartition("/")[2] for p in found)
@@ -103,11 +119,13 @@ class Storage:
 
     def size(self, folder: str, prefix: str = "") -> int:
         """Bytes of all files in a folder and below whose names begin with `prefix`; 0 where there is no such folder."""
-        found = self._fs.find(self.path(folder), detail=True)
+        self._fs.invalidate_cache()
+        found = self._call("find", self.path(folder), detail=True)
         return sum(about["size"] for path, about in found.items() if path.rpartition("/")[2].startswith(prefix))
 
     def files(self) -> list[str]:
         """Names of all files in this folder and below, sorted."""
+        self._fs.invalidate_cache()
         return sorted(path.removeprefix(self._root).strip("/") for path in self._fs.find(self._root))
 
     @property
@@ -117,10 +135,12 @@ class Storage:
 
     def has(self, pattern: str) -> bool:
         """Whether this folder itself holds a file named like the glob `pattern`."""
+        self._fs.invalidate_cache(self._root)  # drivers keep listings for good, and a run goes on
         return any(fnmatch.filter(files, pattern) for _, _, files in self._fs.walk(self._root, maxdepth=1))
 
     def folders_with(self, pattern: str) -> list[Storage]:
         """Every folder at or below this one that holds a file named like the glob `pattern`."""
+        self._fs.invalidate_cache()
         # Not the file system's own glob: the folder's name may have a [, * or ? in it.
         walked = ((str(folder), files) for folder, _, files in self._fs.walk(self._root))
         roots = sorted(folder for folder, files in walked if fnmatch.filter(files, pattern))
@@ -128,7 +148,7 @@ class Storage:
 
     def read(self, name: str) -> bytes:
         """The content of a file."""
-        content: bytes = self._fs.cat_file(self.path(name))
+        content: bytes = self._call("cat_file", self.path(name))
         return content
 
     def open(self, name: str) -> Any:
@@ -138,7 +158,14 @@ class Storage:
             OSError: it is a pipe, a socket or a device.
         """
         path = self.path(name)
-        return open(path, "rb", opener=_open_file) if self.is_local else self._fs.open(path, "rb")
+        if self.is_local:
+            return open(path, "rb", opener=_open_file)
+        with self._limits.watched() if self._limits else contextlib.nullcontext():
+            return self._fs.open(path, "rb")
+
+    def open_small(self, name: str) -> Any:
+        """As `open`; a remote file comes whole in one request, of which a run's limits hold."""
+        return self.open(name) if self.is_local else io.BytesIO(self.read(name))
 
     def check(self, name: str) -> None:
         """Refuse what may never end: to open a pipe waits for somebody who writes to it.
@@ -151,7 +178,7 @@ class Storage:
 
     def make(self, folder: str) -> None:
         """Make a folder, where file systems have such a thing."""
-        self._fs.makedirs(self.path(folder), exist_ok=True)
+        self._call("makedirs", self.path(folder), exist_ok=True)
 
     def create(self, name: str, content: bytes) -> None:
         """Write a new file; of two who write it at once, on a local file system, one is refused.
@@ -160,7 +187,7 @@ class Storage:
             FileExistsError: there is one.
         """
         if not self.is_local:
-            self._fs.pipe_file(self.path(name), content, mode="create")
+            self._call("pipe_file", self.path(name), content, mode="create", size=len(content))
             return
         with open(self.path(name), "xb") as file:  # fsspec looks first and creates then
             file.write(content)
@@ -173,7 +200,7 @@ class Storage:
         """
         path = self.path(name)
         if not self.is_local:
-            self._fs.pipe_file(path, content)
+            self._call("pipe_file", path, content, size=len(content))
             return
         if self.anchor:
             os.stat(self.path(self.anchor))
@@ -190,7 +217,18 @@ class Storage:
 
     def remove(self, name: str) -> None:
         """Delete a file."""
-        self._fs.rm_file(self.path(name))
+        self._call("rm_file", self.path(name))
+
+    def end_rest(self) -> None:
+        """Ask a remote place again, however lately it did not answer."""
+        if self._limits:
+            self._limits.end_rest()
+
+    def _call(self, method: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
+        """A method of the file system, within the limits of a run if there are any."""
+        if self._limits:
+            return self._limits.call(self._fs, method, *arguments, size=size, **options)
+        return getattr(self._fs, method)(*arguments, **options)
 
 
 def _is_odd(path: str | os.PathLike[str]) -> bool:

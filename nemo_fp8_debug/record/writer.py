@@ -47,7 +47,7 @@ class RunRecord:
         Raises:
             ConfigError: the address is none.
         """
-        self.storage = Storage(address)
+        self.storage = Storage.of_run(address)
         self._budget = budget
         self.attempt = 0
         #: samples that were written, or wait in the backlog
@@ -79,8 +79,10 @@ class RunRecord:
 
     def _claim_attempt(self, fingerprint: Mapping[str, Any]) -> None:
         """Take the first number that no other start of a process has, even if it starts at the same moment."""
-        taken = [attempt_of_fingerprint(name) for name in self.storage.names()]
-        taken += [part.attempt for table in ("metrics", "histograms", "steps") for part in self._parts(table)]
+        there = self.storage.names()
+        taken = [attempt_of_fingerprint(name) for name in there]
+        tables = (table for table in ("metrics", "histograms", "steps") if table in there)
+        taken += [part.attempt for table in tables for part in self._parts(table)]
         self.attempt = 1 + max((a for a in taken if a is not None), default=-1)
         while True:
             content = {"schema_version": VERSION, "attempt": self.attempt, **fingerprint}
@@ -134,8 +136,9 @@ class RunRecord:
 
     def close(self) -> None:
         """Write what waits; says what is lost where that cannot be done."""
+        self.storage.end_rest()
         self._write_backlog()
-        if self._backlog:  # perhaps because the folder was deleted
+        if self._backlog and self.storage.is_local:  # perhaps because the folder was deleted
             with contextlib.suppress(Exception):
                 self._make_folders()
                 self.storage.create(self.storage.anchor, self._fingerprint)
@@ -181,7 +184,7 @@ class RunRecord:
 
     def _tidy_up(self) -> None:
         """Once an attempt, in the background: merge what earlier attempts left in small parts."""
-        if not self._tidy and not self._backlog:
+        if self.attempt and not self._tidy and not self._backlog:
             self._tidy = True
             self._merger.tidy_up(self.attempt)
 

@@ -77,6 +77,7 @@ class Proxy:
 def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = 1 << 16  # so that an answer is one packet: a second one waits 40 ms for the first to be confirmed
 
         def handle_request(self) -> None:
             body = self._body()
@@ -100,6 +101,7 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             if self.headers.get("Expect", "").lower() == "100-continue":
                 self.send_response_only(100)
                 self.end_headers()
+                self.wfile.flush()
             if "chunked" not in self.headers.get("Transfer-Encoding", "").lower():
                 return self.rfile.read(int(self.headers.get("Content-Length", 0)))
             parts = []

@@ -37,19 +37,26 @@ SCRIPT = Path(__file__).with_name("killed_compaction.py")
 STEPS = 12
 
 
-@pytest.fixture
-def resumed(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 0 to 11, of which 8 to 11 were trained by a second attempt too, in a part each; two recipes replayed."""
+    run = tmp_path_factory.mktemp("made") / "run"
     for first, last in ((0, STEPS), (8, STEPS)):
-        record = start(tmp_path / "run")
+        record = start(run)
         for step in range(first, last):
             record.record(measured(step))
             record.record_steps({step: {"loss": step + first / 100}})
         record.record_validation(last - 1, {"valid": 1.0 + first})
         record.close()
     for recipe in ("current-e4m3", "current-e5m2"):
-        add_to_record(tmp_path / "run", replay(tmp_path / "run", recipe))
-    return tmp_path / "run"
+        add_to_record(run, replay(run, recipe))
+    return run
+
+
+@pytest.fixture
+def resumed(made_once: Path, tmp_path: Path) -> Path:
+    """A copy of that."""
+    return Path(shutil.copytree(made_once, tmp_path / "run"))
 
 
 def tables(run: Path) -> dict[str, pl.DataFrame]:
@@ -122,12 +129,12 @@ class TestMerged:
         assert len(pl.read_parquet(parts(resumed, "metrics"))) == 3 * (STEPS + 4)
 
     def test_killed_at_any_moment_it_loses_nothing(self, resumed: Path) -> None:
-        before, copies = tables(resumed), [resumed.with_name(f"copy {i}") for i in range(6)]
+        before, copies = tables(resumed), [resumed.with_name(f"copy {i}") for i in range(5)]
         for copy in copies:
             shutil.copytree(resumed, copy)
         largest = 2 * parts(resumed, "histograms")[-1].stat().st_size
         killed = int(run_script(str(SCRIPT), str(largest), *map(str, copies)))
-        assert killed >= 3
+        assert killed >= 2
         assert any(len(parts(copy, "metrics")) - 2 > 0 for copy in copies)
         for copy in copies:
             assert same(tables(copy), before)
