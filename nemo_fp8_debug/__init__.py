@@ -6,7 +6,7 @@ Everything that users import is a name of this module: `from nemo_fp8_debug impo
 - Watch a run: `FP8DebugCallback` (Lightning, NeMo), `FP8DebugTrainerCallback` (Hugging Face), `FP8DebugBridgeCallback`
   (Megatron-Bridge), `FP8DebugForwardStep` (Megatron-LM), `Monitor` (any loop), their options in `Config`, and `inspection`
   of what Transformer Engine hides.
-- Read its record: `read_record`, `dumped_files`, `read_dump`.
+- Read its record: `read_record`, `dumped_files`, `read_dump`; `sql_views` for DuckDB and Spark.
 - Say how much of a model is observed: `observe_coverage` counts what a step multiplies.
 - Explain it: `compare`, `diagnose` and its `story`, `recommend` with a `Budget`, `replay`; `audit` for a checkpoint;
   `on_cluster` for long records.
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .plan.plan import Change, Plan
     from .record.dump import dumped_files, read_dump
     from .record.reader import read_record
+    from .record.views import sql_views
 
 #: where names are from: Lightning is only imported by those who use its callbacks, torch by those who look at a run
 _FROM = {
@@ -74,6 +75,7 @@ _FROM = {
     "read_record": "record.reader",
     "recommend": "analysis.recommendation.of_records",
     "replay": "analysis.replay.replay",
+    "sql_views": "record.views",
     "story": "analysis.story.story",
 }
 
@@ -107,6 +109,7 @@ __all__ = [
     "read_record",
     "recommend",
     "replay",
+    "sql_views",
     "story",
 ]
 

@@ -68,7 +68,7 @@ def stretches(table: pa.Table) -> list[Stretch]:
         >>> (first.step, first.rows, second.step), first.digest == second.digest
         ((0, 2, 5), True)
     """
-    if not set(_KEYS) <= set(table.column_names) or not len(table):
+    if not set(_KEYS) <= set(table.column_names) or not len(table) or table["step"].null_count:
         return []
     steps = table["step"].to_numpy()
     ends = [0, *((steps[1:] != steps[:-1]).nonzero()[0] + 1).tolist(), len(steps)]

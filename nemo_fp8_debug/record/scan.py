@@ -6,9 +6,8 @@ earlier release wrote, the names are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +50,11 @@ class Chunk(NamedTuple):
             first += rows
 
 
+def itself(chunk: Chunk) -> Any:
+    """A chunk as it is."""
+    return chunk
+
+
 class Scan:
     """The rows of a table of a record: of a step that was trained twice, the later attempt's."""
 
@@ -82,12 +86,19 @@ class Scan:
         """The values of a text column, in the order of their first rows; None: that takes reading them."""
         return self._texts.get(column)
 
-    def chunks(self, columns: Sequence[str], operands: Bools | None = None, steps: Bools | None = None) -> Iterator[Chunk]:
+    def chunks(
+        self,
+        columns: Sequence[str],
+        operands: Bools | None = None,
+        steps: Bools | None = None,
+        then: Callable[[Chunk], Any] = itself,
+    ) -> Iterator[Any]:
         """Rows in order of steps, several parts read at once and no more than a few held.
 
         Args:
             columns: to read.
             operands, steps: which of them; None: all.
+            then: what is to be made of each chunk, at once in several threads.
         """
         wanted = [
             (part, kept) for part, runs in self._parts if (kept := [r for r in runs if steps is None or steps[r.step]])
@@ -95,8 +106,14 @@ class Scan:
         layouts = {run.layout for _, runs in wanted for run in runs}
         chosen = {layout: _Chosen.of(self._layouts[layout], operands) for layout in layouts}
         unreadable: dict[str, str] = {}
-        read = partial(self._chunk, sorted(set(columns)), chosen, unreadable)
-        yield from filter(None, ahead(read, wanted))
+
+        def made(of_part: tuple[Part, list[Run]]) -> Any:
+            chunk = self._chunk(sorted(set(columns)), chosen, unreadable, of_part)
+            return None if chunk is None else then(chunk)
+
+        for found in ahead(made, wanted):
+            if found is not None:
+                yield found
         if unreadable:
             complain_of(self._storage, self._table, unreadable)
 

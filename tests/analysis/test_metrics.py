@@ -20,7 +20,7 @@ from nemo_fp8_debug.analysis.bands.judge import judge
 from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.recommendation.flops import flops_of
-from nemo_fp8_debug.analysis.runs import cluster, grid, metrics
+from nemo_fp8_debug.analysis.runs import blocks, cluster, grid, metrics
 from nemo_fp8_debug.analysis.runs.cluster import on_cluster
 from nemo_fp8_debug.analysis.runs.median_of import median_of
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
@@ -35,7 +35,7 @@ NAMES = ("baseline", "bad", "reference")
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few tensors, and of these one or two at a time."""
-    monkeypatch.setattr(metrics, "CELLS", 30_000)
+    monkeypatch.setattr(blocks, "CELLS", 30_000)
     monkeypatch.setattr(grid, "_CELLS", 1500)
 
 

@@ -21,9 +21,10 @@ from ..comparison.evidence import EVIDENCE, Evidence
 from ..comparison.groups import placed
 from ..comparison.layer_matching import sizes_of_weights
 from ..comparison.onset import IN_A_ROW
+from ..runs.blocks import Result, in_parts, over_blocks
 from ..runs.casts import usual_casts
 from ..runs.grid import Floats, Grid
-from ..runs.metrics import Metrics, Result, in_parts, over_blocks
+from ..runs.metrics import Metrics
 from ..runs.run import Run
 from .purpose import purpose_of
 

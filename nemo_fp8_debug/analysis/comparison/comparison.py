@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import polars as pl
 
 from ..loss.outcome import MAX_GAP, LossOutcome
@@ -55,6 +56,14 @@ class Comparison:
         sizes = sizes_of_weights(self.run.metrics)
         same_model = None not in sizes.values() and sizes == sizes_of_weights(self.baseline.metrics)
         return LossOutcome.of(self.run.loss, self.baseline.loss, self.max_gap, same_model)
+
+    @cached_property
+    def sampled_alike(self) -> bool:
+        """Whether the runs sampled the same tensors at the same steps, all of them: then medians over samples that belong
+        together are those of each run."""
+        run, baseline = self.run.metrics, self.baseline.metrics
+        same = np.array_equal(run.steps, baseline.steps) and set(run.tensors.rows()) == set(baseline.tensors.rows())
+        return same and run.is_complete and baseline.is_complete
 
     def groups(self) -> pl.DataFrame:
         """Where the tensors out of band are; see `groups`."""

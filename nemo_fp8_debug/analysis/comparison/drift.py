@@ -10,8 +10,9 @@ import polars as pl
 
 from ...core.keys import SHOWN_AS
 from ...errors import RecordError
+from ..runs.blocks import by_tensor, over_blocks
 from ..runs.grid import Floats, Grid, Paired, median
-from ..runs.metrics import by_tensor, in_common, over_blocks
+from ..runs.metrics import in_common
 from ..runs.run import Run
 
 #: metrics whose ratios count, and what is added to either side: percent of underflow and overflow below this are noise
@@ -35,10 +36,14 @@ def drifts(baseline: Run, run: Run) -> pl.DataFrame:
         RecordError: the runs have no tensor, or no step, in common.
     """
     both = in_common(baseline.metrics, run.metrics)
-    if not len(Paired.of(*(each.steps for each in both))):
+    tail = Paired.of(*(each.steps for each in both)).last(TAIL)
+    if not len(tail):
         raise RecordError(_nothing_in_common(baseline, run))
-    found = pl.concat(over_blocks(_rows, *both, columns=2))
-    return found.sort(
+    later = both[0].at(tail.baseline), both[1].at(tail.run)
+    found = pl.concat(over_blocks(_later, *later, columns=2)).hstack(pl.concat(over_blocks(_lost, *both, columns=2)))
+    known = found.filter("sampled").drop("sampled").with_columns(pl.col(pl.Float64).fill_nan(None))
+    rows = known.with_columns(pl.col("nonfinite_since", "nonfinite_order").cast(pl.Int64))
+    return rows.sort(
         pl.col("nonfinite_since"),
         pl.col("nonfinite_order"),
         -pl.col("drift_log2"),
@@ -48,67 +53,50 @@ def drifts(baseline: Run, run: Run) -> pl.DataFrame:
     ).select("layer", "tensor", "role", "drift_log2", pl.exclude("layer", "tensor", "role", "drift_log2", "mse_log2"))
 
 
-def _rows(baseline: Grid, run: Grid) -> pl.DataFrame:
-    """Metric by metric, since no more than a few can be held of all tensors."""
-    columns = by_tensor([_sampled, *(partial(_medians, metric) for metric in SHOWN), _nonfinite_since], baseline, run)
-    sampled = columns.pop("sampled")
+def _later(baseline: Grid, run: Grid) -> pl.DataFrame:
+    """What the later samples tell, metric by metric, since no more than a few can be held of all tensors.
+
+    Args:
+        baseline, run: at as many samples, each of which belongs to that of the other.
+    """
+    columns = by_tensor([_sampled, *(partial(_medians, metric) for metric in SHOWN)], baseline, run)
     drift = np.fmax(np.fmax(columns["underflow_log2"], columns["overflow_log2"]), columns["relative_error_log2"])
-    rows = baseline.tensors.with_columns(
+    return baseline.tensors.with_columns(
         tensor=pl.col("role").replace_strict(SHOWN_AS),
         drift_log2=np.fmin(drift, columns["mse_log2"]),
         mse_ratio=2 ** columns["mse_log2"],
         **columns,
     )
-    known = rows.filter(pl.Series(sampled, dtype=pl.Boolean)).with_columns(pl.col(pl.Float64).fill_nan(None))
-    return known.with_columns(pl.col("nonfinite_since", "nonfinite_order").cast(pl.Int64))
 
 
-class _Pair:
-    """Two runs over the same tensors, at the samples that belong together."""
+def _lost(baseline: Grid, run: Grid) -> pl.DataFrame:
+    """nonfinite_since, nonfinite_order."""
+    return pl.DataFrame(by_tensor([_nonfinite_since], baseline, run))
 
-    def __init__(self, baseline: Grid, run: Grid) -> None:
-        self._grids = baseline, run
-        self.steps = Paired.of(baseline.steps, run.steps)
-        tail = self.steps.last(TAIL)
-        self._later = baseline.at(tail.baseline), run.at(tail.run)
-        self._apart = ~(self._later[0].sampled & self._later[1].sampled)
 
-    @property
-    def sampled(self) -> npt.NDArray[np.bool_]:
-        """[T]: whether both runs sampled the tensor at one of the later samples."""
-        never: npt.NDArray[np.bool_] = self._apart.all(axis=1)
-        return ~never
-
-    def later(self, metric: str) -> tuple[Floats, Floats]:
-        """Of the baseline and of the run, over the later samples that have the tensor in both; [T, S] each."""
-        baseline, run = (grid.metric(metric) for grid in self._later)
-        baseline[self._apart] = run[self._apart] = np.nan
-        return baseline, run
-
-    def at_all(self, metric: str) -> tuple[Floats, Floats]:
-        """Of the baseline and of the run, at all samples that belong together; [T, P] each."""
-        baseline, run = self._grids
-        return baseline.metric(metric)[:, self.steps.baseline], run.metric(metric)[:, self.steps.run]
-
-    def step(self, at: Floats) -> Floats:
-        """The run's step of each of these places among the pairs."""
-        result: Floats = self._grids[1].steps[self.steps.run][at.astype(np.int64)].astype(np.float64)
-        return result
+def _in_both(baseline: Grid, run: Grid) -> npt.NDArray[np.bool_]:
+    """[T, S]: whether both runs sampled a tensor."""
+    return baseline.sampled & run.sampled
 
 
 def _sampled(baseline: Grid, run: Grid) -> dict[str, npt.NDArray[np.bool_]]:
-    return {"sampled": _Pair(baseline, run).sampled}
+    return {"sampled": _in_both(baseline, run).any(axis=1)}
 
 
 def _medians(metric: str, baseline: Grid, run: Grid) -> dict[str, Floats]:
     """By name: `metric_baseline` and `metric_run`, and `metric_log2` of those that tell."""
-    pair = _Pair(baseline, run)
-    both = pair.later(metric)
+    apart = ~_in_both(baseline, run)
+
+    def of_both(name: str) -> tuple[Floats, Floats]:
+        usual, found = (np.where(apart, np.nan, grid.metric(name)) for grid in (baseline, run))
+        return usual, found
+
+    both = of_both(metric)
     medians = {f"{metric}_{which}": median(values) for which, values in zip(("baseline", "run"), both, strict=True)}
     if metric in _FLOORS:
         medians[f"{metric.removesuffix('_pct')}_log2"] = median(_ratio_log2(*both, _FLOORS[metric]))
     elif metric == "mse":
-        true = _ratio_log2(*pair.later("unscaled_mse"))  # whatever the loss scale of either
+        true = _ratio_log2(*of_both("unscaled_mse"))  # whatever the loss scale of either
         medians["mse_log2"] = median(np.where(np.isnan(true), _ratio_log2(*both), true))
     return medians
 
@@ -124,12 +112,15 @@ def _ratio_log2(baseline: Floats, run: Floats, floor: float = 0.0) -> Floats:
 def _nonfinite_since(baseline: Grid, run: Grid) -> dict[str, Floats]:
     """Since when a tensor of the run held NaN or infinity and the baseline's did not, and its place in the order of
     execution at that step."""
-    pair = _Pair(baseline, run)
-    usual, found = pair.at_all("nonfinite")
-    bad_only, order = (found > 0) & (usual == 0), pair.at_all("nonfinite_order")[1]
+    pairs = Paired.of(baseline.steps, run.steps)
+    usual, found = (grid.metric("nonfinite")[:, at] for grid, at in ((baseline, pairs.baseline), (run, pairs.run)))
+    bad_only = (found > 0) & (usual == 0)
     first, rows = bad_only.argmax(axis=1), np.arange(len(bad_only))
     ever = bad_only.any(axis=1)
-    since = np.where(ever, pair.step(first), np.nan)
+    if not ever.any():
+        return {name: np.full(len(ever), np.nan) for name in ("nonfinite_since", "nonfinite_order")}
+    since = np.where(ever, run.steps[pairs.run][first], np.nan)
+    order = run.metric("nonfinite_order")[:, pairs.run]
     return {"nonfinite_since": since, "nonfinite_order": np.where(ever, order[rows, first], np.nan)}
 
 

@@ -17,8 +17,10 @@ import polars as pl
 
 from ...core.keys import SHOWN_AS
 from ...core.threads import ahead
+from ..runs.blocks import over_blocks
 from ..runs.grid import Floats, Grid, lower_median
-from ..runs.metrics import Bools, Metrics, in_common, over_blocks
+from ..runs.metrics import Metrics, in_common
+from ..runs.source import Bools
 from .discoveries import discoveries
 from .evidence import EVIDENCE, Evidence
 

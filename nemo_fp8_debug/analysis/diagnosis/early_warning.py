@@ -9,8 +9,8 @@ import polars as pl
 
 from ...numerics.limits import MADE_UP
 from ..comparison.compare import quantized, split_experts
+from ..runs.blocks import in_parts, over_blocks
 from ..runs.grid import Grid
-from ..runs.metrics import in_parts, over_blocks
 from ..runs.run import Run
 from .rules.beyond import COLUMNS, strengths, times_of_limits, with_limits
 

@@ -48,6 +48,9 @@ def on_cluster(address: str | None) -> Iterator[None]:
         address: `ray` or `dask` for one on this machine, a worker a core; or that of one that runs, `ray://HOST:10001` or
             `tcp://HOST:8786` (Dask's scheduler). None: no cluster.
 
+    Returns:
+        A context manager.
+
     Raises:
         ConfigError: there is none at the address, or its package is not installed.
 

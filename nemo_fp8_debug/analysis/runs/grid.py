@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -171,3 +173,10 @@ def lower_median(values: Floats) -> Floats:
     middle = np.maximum(count - 1, 0) // 2
     result: Floats = np.take_along_axis(ordered, middle[..., None], -1)[..., 0]
     return result
+
+
+def stretches(places: Ints) -> Iterator[tuple[int, slice]]:
+    """Each place that follows itself, and where that is."""
+    ends = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else [0]
+    for first, end in itertools.pairwise(ends):
+        yield int(places[first]), slice(first, end)

@@ -5,90 +5,25 @@ A small record is held; of a large one no more is held at a time than an analysi
 
 from __future__ import annotations
 
-import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
-from ...core.threads import ahead
 from ...record.reader import read_table, rows_of
-from ...record.scan import Chunk, Scan
+from ...record.scan import Chunk, Scan, itself
 from ...record.schema import SCHEMAS
 from ...record.storage import Storage
-from . import cluster
 from .grid import KEY, Floats, Grid, Ints
+from .source import Bools, Held, Source, some_of
 
-Bools = npt.NDArray[np.bool_]
-Result = TypeVar("Result")
 #: rows of a record that is held
 HELD = 1 << 20
-#: values that grids hold at a time: 1.5 GiB
-CELLS = 3 << 26
-
-
-#: on a cluster, blocks that each worker gets, so that none waits long for another; and tensors of a block at the least
-_SHARES, _FEWEST = 4, 64
-
-
-class Source(Protocol):
-    """Rows of operands and steps."""
-
-    @property
-    def operands(self) -> pl.DataFrame:
-        """layer, role of each, in the order of their first rows."""
-
-    @property
-    def steps(self) -> Ints:
-        """Ascending."""
-
-    @property
-    def schema(self) -> Mapping[str, Any]:
-        """Columns and their types."""
-
-    def chunks(self, columns: Sequence[str], operands: Bools | None = None, steps: Bools | None = None) -> Iterator[Chunk]:
-        """Columns of some operands and steps; None: of all."""
-
-    def values(self, column: str) -> list[str | None] | None:
-        """Those of a text column, in the order of their first rows; None: that takes reading them."""
-
-
-class Held:
-    """Rows in memory."""
-
-    def __init__(self, rows: pl.DataFrame) -> None:
-        rows = rows if rows["step"].is_sorted() else rows.sort("step", maintain_order=True)
-        # Grouped as codes: the names of all rows are looked at once.
-        names = rows.select(pl.col(KEY).cast(pl.Categorical)).with_row_index("row")
-        grouped = names.group_by(KEY, maintain_order=True).agg("row")
-        self.operands = grouped.select(pl.col(KEY).cast(pl.String))
-        self.steps: Ints = rows["step"].unique().sort().to_numpy()
-        self.schema: Mapping[str, Any] = rows.schema
-        self._rows = rows
-        self._operand = np.empty(len(rows), dtype=np.int64)
-        lengths = grouped["row"].list.len().to_numpy()
-        self._operand[grouped["row"].explode().to_numpy()] = np.repeat(np.arange(len(grouped)), lengths)
-        of_steps = rows.group_by("step", maintain_order=True).len()
-        self._steps = list(enumerate(of_steps["len"].to_list()))
-
-    def chunks(self, columns: Sequence[str], operands: Bools | None = None, steps: Bools | None = None) -> Iterator[Chunk]:
-        """See `Source`; all at once."""
-        kept = np.ones(len(self._rows), dtype=bool)
-        if operands is not None:
-            kept &= operands[self._operand]
-        whole = Chunk(self._rows.select(columns), self._operand, self._steps)
-        if steps is not None:
-            kept &= steps[whole.step]
-        yield whole if kept.all() else some_of(whole, kept)
-
-    def values(self, column: str) -> list[str | None] | None:
-        """See `Source`."""
-        return self._rows[column].unique(maintain_order=True).to_list()
 
 
 @dataclass(frozen=True)
@@ -159,12 +94,18 @@ class Metrics:
         """The same without some steps."""
         return self._over(~np.isin(self.steps, np.array(sorted(steps), dtype=np.int64))) if len(steps) else self
 
+    def at(self, samples: Ints) -> Metrics:
+        """Some of its steps, by their places, and all of its operands."""
+        kept = np.zeros(len(self.steps), dtype=bool)
+        kept[samples] = True
+        return replace(self, steps=self.steps[kept], _step=_renumbered(self._step, kept))
+
     def over(self, steps: Ints) -> Metrics:
-        """Some of its steps."""
+        """Some of its steps, and the operands that have rows there."""
         return self._over(np.isin(self.steps, steps))
 
     def _over(self, kept: Bools) -> Metrics:
-        return self if kept.all() else replace(self, steps=self.steps[kept], _step=_renumbered(self._step, kept))._there()
+        return self if kept.all() else self.at(np.flatnonzero(kept))._there()
 
     def along(self, axis: pl.DataFrame) -> Metrics:
         """The same with other numbers for its steps, and without those that have none.
@@ -190,9 +131,9 @@ class Metrics:
         Args:
             tensors: layer, role, each of which it has.
         """
-        return self if tensors.select(KEY).equals(self.tensors) else self._narrowed(tensors)._there()
+        return self if tensors.select(KEY).equals(self.tensors) else self.narrowed(tensors)._there()
 
-    def _narrowed(self, tensors: pl.DataFrame) -> Metrics:
+    def narrowed(self, tensors: pl.DataFrame) -> Metrics:
         """Some of its operands, and all of its steps."""
         place = tensors.join(self.tensors.with_row_index("at"), on=KEY, how="left", maintain_order="left")["at"].to_numpy()
         here = np.full(len(self.tensors) + 1, -1)
@@ -258,15 +199,22 @@ class Metrics:
         operand, step = _renumbered(self._operand, operands), _renumbered(self._step, steps)
         return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
 
-    def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
-        """Columns, a few steps at a time; places are those of its operands and steps."""
+    def chunks(self, columns: Sequence[str], then: Callable[[Chunk], Any] = itself) -> Iterator[Any]:
+        """Columns, a few steps at a time; places are those of its operands and steps.
+
+        Args:
+            then: what is to be made of each chunk, at once in several threads.
+        """
         names = list(dict.fromkeys([*columns, *(name for name, _ in self._only)]))
-        kept = [None if (places >= 0).all() else places >= 0 for places in (self._operand, self._step)]
-        for chunk in self._source.chunks(names, *kept):
+        operands, steps = (None if (places >= 0).all() else places >= 0 for places in (self._operand, self._step))
+
+        def here(chunk: Chunk) -> Any:
             operand = chunk.operand if self._is_whole else self._operand[chunk.operand]
             of_steps = [(int(self._step[step]), rows) for step, rows in chunk.steps]
-            here = Chunk(chunk.rows.select(columns), operand, of_steps)
-            yield some_of(here, _fits(chunk.rows, self._only)) if self._only else here
+            mine = Chunk(chunk.rows.select(columns), operand, of_steps)
+            return then(some_of(mine, _fits(chunk.rows, self._only)) if self._only else mine)
+
+        yield from self._source.chunks(names, operands, steps, here)
 
     def scan(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
         """Rows, a few steps at a time: tensor (place of the operand), step, and columns."""
@@ -282,6 +230,11 @@ class Metrics:
         rows = pl.concat([self._none(read).drop("count"), *self.scan(read)])
         found = self.named(rows).select(names)
         return found if found["step"].is_sorted() else found.sort("step", maintain_order=True)
+
+    @cached_property
+    def is_complete(self) -> bool:
+        """Whether each operand was sampled at each step."""
+        return sum(len(chunk.operand) for chunk in self.chunks([])) == len(self.tensors) * len(self.steps)
 
     @cached_property
     def sizes_of_weights(self) -> dict[str, int]:
@@ -360,11 +313,14 @@ class Columns:
         # A step's values lie side by side: that is the order in which they come.
         values = np.full((len(self._metrics.steps), len(self._metrics.tensors)), np.nan)
         columns = ["nan", "inf"] if name == "nonfinite" else [name]
+
+        def fill(chunk: Chunk) -> None:
+            of_rows = chunk.rows.select(_value(name).cast(pl.Float64)).to_series().to_numpy()
+            for at, here in chunk.spans():
+                values[at][chunk.operand[here]] = of_rows[here]
+
         if set(columns) <= self._metrics.columns:
-            for chunk in self._metrics.chunks(columns):
-                of_rows = chunk.rows.select(_value(name).cast(pl.Float64)).to_series().to_numpy()
-                for at, here in chunk.spans():
-                    values[at][chunk.operand[here]] = of_rows[here]
+            deque(self._metrics.chunks(columns, fill), 0)
         return values.T
 
     @cached_property
@@ -386,13 +342,6 @@ def _value(name: str) -> pl.Expr:
     return pl.col("nan") + pl.col("inf") > 0 if name == "nonfinite" else pl.col(name)
 
 
-def stretches(places: Ints) -> Iterator[tuple[int, slice]]:
-    """Each place that follows itself, and where that is."""
-    ends = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else [0]
-    for first, end in itertools.pairwise(ends):
-        yield int(places[first]), slice(first, end)
-
-
 def _renumbered(places: Ints, kept: Bools) -> Ints:
     """Places among those that are kept; -1 of the others."""
     numbers = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)
@@ -405,57 +354,7 @@ def _fits(rows: pl.DataFrame, only: Sequence[tuple[str, Sequence[str]]]) -> Bool
     return rows.select(fits.alias("fits"))["fits"].to_numpy()
 
 
-def some_of(chunk: Chunk, kept: Bools) -> Chunk:
-    """Some rows of a chunk."""
-    rows = chunk.rows.filter(pl.Series(kept)) if chunk.rows.width else chunk.rows
-    counts = ((step, int(kept[here].sum())) for step, here in chunk.spans())
-    return Chunk(rows, chunk.operand[kept], [(step, n) for step, n in counts if n])
-
-
 def in_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:
     """Both over the tensors that both have, in the order of the first."""
     tensors = baseline.tensors.join(run.tensors, on=KEY, how="semi", maintain_order="left")
     return baseline.among(tensors), run.among(tensors)
-
-
-def over_blocks(do: Callable[..., Result], *runs: Metrics, columns: int = 1) -> list[Result]:
-    """`do` of the same tensors of some runs as grids, as many tensors at a time as fit into memory, in order.
-
-    On a cluster its workers share the work; see `cluster`.
-
-    Args:
-        runs: over the same tensors.
-        columns: of each grid that are looked at together.
-    """
-    cells = sum(len(run.steps) for run in runs) * columns
-    at_once = max(1, CELLS // max(cells, 1))
-    if workers := cluster.workers():
-        at_once = min(at_once, max(_FEWEST, -(-len(runs[0].tensors) // (_SHARES * workers))))
-    if at_once >= len(runs[0].tensors):
-        return [do(*(run.grids(columns) for run in runs))]
-    some = [slice(first, first + at_once) for first in range(0, len(runs[0].tensors), at_once)]
-    return cluster.each(partial(_of_block, do, runs, columns), some)
-
-
-def _of_block(do: Callable[..., Result], runs: Sequence[Metrics], columns: int, some: slice) -> Result:
-    return do(*(run._narrowed(run.tensors[some]).grids(columns) for run in runs))
-
-
-def by_tensor(
-    functions: Sequence[Callable[..., Mapping[str, npt.NDArray[Any]]]], *grids: Grid
-) -> dict[str, npt.NDArray[Any]]:
-    """What functions tell of each tensor of some grids: columns by name, [T] each.
-
-    Args:
-        functions: of grids over some of the tensors; each is done with all tensors before the next one begins.
-    """
-    found: dict[str, npt.NDArray[Any]] = {}
-    for function in functions:
-        of_parts = in_parts(function, *grids)
-        found |= {name: np.concatenate([of_part[name] for of_part in of_parts]) for name in of_parts[0]}
-    return found
-
-
-def in_parts(do: Callable[..., Result], *grids: Grid) -> list[Result]:
-    """`do` of grids over some of the tensors at a time, in order; once, of all, if there are few."""
-    return list(ahead(lambda some: do(*(grid.rows(some) for grid in grids)), grids[0].parts()))

@@ -11,11 +11,12 @@ import polars as pl
 
 from ...core.keys import Key
 from ..comparison.compare import split_experts
+from ..comparison.comparison import Comparison
 from ..comparison.drift import SHOWN, TAIL
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.rules.finding import Finding
+from ..runs.blocks import by_tensor, over_blocks
 from ..runs.grid import Floats, Grid, median
-from ..runs.metrics import by_tensor, over_blocks
 from ..runs.run import Run
 
 KEY = ["layer", "role"]
@@ -91,7 +92,8 @@ def _named(found: Diagnosis) -> pl.DataFrame:
 
 def _tensors(found: Diagnosis, named: pl.DataFrame) -> pl.DataFrame:
     """layer, role, drift_log2, medians: of all tensors, and of experts and other tensors that findings name."""
-    run = _medians(found.run, "run")
+    run = _medians(found.run, "run", found.comparison)
+    run = run.join(medians(found.run, ["nonfinite"], most=["nonfinite"]), on=KEY, how="left", maintain_order="left")
     apart = split_experts(run)[0]
     rows = pl.concat([apart, run.join(apart, on=KEY, how="anti").join(named, on=KEY, how="semi")])
     missing = named.select(KEY).join(rows, on=KEY, how="anti", maintain_order="left")
@@ -100,16 +102,19 @@ def _tensors(found: Diagnosis, named: pl.DataFrame) -> pl.DataFrame:
         names = ("drift_log2", "mse_ratio", "lost_baseline", *(f"{name}_baseline" for name in SHOWN))
         return rows.with_columns(has_baseline=False, **{name: pl.lit(None, pl.Float64) for name in names})
     compared = pl.concat([found.comparison.tensors, found.comparison.experts])
-    baseline = _medians(found.comparison.baseline, "baseline").drop("nonfinite").rename({"lost": "lost_baseline"})
+    baseline = _medians(found.comparison.baseline, "baseline", found.comparison).rename({"lost": "lost_baseline"})
     rows = rows.join(baseline.with_columns(has_baseline=True), on=KEY, how="left", maintain_order="left")
     rows = rows.join(compared.select(*KEY, "drift_log2", "mse_ratio"), on=KEY, how="left", maintain_order="left")
     return rows.with_columns(pl.col("has_baseline").fill_null(False))
 
 
-def _medians(run: Run, suffix: str) -> pl.DataFrame:
-    """layer, role, `{metric}_{suffix}`, lost, nonfinite (1 if any sample is) over the later half of the samples."""
-    rows = medians(run, [*SHOWN, "nonfinite"], most=["nonfinite"])
-    rows = rows.rename({name: f"{name}_{suffix}" for name in SHOWN})
+def _medians(run: Run, suffix: str, comparison: Comparison | None) -> pl.DataFrame:
+    """layer, role, `{metric}_{suffix}` and lost over the later half of the samples."""
+    if comparison is not None and comparison.sampled_alike:
+        known = pl.concat([comparison.tensors, comparison.experts]).select(*KEY, *(f"{name}_{suffix}" for name in SHOWN))
+        rows = run.metrics.tensors.join(known, on=KEY, how="left", maintain_order="left")
+    else:
+        rows = medians(run, SHOWN).rename({name: f"{name}_{suffix}" for name in SHOWN})
     shares = [pl.col(f"{name}_{suffix}") / of for name, of in _SHARES.items()]
     return rows.with_columns(lost=pl.max_horizontal(shares))
 

@@ -7,8 +7,9 @@ from functools import partial
 import numpy as np
 
 from ...core.keys import Key
+from ..runs.blocks import in_parts, over_blocks
 from ..runs.grid import Grid
-from ..runs.metrics import Metrics, in_parts, over_blocks
+from ..runs.metrics import Metrics
 
 
 def zero_since(metrics: Metrics) -> dict[Key, int]:

@@ -9,8 +9,9 @@ import numpy as np
 import polars as pl
 
 from ....numerics.limits import FAR, FORMATS, LEAST_VALUES, LIMITS, MADE_UP
+from ...runs.blocks import in_parts, over_blocks
 from ...runs.grid import Floats, Grid
-from ...runs.metrics import Metrics, in_parts, over_blocks
+from ...runs.metrics import Metrics
 
 #: metrics that have limits, and the number of values
 COLUMNS = len(LIMITS["input"]) + 1

@@ -8,7 +8,8 @@ import numpy as np
 import polars as pl
 
 from ....core.keys import SHOWN_AS
-from ...runs.metrics import Metrics, stretches
+from ...runs.grid import stretches
+from ...runs.metrics import Metrics
 from ...runs.run import Run
 from .finding import Finding
 

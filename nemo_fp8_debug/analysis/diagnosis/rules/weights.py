@@ -11,8 +11,7 @@ import numpy as np
 import polars as pl
 
 from ...formatting import number
-from ...runs.grid import Floats, Ints
-from ...runs.metrics import stretches
+from ...runs.grid import Floats, Ints, stretches
 from ...runs.run import Run
 from .finding import Finding
 

@@ -1,0 +1,64 @@
+"""What is told of each operand of long records: some operands at a time, as many as fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.threads import ahead
+from . import cluster
+from .grid import Grid
+from .metrics import Metrics
+
+Result = TypeVar("Result")
+#: values that grids hold at a time: 1.5 GiB
+CELLS = 3 << 26
+#: on a cluster, blocks that each worker gets, so that none waits long for another; and tensors of a block at the least
+_SHARES, _FEWEST = 4, 64
+
+
+def over_blocks(do: Callable[..., Result], *runs: Metrics, columns: int = 1) -> list[Result]:
+    """`do` of the same tensors of some runs as grids, as many tensors at a time as fit into memory, in order.
+
+    On a cluster its workers share the work; see `cluster`.
+
+    Args:
+        runs: over the same tensors.
+        columns: of each grid that are looked at together.
+    """
+    cells = sum(len(run.steps) for run in runs) * columns
+    at_once = max(1, CELLS // max(cells, 1))
+    if workers := cluster.workers():
+        at_once = min(at_once, max(_FEWEST, -(-len(runs[0].tensors) // (_SHARES * workers))))
+    if at_once >= len(runs[0].tensors):
+        return [do(*(run.grids(columns) for run in runs))]
+    some = [slice(first, first + at_once) for first in range(0, len(runs[0].tensors), at_once)]
+    return cluster.each(partial(_of_block, do, runs, columns), some)
+
+
+def _of_block(do: Callable[..., Result], runs: Sequence[Metrics], columns: int, some: slice) -> Result:
+    return do(*(run.narrowed(run.tensors[some]).grids(columns) for run in runs))
+
+
+def by_tensor(
+    functions: Sequence[Callable[..., Mapping[str, npt.NDArray[Any]]]], *grids: Grid
+) -> dict[str, npt.NDArray[Any]]:
+    """What functions tell of each tensor of some grids: columns by name, [T] each.
+
+    Args:
+        functions: of grids over some of the tensors; each is done with all tensors before the next one begins.
+    """
+    found: dict[str, npt.NDArray[Any]] = {}
+    for function in functions:
+        of_parts = in_parts(function, *grids)
+        found |= {name: np.concatenate([of_part[name] for of_part in of_parts]) for name in of_parts[0]}
+    return found
+
+
+def in_parts(do: Callable[..., Result], *grids: Grid) -> list[Result]:
+    """`do` of grids over some of the tensors at a time, in order; once, of all, if there are few."""
+    return list(ahead(lambda some: do(*(grid.rows(some) for grid in grids)), grids[0].parts()))
