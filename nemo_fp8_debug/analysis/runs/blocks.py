@@ -9,14 +9,15 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ...core.memory import give_back
 from ...core.threads import ahead
 from . import cluster
 from .grid import Grid
 from .metrics import Metrics
 
 Result = TypeVar("Result")
-#: values that grids hold at a time: 1.5 GiB
-CELLS = 3 << 26
+#: values that grids hold at a time: 1.25 GiB
+CELLS = 5 << 25
 #: on a cluster, blocks that each worker gets, so that none waits long for another; and tensors of a block at the least
 _SHARES, _FEWEST = 4, 64
 
@@ -41,7 +42,9 @@ def over_blocks(do: Callable[..., Result], *runs: Metrics, columns: int = 1) -> 
 
 
 def _of_block(do: Callable[..., Result], runs: Sequence[Metrics], columns: int, some: slice) -> Result:
-    return do(*(run.narrowed(run.tensors[some]).grids(columns) for run in runs))
+    found = do(*(run.narrowed(run.tensors[some]).grids(columns) for run in runs))
+    give_back()
+    return found
 
 
 def by_tensor(

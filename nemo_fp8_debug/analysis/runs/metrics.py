@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from ...core.memory import give_back
 from ...record.reader import read_table, rows_of
 from ...record.scan import Chunk, Scan, itself
 from ...record.schema import SCHEMAS
@@ -306,6 +307,7 @@ class Columns:
             if name not in self._values:
                 while len(self._values) >= self._kept:
                     del self._values[next(iter(self._values))]
+                    give_back()
                 self._values[name] = self._read(name)
             return self._values[name]
 
