@@ -26,7 +26,7 @@ from nemo_fp8_debug.analysis.replay.replay import replay
 from nemo_fp8_debug.analysis.story.ranking import harm_ranks
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.errors import hearing
-from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, memory, verdict, what_if, worker_process
+from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, memory, what_if, worker_process
 
 
 def write_run(folder: Path, harmed: bool) -> Path:
@@ -145,17 +145,6 @@ def test_what_cannot_be_answered_is_explained(logdir: Path, monkeypatch: pytest.
     assert "samples" in answered(kind="verdict", run=run, baseline=None, reference=None, by="samples")
     monkeypatch.setattr(what_if, "_MOST_REPLAYED", 79)
     assert "has 80 rows" in answered(kind="what_if", run=run, step=0, recipe="current")
-
-
-def test_of_large_records_some_samples_are_left_out_and_that_is_said(logdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "MOST_ROWS", 40)
-    bad, baseline = str(logdir / "bad"), str(logdir / "baseline")
-    answer = worker_process.answered({"kind": "verdict", "run": bad, "baseline": baseline, "reference": None, "by": "step"})
-    result = answer["result"]
-    assert "one of each 2 samples" in result["diagnosis"]["notes"][-1]
-    assert result["recommendation"] is None and result["snippets"] == []
-    assert result["diagnosis"]["culprit"]["layer"] == FC1 and result["diagnosis"]["culprit"]["since"] == 220
-    assert result["comparison"]["runs"]["run"]["path"] == bad
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_the_band_is_what_onsets_are_judged_by(tab: Tab, found: Comparison, laye
     told = answer(tab, layer)["metrics"]
     assert set(told) == {evidence.metric for evidence in EVIDENCE}
     for name, metric in told.items():
-        rows = band(found.baseline.metrics, found.run.metrics, layer, "input", name)
+        rows = band(found.baseline.metrics.frame(), found.run.metrics.frame(), layer, "input", name)
         assert metric["step"] == rows["step"].to_list()
         assert metric["expected"] == pytest.approx(rows["expected"].to_list())
         assert metric["high"] == pytest.approx(rows["limit"].to_list())

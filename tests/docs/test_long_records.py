@@ -1,0 +1,31 @@
+"""What the docs say of long records is what was measured, and what was measured keeps what is promised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MEASURED = json.loads((ROOT / "scripts" / "benchmarks" / "large_records.json").read_text())
+CLUSTERS = json.loads((ROOT / "scripts" / "validation" / "clusters.json").read_text())
+PAGE = (ROOT / "docs" / "compare.md").read_text()
+TASKS = ("compare", "diagnose", "diagnose alone")
+
+
+@pytest.mark.parametrize("found", MEASURED, ids=lambda found: f"{found['rows'] / 1e6:.0f} million rows")
+def test_a_row_of_the_table_is_what_was_measured(found: dict[str, object]) -> None:
+    cells = [f"{found[task]['seconds']:.0f} s, {found[task]['gb']:.1f} GB" for task in TASKS]  # type: ignore[index]
+    assert f"| {found['samples']} | {found['rows'] / 1e6:.0f} million | {' | '.join(cells)} |" in PAGE  # type: ignore[operator]
+
+
+def test_the_longest_record_takes_no_more_than_is_promised() -> None:
+    longest = max(MEASURED, key=lambda found: found["rows"])
+    assert longest["rows"] > 130e6 and all(longest[task]["names_the_culprit"] for task in TASKS)
+    assert all(longest[task]["gb"] < 3 and longest[task]["seconds"] < 180 for task in ("compare", "diagnose"))
+
+
+@pytest.mark.parametrize("engine", ["ray", "dask"])
+def test_clusters_are_as_fast_or_slow_as_the_page_says(engine: str) -> None:
+    assert f"{CLUSTERS[engine]['times_faster']:.1f} times" in PAGE
