@@ -1,4 +1,4 @@
-"""Reads a table column by column and a few steps at a time, so that memory does not grow with the record.
+"""Reads a table column by column and a few steps at a time, so that a record of any length can be read.
 
 Which rows are of which operand and step is known from outlines in the footers of parts. Of a part without one, which an
 earlier release wrote, the names are read.
