@@ -26,6 +26,7 @@ from .records.cache import Cache
 from .records.dumps import Dumps
 from .records.logdir import Logdir, Root, roots_of
 from .records.part_matrices import Parts
+from .records.timeline import timeline
 from .runs_table.board_order import ordered
 from .runs_table.headlines import Headlines
 from .runs_table.rows import Rows
@@ -197,7 +198,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return self._tables[table or "metrics"]
 
     def _timeline(self, run: str, layer: str, role: str, metrics: list[str]) -> Any:
-        return tables.timeline(self._of(metadata.table_of(role)), self._logdir.record(run), layer, role, metrics)
+        return timeline(self._of(metadata.table_of(role)), self._logdir.record(run), layer, role, metrics)
 
     def _loss(self, run: str) -> Any:
         record = self._logdir.record(run)

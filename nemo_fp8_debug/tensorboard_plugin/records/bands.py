@@ -19,6 +19,7 @@ from ...analysis.runs.metrics import Metrics
 from ...analysis.runs.run import Run
 from ...core.keys import MIXED
 from ...core.scale_sources import ENGINE
+from ...core.threads import ahead
 from ...errors import hearing
 from ...record.reader import read_table
 from ...record.schema import SCHEMAS, Part
@@ -27,9 +28,10 @@ from ..web.json_values import numbers, plain
 from .cache import Cache
 from .losses import thinned
 from .metadata import table_of
+from .part_files import NONFINITE
 from .part_index import Array, Texts
-from .part_matrices import NONFINITE, Index, Parts
-from .tables import no_such_tensor
+from .part_matrices import Index, Parts
+from .tables import layout_of, no_such_tensor
 
 #: points of a metric's band that are drawn at most
 _POINTS = 1000
@@ -37,10 +39,11 @@ _POINTS = 1000
 _KEPT = 64
 #: bytes that are held of the columns that bands are made of: all of a small record, and little of a large one
 _HELD = 64 << 20
-#: runs whose losses are kept
+#: runs whose losses are kept, and whose quantized steps are
 _RUNS = 16
-#: columns that bands are made of
+#: columns that bands are made of, and that are read for them
 _COLUMNS = ("n", "nan", "inf", "mse", *({evidence.metric for evidence in EVIDENCE} - {NONFINITE}))
+_READ = ("step", "scale_source", *_COLUMNS)
 
 
 class Bands:
@@ -50,6 +53,7 @@ class Bands:
         self._parts = parts
         self._bands: Cache[dict[str, Any]] = Cache(_KEPT, lambda _: 1)
         self._tables: Cache[pa.Table] = Cache(_HELD, lambda table: table.nbytes)
+        self._quantized: Cache[Array | None] = Cache(_RUNS, lambda _: 1)
         self._runs: Cache[Run] = Cache(_RUNS, lambda _: 1)
 
     def of_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
@@ -110,26 +114,38 @@ class Bands:
 
     def _rows(self, run: Storage, index: Index, key: tuple[str, str]) -> pl.DataFrame:
         """The rows of a tensor, without holding those of the others."""
-        found: list[pl.DataFrame] = []
-        for part, steps in index.held.items():
-            layout = self._parts.unless_damaged(run, part, "layout", partial(self._parts.layout, run, part))
-            rows = [row for step in steps if layout and (row := layout.row(step, key)) is not None]
-            columns = partial(self._columns, run, part)
-            if rows and (table := self._parts.unless_damaged(run, part, "band", columns)) is not None:
-                found.append(pl.DataFrame(table.take(rows)).with_columns(pl.col("scale_source").cast(pl.String)))
-        if not found:
-            raise no_such_tensor(run, *key)
-        return pl.concat(found).sort("step").with_columns(layer=pl.lit(key[0]), role=pl.lit(key[1]))
 
-    def _columns(self, run: Storage, part: Part) -> pa.Table:
-        names = "step", "scale_source", *_COLUMNS
-        return self._tables.get((str(run), part.path), lambda: self._parts.columns(run, part, *names))
+        def of_part(part: Part) -> pa.Table | None:
+            if (layout := layout_of(self._parts, run, part)) is None:
+                return None
+            rows = [row for step in index.held[part] if (row := layout.row(step, key)) is not None]
+            read = partial(self._some_rows if layout.is_wide else self._of_columns, run, part, rows)
+            return self._parts.unless_damaged(run, part, "band", read) if rows else None
+
+        tables = [pl.DataFrame(table) for table in ahead(of_part, list(index.held)) if table is not None]
+        if not tables:
+            raise no_such_tensor(run, *key)
+        rows = pl.concat([table.with_columns(pl.col("scale_source").cast(pl.String)) for table in tables])
+        return rows.sort("step").with_columns(layer=pl.lit(key[0]), role=pl.lit(key[1]))
+
+    def _some_rows(self, run: Storage, part: Part, rows: list[int]) -> pa.Table:
+        return self._parts.some_rows(run, part, _READ, rows)
+
+    def _of_columns(self, run: Storage, part: Part, rows: list[int]) -> pa.Table:
+        return self._tables.get((str(run), part.path), lambda: self._parts.columns(run, part, *_READ)).take(rows)
 
     def _steps_quantized(self, run: Storage, index: Index) -> Array | None:
         """Samples with an operand that an engine quantizes; None where no engine quantizes any."""
+        return self._quantized.get((str(run), index.version), lambda: self._find_quantized(run, index))
+
+    def _find_quantized(self, run: Storage, index: Index) -> Array | None:
         steps: list[int] = []
         is_engine = False
         for part, held in index.held.items():
+            if (only := self._only_source(run, part)) is not None:
+                is_engine |= only == ENGINE
+                steps += held if only in (ENGINE, MIXED) else []
+                continue
             if (sources := self._parts.unless_damaged(run, part, "scale_source", partial(self._sources, run, part))) is None:
                 continue
             layout = self._parts.layout(run, part)
@@ -140,15 +156,18 @@ class Bands:
             steps += np.asarray(held)[found.any(axis=1)].tolist()
         return np.array(sorted(steps), np.int64) if is_engine else None
 
+    def _only_source(self, run: Storage, part: Part) -> str | None:
+        """That all rows of a part have, if its footer says so."""
+        told = self._parts.outline(run, part)
+        known = told.texts.get("scale_source", ()) if told else ()
+        return known[0] if len(known) == 1 else None
+
     def _sources(self, run: Storage, part: Part) -> Texts:
         return self._parts.texts(run, part, "scale_source")
 
     def _tensors(self, run: Storage) -> set[tuple[str, str]]:
         def read(index: Index) -> set[tuple[str, str]]:
-            found = (
-                self._parts.unless_damaged(run, part, "layout", partial(self._parts.layout, run, part))
-                for part in index.held
-            )
+            found = (layout_of(self._parts, run, part) for part in index.held)
             return {key for tensors in {layout.tensors for layout in found if layout} for key in tensors}
 
         return self._parts.settled(run, read)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...core.threads import ahead
+from ...record.schema import Part
 from ...record.storage import Storage
 from . import metadata
 from .execution import tensors_of
@@ -45,14 +47,18 @@ def course(parts: Parts, run: Storage, metric: str, first: int | None, last: int
         place = {key: i for i, key in enumerate(tensors)}
         # Parts have the same tensors, but for few.
         places = {some: np.array([place[key] for key in some]) for some in {layout.tensors for layout in layouts.values()}}
-        for part, layout in layouts.items():
+
+        def of_part(part: Part) -> tuple[Array, Array]:
+            """Places among the stretches, and the worst values in each."""
             mine = np.array(index.held[part])
             mine = mine[(mine >= begin) & (mine <= end)]
             at, starts = np.unique(np.searchsorted(stretches, (mine - begin) // width), return_index=True)
-            rows = np.searchsorted(layout.steps, mine)
-            values = metric_of(parts, run, part, layout, metric)
+            rows = np.searchsorted(layouts[part].steps, mine)
+            values = metric_of(parts, run, part, layouts[part], metric)
             values = values if len(rows) == len(values) else values[rows]
-            found = _worst_of(metric, values, starts)
+            return at, _worst_of(metric, values, starts)
+
+        for layout, (at, found) in zip(layouts.values(), ahead(of_part, list(layouts)), strict=True):
             there = np.ix_(at, places[layout.tensors])
             worst[there] = _worse(metric, worst[there], found)
         header = {

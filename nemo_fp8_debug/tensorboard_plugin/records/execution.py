@@ -6,26 +6,33 @@ A record has layers as the model made them, which is the order of execution but 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from ...record.schema import Part
-from .part_index import Layout
+from .part_index import Layout, Tensors
 
 #: made before its siblings and run behind them: Megatron's output projection of attention
 _LAST = {"linear_proj"}
 #: likewise if the sibling is there: `w2` of a gated MLP multiplies what `w1` and `w3` return
 _BEHIND = {"w2": "w3"}
+#: records whose order is kept
+_KEPT = 32
 
 
-def ordered(tensors: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+def ordered(tensors: Iterable[tuple[str, str]]) -> Tensors:
     """(layer, role) of tensors, by layers in order of execution; those of a layer in the order that they have."""
     found = list(tensors)
     order = {layer: i for i, layer in enumerate(in_order_of_execution([layer for layer, _ in found]))}
-    return tuple(sorted(found, key=lambda key: order[key[0]]))
+    return Tensors(sorted(found, key=lambda key: order[key[0]]))
 
 
-def tensors_of(layouts: Mapping[Part, Layout]) -> tuple[tuple[str, str], ...]:
+def tensors_of(layouts: Mapping[Part, Layout]) -> Tensors:
     """(layer, role) of the tensors that any part has, in order of execution."""
-    different = dict.fromkeys(layout.tensors for layout in layouts.values())
+    return _of_any(tuple(dict.fromkeys(layout.tensors for layout in layouts.values())))
+
+
+@lru_cache(_KEPT)
+def _of_any(different: tuple[Tensors, ...]) -> Tensors:
     return ordered(dict.fromkeys(key for tensors in different for key in tensors))
 
 

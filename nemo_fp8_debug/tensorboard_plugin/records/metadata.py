@@ -7,7 +7,7 @@ from typing import Any
 from ...core.keys import SHOWN_AS, UNCAST
 from ...numerics.metric_names import ACTIVATION_METRICS, LABELS, METRICS, STATE_METRICS, UNITS, UPDATE_METRICS, WORSE
 from ...record.schema import SCHEMAS
-from .part_matrices import NONFINITE
+from .part_files import NONFINITE
 
 ROLES = dict(SHOWN_AS)
 #: tables of tensors, and those of their histograms

@@ -11,11 +11,32 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
+from ...record.parquet import GROUP
+
 Array = npt.NDArray[Any]
 #: different sets of tensors that are kept
 _LAYOUTS = 256
 #: source of the scales of rows of what-if recipes
 WHAT_IF = "what-if"
+
+
+class Tensors(tuple[tuple[str, str], ...]):
+    """(layer, role) of tensors. Many parts share them, so that what is known of them is found once."""
+
+    @cached_property
+    def places(self) -> dict[tuple[str, str], int]:
+        """The place of each."""
+        return {key: i for i, key in enumerate(self)}
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or super().__eq__(other)
 
 
 @dataclass(frozen=True)
@@ -24,19 +45,19 @@ class Layout:
 
     #: int64 [S], ascending
     steps: Array
-    #: (layer, role) of T tensors, in the order of the part
-    tensors: tuple[tuple[str, str], ...]
+    #: of T tensors, in the order of the part
+    tensors: Tensors
     #: int32 [S, T]: the row of each, -1 where there is none; None: rows lie step by step, complete
     rows: Array | None
 
-    @cached_property
-    def places(self) -> dict[tuple[str, str], int]:
-        """The column of each tensor."""
-        return {key: i for i, key in enumerate(self.tensors)}
+    @property
+    def is_wide(self) -> bool:
+        """Whether reading one tensor takes less than reading all."""
+        return len(self.tensors) > GROUP
 
     def row(self, step: int, key: tuple[str, str]) -> int | None:
         """The row of a tensor at a step; None where it has none."""
-        at, tensor = int(np.searchsorted(self.steps, step)), self.places.get(key)
+        at, tensor = int(np.searchsorted(self.steps, step)), self.tensors.places.get(key)
         if tensor is None or at == len(self.steps) or self.steps[at] != step:
             return None
         row = at * len(self.tensors) + tensor if self.rows is None else int(self.rows[at, tensor])
@@ -75,7 +96,7 @@ def coded(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
     return numbers_in(indices).astype(np.int32, copy=False), coded.dictionary.to_pylist()
 
 
-def laid_out(rows: pa.Table) -> tuple[Array, tuple[tuple[str, str], ...], Array | None]:
+def laid_out(rows: pa.Table) -> tuple[Array, Tensors, Array | None]:
     """Steps, tensors and rows of a `Layout`, from the columns step, layer and role of a part.
 
     If it has scale_source too, rows of what-if recipes are left out.
@@ -93,9 +114,7 @@ def laid_out(rows: pa.Table) -> tuple[Array, tuple[tuple[str, str], ...], Array 
     return _laid_out(step, key, layers, roles)
 
 
-def _laid_out(
-    step: Array, key: Array, layers: list[str], roles: list[str]
-) -> tuple[Array, tuple[tuple[str, str], ...], Array | None]:
+def _laid_out(step: Array, key: Array, layers: list[str], roles: list[str]) -> tuple[Array, Tensors, Array | None]:
     width = int(np.argmax(step != step[0])) or len(step) if len(step) else 0
     whole = _step_by_step(step, key, width)
     at, steps = (None, step[::width]) if whole else (np.searchsorted(found := np.unique(step), step), found)
@@ -110,10 +129,10 @@ def _laid_out(
 
 
 @lru_cache(_LAYOUTS)
-def _named(codes: tuple[int, ...], layers: tuple[str, ...], roles: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """(layer, role) of tensors by their codes: the parts of a run share one tuple."""
+def _named(codes: tuple[int, ...], layers: tuple[str, ...], roles: tuple[str, ...]) -> Tensors:
+    """Tensors by their codes: the parts of a run share them."""
     n = len(roles)
-    return tuple((layers[code // n], roles[code % n]) for code in codes)
+    return Tensors((layers[code // n], roles[code % n]) for code in codes)
 
 
 def _step_by_step(step: Array, key: Array, width: int) -> bool:

@@ -10,27 +10,31 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ...errors import hearing
-from ...record.reader import parts_of, read_part
-from ...record.schema import SCHEMAS, Part, arrow_schema, attempt_of_fingerprint
+from ...record.outline import Outline, Stretch
+from ...record.reader import parts_of
+from ...record.schema import SCHEMAS, Part, attempt_of_fingerprint
 from ...record.storage import Storage
 from ..web.errors import NotReadable
+from . import part_files
 from .cache import Cache
 from .extent import Extent
-from .part_index import WHAT_IF, Array, Layout, Texts, coded, laid_out, numbers_in
+from .part_files import Gone
+from .part_index import Array, Layout, Tensors, Texts, coded, laid_out, numbers_in
 
 T = TypeVar("T")
 
 #: bytes of metrics that are held, and of where the rows of parts are
 _HELD, _LAYOUTS = 384 << 20, 64 << 20
-#: and of where their values lie
+#: names that are held
+_TENSORS = 1 << 22
+#: bytes of where values lie
 _EXTENTS = 32 << 20
 #: seconds for which the list of a record's parts is taken as it is
 _LISTED = 1.0
@@ -38,12 +42,6 @@ _LISTED = 1.0
 _RECORDS, _PARTS = 256, 1 << 15
 #: times that a record is read again where parts were merged meanwhile
 _ATTEMPTS = 3
-#: how many values are not finite: two columns as one
-NONFINITE = "nonfinite"
-
-
-class Gone(Exception):
-    """A part was merged into another since it was listed."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,8 @@ class Parts:
         self._metrics: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
         self._extents: Cache[Extent] = Cache(_EXTENTS, lambda held: held.nbytes)
         self._harmed: dict[tuple[str, str, str], str] = {}
+        self._outlines: Cache[Outline | None] = Cache(_PARTS, lambda _: 1)
+        self._tensors: Cache[Tensors] = Cache(_TENSORS, len)
         self._texts: Cache[Texts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
 
     def index(self, run: Storage) -> Index:
@@ -177,42 +177,65 @@ class Parts:
 
     def _steps_of(self, run: Storage, part: Part) -> Array:
         def make() -> Array:
-            steps: Array = np.sort(numbers_in(pc.unique(_read(run, self.table, part, "step")["step"])))
-            return steps
+            if told := self.outline(run, part):
+                return np.unique([stretch.step for stretch in told.stretches])
+            return np.unique(numbers_in(part_files.columns(run, self.table, part, "step")["step"]))
 
         return self._steps.get((str(run), part.path), make)
+
+    def outline(self, run: Storage, part: Part) -> Outline | None:
+        """What the footer of a part tells of its rows; None: nothing."""
+        return self._outlines.get((str(run), part.path), lambda: part_files.outline(run, part))
 
     def layout(self, run: Storage, part: Part) -> Layout:
         """Where a part's rows are."""
 
         def make() -> Layout:
-            columns = "step", "layer", "role", *(() if self.table == "metrics" else ("scale_source",))
-            return Layout(*laid_out(_read(run, self.table, part, *columns)))
+            told = self.outline(run, part) if self.table == "metrics" else None
+            if told and (layout := self._as_told(run, part, told.stretches)):
+                return layout
+            names = "step", "layer", "role", *(() if self.table == "metrics" else ("scale_source",))
+            return Layout(*laid_out(part_files.columns(run, self.table, part, *names)))
 
         return self._layouts.get((str(run), part.path), make)
+
+    def _as_told(self, run: Storage, part: Part, stretches: Sequence[Stretch]) -> Layout | None:
+        """The layout of a part whose steps ascend and have the same tensors, from its outline; None: it is not one."""
+        steps, first = np.array([stretch.step for stretch in stretches], np.int64), stretches[0]
+        if (np.diff(steps) <= 0).any() or {stretch.digest for stretch in stretches} != {first.digest}:
+            return None
+        read = partial(part_files.first_tensors, run, self.table, part, first.rows)
+        tensors = self._tensors.get(first.digest, read)
+        return Layout(steps, tensors, None) if len(tensors.places) == first.rows else None
 
     def metric(self, run: Storage, part: Part, name: str) -> Array:
         """float64 [S, T], as the layout of the part has them; NaN where there is none."""
 
         def make() -> Array:
-            values, _ = _values(run, self.table, part, name)
-            return self.layout(run, part).spread(values, np.nan)
+            rows = part_files.columns(run, self.table, part, *part_files.columns_of(self.table, name))
+            return self.layout(run, part).spread(part_files.values_of(rows, self.table, name), np.nan)
 
         return self._metrics.get((str(run), part.path, name), make)
 
     def columns(self, run: Storage, part: Part, *names: str) -> pa.Table:
         """Columns of a part, all its rows; they are not held."""
-        return _read(run, self.table, part, *names)
+        return part_files.columns(run, self.table, part, *names)
+
+    def some_rows(self, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
+        """Columns of a few rows of a part; they are not held."""
+        return part_files.some_rows(run, self.table, part, names, places)
 
     def extent(self, run: Storage, part: Part, name: str, steps: Sequence[int]) -> Extent:
         """Where the values of a metric lie at some steps of a part."""
 
         def make() -> Extent:
             whole = len(steps) == len(self._steps_of(run, part))
-            values, step = _values(run, self.table, part, name, *(() if whole else ("step",)))
+            names = part_files.columns_of(self.table, name)
+            rows = part_files.columns(run, self.table, part, *names, *(() if whole else ("step",)))
+            values = part_files.values_of(rows, self.table, name)
             if self.table != "metrics":
-                values = np.where(_is_tried(run, self.table, part), np.nan, values)
-            return Extent.of(values if step is None else values[np.isin(step, steps)])
+                values = np.where(part_files.is_tried(run, self.table, part), np.nan, values)
+            return Extent.of(values if whole else values[np.isin(numbers_in(rows["step"]), steps)])
 
         return self._extents.get((str(run), part.path, name, tuple(steps)), make)
 
@@ -239,7 +262,7 @@ class Parts:
         """A column of text, as the layout of the part has it."""
 
         def make() -> Texts:
-            codes, known = coded(_read(run, self.table, part, name)[name])
+            codes, known = coded(self.columns(run, part, name)[name])
             return Texts(self.layout(run, part).spread((codes + 1).astype(np.uint16), 0), [None, *known])
 
         return self._texts.get((str(run), part.path, name), make)
@@ -263,33 +286,3 @@ def _listed(run: Storage) -> tuple[dict[str, list[Part]], str]:
     attempts = [name for name in run.names() if attempt_of_fingerprint(name) is not None]
     names = [*attempts, *(part.path for parts in listed.values() for part in parts)]
     return listed, hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()
-
-
-def _values(run: Storage, table: str, part: Part, name: str, *more: str) -> tuple[Array, Array | None]:
-    """float64 [rows] of a metric, NaN where there is none; and another column, if one is asked for."""
-    columns = ("nan", "inf") if name == NONFINITE else (name,) if name in SCHEMAS[table] else ()
-    rows = _read(run, table, part, *(columns or ("step",)), *more)
-    values = [np.asarray(numbers_in(rows[column]), np.float64) for column in columns] or [np.full(len(rows), np.nan)]
-    return np.sum(values, axis=0) if len(values) > 1 else values[0], numbers_in(rows[more[0]]) if more else None
-
-
-def _is_tried(run: Storage, table: str, part: Part) -> Array:
-    """bool [rows]: which rows are of what-if recipes."""
-    codes, known = coded(_read(run, table, part, "scale_source")["scale_source"])
-    return codes == known.index(WHAT_IF) if WHAT_IF in known else np.zeros(len(codes), bool)
-
-
-def _read(run: Storage, table: str, part: Part, *columns: str) -> pa.Table:
-    """Columns of a part.
-
-    Raises:
-        Gone: it is there no more.
-        NotReadable: it is damaged.
-    """
-    try:
-        rows = read_part(run, arrow_schema(table, {"attempt", *columns}), part)
-    except FileNotFoundError:
-        raise Gone from None
-    if isinstance(rows, str):
-        raise NotReadable(f"{part.path} cannot be read: {rows}.")
-    return rows

@@ -1,4 +1,4 @@
-"""Answers read from the metrics of a record: what it holds, its map, timelines and single tensors."""
+"""Answers read from the metrics of a record: what it holds, its map, and single tensors at a step."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 
 from ...analysis.comparison.groups import depth_of, kind_of
 from ...errors import hearing
-from ...record import migration, parquet
-from ...record.checks import wrong_values
 from ...record.reader import read_table
-from ...record.schema import SCHEMAS, Part
+from ...record.schema import Part
 from ...record.storage import Storage
-from ..web.errors import BadParameter, NotReadable, NotThere
+from ..web.errors import BadParameter, NotThere
 from ..web.json_values import numbers, plain
 from ..web.query import shortened
-from . import metadata
+from . import metadata, part_files
 from .execution import ordered
 from .notes import notes
-from .part_index import Array, Layout, Texts
-from .part_matrices import Gone, Index, Parts
+from .part_index import Array, Layout, Tensors
+from .part_matrices import Index, Parts
 
 #: sampled steps in one answer
 MOST_STEPS = 128
-#: of a row of `metrics`, what stands beside the metrics in a timeline
-TEXTS = ("recipe", "format", "scale_source")
 #: metrics under other recipes
 WHAT_IF_METRICS = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 #: rows that are decoded at a time to find one
@@ -56,19 +51,19 @@ def about_run(parts: Parts, run: Storage) -> dict[str, Any]:
 
 
 @lru_cache(_PLACED)
-def placed(tensors: tuple[tuple[str, str], ...]) -> dict[str, list[Any]]:
+def placed(tensors: Tensors) -> dict[str, list[Any]]:
     """Layer, role, kind and depth of tensors."""
     layers = [layer for layer, _ in tensors]
     roles = [role for _, role in tensors]
     return {"layer": layers, "role": roles, "kind": list(map(kind_of, layers)), "depth": list(map(depth_of, layers))}
 
 
-def _tensors_of_newest(parts: Parts, run: Storage, index: Index) -> tuple[tuple[str, str], ...]:
+def _tensors_of_newest(parts: Parts, run: Storage, index: Index) -> Tensors:
     """The tensors of the newest part whose names can be read."""
     for part in index.newest_first:
         if layout := layout_of(parts, run, part):
             return layout.tensors
-    return ()
+    return Tensors()
 
 
 def layout_of(parts: Parts, run: Storage, part: Part) -> Layout | None:
@@ -80,10 +75,6 @@ def metric_of(parts: Parts, run: Storage, part: Part, layout: Layout, name: str)
     """float64 [S, T]; NaN where the column is damaged."""
     found = parts.unless_damaged(run, part, name, lambda: parts.metric(run, part, name))
     return np.full((len(layout.steps), len(layout.tensors)), np.nan) if found is None else found
-
-
-def _texts(parts: Parts, run: Storage, part: Part, name: str) -> Texts | None:
-    return parts.unless_damaged(run, part, name, lambda: parts.texts(run, part, name))
 
 
 def frames(parts: Parts, run: Storage, metric: str, first: int, last: int) -> bytes:
@@ -127,47 +118,6 @@ def packed(header: dict[str, Any], values: Any) -> bytes:
     return len(text).to_bytes(4, "little") + text + bytes(values.tobytes())
 
 
-def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[str]) -> dict[str, Any]:
-    """Metrics of one tensor at all steps that have it.
-
-    Raises:
-        NotThere: the record has no such tensor.
-    """
-
-    def read(index: Index) -> dict[str, Any]:
-        step: list[int] = []
-        columns: dict[str, list[Any]] = {name: [] for name in (*metrics, *TEXTS)}
-        for part, steps in index.held.items():
-            if (layout := layout_of(parts, run, part)) is None:
-                continue
-            mine = set(steps)
-            rows = [
-                (at, s)
-                for at, s in enumerate(layout.steps.tolist())
-                if s in mine and layout.row(s, (layer, role)) is not None
-            ]
-            if not rows:
-                continue
-            tensor, at = layout.places[layer, role], [row for row, _ in rows]
-            step += [s for _, s in rows]
-            for name in metrics:
-                columns[name] += numbers(metric_of(parts, run, part, layout, name)[at, tensor])
-            for name in TEXTS:
-                held = _texts(parts, run, part, name)
-                columns[name] += [held.known[code] for code in held.codes[at, tensor]] if held else [None] * len(at)
-        if not step:
-            raise no_such_tensor(run, layer, role)
-        order = np.argsort(step)
-        ordered = {name: [values[i] for i in order] for name, values in columns.items()}
-        return {
-            "step": [step[i] for i in order],
-            "metrics": {name: ordered[name] for name in metrics},
-            **{name: ordered[name] for name in TEXTS},
-        }
-
-    return parts.settled(run, read)
-
-
 def no_such_tensor(run: Storage, layer: str, role: str) -> NotThere:
     """What is wrong with a question about a tensor that a record does not have."""
     return NotThere(f"The record at {run} has no metrics of {role} of {shortened(layer)}; choose a tensor of its map.")
@@ -197,7 +147,7 @@ def histogram_of(parts: Parts, run: Storage, layer: str, role: str, step: int) -
         row = parts.layout(run, part).row(at, (layer, role))
         if row is None:
             raise no_such_tensor(run, layer, f"step {at} of {role}")
-        recorded = _picked(run, parts.table, part, [row], _METRICS_AT_ONCE)[0]
+        recorded = part_files.whole_rows(run, parts.table, part, [row], _METRICS_AT_ONCE)[0]
         rows = _histograms(run, metadata.TABLES[parts.table], index, part.attempt, at, layer, role)
         if not rows:
             raise NotThere(_why_no_histogram(run, layer, role, at, index))
@@ -212,41 +162,16 @@ def _histograms(
     for part in index.listed[table]:
         if part.attempt != attempt or not part.first <= step <= part.last:
             continue
-        keys = _opened(run, part, lambda file, p=part: _keys(parquet.read(file, p.checksum, _KEYS)))
-        mine = pl.DataFrame(pl.from_arrow(keys)).with_row_index("row")
         wanted = (
             (pl.col("step") == step) & (pl.col("layer").cast(pl.String) == layer) & (pl.col("role").cast(pl.String) == role)
         )
-        if rows := mine.filter(wanted)["row"].to_list():
-            return _picked(run, table, part, rows, _HISTOGRAMS_AT_ONCE)
+        if rows := _keys(run, table, part).filter(wanted)["row"].to_list():
+            return part_files.whole_rows(run, table, part, rows, _HISTOGRAMS_AT_ONCE)
     return []
 
 
-def _keys(rows: pa.Table) -> pa.Table:
-    if lacking := set(_KEYS) - set(rows.column_names):
-        raise ValueError(f"it has no column {min(lacking)}")
-    return rows
-
-
-def _picked(run: Storage, table: str, part: Part, rows: list[int], at_once: int) -> list[dict[str, Any]]:
-    names = list(SCHEMAS[table])
-    earlier = migration.with_earlier_names(names)
-    found = _opened(run, part, lambda file: parquet.pick(file, part.checksum, earlier, rows, at_once))
-    return [{name: row.get(name) for name in names} for row in found.to_pylist()]
-
-
-def _opened(run: Storage, part: Part, read: Any) -> pa.Table:
-    try:
-        run.check(part.path)
-        with run.open(part.path) as file:
-            rows = migration.renamed(read(file))
-    except FileNotFoundError:
-        raise Gone from None
-    except Exception as error:  # of parquet's and of every driver's own
-        raise NotReadable(f"{part.path} cannot be read: {error}.") from None
-    if wrong := wrong_values(rows):
-        raise NotReadable(f"{part.path} cannot be read: {wrong}.")
-    return rows
+def _keys(run: Storage, table: str, part: Part) -> pl.DataFrame:
+    return pl.DataFrame(pl.from_arrow(part_files.columns(run, table, part, *_KEYS))).with_row_index("row")
 
 
 def _as_told(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""Metrics of one tensor over the steps of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ...core.threads import ahead
+from ...record.schema import Part
+from ...record.storage import Storage
+from ..web.json_values import numbers
+from .part_files import columns_of, values_of
+from .part_index import Layout
+from .part_matrices import Index, Parts
+from .tables import layout_of, metric_of, no_such_tensor
+
+#: of a row of `metrics`, what stands beside the metrics
+TEXTS = ("recipe", "format", "scale_source")
+
+
+def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[str]) -> dict[str, Any]:
+    """Metrics of one tensor at all steps that have it.
+
+    Raises:
+        NotThere: the record has no such tensor.
+    """
+
+    def read(index: Index) -> dict[str, Any]:
+        of_part = partial(_of_part, parts, run, index, (layer, role), metrics)
+        columns: dict[str, list[Any]] = {name: [] for name in ("step", *metrics, *TEXTS)}
+        for found in ahead(of_part, list(index.held)):
+            for name, values in found.items():
+                columns[name] += values
+        if not columns["step"]:
+            raise no_such_tensor(run, layer, role)
+        order = np.argsort(columns["step"])
+        told = {name: [values[i] for i in order] for name, values in columns.items()}
+        texts = {name: told[name] for name in TEXTS}
+        return {"step": told["step"], "metrics": {name: told[name] for name in metrics}, **texts}
+
+    return parts.settled(run, read)
+
+
+def _of_part(
+    parts: Parts, run: Storage, index: Index, key: tuple[str, str], metrics: list[str], part: Part
+) -> dict[str, list[Any]]:
+    """Step, metrics and texts, at those of a part's steps that have the tensor."""
+    if (layout := layout_of(parts, run, part)) is None:
+        return {}
+    places = {step: row for step in index.held[part] if (row := layout.row(step, key)) is not None}
+    if not places:
+        return {}
+    if layout.is_wide:
+        return {"step": list(places), **_of_rows(parts, run, part, list(places.values()), metrics)}
+    return {"step": list(places), **_of_matrices(parts, run, part, layout, list(places), key, metrics)}
+
+
+def _of_rows(parts: Parts, run: Storage, part: Part, places: Sequence[int], metrics: list[str]) -> dict[str, list[Any]]:
+    """Read from the few rows of the tensor."""
+    names = dict.fromkeys(column for name in metrics for column in columns_of(parts.table, name))
+    rows = _some_rows(parts, run, part, (*names, *TEXTS), places)
+    values = {name: numbers(values_of(rows, parts.table, name)) for name in metrics}
+    return values | {name: rows[name].to_pylist() for name in TEXTS}
+
+
+def _some_rows(parts: Parts, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
+    """Columns of a few rows; of those that are damaged, none of their values."""
+    read = partial(parts.some_rows, run, part)
+    if (whole := parts.unless_damaged(run, part, "rows", lambda: read(names, places))) is not None:
+        return whole
+    alone = {name: parts.unless_damaged(run, part, name, partial(read, (name,), places)) for name in names}
+    none = pa.nulls(len(places))
+    return pa.table({name: none if rows is None else rows[name] for name, rows in alone.items()})
+
+
+def _of_matrices(
+    parts: Parts, run: Storage, part: Part, layout: Layout, steps: Sequence[int], key: tuple[str, str], metrics: list[str]
+) -> dict[str, list[Any]]:
+    """Read from what is held of all tensors."""
+    at, tensor = np.searchsorted(layout.steps, steps), layout.tensors.places[key]
+    found = {name: numbers(metric_of(parts, run, part, layout, name)[at, tensor]) for name in metrics}
+    for name in TEXTS:
+        held = parts.unless_damaged(run, part, name, partial(parts.texts, run, part, name))
+        found[name] = [held.known[code] for code in held.codes[at, tensor]] if held else [None] * len(steps)
+    return found
