@@ -6,8 +6,10 @@ earlier release wrote, the names are read.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
+from ..core.memory import give_back
 from ..core.threads import ahead
 from ..errors import RecordError
 from .reader import Address, check, complain_of, reason
@@ -24,7 +27,10 @@ from .storage import Storage
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-_KEYS = ("step", "layer", "role")
+#: tables of other processes that are kept open
+_OPEN = 8
+#: parts that leave little memory behind when they have been read
+_FEW = 8
 
 
 class Chunk(NamedTuple):
@@ -82,6 +88,17 @@ class Scan:
         self._sound: set[tuple[Any, ...]] = set()
         self.schema: Mapping[str, Any] = SCHEMAS[table]
 
+    def __reduce__(self) -> tuple[Callable[..., Scan], tuple[str, str, str]]:
+        """By address: another process reads where the rows are for itself, and once."""
+        return _opened, (str(self._storage), self._table, self._digest)
+
+    @cached_property
+    def _digest(self) -> str:
+        """Of its steps and operands, in order."""
+        digest = hashlib.blake2b(self.steps.tobytes(), digest_size=16)
+        digest.update("\n".join(f"{layer} {role}" for layer, role in self.operands.iter_rows()).encode())
+        return digest.hexdigest()
+
     def values(self, column: str) -> list[str | None] | None:
         """The values of a text column, in the order of their first rows; None: that takes reading them."""
         return self._texts.get(column)
@@ -111,9 +128,14 @@ class Scan:
             chunk = self._chunk(sorted(set(columns)), chosen, unreadable, of_part)
             return None if chunk is None else then(chunk)
 
-        for found in ahead(made, wanted):
-            if found is not None:
-                yield found
+        try:
+            for found in ahead(made, wanted):
+                if found is not None:
+                    yield found
+        finally:
+            if len(wanted) > _FEW:
+                pa.default_memory_pool().release_unused()
+                give_back()
         if unreadable:
             complain_of(self._storage, self._table, unreadable)
 
@@ -159,6 +181,19 @@ class Scan:
         # The rows of a stretch follow one another in what was read, too.
         begins = np.searchsorted(places, [first for first, _ in spans]).tolist()
         return pa.concat_tables(some.of_rows(table, begin) for begin, (_, some) in zip(begins, kept, strict=True))
+
+
+@lru_cache(_OPEN)
+def _opened(address: str, table: str, digest: str) -> Scan:
+    """The scan that another process has of a table.
+
+    Raises:
+        RecordError: the record is another one here, or has more samples since.
+    """
+    scan = Scan(address, table)
+    if scan._digest != digest:
+        raise RecordError(f"{address} has other samples than before, or here: the run goes on; do the same again")
+    return scan
 
 
 @dataclass(frozen=True)

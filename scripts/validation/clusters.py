@@ -1,7 +1,7 @@
 """Compares two long records here and on clusters of Ray and of Dask with one and two workers of one thread each: what is
 told must be the same, and two workers must be faster. Results: clusters.json.
 
-    .venv/bin/python scripts/validation/clusters.py [--layers 58] [--experts 256] [--steps 75]
+    .venv/bin/python scripts/validation/clusters.py [--layers 58] [--experts 256] [--steps 300] [--folder FOLDER]
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=58)
     parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=75)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--folder", type=Path, help="where the records are, or are written; they are left there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+        folder = options.folder or Path(scratch)
         write_both(folder, options.layers, options.experts, options.steps)
         here = timed(folder, None)
         found: dict[str, Any] = {"rows": 9 * options.layers * (options.experts + 1) * options.steps, "here": here[0]}

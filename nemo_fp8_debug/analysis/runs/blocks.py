@@ -33,16 +33,16 @@ def over_blocks(do: Callable[..., Result], *runs: Metrics, columns: int = 1) -> 
     """
     cells = sum(len(run.steps) for run in runs) * columns
     at_once = max(1, CELLS // max(cells, 1))
-    if workers := cluster.workers():
+    if (workers := cluster.workers()) and all(run.is_long for run in runs):
         at_once = min(at_once, max(_FEWEST, -(-len(runs[0].tensors) // (_SHARES * workers))))
     if at_once >= len(runs[0].tensors):
         return [do(*(run.grids(columns) for run in runs))]
-    some = [slice(first, first + at_once) for first in range(0, len(runs[0].tensors), at_once)]
-    return cluster.each(partial(_of_block, do, runs, columns), some)
+    some = (slice(first, first + at_once) for first in range(0, len(runs[0].tensors), at_once))
+    return cluster.each(partial(_of_block, do, columns), ([run.narrowed(run.tensors[s]) for run in runs] for s in some))
 
 
-def _of_block(do: Callable[..., Result], runs: Sequence[Metrics], columns: int, some: slice) -> Result:
-    found = do(*(run.narrowed(run.tensors[some]).grids(columns) for run in runs))
+def _of_block(do: Callable[..., Result], columns: int, runs: Sequence[Metrics]) -> Result:
+    found = do(*(run.grids(columns) for run in runs))
     give_back()
     return found
 

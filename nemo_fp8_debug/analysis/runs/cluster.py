@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from joblib import Parallel, delayed, parallel_config
@@ -16,20 +16,20 @@ Result = TypeVar("Result")
 
 #: seconds to wait for a scheduler of Dask
 PATIENCE = 20
-#: workers of the cluster in use; empty: none is
-_workers: list[int] = []
+#: the cluster in use; empty: none is
+_in_use: list[Parallel] = []
 
 
 def workers() -> int:
     """How many the cluster in use has; 0: none is in use."""
-    return _workers[-1] if _workers else 0
+    return int(_in_use[-1].n_jobs) if _in_use else 0
 
 
-def each(do: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+def each(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """`do` of each item, in order: here one after the other, and on a cluster each by a worker with one thread."""
     if not workers():
         return [do(item) for item in items]
-    found: list[Result] = Parallel(n_jobs=workers(), batch_size=1)(delayed(_alone)(do, item) for item in items)
+    found: list[Result] = _in_use[-1](delayed(_alone)(do, item) for item in items)
     return found
 
 
@@ -65,8 +65,9 @@ def on_cluster(address: str | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         backend, count = _started(address, stack)
         stack.enter_context(parallel_config(backend=backend))
-        _workers.append(count)
-        stack.callback(_workers.pop)
+        # Entered once: workers that start anew for each question import everything anew.
+        _in_use.append(stack.enter_context(Parallel(n_jobs=count, batch_size=1)))
+        stack.callback(_in_use.pop)
         yield
 
 

@@ -83,6 +83,11 @@ class Metrics:
         return cls(source, source.operands, source.steps, operand, step)
 
     @property
+    def is_long(self) -> bool:
+        """Whether rows are read as they are needed, and not held."""
+        return isinstance(self._source, Scan)
+
+    @property
     def columns(self) -> Set[str]:
         """Names of the columns, in order."""
         return self._source.schema.keys()
