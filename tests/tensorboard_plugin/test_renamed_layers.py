@@ -13,9 +13,11 @@ from browser import tensorboard, window
 from playwright.sync_api import Browser, Page, expect
 from samples import measured_sample, sample
 from tab import Tab, start
+from typer.testing import CliRunner
 from unlike_runs import CULPRIT, foreign, megatron, write
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.tensorboard_plugin.links import link
 
@@ -170,3 +172,35 @@ def test_distributions_are_of_the_same_layer(page: Page, board: str, runs: Path)
     opened(page, board, view="distribution", layer="fc", role="input", **state)
     expect(page.get_by_text("the same tensor in counted-before")).to_be_visible()
     expect(page.locator("main .notes")).to_contain_text("counted: its layers are called as counted-before calls them.")
+
+
+def test_a_report_shows_them_beside_each_other(page: Page, runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    arguments = [str(runs / "baseline"), str(runs / "bad"), "--html", str(file)]
+    result = CliRunner().invoke(app, ["compare", *arguments])
+    assert result.exit_code == 0, result.output
+    page.goto(file.as_uri())
+    timeline = page.locator("section[data-view=timeline]").first
+    timeline.locator("[data-drawn*=leaves]").wait_for()
+    values = timeline.locator("[data-table=values] tr[data-metric=underflow_pct] td")
+    expect(values).to_have_text(["20.1%", "0.1%", "up to 1.1%"])
+    course = page.locator("section[data-view=course] div.table tbody tr").first
+    expect(course.locator("td").first).to_have_text(f"X of {LAYER}")
+    expect(page.locator("section[data-view=map] [data-panel=run]")).to_have_attribute("data-layer", LAYER)
+    expect(page.locator(".problem")).to_have_count(0)
+
+
+def test_an_exported_folder_does_so_too(page: Page, runs: Path, tmp_path: Path) -> None:
+    """Of whichever two runs."""
+    folder = tmp_path / "page"
+    arguments = [*(str(runs / name) for name in ("baseline", "bad", "foreign")), "--export", str(folder)]
+    result = CliRunner().invoke(app, ["view", *arguments])
+    assert result.exit_code == 0, result.output
+    for run, baseline, own in (("bad", "baseline", OWN), ("foreign", "bad", foreign(1, "mlp.linear_fc2"))):
+        state = {"view": "timeline", "run": run, "baseline": baseline, "layer": own, "role": ROLE, "step": STEP}
+        page.goto(f"{(folder / 'index.html').as_uri()}#{'&'.join(f'p.fp8.{name}={value}' for name, value in state.items())}")
+        in_address(page, LAYER if baseline == "baseline" else OWN)
+        row = page.locator("[data-table=values] tr[data-metric=underflow_pct] td")
+        expect(row.first).to_have_text("20.1%")
+        expect(row.nth(1)).to_have_text("0.1%" if baseline == "baseline" else "20.1%")
+        page.goto("about:blank")
