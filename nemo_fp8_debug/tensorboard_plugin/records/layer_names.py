@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,12 @@ from ...analysis.runs.metrics import Metrics
 from ...errors import ConfigError, hearing
 from ...record.storage import Storage
 from .cache import Cache
+from .part_index import Layers
 from .part_matrices import Index, Parts
 from .tables import layout_of, tensors_of_newest
 
-#: pairs of records whose names are kept, and records of which the newest layers are
-_PAIRS, _RECORDS = 64, 64
-#: layers in the order of a record, as keys
-Layers = dict[str, None]
+#: pairs of records whose names are kept
+_PAIRS = 64
 
 
 class LayerNames:
@@ -30,7 +29,6 @@ class LayerNames:
         """
         self._parts, self._renames = parts, renames
         self._pairs: Cache[tuple[Names, str]] = Cache(_PAIRS, lambda _: 1)
-        self._newest: Cache[Layers] = Cache(_RECORDS, lambda _: 1)
 
     def told(self, run: Storage, baseline: Storage) -> dict[str, Any]:
         """`names`: by the run's name of a layer the baseline's, of layers that have another one there; and `how` they were
@@ -44,7 +42,7 @@ class LayerNames:
 
     def _matched(self, run: Storage, baseline: Storage) -> tuple[Names, str]:
         # Names are matched only if none is in common, which the newest parts tell as a rule.
-        if not self._renames and self._of_newest(run).keys() & self._of_newest(baseline).keys():
+        if not self._renames and not self._of_newest(run).keys().isdisjoint(self._of_newest(baseline)):
             return {}, ""
         versions = [self._parts.index(record).version for record in (run, baseline)]
         return self._pairs.get((str(run), str(baseline), *versions), partial(self._match, run, baseline))
@@ -57,22 +55,15 @@ class LayerNames:
             return {}, ""
 
     def _of_newest(self, record: Storage) -> Layers:
-        def read(index: Index) -> Layers:
-            return _layers([tensors_of_newest(self._parts, record, index)])
-
-        key = str(record), self._parts.index(record).version
-        return self._newest.get(key, lambda: self._parts.settled(record, read))
+        return self._parts.settled(record, partial(tensors_of_newest, self._parts, record)).layers
 
     def _of_all(self, record: Storage) -> Layers:
         def read(index: Index) -> Layers:
             layouts = (layout_of(self._parts, record, part) for part in index.held)
-            return _layers(dict.fromkeys(layout.tensors for layout in layouts if layout))
+            different = dict.fromkeys(layout.tensors for layout in layouts if layout)
+            return dict.fromkeys(layer for tensors in different for layer in tensors.layers)
 
         return self._parts.settled(record, read)
-
-
-def _layers(tensors: Iterable[tuple[tuple[str, str], ...]]) -> Layers:
-    return dict.fromkeys(layer for some in tensors for layer, _ in some)
 
 
 def _sizes(record: Storage) -> Sizes:
