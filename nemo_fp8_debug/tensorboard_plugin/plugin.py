@@ -24,6 +24,7 @@ from .records import course, extents, losses, metadata, runs, spread, tables
 from .records.bands import Bands
 from .records.cache import Cache
 from .records.dumps import Dumps
+from .records.layer_names import LayerNames
 from .records.logdir import Logdir, Root, roots_of
 from .records.part_matrices import Parts
 from .records.timeline import timeline
@@ -88,17 +89,29 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._logdir.look()  # the browser is opened later than TensorBoard is started
 
     @classmethod
-    def over(cls, roots: Sequence[Root]) -> FP8Plugin:
-        """The same without TensorBoard, on records below some folders. Its server checks which names it answers to."""
+    def over(cls, roots: Sequence[Root], renames: Sequence[str] = ()) -> FP8Plugin:
+        """The same without TensorBoard, on records below some folders. Its server checks which names it answers to.
+
+        Args:
+            renames: of the layers of runs that have a baseline, as `compare` takes them.
+        """
         plugin: FP8Plugin = cls.__new__(cls)
-        plugin._open(roots)
+        plugin._open(roots, renames=renames)
         return plugin
 
-    def _open(self, roots: Sequence[Root], names: Collection[str] | None = None, board: Any = None) -> None:
+    def _open(
+        self,
+        roots: Sequence[Root],
+        names: Collection[str] | None = None,
+        board: Any = None,
+        renames: Sequence[str] = (),
+    ) -> None:
         self._tables = {table: Parts(table) for table in metadata.TABLES}
         self._parts = self._tables["metrics"]
         self._logdir = Logdir(roots, self._parts.warm)
-        self._bands = Bands(self._parts)
+        self._renames = renames
+        self._layer_names = LayerNames(self._parts, renames)
+        self._bands = Bands(self._parts, self._layer_names)
         self._dumps = Dumps()
         self._jobs = Jobs()
         self._losses: Cache[Any] = Cache(_LOSSES, lambda _: 1)
@@ -123,6 +136,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 {"run": _RUN, "layer": _LAYER, "role": _ROLE, "metrics": Parameter(some_of(metadata.NUMBERS))},
             ),
             "band": Route(self._band, {"run": _RUN, "baseline": _RUN, "layer": _LAYER, "role": _ROLE}),
+            "names": Route(self._names_of_layers, {"run": _RUN, "baseline": _RUN}),
             "loss": Route(self._loss, {"run": _RUN}),
             "divergence": Route(self._divergence, {"run": _RUN, "baseline": _OTHER}),
             "histogram": Route(self._histogram, {"run": _RUN, "layer": _LAYER, "role": _ROLE, "step": _STEP}),
@@ -207,6 +221,9 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _band(self, run: str, baseline: str, layer: str, role: str) -> Any:
         return self._bands.of_tensor(self._logdir.record(run), self._logdir.record(baseline), layer, role)
 
+    def _names_of_layers(self, run: str, baseline: str) -> Any:
+        return self._layer_names.told(self._logdir.record(run), self._logdir.record(baseline))
+
     def _divergence(self, run: str, baseline: str | None) -> Any:
         other = None if baseline is None else self._logdir.record(baseline)
         return self._bands.divergence(self._logdir.record(run), other)
@@ -236,7 +253,6 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         baseline: str | None = None,
         reference: str | None = None,
         by: str | None = None,
-        renames: Sequence[str] = (),
     ) -> dict[str, Any]:
         """How far the verdict of runs is, as `Jobs.ask` says it; begins it if it was not asked for before."""
         records = {
@@ -245,7 +261,7 @@ class FP8Plugin(base_plugin.TBPlugin):  # type: ignore[misc]
         }
         version = " ".join(self._parts.index(record).version for record in records.values() if record)
         places = {role: record and str(record) for role, record in records.items()}
-        return self._jobs.ask({"kind": "verdict", **places, "by": by or "step", "renames": list(renames)}, version)
+        return self._jobs.ask({"kind": "verdict", **places, "by": by or "step", "renames": list(self._renames)}, version)
 
     def _fingerprints(self, a: str, b: str | None) -> Any:
         with hearing():

@@ -105,9 +105,6 @@ class TestReport:
     def test_it_is_small(self, report: Path) -> None:
         assert report.stat().st_size < 2_000_000
 
-    def test_it_warns_of_no_renamed_layers_where_there_are_none(self, report: Path) -> None:
-        assert "Charts go by the names in each record" not in report.read_text()
-
     def test_on_paper_it_is_black_on_white_and_as_wide_as_a_page(self, browser: Browser, report: Path) -> None:
         with opened(browser, report, color_scheme="dark") as page:
             page.locator(".report-figure").last.locator("[data-drawn]").first.wait_for()

@@ -119,8 +119,7 @@ def test_what_is_put_into_a_page_is_what_the_routes_answer(two_runs: Path, tab: 
     assert held[name_of("loss", run="odd")] == tab.json("loss", run="odd")
 
 
-def test_a_report_says_that_its_charts_do_not_know_layers_that_were_renamed(tmp_path: Path) -> None:
-    """In the comparison both runs have the same layer; in the records they do not."""
+def test_charts_of_a_report_know_layers_that_were_renamed_by_hand(tmp_path: Path) -> None:
     for name, layer, underflow in (("baseline", "a.fc", 0.0), ("run", "b.fc", 40.0)):
         record = start(tmp_path / name)
         for step in range(12):
@@ -128,4 +127,8 @@ def test_a_report_says_that_its_charts_do_not_know_layers_that_were_renamed(tmp_
             record.record_steps({step: {"loss": 2.0 + underflow}})
         record.close()
     page = report(Compared(str(tmp_path / "baseline"), [str(tmp_path / "run")], renames=[r"^b\.=a."]))
-    assert "Charts go by the names in each record, so those of one layer show baseline alone." in page
+    held = json.loads(page.partition("globalThis.fp8DebugPage = ")[2].partition(";</script>")[0])["held"]
+    names = json.loads(gzip.decompress(b64decode(held[name_of("names", run="run", baseline="baseline")])))
+    assert names == {"names": {"b.fc": "a.fc"}, "how": "1 layers of the run were renamed as asked."}
+    for run, layer in (("baseline", "a.fc"), ("run", "b.fc")):
+        assert name_of("timeline", run=run, layer=layer, role="input") in held

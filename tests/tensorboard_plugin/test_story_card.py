@@ -135,9 +135,9 @@ def test_the_card_says_what_the_story_says(page: Page, logdir: Path) -> None:
         changes,
     )
     card = page.locator("main .card.in-line")
-    ranks = card.locator("[data-words=ranks]")
-    expect(ranks).to_contain_text(f"Rank {first['harm_rank']} by harm, {first['error_rank']} by error")
-    assert ("Blamed" in ranks.inner_text()) == first["blamed"]
+    ranking = card.locator("[data-words=ranking]")
+    expect(ranking).to_contain_text(f"Rank {first['harm_rank']} by harm, {first['error_rank']} by error")
+    assert ("Blamed" in ranking.inner_text()) == first["blamed"]
     card.locator("summary").first.click()
     expect(card.locator("[data-words=why]")).to_have_text(first["why"])
     expect(card.locator("[data-words=values]")).to_contain_text("medians over the later half")

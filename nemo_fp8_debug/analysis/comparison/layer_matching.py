@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import polars as pl
@@ -14,6 +14,8 @@ from ..runs.run import Run
 from .groups import kind_of
 
 Names = Mapping[str, str]
+#: how many values W has, by layer; None where that is not known
+Sizes = Mapping[str, int | None]
 
 
 def named_alike(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[Run, list[str]]:
@@ -28,19 +30,38 @@ def named_alike(baseline: Run, run: Run, renames: Sequence[str] = ()) -> tuple[R
         ConfigError: an element of `renames` is not of that form, or gives two layers one name.
         RecordError: the layers have other sizes in the other run: it is of another model.
     """
-    how: list[str] = []
     sizes = [sizes_of_weights(run.metrics) for run in (baseline, run)]
-    names = _by_hand(list(sizes[1]), renames)
-    if names:
-        how.append(f"{len(names)} layers of the run were renamed as asked.")
-    elif sizes[0] and sizes[1] and not sizes[0].keys() & sizes[1].keys():
-        names, told = _by_prefix(list(sizes[0]), list(sizes[1]))
-        if not names:
-            names, told = _one_to_one(*sizes)
-        how += [told] if names else []
+    names, told = matched(list(sizes[0]), list(sizes[1]), renames, lambda: (sizes[0], sizes[1]))
+    how = [told] if names else []
     alike = run.renamed(names) if names else run
     run_sizes = {names.get(name, name): n for name, n in sizes[1].items()}
     return _without_others_sizes(alike, sizes[0], run_sizes, baseline.path, how), how + _alone(sizes[0], run_sizes)
+
+
+def matched(
+    baseline: Sequence[str], run: Sequence[str], renames: Sequence[str], sizes: Callable[[], tuple[Sizes, Sizes]]
+) -> tuple[Names, str]:
+    """What the baseline calls those layers of the run that have another name there, and how that was found, in a sentence.
+
+    Args:
+        baseline: its layers, in the order of the record; `run` likewise.
+        renames: as of `named_alike`.
+        sizes: asked for how many values W has in each, by layer, where names alone do not tell.
+
+    Raises:
+        ConfigError: as of `named_alike`.
+
+    Example:
+        >>> matched(["0.fc1", "0.fc2"], ["model.0.fc1", "model.0.fc2"], (), sizes=lambda: ({}, {}))[0]
+        {'model.0.fc1': '0.fc1', 'model.0.fc2': '0.fc2'}
+    """
+    if renames:
+        names = _by_hand(run, renames)
+        return names, f"{len(names)} layers of the run were renamed as asked."
+    if not baseline or not run or set(baseline) & set(run):
+        return {}, ""
+    names, told = _by_prefix(baseline, run)
+    return (names, told) if names else _one_to_one(*sizes())
 
 
 def sizes_of_weights(metrics: Metrics) -> dict[str, int | None]:
@@ -64,7 +85,7 @@ def _by_hand(names: Sequence[str], renames: Sequence[str]) -> Names:
             raise ConfigError(f"{taken[new]} and {name} would both be called {new}; make the pattern tell them apart")
         taken[new] = name
     changed = {name: new for name, new in renamed.items() if name != new}
-    if renames and not changed:
+    if not changed:
         raise ConfigError(f"no layer of the run matches {', '.join(renames)}; it has layers such as {_first(names)}")
     return changed
 
@@ -89,7 +110,7 @@ def _prefixes(name: str) -> list[str]:
     return ["".join(f"{part}." for part in parts[:i]) for i in range(len(parts))]
 
 
-def _one_to_one(baseline: Mapping[str, int | None], run: Mapping[str, int | None]) -> tuple[Names, str]:
+def _one_to_one(baseline: Sizes, run: Sizes) -> tuple[Names, str]:
     """All layers in their order, if each has as many weights as its like, and kinds go with kinds."""
     pairs = list(zip(run, baseline, strict=False))
     kinds = {(kind_of(b), kind_of(g)) for b, g in pairs}
@@ -105,9 +126,7 @@ def _one_to_one(baseline: Mapping[str, int | None], run: Mapping[str, int | None
     return dict(pairs), f"No name is in common: layers were matched one to one, by order and size of W ({examples})."
 
 
-def _without_others_sizes(
-    run: Run, sizes: Mapping[str, int | None], run_sizes: Mapping[str, int | None], baseline_path: str, how: list[str]
-) -> Run:
+def _without_others_sizes(run: Run, sizes: Sizes, run_sizes: Sizes, baseline_path: str, how: list[str]) -> Run:
     """The run without layers whose W has another size in the baseline, as a padded output layer; told in `how`."""
     known = {name for name, n in run_sizes.items() if n is not None and sizes.get(name) is not None}
     others = sorted(name for name in known if sizes[name] != run_sizes[name])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..plugin import FP8Plugin
 from ..records.logdir import Root
 from ..web.errors import Refused
+from .figures import Tensor
 
 #: seconds between two looks at a job
 _LOOK = 0.2
@@ -17,8 +19,12 @@ _LOOK = 0.2
 class Asking:
     """Questions about the records below some folders."""
 
-    def __init__(self, roots: Sequence[Root]) -> None:
-        self._plugin = FP8Plugin.over(roots)
+    def __init__(self, roots: Sequence[Root], renames: Sequence[str] = ()) -> None:
+        """
+        Args:
+            renames: of the runs' layers, as `compare` takes them.
+        """
+        self._plugin = FP8Plugin.over(roots, renames)
         self._plugin.await_records()
         self._routes = self._plugin.routes()
 
@@ -42,8 +48,15 @@ class Asking:
         except Refused:
             return None
 
-    def verdict(self, names: Mapping[str, Any], by: str = "step", renames: Sequence[str] = ()) -> dict[str, Any]:
+    def in_record(self, run: str, baseline: str | None, tensor: Tensor) -> Tensor:
+        """A tensor of a verdict, which has the baseline's names, as the record of a run calls it."""
+        if baseline in (None, run):
+            return tensor
+        names = self.ask("names", run=run, baseline=baseline)["names"]
+        return replace(tensor, layer=next((own for own, theirs in names.items() if theirs == tensor.layer), tensor.layer))
+
+    def verdict(self, names: Mapping[str, Any], by: str = "step") -> dict[str, Any]:
         """The verdict of runs by part (run, baseline, reference), as a job: done and its result, or failed and why."""
-        while (job := self._plugin.judge(**names, by=by, renames=renames))["state"] == "working":
+        while (job := self._plugin.judge(**names, by=by))["state"] == "working":
             time.sleep(_LOOK)
         return job

@@ -43,6 +43,12 @@ class Contents:
             if (answer := self.asking.try_to(route, **about)) is not None:
                 self.held.put(name_of(route, **about), of_columns(answer, POINTS))
 
+    def names(self, run: str, baseline: str) -> None:
+        """What a baseline calls layers of a run, if it calls any otherwise."""
+        answer = self.asking.ask("names", run=run, baseline=baseline)
+        if answer["names"]:
+            self.held.put(name_of("names", run=run, baseline=baseline), answer)
+
     def frames(self, run: str, metric: str, table: str, steps: Sequence[int]) -> int:
         """A metric of all tensors at steps; how many characters that takes."""
         about = {"run": run, "metric": metric, "table": table}
@@ -57,8 +63,8 @@ class Contents:
         return self.held.put(name_of("course", **about), answer)
 
     def timeline(self, run: str, layer: str, role: str) -> int:
-        """All metrics of a tensor; how many steps it has, 0 where the run has no such tensor."""
-        metrics = metrics_of(metadata.table_of(role))
+        """All metrics of a tensor, and how many ranks they are of; how many steps, 0 where the run has no such tensor."""
+        metrics = [*metrics_of(metadata.table_of(role)), "ranks", "ranks_missing"]
         asked = [",".join(metrics[i : i + _AT_ONCE]) for i in range(0, len(metrics), _AT_ONCE)]
         answers = [self.asking.try_to("timeline", run=run, layer=layer, role=role, metrics=names) for names in asked]
         if None in answers:

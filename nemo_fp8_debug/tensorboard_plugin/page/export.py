@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
+from itertools import permutations
 from pathlib import Path
 
 from ..._version import __version__
@@ -92,6 +93,8 @@ class _Export:
         for run in self._runs:
             self.contents.about(run=run)
             self.contents.fingerprints(run)
+        for run, baseline in permutations(self._runs, 2):
+            self.contents.names(run, baseline)
         self._tensors()
         self.contents.rows(all_runs.suggested(self._runs)["baseline"])
         self.contents.runs([*self._told, _NEEDS_SERVER])
@@ -109,14 +112,19 @@ class _Export:
                 result, told = of_verdict(job["result"], _ROWS)
                 job, self._told = job | {"result": result}, [*self._told, *told]
                 for name in (run, *names.values()):
-                    matter = self._matter.setdefault(str(name), [])
-                    matter += [tensor for tensor in that_matter(result, _TENSORS) if tensor not in matter]
+                    self._note(name, names.get("baseline"), that_matter(result, _TENSORS))
             self.contents.verdict({"run": run, **names}, job)
             for name in names.values():
                 self.contents.fingerprints(str(name), run)
             self._against(run, baseline if baseline != run else None)
         if len(others) > _VERDICTS:
             self._told.append(f"Verdicts are those of the first {_VERDICTS} of {len(others)} runs.")
+
+    def _note(self, run: str, baseline: str | None, tensors: Iterable[Tensor]) -> None:
+        """That tensors of a verdict matter, as the record of a run calls them."""
+        matter = self._matter.setdefault(run, [])
+        found = [self._asking.in_record(run, baseline, tensor) for tensor in tensors]
+        matter += [tensor for tensor in found if tensor not in matter]
 
     def _against(self, run: str, baseline: str | None) -> None:
         if baseline is not None:

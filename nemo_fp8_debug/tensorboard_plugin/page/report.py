@@ -11,11 +11,10 @@ from typing import Any
 
 from ..._version import __version__
 from ...errors import ConfigError, RecordError
-from ..records import metadata
 from ..records.logdir import Root
 from .asking import Asking
 from .contents import Contents, nearest, steps_of
-from .figures import Figure, Tensor, figures_of, that_matter
+from .figures import Figure, figures_of, that_matter
 from .html import alone
 from .names import names_of
 from .thinning import of_verdict
@@ -73,9 +72,8 @@ def report(compared: Compared) -> str:
     addresses = [compared.baseline, *compared.runs, *filter(None, [compared.reference])]
     baseline, *names = names_of(addresses)
     reference = names.pop() if compared.reference else None
-    contents = Contents(
-        Asking([Root(n, a) for n, a in zip([baseline, *names, *filter(None, [reference])], addresses, strict=True)])
-    )
+    roots = [Root(n, a) for n, a in zip([baseline, *names, *filter(None, [reference])], addresses, strict=True)]
+    contents = Contents(Asking(roots, compared.renames))
     made = _Report(contents, baseline, _TENSORS if len(names) == 1 else _OF_EACH)
     sections = [made.section({"run": name, "baseline": baseline, "reference": reference}, compared) for name in names]
     contents.runs(())
@@ -98,14 +96,13 @@ class _Report:
 
     def section(self, names: Mapping[str, str | None], compared: Compared) -> dict[str, Any]:
         """What was found of a run, as figures."""
-        job = self._contents.asking.verdict(names, compared.by, compared.renames)
+        job = self._contents.asking.verdict(names, compared.by)
         if job["state"] == "failed":
             raise RecordError(job["error"])
         result, told = of_verdict(job["result"], _ROWS)
         self.told += told
         self._contents.verdict(names, job | {"result": result})
         matter = that_matter(result, self._most)
-        self._tell_of_renamed(str(names["run"]), matter)
         figures = figures_of(result, matter, (result["comparison"] or {}).get("unit", "step"))
         parts = [name for name in names.values() if name]
         for name in parts:
@@ -114,15 +111,6 @@ class _Report:
                 self._contents.about(run=name, baseline=self._baseline)
         drawn = [{"title": one.title, "state": one.state(names)} for one in figures if self._filled(one, parts)]
         return {"title": f"{names['run']} against {names['baseline']}", "about": _about(names, compared), "figures": drawn}
-
-    def _tell_of_renamed(self, run: str, tensors: Sequence[Tensor]) -> None:
-        """Charts know layers by the names of the record, a verdict by those that the baseline has."""
-        known = {layer for table in metadata.TABLES for layer in self._layers(run, table)}
-        if any(tensor.layer not in known for tensor in tensors):
-            self.told.append(
-                f"The verdict calls layers of {run} as {self._baseline} does. Charts go by the names in each record, so "
-                f"those of one layer show {self._baseline} alone."
-            )
 
     def _layers(self, run: str, table: str) -> list[str]:
         return list(self._contents.asking.ask("run", run=run, table=table)["tensors"]["layer"])
@@ -160,18 +148,21 @@ class _Report:
         return self._contents.frames(run, figure.metric, table, nearest(steps, figure.step))
 
     def _timeline(self, figure: Figure, run: str) -> int:
-        assert figure.tensor is not None
-        about = {"layer": figure.tensor.layer, "role": figure.tensor.role}
+        about = self._tensor(figure, run)
         self._contents.about(run=run, **about)
         if run != self._baseline:
             self._contents.about(run=run, baseline=self._baseline, **about)
         return self._contents.timeline(run, **about)
 
     def _distribution(self, figure: Figure, run: str) -> int:
+        steps = nearest(steps_of(self._contents.asking, run, figure.state({})["table"]), figure.step)
+        return self._contents.histograms(run, **self._tensor(figure, run), steps=steps)
+
+    def _tensor(self, figure: Figure, run: str) -> dict[str, str]:
+        """Layer and role of a figure's tensor, as a run's record calls it."""
         assert figure.tensor is not None
-        table = figure.state({})["table"]
-        steps = nearest(steps_of(self._contents.asking, run, table), figure.step)
-        return self._contents.histograms(run, figure.tensor.layer, figure.tensor.role, steps)
+        tensor = self._contents.asking.in_record(run, self._baseline, figure.tensor)
+        return {"layer": tensor.layer, "role": tensor.role}
 
 
 def _about(names: Mapping[str, str | None], compared: Compared) -> str:

@@ -26,6 +26,7 @@ from ...record.schema import SCHEMAS, Part
 from ...record.storage import Storage
 from ..web.json_values import numbers, plain
 from .cache import Cache
+from .layer_names import LayerNames
 from .losses import thinned
 from .metadata import table_of
 from .part_files import NONFINITE
@@ -49,8 +50,8 @@ _READ = ("step", "scale_source", *_COLUMNS)
 class Bands:
     """Bands of tensors, kept as long as the records stay the same."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, parts: Parts, names: LayerNames) -> None:
+        self._parts, self._names = parts, names
         self._bands: Cache[dict[str, Any]] = Cache(_KEPT, lambda _: 1)
         self._tables: Cache[pa.Table] = Cache(_HELD, lambda table: table.nbytes)
         self._quantized: Cache[Array | None] = Cache(_RUNS, lambda _: 1)
@@ -58,6 +59,9 @@ class Bands:
 
     def of_tensor(self, run: Storage, baseline: Storage, layer: str, role: str) -> dict[str, Any]:
         """When a tensor is out of a baseline's band, and the band of each of its metrics that has one.
+
+        Args:
+            layer: as the run calls it.
 
         Returns:
             `since`: the first step at which it is out of the band of any metric, as `compare` tells it, or null; `metric`:
@@ -92,10 +96,13 @@ class Bands:
         return self._runs.get((str(record), self._parts.index(record).version), read)
 
     def _judged(self, run: Storage, baseline: Storage, key: tuple[str, str]) -> dict[str, Any]:
-        reference, grid = self._grid(baseline, key), self._grid(run, key, only_quantized=True)
+        names = self._names.of_run(run, baseline)
+        layer, role = key
+        reference = self._grid(baseline, (names.get(layer, layer), role))
+        grid = self._grid(run, key, only_quantized=True)
         if not grid.sampled.any():
             return _not_judged("The engine does not quantize this tensor, so it cannot have done harm by that.")
-        tensors = [self._tensors(record) for record in (baseline, run)]
+        tensors = [self._tensors(baseline), {(names.get(name, name), role) for name, role in self._tensors(run)}]
         found = tensor_band(reference, grid, len(tensors[0] & tensors[1]))
         depths = [depths_of({layer for layer, _ in each}) for each in tensors]
         return _told(found, that_count(found.onsets, all(depths) and depths[0] != depths[1]))

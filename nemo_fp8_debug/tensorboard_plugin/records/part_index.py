@@ -14,6 +14,8 @@ import pyarrow as pa
 from ...record.parquet import GROUP
 
 Array = npt.NDArray[Any]
+#: different layers in order, as keys
+Layers = dict[str, None]
 #: different sets of tensors that are kept
 _LAYOUTS = 256
 #: source of the scales of rows of what-if recipes
@@ -27,6 +29,11 @@ class Tensors(tuple[tuple[str, str], ...]):
     def places(self) -> dict[tuple[str, str], int]:
         """The place of each."""
         return {key: i for i, key in enumerate(self)}
+
+    @cached_property
+    def layers(self) -> Layers:
+        """Their layers."""
+        return dict.fromkeys(layer for layer, _ in self)
 
     @cached_property
     def _hash(self) -> int:

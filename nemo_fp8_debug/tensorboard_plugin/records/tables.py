@@ -43,7 +43,7 @@ def about_run(parts: Parts, run: Storage) -> dict[str, Any]:
             "version": index.version,
             "steps": index.steps.tolist(),
             "tables": [table for table in metadata.TABLES if index.listed[table]],
-            "tensors": placed(ordered(_tensors_of_newest(parts, run, index))),
+            "tensors": placed(ordered(tensors_of_newest(parts, run, index))),
             "notes": notes(parts, run, index),
         }
 
@@ -58,7 +58,7 @@ def placed(tensors: Tensors) -> dict[str, list[Any]]:
     return {"layer": layers, "role": roles, "kind": list(map(kind_of, layers)), "depth": list(map(depth_of, layers))}
 
 
-def _tensors_of_newest(parts: Parts, run: Storage, index: Index) -> Tensors:
+def tensors_of_newest(parts: Parts, run: Storage, index: Index) -> Tensors:
     """The tensors of the newest part whose names can be read."""
     for part in index.newest_first:
         if layout := layout_of(parts, run, part):

@@ -3,8 +3,11 @@ import {useEffect, useRef} from 'preact/hooks';
 import {at, go} from './address.js';
 import {Notice, Problem} from './components/notice.jsx';
 import {Runs} from './components/pickers.jsx';
+import {details} from './details.js';
 import {Glossary} from './glossary/glossary.jsx';
-import {about, chosen, details, keepLooking, known, PARTS, unreachable} from './records.js';
+import {namesOf} from './names.js';
+import {about, chosen, keepLooking, known, PARTS, unreachable} from './records.js';
+import {useAnswers} from './server.js';
 import {Headline} from './story/headline.jsx';
 import {Course} from './views/course.jsx';
 import {Distribution} from './views/distribution.jsx';
@@ -116,10 +119,18 @@ function Notes() {
   const notes = Object.entries(details.value).flatMap(([part, {data, error}]) =>
     [...(data?.notes ?? []), ...(error ? [error] : [])].map((note) => `${chosen.value[part]}: ${note}`),
   );
+  const renamed = useRenamed();
   const refused = (known.value.refused ?? []).map(({name, why}) => `${name}: ${why}`);
-  const all = [...(known.value.told ?? []), ...refused, ...missing(), ...notes];
+  const all = [...(known.value.told ?? []), ...refused, ...missing(), ...renamed, ...notes];
   if (!all.length) return null;
   return <div role="status"><ul class="notes">{all.map((note) => <li key={note}>{note}</li>)}</ul></div>;
+}
+
+/** Runs whose layers are called otherwise in their records, in words. */
+function useRenamed() {
+  const runs = [chosen.value.run, chosen.value.reference];
+  const {data} = useAnswers(runs.map(namesOf));
+  return runs.flatMap((run, i) => (data?.[i]?.how ? [`${run}: its layers are called as ${chosen.value.baseline} calls them. ${data[i].how}`] : []));
 }
 
 /** Runs beside the one that is looked at which the address names and nobody finds; an empty name asks for none. */

@@ -1,37 +1,8 @@
-// Questions to what knows the records, and their answers as long as they are worth something.
+// What views ask, and what they are answered.
 import {useEffect, useRef, useState} from 'preact/hooks';
+import {askAgain, awaited} from './kept.js';
+import {ask, known, namesIn} from './names.js';
 import {source} from './source.js';
-
-const KEPT = 400;
-const answers = new Map();
-/** Answers that are not there yet. */
-const awaited = new Set();
-
-const keyOf = (route, parameters, version) => `${version} ${source.nameOf(route, parameters)}`;
-
-/**
- * The answer to a question, kept as long as the record it is about stays the same.
- * @param {string} route
- * @param {object} parameters
- * @param {string} version of the records asked about
- */
-export function ask(route, parameters = {}, version = '') {
-  const key = keyOf(route, parameters, version);
-  if (!answers.has(key)) {
-    const answer = source.answer(route, parameters);
-    awaited.add(answer);
-    answer.then((data) => (answer.data = data), () => answers.delete(key)).then(() => awaited.delete(answer));
-    answers.set(key, answer);
-    if (answers.size > KEPT) answers.delete(answers.keys().next().value);
-  }
-  return answers.get(key);
-}
-
-/** An answer that is there already; undefined: it was not asked for, or is awaited. */
-export const known = (route, parameters, version) => answers.get(keyOf(route, parameters, version))?.data;
-
-/** What is asked anew each time. */
-export const askAgain = (route, parameters = {}) => source.answer(route, parameters);
 
 const WAITING = {loading: true};
 const RETRY_MS = 5000;
@@ -39,10 +10,10 @@ const RETRY_MS = 5000;
 /**
  * {data, error, loading} of several questions at once; the data of earlier ones stays until the new is there. What failed is
  * asked again while it is looked at.
- * @param {Array<?[string, object, string]>} questions arguments of `ask`; null where there is nothing to ask
+ * @param {Array<?[string, object, string]>} questions arguments of `ask` of names.js; null where there is nothing to ask
  */
 export function useAnswers(questions) {
-  const key = JSON.stringify(questions);
+  const key = JSON.stringify(questions.map((question) => question && [question, namesIn(...question)]));
   const [found, keep] = useState({});
   const answered = useRef({});
   const there = questions.map((question) => (question ? known(...question) : null));

@@ -1,7 +1,8 @@
 // Choices: which runs, which metric, which tensor.
 import {at, go, tensor, toTensor} from '../address.js';
+import {details} from '../details.js';
 import {Help} from '../glossary/glossary.jsx';
-import {about, choose, chosen, details, known, metricNamed, metricsOfTable, PARTS, suggestedMetric, table, TABLES} from '../records.js';
+import {about, choose, chosen, known, metricNamed, metricsOfTable, PARTS, suggestedMetric, table, TABLES} from '../records.js';
 import {shown, titleOf} from '../units.js';
 
 const STATES = {growing: 'growing', empty: 'nothing recorded yet', unreadable: 'unreadable', still: ''};

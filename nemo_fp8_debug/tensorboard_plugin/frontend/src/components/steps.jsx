@@ -2,7 +2,7 @@
 import {useSignal} from '@preact/signals';
 import {useEffect} from 'preact/hooks';
 import {go, step} from '../address.js';
-import {steps} from '../records.js';
+import {steps} from '../details.js';
 import {placeOf} from '../units.js';
 
 const FRAME_MS = 250;

@@ -1,6 +1,7 @@
 // Where each tensor stands on the map: layers of the model down, what is in them across.
 import {computed} from '@preact/signals';
-import {chosen, details, table} from '../records.js';
+import {details} from '../details.js';
+import {chosen, table} from '../records.js';
 import {ROLES, shown} from '../units.js';
 import {keyOf, met} from './met.js';
 

@@ -1,9 +1,11 @@
 // One metric of all tensors at the step that is looked at, of each run; read in chunks of steps, the next one ahead.
 import {useEffect, useRef} from 'preact/hooks';
 import {currentStep} from '../components/steps.jsx';
-import {chosen, details, table, versionOf} from '../records.js';
+import {details} from '../details.js';
+import {chosen, table, versionOf} from '../records.js';
 import {keyOf, meet} from './met.js';
-import {ask, known, useAnswers} from '../server.js';
+import {ask, known} from '../names.js';
+import {useAnswers} from '../server.js';
 import {placeOf} from '../units.js';
 
 const CHUNK = 64;

@@ -1,7 +1,7 @@
 // The rows of the table: what the list of runs says of each, what its record says, and its verdict as soon as it is known.
 import {computed, effect, signal} from '@preact/signals';
+import {askAgain} from '../kept.js';
 import {chosen, known} from '../records.js';
-import {askAgain} from '../server.js';
 import {source} from '../source.js';
 import {judged, story} from '../story/judged.js';
 

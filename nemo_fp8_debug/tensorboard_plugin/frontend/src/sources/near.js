@@ -21,6 +21,8 @@ export const NEAR = {
   course: ({from, to, columns, ...about}, find) => find('course', about),
   histogram: ({step, ...tensor}, find) => atStep('histogram', step, tensor, find),
   others: ({step, ...about}, find) => atStep('others', step, about, find),
+  // Names that differ are held of all runs that are in the page.
+  names: async () => ({names: {}, how: ''}),
 };
 
 /** Of answers at several steps, which are held together, the nearest. */

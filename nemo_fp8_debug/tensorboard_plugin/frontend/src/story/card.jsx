@@ -10,6 +10,7 @@ import {markersOf} from '../timeline/happened.js';
 import {placeOf, titleOf, withUnit} from '../units.js';
 import {useBand, useDivergence} from './band.js';
 import {Dumps} from './dumps.jsx';
+import {Ranks, stepsMissing, useRanks} from './ranks.jsx';
 import {Spark} from './spark.jsx';
 import {isTold, storyOf} from './told.js';
 import {whetherInBand, whyTold} from './words.js';
@@ -28,11 +29,12 @@ export function Card({layer, role, step, inLine = false, inTimeline = false, id}
   const row = storyOf(tensor);
   const band = useBand(tensor);
   const divergence = useDivergence();
+  const ranks = useRanks(tensor);
   const metric = row?.metric ?? band.data?.metric ?? currentMetric();
   const said = <p data-words="band">{band.error ?? whetherInBand(band.data, divergence.data, chosen.value.baseline)}</p>;
   const more = (
     <>
-      <Figures tensor={tensor} metric={metric} row={row} band={band.data} divergence={divergence.data} picture={!inTimeline} />
+      <Figures tensor={tensor} metric={metric} row={row} band={band.data} divergence={divergence.data} missing={stepsMissing(ranks)} picture={!inTimeline} />
       {!inTimeline && said}
       <p data-words="why">{whyTold(row, isTold())}</p>
       <Links tensor={tensor} step={step ?? row?.since ?? band.data?.since} inTimeline={inTimeline} />
@@ -42,23 +44,24 @@ export function Card({layer, role, step, inLine = false, inTimeline = false, id}
   return (
     <section class={inLine ? 'card in-line' : 'card'} id={id} aria-label={`About ${titleOf(tensor)}`} data-card={titleOf(tensor)}>
       <h3><Breakable text={titleOf(tensor)} /></h3>
-      <Ranks row={row} />
+      <Ranking row={row} />
+      <Ranks layer={layer} of={ranks} />
       {inTimeline ? <>{said}<details class="more"><summary>Values, why, links</summary>{more}</details></> : more}
     </section>
   );
 }
 
-function Ranks({row}) {
+function Ranking({row}) {
   if (!row) return null;
   return (
-    <p class="soft" data-words="ranks">
+    <p class="soft" data-words="ranking">
       {row.blamed && <b class="blamed">Blamed. </b>}Rank {row.harm_rank} by harm{row.error_rank == null ? '' : `, ${row.error_rank} by error`}
     </p>
   );
 }
 
 /** Baseline → run → reference run, and the same over the steps. */
-function Figures({tensor, metric, row, band, divergence, picture}) {
+function Figures({tensor, metric, row, band, divergence, missing, picture}) {
   const parts = ['baseline', 'run', 'reference'].filter((part) => chosen.value[part]);
   const {label, unit} = metricNamed(metric);
   const {data} = useAnswers(parts.map((part) => ['timeline', {run: chosen.value[part], ...tensor, metrics: metric}, versionOf(chosen.value[part])]));
@@ -78,7 +81,7 @@ function Figures({tensor, metric, row, band, divergence, picture}) {
       {picture && (
         <Spark
           label={`${label} of ${titleOf(tensor)} over the steps in ${lines.map(({part}) => `${chosen.value[part]} (${PARTS[part].label.toLowerCase()})`).join(', ')}`}
-          lines={lines} band={band?.metrics[metric]} markers={markersOf({divergence, band, step: null})}
+          lines={lines} band={band?.metrics[metric]} markers={markersOf({divergence, band, step: null})} missing={missing}
         />
       )}
     </>

@@ -1,6 +1,6 @@
 // The tensor that a view begins with as long as none is chosen.
 import {computed} from '@preact/signals';
-import {details} from '../records.js';
+import {details} from '../details.js';
 import {story} from './judged.js';
 
 /** {layer, role} of the first tensor of the story, if it is among the run's that are looked at; null: none, or not known yet. */

@@ -10,8 +10,9 @@ const DECADE = 10;
  * @param {Array<{part, step: number[], values: Array<?number>}>} lines
  * @param {?{step, low, high}} band
  * @param {Array<{kind, step}>} markers
+ * @param {number[]} missing steps at which ranks were missing
  */
-export function Spark({label, lines, band, markers}) {
+export function Spark({label, lines, band, markers, missing}) {
   if (!lines.length) return null;
   const ink = inks(dark.value);
   const {x, y} = scales(lines);
@@ -25,6 +26,7 @@ export function Spark({label, lines, band, markers}) {
           stroke={kind === 'leaves' ? COLORS.run : ink.text} stroke-width="1.4" stroke-dasharray={kind === 'diverges' ? '4 3' : undefined}
         />
       ))}
+      {missing.length > 0 && <path data-marker="missing" d={missing.map((step) => `M${x(step)},${HEIGHT}v-12`).join('')} stroke={ink.text} stroke-width="2" vector-effect="non-scaling-stroke" />}
       {lines.map(({part, step, values}) => (
         <path key={part} d={path(step, values)} fill="none" stroke={COLORS[part]} stroke-width="1.8" stroke-dasharray={DASHES[STROKES[part]]} vector-effect="non-scaling-stroke" />
       ))}

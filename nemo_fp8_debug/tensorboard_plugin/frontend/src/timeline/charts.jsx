@@ -2,7 +2,7 @@
 import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
 import {at, go} from '../address.js';
 import {Chart} from '../components/chart.jsx';
-import {steps} from '../records.js';
+import {steps} from '../details.js';
 import {placeOf} from '../units.js';
 import {AXES, currentAxes} from './axes.js';
 import {layoutOf} from './layout.js';

@@ -3,6 +3,7 @@ import {signal} from '@preact/signals';
 import {useEffect, useState} from 'preact/hooks';
 import {at, go} from '../address.js';
 import {Problem} from '../components/notice.jsx';
+import {called} from '../names.js';
 import {useJob} from '../server.js';
 
 const BETWEEN = ';';
@@ -16,7 +17,10 @@ const KEPT = 60;
 const tried = signal(new Map());
 const keyOf = (question) => JSON.stringify(question);
 /** The rows of a question, those of an earlier version until the new ones are there. */
-export const rowsOf = (question) => tried.value.get(keyOf(question))?.rows;
+export function rowsOf(question) {
+  const answer = tried.value.get(keyOf(question));
+  return answer?.rows && called('what_if', question, answer).rows;
+}
 
 function keep(question, answer) {
   tried.value = new Map([...tried.value, [keyOf(question), answer]].slice(-KEPT));
