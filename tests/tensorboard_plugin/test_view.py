@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -26,12 +27,15 @@ from nemo_fp8_debug.tensorboard_plugin.web.same_origin import is_local
 def process(logdir: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Where it is, and its process."""
     command = [Path(sys.executable).with_name("nemo-fp8-debug"), "view", logdir / "bad", logdir / "baseline"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
-        assert started.stdout
-        found = re.search(r"at (http://127\.0\.0\.1:\d+/)", started.stdout.readline())
-        assert found
-        yield found[1], started
-        started.kill()
+    plain = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # which wraps what is printed
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=plain) as started:
+        try:
+            assert started.stdout
+            found = re.search(r"at (http://127\.0\.0\.1:\d+/)", started.stdout.readline())
+            assert found
+            yield found[1], started
+        finally:
+            started.kill()
 
 
 def get(address: str, **headers: str) -> tuple[int, bytes]:

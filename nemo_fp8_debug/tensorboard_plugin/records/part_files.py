@@ -51,8 +51,10 @@ def some_rows(run: Storage, table: str, part: Part, names: Sequence[str], places
         run.check(part.path)
         found, at = read_columns(run, part, table, names, [(place, place + 1) for place in places])
         check(found)
-        # A list: of an array pyarrow would ask pandas, which it would import for that.
-        return found.take(pa.array(np.searchsorted(at, places).tolist(), pa.int64()))
+        # Slices: `take` would ask pandas what its places are, and import it for that.
+        rows = np.searchsorted(at, places)
+        spans = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return pa.concat_tables(found.slice(int(span[0]), len(span)) for span in spans)
 
     return _read(part, read)
 
