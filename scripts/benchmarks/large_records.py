@@ -1,4 +1,5 @@
-"""What the analyses take of two records of any size: seconds, and the peak of memory, each in a process of its own.
+"""What the analyses and the tab take of two records of any size: seconds, and the peak of memory, each in a process of its
+own.
 
     .venv/bin/python scripts/benchmarks/large_records.py [--layers 58] [--experts 256] [--steps 1000] [--folder FOLDER]
 
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -215,6 +218,8 @@ def _array(values: Any, kind: pa.DataType, rows: int) -> pa.Array:
     return pa.nulls(rows, kind) if values is None else pa.array(values, kind)
 
 
+#: metrics of a tensor that the tab shows unless others are chosen
+SHOWN_FIRST = ("underflow_pct", "relative_error", "amax", "scale_ratio_log2")
 #: what is measured: a name, and what a new process runs with the folders of the baseline and the bad run, and a tensor
 TASKS = {
     "compare": "from nemo_fp8_debug.cli import app; app(['compare', baseline, bad, '--json'])",
@@ -235,7 +240,40 @@ def measure(folder: Path, layers: int, operands: int, steps: int) -> dict[str, A
         seconds, memory, out = run_alone(program, folder)
         found[name] = {"seconds": round(seconds, 1), "gb": round(memory, 2), "names_the_culprit": culprit in out}
         print(f"{name}: {seconds:.1f} s, {memory:.2f} GB; names the culprit: {culprit in out}", flush=True)
+    found["tab"] = measure_tab(folder, culprit, steps)
+    print(f"tab: {found['tab']}", flush=True)
     return found
+
+
+def measure_tab(folder: Path, culprit: str, steps: int) -> dict[str, float]:
+    """Seconds of each answer of a server that has just started, in order, and the peak of its memory in GB."""
+    step = INTERVAL * (steps // 2)
+    asked = {
+        "list of runs": "runs?",
+        "a run's tensors": "run?run=bad",
+        "map of a step": f"frames?run=bad&metric=underflow_pct&from={step}&to={step}",
+        "a tensor's course": f"timeline?run=bad&layer={culprit}&role={CULPRIT[1]}&metrics={','.join(SHOWN_FIRST)}",
+        "layers by steps": "course?run=bad&metric=underflow_pct&columns=800",
+    }
+    command = [sys.executable, "-W", "ignore", "-c", "from nemo_fp8_debug.cli import app; app()", "view"]
+    with subprocess.Popen([*command, folder / "baseline", folder / "bad"], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        try:
+            at = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline())
+            assert at
+            seconds = {name: round(seconds_of(f"{at[0]}data/plugin/fp8/{route}"), 2) for name, route in asked.items()}
+            peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{server.pid}/status").read_text())
+            assert peak
+            return {**seconds, "gb": round(int(peak[1]) / 1e6, 2)}
+        finally:
+            server.kill()
+
+
+def seconds_of(address: str) -> float:
+    began = time.perf_counter()
+    with urllib.request.urlopen(address, timeout=600) as answer:
+        answer.read()
+    return time.perf_counter() - began
 
 
 def bytes_of_real_rows() -> float:
