@@ -10,6 +10,7 @@ from samples import FINGERPRINT, sample
 from unlike_runs import CULPRIT, FOREIGN, first_out, foreign, megatron, rows, run_cli, write
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.recommendation.of_records import recommend
 from nemo_fp8_debug.errors import RecordError
 from nemo_fp8_debug.record.writer import RunRecord
 
@@ -92,3 +93,12 @@ class TestModels:
             "be that.",
             "4 layers are in the run alone, as decoder.layers.2.self_attention.linear_qkv.",
         )
+
+
+def test_a_plan_is_for_the_model_that_was_recorded(tmp_path: Path) -> None:
+    """Names of the baseline are none of its layers': `rescue` would refuse them."""
+    good = write(tmp_path / "good")
+    bad = write(tmp_path / "bad", since=100, named=lambda depth, kind: f"model.{megatron(depth, kind)}")
+    found = recommend(bad, good)
+    assert [(change.layer, change.roles) for change in found.plan.changes] == [(f"model.{CULPRIT[0]}", (CULPRIT[1],))]
+    assert found.to_json()["findings"][0]["layer"] == f"model.{CULPRIT[0]}"

@@ -117,15 +117,20 @@ def recommend(
         budget: what an operand may lose at the worst of the later half of its samples, and of those that are flagged.
         flags: what is wrong with an operand, where more is known than its metrics.
 
+    Returns:
+        What to change, by the names that layers have in the record: a plan is for the model that was recorded.
+
     Raises:
         RecordError: the record has no such operand, or no sampled step.
     """
     if run.metrics.is_empty():
         raise RecordError(f"{run.path} has no sampled step")
-    budget = budget or Budget()
-    flagged = [key for key in flagged if key[1] in ROLES]  # no plan changes operands of attention
+    budget, own = budget or Budget(), run.own_names
+    run = run.as_recorded()
+    flags = {(own.get(layer, layer), role): flag for (layer, role), flag in (flags or {}).items()}
+    # No plan changes operands of attention.
+    flagged = [(own.get(layer, layer), role) for layer, role in flagged if role in ROLES]
     about = _about(run, flagged)
-    flags = flags or {}
     judged = Judged(run, flagged, {key: flag.out for key, flag in flags.items() if flag.out})
     now = judged.in_use()
     unknown = [key for key, (recipe, *_) in about.items() if recipe is None]

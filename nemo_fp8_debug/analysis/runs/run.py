@@ -127,6 +127,15 @@ class Run:
         """The same with other names for its layers."""
         return replace(self, metrics=self.metrics.renamed(names), renamed_to=names)
 
+    def as_recorded(self) -> Run:
+        """The same with the names that its layers have in the record."""
+        return replace(self, metrics=self.metrics.renamed(self.own_names), renamed_to={}) if self.renamed_to else self
+
+    @property
+    def own_names(self) -> dict[str, str]:
+        """By the name of each layer that has another here, that in the record."""
+        return {there: own for own, there in self.renamed_to.items()}
+
 
 def _with_names(rows: pl.DataFrame, names: Mapping[str, str]) -> pl.DataFrame:
     return rows.with_columns(pl.col("layer").replace(dict(names))) if names else rows
