@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import polars as pl
+
 
 def number(value: float | None, unit: str = "", prefix: str = "") -> str:
     """Three digits of a metric; `-` where it is absent."""
@@ -19,3 +21,11 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [jsonable(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plain_rows(table: pl.DataFrame) -> list[dict[str, Any]]:
+    """Rows of a table, as `jsonable` makes them; many at once."""
+    floats = [name for name, kind in table.schema.items() if kind == pl.Float64]
+    finite = table.with_columns(pl.when(pl.col(name).is_finite()).then(pl.col(name)).alias(name) for name in floats)
+    rows: list[dict[str, Any]] = finite.to_dicts()
+    return jsonable(rows) if any(kind.is_nested() for kind in table.dtypes) else rows

@@ -13,7 +13,7 @@ from ..analysis.checkpoint.report import Audit
 from ..analysis.formatting import number
 from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
-from .console import console, say, working
+from .console import console, print_json, say, working
 from .listing import Column, print_rows
 
 EXAMPLES = (
@@ -40,7 +40,7 @@ def command(
     with working(f"reading {checkpoint}"):
         found = audit(checkpoint, _recipe(recipe), compile_patterns(layers))
     if as_json:
-        print(json.dumps(found.to_json(), indent=2, allow_nan=False))
+        print_json(found.to_json())
     else:
         _print(found, top)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from ..record.compaction import Compacted, Size, compact
 from ..record.copying import copy_record
 from ..record.schema import SCHEMAS
 from ..record.thinning import Thinning
-from .console import console, say, working
+from .console import console, print_json, say, working
 from .listing import Column, print_rows
 
 EXAMPLES = (
@@ -62,7 +61,7 @@ def command(
             over()
         done = compact(place, thinning, killed, over)
     if as_json:
-        print(json.dumps(_plain(done), indent=2))
+        print_json(_plain(done))
     else:
         _print(done)
 

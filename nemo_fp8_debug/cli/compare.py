@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..analysis.story.ranking import by_harm
 from ..core.keys import SHOWN_AS, STATES
 from ..numerics.metric_names import label_of
 from .cluster import Cluster
-from .console import console, say, working
+from .console import console, print_json, say, working
 from .listing import TENSOR, Column, print_rows
 
 EXAMPLES = (
@@ -66,7 +65,7 @@ def command(
         ranked = [by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
     if as_json:
         plain = [told | {"tensors": tensors} for told, tensors in zip(map(to_json, comparisons), ranked, strict=True)]
-        print(json.dumps(plain[0] if len(plain) == 1 else {"comparisons": plain}, indent=2))
+        print_json(plain[0] if len(plain) == 1 else {"comparisons": plain})
     else:
         for found, tensors in zip(comparisons, ranked, strict=True):
             _print(found, tensors, top)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import typer
@@ -61,6 +62,32 @@ def _width() -> int:
 def say(out: Console, text: str) -> None:
     """Print prose: wrapped between words in a terminal, a line a paragraph in a file unless `COLUMNS` is set."""
     out.print(Text(printable(text)), soft_wrap=not out.is_terminal and _columns() is None)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """For programs, and for people who look in: a key a line, and of tables a row a line."""
+    for piece in _json(value, "\n"):
+        sys.stdout.write(piece)
+    print()
+
+
+def _json(value: Any, line: str) -> Iterator[str]:
+    """
+    Args:
+        line: what ends one, with the indent of the next.
+    """
+    inner = f"{line}  "
+    if isinstance(value, Mapping) and value:
+        for i, (key, item) in enumerate(value.items()):
+            yield f"{',' if i else '{'}{inner}{json.dumps(key)}: "
+            yield from _json(item, inner)
+        yield f"{line}}}"
+    elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+        for i, row in enumerate(value):
+            yield f"{',' if i else '['}{inner}{json.dumps(row)}"
+        yield f"{line}]"
+    else:
+        yield json.dumps(value)
 
 
 @contextlib.contextmanager

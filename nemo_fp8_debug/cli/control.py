@@ -14,7 +14,7 @@ from ..options.control_file import NAME, Control
 from ..record.reader import find_run
 from ..record.schema import STATUS
 from ..record.storage import Storage
-from .console import console, say
+from .console import console, print_json, say
 from .listing import Column, print_rows
 
 Patterns = list[str] | None
@@ -60,11 +60,11 @@ def command(
         heard = _last_heard_of(storage)
         _write(storage, str(control))
         if as_json:
-            print(json.dumps({"wrote": storage.path(NAME), "settings": str(control)}, indent=2))
+            print_json({"wrote": storage.path(NAME), "settings": str(control)})
         else:
             say(console(), f"wrote {storage.path(NAME)}; the run applies it from its next sampled step on{heard}")
     elif as_json:
-        print(json.dumps(jsonable(_status(storage)), indent=2))
+        print_json(jsonable(_status(storage)))
     else:
         _show(storage)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from ..analysis.story.markdown import story_markdown
 from ..analysis.story.story import story
 from ..analysis.story.strip import strip_text
 from .cluster import Cluster
-from .console import console, say, working
+from .console import console, print_json, say, working
 from .listing import Column, print_rows
 
 #: columns that the events take at most, and how many of them are listed
@@ -65,7 +64,7 @@ def command(
         found = diagnose(run, baseline, reference, by, max_gap, bands)
         told = story(found) if as_json or as_markdown else {}
     if as_json:
-        print(json.dumps(found.to_json() | {"story": told}, indent=2))
+        print_json(found.to_json() | {"story": told})
     elif as_markdown:
         against = "" if baseline is None else f" against {baseline.name}"
         print(f"### {run.name}{against}: {told['headline']['title']}\n\n{story_markdown(told)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from ..analysis.loss.acceptance import TRAINING, Acceptance, accept
 from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, Gate
 from ..analysis.runs.run import Run
 from ..errors import ConfigError, RecordError
-from .console import console, say
+from .console import console, print_json, say
 
 #: exit codes; 2 is for wrong usage
 STATUS = {PASS: 0, FAIL: 1, CANNOT_TELL: 3}
@@ -45,7 +44,7 @@ def command(
     if found is None:
         raise RecordError(f"{run[0]} and its baseline share fewer than 10 losses in what is compared")
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print_json(found.to_json())
     else:
         for line in told(found, runs[0].unit):
             say(console(), line)

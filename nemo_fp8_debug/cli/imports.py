@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from ..numerics.metric_names import label_of
 from ..record.imports import import_logs
-from .console import console, say, working
+from .console import console, print_json, say, working
 
 EXAMPLES = (
     "logs runs/imported",
@@ -31,7 +30,7 @@ def command(
     if as_json:
         counts = {"steps": len(steps), "first": steps[0], "last": steps[-1], "tensors": len(found.tensors), "losses": losses}
         told = {"tool": found.tool, "files": len(found.files), "output": output, **counts}
-        print(json.dumps({**told, "metrics": dict(found.mapped), "left_out": dict(found.left_out)}, indent=2))
+        print_json({**told, "metrics": dict(found.mapped), "left_out": dict(found.left_out)})
         return
     out = console()
     say(out, f"Imported {len(found.files)} {found.tool} {'file' if len(found.files) == 1 else 'files'} into {output}")

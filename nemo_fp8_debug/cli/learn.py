@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ import typer
 from ..analysis.bands.bands import FEWEST, Bands
 from ..analysis.runs.run import Run
 from ..errors import ConfigError
-from .console import console, say, working
+from .console import console, print_json, say, working
 
 EXAMPLES = ("runs/good_a runs/good_b --output bands.parquet",)
 
@@ -35,7 +34,7 @@ def command(
         told += f"; {len(kinds) - len(judged)} of them come from fewer than {FEWEST} runs, and are not judged by"
     if as_json:
         plain = {"runs": bands.runs, "families": list(bands.families), "kinds": len(kinds), "judged": len(judged)}
-        print(json.dumps({"output": str(output), **plain}, indent=2))
+        print_json({"output": str(output), **plain})
     else:
         say(console(), told)
 

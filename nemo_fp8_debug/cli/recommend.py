@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +21,7 @@ from ..analysis.runs.run import Run
 from ..core.keys import ROLES, SHOWN_AS, Key
 from ..errors import ConfigError
 from .cluster import Cluster
-from .console import console, say, working
+from .console import console, print_json, say, working
 from .listing import TENSOR, Column, print_rows
 
 _DEFAULT = Budget()
@@ -83,7 +82,7 @@ def command(
     output = output if found.plan.changes else None
     snippets = write(found, output) if output else snippets_of(found)
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print_json(found.to_json())
     else:
         _print(console(), found, snippets, output)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import polars as pl
@@ -15,7 +14,7 @@ from ..core.keys import SHOWN_AS
 from ..errors import ConfigError, RecordError
 from ..numerics.recipe import parse_recipe
 from ..record.reader import find_run
-from .console import console, say, working
+from .console import console, print_json, say, working
 from .listing import TENSOR, Column, print_rows
 
 _SHOWN = ("relative_error", "underflow_pct", "overflow_pct")
@@ -58,7 +57,7 @@ def command(
             add_to_record(storage, frames[wanted.name])
     added = sum(len(frame) for frame in frames.values()) - len(frames["in use"])
     if as_json:
-        print(json.dumps(jsonable({"run": str(storage), "added": added, "tensors": _plain(frames)}), indent=2))
+        print_json(jsonable({"run": str(storage), "added": added, "tensors": _plain(frames)}))
         return
     _print(frames, top)
     say(console(), f"added {added} rows to the table `replayed` of {storage}")

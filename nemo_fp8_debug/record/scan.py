@@ -17,7 +17,7 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
-from ..core.memory import give_back
+from ..core.memory import give_back, keep_freed
 from ..core.threads import ahead
 from ..errors import RecordError
 from .reader import Address, check, complain_of, reason
@@ -70,6 +70,7 @@ class Scan:
             run: folder of a record.
             table: one with operands.
         """
+        keep_freed()
         self._storage, self._table = Storage(run), table
         index = Index(self._storage, table)
         #: int64, ascending

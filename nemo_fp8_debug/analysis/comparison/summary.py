@@ -7,7 +7,7 @@ from typing import Any
 
 from ...core.layer_names import aggregate_key
 from ...numerics.metric_names import label_of
-from ..formatting import jsonable, number
+from ..formatting import jsonable, number, plain_rows
 from ..loss.divergence import above
 from .comparison import Comparison
 from .groups import concentrated
@@ -127,14 +127,15 @@ def to_json(found: Comparison) -> dict[str, Any]:
             }
             for name, run in runs.items()
         },
-        "tensors": found.tensors.to_dicts(),
-        "experts": found.experts.to_dicts(),
-        "out_of_band": found.out_of_band.to_dicts(),
-        "groups": found.groups().to_dicts(),
-        "differences": found.differences().to_dicts(),
-        "what_if": found.what_if().to_dicts(),
-        "states": found.states.to_dicts(),
-        "activations": found.activations.to_dicts(),
     }
-    result: dict[str, Any] = jsonable(plain)
-    return result
+    tables = {
+        "tensors": found.tensors,
+        "experts": found.experts,
+        "out_of_band": found.out_of_band,
+        "groups": found.groups(),
+        "differences": found.differences(),
+        "what_if": found.what_if(),
+        "states": found.states,
+        "activations": found.activations,
+    }
+    return jsonable(plain) | {name: plain_rows(table) for name, table in tables.items()}  # type: ignore[no-any-return]
