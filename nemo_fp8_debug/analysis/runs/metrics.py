@@ -57,6 +57,11 @@ class Metrics:
         """What is known of `unique`."""
         return {}
 
+    @cached_property
+    def _counts(self) -> dict[str, dict[str | None, Ints]]:
+        """What is known of `counts`."""
+        return {}
+
     @classmethod
     def of(cls, rows: pl.DataFrame) -> Metrics:
         """Rows that are held.
@@ -185,15 +190,25 @@ class Metrics:
 
     def counts(self, column: str) -> dict[str | None, Ints]:
         """By each value of a text column, how often each operand has it; [T] each."""
-        values = self.unique(column)
-        counts = np.zeros(len(self.tensors) * len(values), dtype=np.int64)
-        for chunk in self.chunks([column] if len(values) > 1 else []):
-            code = (
-                chunk.rows[column].replace_strict(values, range(len(values)), default=0).to_numpy() if len(values) > 1 else 0
-            )
-            counts += np.bincount(chunk.operand * len(values) + code, minlength=len(counts))
-        by_value = counts.reshape(len(self.tensors), len(values))
-        return {value: by_value[:, i] for i, value in enumerate(values)}
+        if column not in self._counts:
+            self._counts[column] = self._count(column)
+        return self._counts[column]
+
+    def _count(self, column: str) -> dict[str | None, Ints]:
+        values = self._source.values(column) or self.unique(column)
+        texts = pl.Enum([value for value in values if value is not None])
+
+        def places(chunk: Chunk) -> Ints:
+            """Of each row: that of its operand and value, 0 where there is no value."""
+            codes = chunk.rows[column].cast(texts).to_physical().cast(pl.Int64) + 1 if len(values) > 1 else None
+            first = chunk.operand * (len(texts.categories) + 1)
+            return first + (codes.fill_null(0).to_numpy() if codes is not None else int(values[:1] != [None]))
+
+        counts = np.zeros((len(self.tensors), len(texts.categories) + 1), dtype=np.int64)
+        for found in self.chunks([column] if len(values) > 1 else [], places):
+            counts += np.bincount(found, minlength=counts.size).reshape(counts.shape)
+        of_values = dict(zip([None, *texts.categories], counts.T, strict=True))
+        return {value: of_values[value] for value in values if of_values[value].any()}
 
     def _there(self) -> Metrics:
         """Without operands and steps that have no rows."""
