@@ -7,9 +7,8 @@ carries the CRC-32 of every block before it, and the name of a part ends in the 
 from __future__ import annotations
 
 import io
-import itertools
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,10 +73,7 @@ def read(file: Any, checksum: str, columns: Sequence[str] | None = None, step: i
     Raises:
         ValueError: it is damaged or foreign.
     """
-    checked = _Checked(file, checksum)
-    texts = [column.name for column in checked.metadata.schema.to_arrow_schema() if column.type == pa.string()]
-    # Text repeats: decoded as a dictionary it is filtered in a fraction of the time.
-    part = pq.ParquetFile(checked, metadata=checked.metadata, read_dictionary=texts)
+    part = _with_codes(*_opened(file, checksum))
     names = None if columns is None else list(columns)
     if step is None:
         return part.read(columns=names, use_threads=False)
@@ -94,8 +90,7 @@ def groups(file: Any, checksum: str) -> Iterator[pa.Table]:
     Raises:
         ValueError: it is damaged or foreign.
     """
-    checked = _Checked(file, checksum)
-    part = pq.ParquetFile(checked, metadata=checked.metadata)
+    _, part = _opened(file, checksum)
     for group in range(part.num_row_groups):
         yield part.read_row_group(group, use_threads=False)
 
@@ -111,8 +106,8 @@ class Rows:
         Raises:
             ValueError: it is damaged or foreign.
         """
-        self._file = _Checked(file, checksum)
-        self._metadata = self._file.metadata
+        self._file, self._part = _opened(file, checksum)
+        self._metadata = self._part.metadata
         counts = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
         self._ends = np.cumsum([0, *counts])
 
@@ -122,23 +117,30 @@ class Rows:
         found = from_text((self._metadata.metadata or {}).get(OUTLINE))
         return found if found is not None and sum(each.rows for each in found.stretches) == self._ends[-1] else None
 
-    def read(self, columns: Sequence[str], wanted: Sequence[tuple[int, int]] | None = None) -> tuple[pa.Table, Ints]:
+    def read(
+        self, columns: Sequence[str], wanted: Sequence[tuple[int, int]] | None = None, texts: bool = True
+    ) -> tuple[pa.Table, Callable[[Ints], Ints]]:
         """Columns of the row groups that have rows from `first` up to, without it, `end` of any pair; None: all.
 
+        Args:
+            texts: whether there may be text among the columns.
+
         Returns:
-            The rows, text dictionary-encoded, and the place of each in the part, int64.
+            The rows, text dictionary-encoded, and where places in the part are among them.
         """
-        texts = [field.name for field in self._metadata.schema.to_arrow_schema() if field.type == pa.string()]
-        part = pq.ParquetFile(self._file, metadata=self._metadata, read_dictionary=texts)
-        spans = list(itertools.pairwise(self._ends.tolist()))
-        groups = [i for i, span in enumerate(spans) if wanted is None or any(_overlap(span, rows) for rows in wanted)]
-        rows = part.read_row_groups(groups, columns=list(columns), use_threads=False)
-        places = [np.arange(*spans[group]) for group in groups]
-        return rows, np.concatenate([np.zeros(0, np.int64), *places])
+        part = _with_codes(self._file, self._part) if texts else self._part
+        there = np.full(len(self._ends) - 1, wanted is None)
+        for first, end in wanted or ():
+            there[np.searchsorted(self._ends, first, side="right") - 1 : np.searchsorted(self._ends, end)] = True
+        groups = np.flatnonzero(there)
+        # By how much rows of each group are nearer to the first one than in the part.
+        nearer = self._ends[groups] - np.cumsum([0, *np.diff(self._ends)[groups][:-1]])
 
+        def at(places: Ints) -> Ints:
+            found: Ints = places - nearer[np.searchsorted(self._ends[groups], places, side="right") - 1]
+            return found
 
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
+        return part.read_row_groups(groups.tolist(), columns=list(columns), use_threads=False), at
 
 
 def _may_have(group: pq.RowGroupMetaData, step: int) -> bool:
@@ -157,7 +159,7 @@ def rows(file: Any, checksum: str) -> int:
     Raises:
         ValueError: it is damaged or foreign.
     """
-    return int(_Checked(file, checksum).metadata.num_rows)
+    return int(_opened(file, checksum)[1].metadata.num_rows)
 
 
 def pick(file: Any, checksum: str, columns: Sequence[str], places: Sequence[int], at_once: int) -> pa.Table:
@@ -172,8 +174,7 @@ def pick(file: Any, checksum: str, columns: Sequence[str], places: Sequence[int]
     Raises:
         ValueError: it is damaged or foreign.
     """
-    checked = _Checked(file, checksum)
-    part = pq.ParquetFile(checked, metadata=checked.metadata)
+    _, part = _opened(file, checksum)
     there = [name for name in columns if name in part.schema_arrow.names]
     groups, begin = _from_the_first(part.metadata, places)
     wanted, found = list(places), []
@@ -201,6 +202,20 @@ def _blocks(data: bytes) -> list[memoryview]:
     return [memoryview(data)[i : i + BLOCK] for i in range(0, len(data), BLOCK)]
 
 
+def _opened(file: Any, checksum: str) -> tuple[_Checked, pq.ParquetFile]:
+    """A part, and its bytes, which are checked as they are read."""
+    checked = _Checked(file, checksum)
+    part = pq.ParquetFile(checked)  # which reads the footer alone
+    checked.expect(part.metadata)
+    return checked, part
+
+
+def _with_codes(checked: _Checked, part: pq.ParquetFile) -> pq.ParquetFile:
+    """The same, and text is read as a dictionary: it repeats, and is filtered in a fraction of the time."""
+    texts = [field.name for field in part.schema_arrow if field.type == pa.string()]
+    return pq.ParquetFile(checked, metadata=part.metadata, read_dictionary=texts)
+
+
 class _Checked(io.RawIOBase):
     """A part's bytes, checked block by block as they are read."""
 
@@ -210,10 +225,13 @@ class _Checked(io.RawIOBase):
         self._footer, self._start = self._read_footer()
         if f"{zlib.crc32(self._footer):08x}" != checksum:
             raise ValueError("it is damaged or foreign: the checksum in its name is not that of its footer")
-        self.metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + self._footer))
-        sums = (self.metadata.metadata or {}).get(_KEY, b"").decode()
-        self._sums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
+        self._sums = np.zeros(0, ">u4")
         self._at = 0
+
+    def expect(self, metadata: pq.FileMetaData) -> None:
+        """Check blocks against what the footer says of them."""
+        sums = (metadata.metadata or {}).get(_KEY, b"").decode()
+        self._sums = np.frombuffer(bytes.fromhex(sums), ">u4")
 
     def _read_footer(self) -> tuple[bytes, int]:
         if self._size < _TAIL:
@@ -254,7 +272,7 @@ class _Checked(io.RawIOBase):
         self._file.seek(first * BLOCK)
         data: bytes = self._file.read(min((last + 1) * BLOCK, self._start) - first * BLOCK)
         for i, block in enumerate(_blocks(data)):
-            if self._sums[first + i : first + i + 1] != [zlib.crc32(block)]:
+            if self._sums[first + i : first + i + 1].tolist() != [zlib.crc32(block)]:
                 raise ValueError(f"it is damaged: its bytes from {(first + i) * BLOCK} are not those that were written")
         whole = data + self._footer if end > self._start else data
         return memoryview(whole)[begin - first * BLOCK : end - first * BLOCK]

@@ -175,12 +175,12 @@ class Scan:
             kept: the first row of each stretch, and which of its rows.
         """
         spans = [(first + some.first, first + some.end) for first, some in kept]
-        table, places = read_columns(self._storage, part, self._table, columns, spans)
+        table, at = read_columns(self._storage, part, self._table, columns, spans)
         if (read := (part, *columns, *spans[0], *spans[-1])) not in self._sound:
             check(table)
             self._sound.add(read)
         # The rows of a stretch follow one another in what was read, too.
-        begins = np.searchsorted(places, [first for first, _ in spans]).tolist()
+        begins = at(np.array([first for first, _ in spans])).tolist()
         return pa.concat_tables(some.of_rows(table, begin) for begin, (_, some) in zip(begins, kept, strict=True))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,16 +36,17 @@ class Run:
 
 def read_columns(
     storage: Storage, part: Part, table: str, columns: Sequence[str], spans: Sequence[tuple[int, int]]
-) -> tuple[pa.Table, Ints]:
-    """Columns of the row groups that have the rows of these spans, and the place of each row in the part.
+) -> tuple[pa.Table, Callable[[Ints], Ints]]:
+    """Columns of the row groups that have the rows of these spans, and where places in the part are among them.
 
     Raises:
         Exception: the part is not there, or damaged, or foreign.
     """
     schema = arrow_schema(table, columns)
+    texts = pa.string() in schema.types
     with storage.open(part.path) as file:
-        rows, places = parquet.Rows(file, part.checksum).read(migration.with_earlier_names(schema.names), spans)
-    return of_schema(migration.completed(rows, schema), schema), places
+        rows, at = parquet.Rows(file, part.checksum).read(migration.with_earlier_names(schema.names), spans, texts)
+    return of_schema(migration.completed(rows, schema), schema), at
 
 
 class Index:

@@ -232,7 +232,8 @@ class Metrics:
         def here(chunk: Chunk) -> Any:
             operand = chunk.operand if self._is_whole else self._operand[chunk.operand]
             of_steps = [(int(self._step[step]), rows) for step, rows in chunk.steps]
-            mine = Chunk(chunk.rows.select(columns), operand, of_steps)
+            rows = chunk.rows if chunk.rows.columns == list(columns) else chunk.rows.select(columns)
+            mine = Chunk(rows, operand, of_steps)
             return then(some_of(mine, _fits(chunk.rows, self._only)) if self._only else mine)
 
         yield from self._source.chunks(names, operands, steps, here)
@@ -337,7 +338,7 @@ class Columns:
         columns = ["nan", "inf"] if name == "nonfinite" else [name]
 
         def fill(chunk: Chunk) -> None:
-            of_rows = chunk.rows.select(_value(name).cast(pl.Float64)).to_series().to_numpy()
+            of_rows = _values(chunk.rows, name)
             for at, here in chunk.spans():
                 values[at][chunk.operand[here]] = of_rows[here]
 
@@ -360,8 +361,10 @@ def _type(name: str) -> Any:
     return SCHEMAS["metrics"].get(name, pl.Float64)
 
 
-def _value(name: str) -> pl.Expr:
-    return pl.col("nan") + pl.col("inf") > 0 if name == "nonfinite" else pl.col(name)
+def _values(rows: pl.DataFrame, name: str) -> Floats:
+    values = rows["nan"] + rows["inf"] > 0 if name == "nonfinite" else rows[name]
+    found: Floats = values.cast(pl.Float64).to_numpy()
+    return found
 
 
 def _renumbered(places: Ints, kept: Bools) -> Ints:

@@ -52,7 +52,7 @@ def some_rows(run: Storage, table: str, part: Part, names: Sequence[str], places
         found, at = read_columns(run, part, table, names, [(place, place + 1) for place in places])
         check(found)
         # Slices: `take` would ask pandas what its places are, and import it for that.
-        rows = np.searchsorted(at, places)
+        rows = at(np.array(places))
         spans = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
         return pa.concat_tables(found.slice(int(span[0]), len(span)) for span in spans)
 
