@@ -225,11 +225,11 @@ class _Checked(io.RawIOBase):
         self._footer, self._start = self._read_footer()
         if f"{zlib.crc32(self._footer):08x}" != checksum:
             raise ValueError("it is damaged or foreign: the checksum in its name is not that of its footer")
-        self._sums = np.zeros(0, ">u4")
+        self._sums: npt.NDArray[np.uint32] | None = None
         self._at = 0
 
     def expect(self, metadata: pq.FileMetaData) -> None:
-        """Check blocks against what the footer says of them."""
+        """Check blocks against what the footer says of them; until then nothing but the footer is looked at."""
         sums = (metadata.metadata or {}).get(_KEY, b"").decode()
         self._sums = np.frombuffer(bytes.fromhex(sums), ">u4")
 
@@ -272,7 +272,7 @@ class _Checked(io.RawIOBase):
         self._file.seek(first * BLOCK)
         data: bytes = self._file.read(min((last + 1) * BLOCK, self._start) - first * BLOCK)
         for i, block in enumerate(_blocks(data)):
-            if self._sums[first + i : first + i + 1].tolist() != [zlib.crc32(block)]:
+            if self._sums is not None and self._sums[first + i : first + i + 1].tolist() != [zlib.crc32(block)]:
                 raise ValueError(f"it is damaged: its bytes from {(first + i) * BLOCK} are not those that were written")
         whole = data + self._footer if end > self._start else data
         return memoryview(whole)[begin - first * BLOCK : end - first * BLOCK]
