@@ -23,7 +23,7 @@ def test_a_row_of_the_table_is_what_was_measured(found: dict[str, object]) -> No
 def test_the_longest_record_takes_no_more_than_is_promised() -> None:
     longest = max(MEASURED, key=lambda found: found["rows"])
     assert longest["rows"] > 130e6 and all(longest[task]["names_the_culprit"] for task in TASKS)
-    assert all(longest[task]["gb"] < 3 and longest[task]["seconds"] < 200 for task in TASKS)
+    assert all(longest[task]["gb"] < 3 and longest[task]["seconds"] < 180 for task in TASKS)
     tab = longest["tab"]
     assert tab["a tensor's course"] < 1 and tab["map of a step"] < 2 and tab["layers by steps"] < 5 and tab["gb"] < 3
 
