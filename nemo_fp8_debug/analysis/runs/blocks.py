@@ -18,8 +18,8 @@ from .metrics import Metrics
 Result = TypeVar("Result")
 #: values that grids hold at a time: 1.25 GiB
 CELLS = 5 << 25
-#: on a cluster, blocks that each worker gets, so that none waits long for another; and tensors of a block at the least
-_SHARES, _FEWEST = 4, 64
+#: tensors that a worker of a cluster gets at a time, at the least
+_FEWEST = 64
 
 
 def over_blocks(do: Callable[..., Result], *runs: Metrics, columns: int = 1) -> list[Result]:
@@ -34,7 +34,9 @@ def over_blocks(do: Callable[..., Result], *runs: Metrics, columns: int = 1) -> 
     cells = sum(len(run.steps) for run in runs) * columns
     at_once = max(1, CELLS // max(cells, 1))
     if (workers := cluster.workers()) and all(run.is_long for run in runs):
-        at_once = min(at_once, max(_FEWEST, -(-len(runs[0].tensors) // (_SHARES * workers))))
+        # As many for each, and no more than that takes: each opens all parts.
+        turns = -(-len(runs[0].tensors) // (at_once * workers))
+        at_once = max(_FEWEST, -(-len(runs[0].tensors) // max(1, turns * workers)))
     if at_once >= len(runs[0].tensors):
         return [do(*(run.grids(columns) for run in runs))]
     some = (slice(first, first + at_once) for first in range(0, len(runs[0].tensors), at_once))
