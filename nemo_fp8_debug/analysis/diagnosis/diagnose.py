@@ -197,7 +197,7 @@ def _judged(run: Run, baseline: Run | None, latest: int | None) -> bool:
         return not beginning(run.metrics).is_empty()
     known = pl.col("relative_error").is_not_null() | (pl.col("nan") + pl.col("inf") > 0)
     columns = ["relative_error", "nan", "inf"]
-    steps = {step for rows in run.metrics.scan(columns) for step in rows.filter(known)["step"].unique()}
+    steps = run.metrics.gathered(columns, lambda rows: rows.filter(known).unique("step"))["step"].to_list()
     first, last = baseline.metrics.steps[0], baseline.metrics.steps[-1]
     within = [step for step in steps if first <= step <= last and (latest is None or step <= latest)]
     return len(within) >= IN_A_ROW

@@ -9,8 +9,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
@@ -20,9 +21,11 @@ from ...record.reader import read_table, rows_of
 from ...record.scan import Chunk, Scan, itself
 from ...record.schema import SCHEMAS
 from ...record.storage import Storage
+from . import cluster, passes
 from .grid import KEY, Floats, Grid, Ints
 from .source import Bools, Held, Source, some_of
 
+Result = TypeVar("Result")
 #: rows of a record that is held
 HELD = 1 << 20
 
@@ -182,10 +185,7 @@ class Metrics:
             # Some rows of a table have all of its values if those are one.
             if known is not None and (self._is_all or len(known) == 1) and not self.is_empty():
                 return known
-            found: dict[str | None, None] = {}
-            for rows in self.scan([column]):
-                found |= dict.fromkeys(rows[column].unique(maintain_order=True).to_list())
-            self._values[column] = list(found)
+            self._values[column] = list(dict.fromkeys(chain(*self.over_steps(partial(passes.unique, column)))))
         return self._values[column]
 
     def counts(self, column: str) -> dict[str | None, Ints]:
@@ -196,18 +196,8 @@ class Metrics:
 
     def _count(self, column: str) -> dict[str | None, Ints]:
         values = self._source.values(column) or self.unique(column)
-        texts = pl.Enum([value for value in values if value is not None])
-
-        def places(chunk: Chunk) -> Ints:
-            """Of each row: that of its operand and value, 0 where there is no value."""
-            codes = chunk.rows[column].cast(texts).to_physical().cast(pl.Int64) + 1 if len(values) > 1 else None
-            first = chunk.operand * (len(texts.categories) + 1)
-            return first + (codes.fill_null(0).to_numpy() if codes is not None else int(values[:1] != [None]))
-
-        counts = np.zeros((len(self.tensors), len(texts.categories) + 1), dtype=np.int64)
-        for found in self.chunks([column] if len(values) > 1 else [], places):
-            counts += np.bincount(found, minlength=counts.size).reshape(counts.shape)
-        of_values = dict(zip([None, *texts.categories], counts.T, strict=True))
+        counts: Ints = sum(self.over_steps(partial(passes.counted, column, values)), np.zeros((1, 1), dtype=np.int64))
+        of_values = dict(zip([None, *(value for value in values if value is not None)], counts.T, strict=True))
         return {value: of_values[value] for value in values if of_values[value].any()}
 
     def _there(self) -> Metrics:
@@ -238,6 +228,13 @@ class Metrics:
 
         yield from self._source.chunks(names, operands, steps, here)
 
+    def over_steps(self, do: Callable[[Metrics], Result]) -> list[Result]:
+        """`do` of all of its steps at once; on a cluster, if it is long, of some of them by each worker, in order."""
+        workers = min(cluster.workers() if self.is_long else 0, len(self.steps))
+        if not workers:
+            return [do(self)]
+        return cluster.each(do, (self.at(some) for some in np.array_split(np.arange(len(self.steps)), workers)))
+
     def scan(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
         """Rows, a few steps at a time: tensor (place of the operand), step, and columns."""
         absent = [pl.lit(None, _type(name)).alias(name) for name in columns if name not in self.columns]
@@ -249,8 +246,7 @@ class Metrics:
         """All rows at once: step, layer, role and columns; all of them by default."""
         names = list(self.columns if columns is None else dict.fromkeys(["step", *KEY, *columns]))
         read = [name for name in names if name not in ("step", *KEY)]
-        rows = pl.concat([self._none(read).drop("count"), *self.scan(read)])
-        found = self.named(rows).select(names)
+        found = self.named(pl.concat(self.over_steps(partial(passes.all_rows, read)))).select(names)
         return found if found["step"].is_sorted() else found.sort("step", maintain_order=True)
 
     @cached_property
@@ -262,10 +258,7 @@ class Metrics:
     def sizes_of_weights(self) -> dict[str, int]:
         """How many values W has, by layer, of those whose size is known."""
         weights = self.with_role("weight")
-        most = np.full(len(weights.tensors), -1)
-        for rows in weights.scan(["n", "nan", "inf"]):
-            known = rows.select("tensor", n=pl.col("n") + pl.col("nan") + pl.col("inf")).drop_nulls()
-            np.maximum.at(most, known["tensor"].to_numpy(), known["n"].to_numpy())
+        most = np.max(weights.over_steps(passes.largest), axis=0)
         return {layer: n for layer, n in zip(weights.tensors["layer"], most.tolist(), strict=True) if n >= 0}
 
     def gathered(self, columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
@@ -280,10 +273,8 @@ class Metrics:
             >>> metrics.gathered(["mse"], lambda rows: rows.select(pl.max("mse"), pl.sum("count"))).row(0)
             (2.0, 2)
         """
-        found = gather(self._none(columns))
-        for rows in self.scan(columns):
-            found = gather(pl.concat([found, gather(rows.with_columns(count=pl.lit(1, pl.Int64)))], how="diagonal"))
-        return found
+        found = self.over_steps(partial(passes.gathered, columns, gather))
+        return found[0] if len(found) == 1 else gather(pl.concat(found, how="diagonal"))
 
     def last(self, columns: Sequence[str]) -> pl.DataFrame:
         """layer, role and columns: of each operand in its last sample."""
@@ -295,8 +286,8 @@ class Metrics:
         keys = [self.tensors[name].gather(rows["tensor"]).alias(name) for name in KEY]
         return rows.select(*keys, pl.exclude("tensor"))
 
-    def _none(self, columns: Sequence[str]) -> pl.DataFrame:
-        """No rows, as `gathered` has them."""
+    def none(self, columns: Sequence[str]) -> pl.DataFrame:
+        """No rows: tensor, step, count and columns."""
         types = {name: self._source.schema.get(name, _type(name)) for name in columns}
         return pl.DataFrame(schema={**types, **dict.fromkeys(("tensor", "step", "count"), pl.Int64)})
 

@@ -7,11 +7,14 @@ the root mean square of all, so a fall of that by more than lr * 1 a step is ano
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import polars as pl
 
 from ...formatting import number
 from ...runs.grid import Floats, Ints, stretches
+from ...runs.metrics import Metrics
 from ...runs.run import Run
 from .finding import Finding
 
@@ -59,19 +62,40 @@ def _decays(run: Run) -> tuple[Ints, Floats]:
 def _falls(run: Run) -> tuple[Ints, Floats]:
     """Sampled steps, and by how much the log of the root mean square of most weights falls from each to the next; 0 where
     few are known."""
-    weights = run.metrics.with_role("weight")
-    before, steps, falls = np.full(len(weights.tensors), np.nan), list[int](), list[float]()
+    before, steps, falls = None, list[int](), list[float]()
+    for stretch in run.metrics.with_role("weight").over_steps(_of_stretch):
+        if stretch.steps and before is not None:
+            falls.append(_fall_of_most(before - stretch.first))
+        steps += stretch.steps
+        falls += stretch.falls
+        before = stretch.last if stretch.steps else before
+    return np.array(steps, dtype=np.int64), np.array(falls)
+
+
+class _Stretch(NamedTuple):
+    """Steps that follow one another, the falls between them, and the level of each weight at the first and the last."""
+
+    steps: list[int]
+    falls: list[float]
+    first: Floats
+    last: Floats
+
+
+def _of_stretch(weights: Metrics) -> _Stretch:
+    unknown = np.full(len(weights.tensors), np.nan)
+    first, before, steps, falls = unknown, unknown, list[int](), list[float]()
     for rows in weights.scan(["relative_error", "mse"]):
         known = rows.filter(pl.col("relative_error") > 0, pl.col("mse") > 0).sort("step", maintain_order=True)
         of_rows = known.select("tensor", level=0.5 * pl.col("mse").log() - pl.col("relative_error").log())
         tensor, levels = of_rows["tensor"].to_numpy(), of_rows["level"].to_numpy()
         for step, here in stretches(known["step"].to_numpy()):
-            level = np.full(len(before), np.nan)
+            level = unknown.copy()
             level[tensor[here]] = levels[here]
             falls += [_fall_of_most(before - level)] if steps else []
+            first = first if steps else level
             steps.append(step)
             before = level
-    return np.array(steps, dtype=np.int64), np.array(falls)
+    return _Stretch(steps, falls, first, before)
 
 
 def _fall_of_most(falls: Floats) -> float:
