@@ -56,6 +56,11 @@ class LiveControl:
         """What became of the control file."""
         return self._status.control
 
+    @property
+    def ended_before(self) -> bool:
+        """Whether an earlier attempt says that the run is over."""
+        return self._status.ended
+
     def read(self) -> None:
         """Read and parse the control file; called in the background before a sampled step."""
         if self._storage:

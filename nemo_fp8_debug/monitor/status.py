@@ -49,6 +49,8 @@ class Status:
         self.step: int | None = step if isinstance(step, int) else None
         #: the first step of the run, from which resumed attempts go on
         self.first_step: int = first if isinstance(first, int) else 1
+        #: whether the record says that its run is over
+        self.ended: bool = "ended" in earlier
         self._has_begun = False
         self._left_over: dict[str, Any] = self.control if "ignored" in self.control else {}
 

@@ -156,6 +156,19 @@ class TestRefused:
         monitor.close()
         assert compact(tmp_path / "run").before["metrics"].rows == 3
 
+    def test_once_the_run_goes_on_again(self, tmp_path: Path) -> None:
+        model = torch.nn.Linear(4, 4)
+        first = Monitor(model, tmp_path / "run", interval=1, table_rows=0)
+        with first.step(0):
+            model(torch.randn(2, 4)).sum().backward()
+        first.close()
+        resumed = Monitor(model, tmp_path / "run", interval=1, table_rows=0)
+        resumed.flush()  # and no step is sampled yet
+        with pytest.raises(RecordError, match="goes on"):
+            compact(tmp_path / "run")
+        resumed.close()
+        assert compact(tmp_path / "run").before["metrics"].rows == 3
+
     def test_a_place_that_cannot_be_written(self, resumed: Path) -> None:
         Full.is_full = False
         copying.copy_record(resumed, "full://run")
