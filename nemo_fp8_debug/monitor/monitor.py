@@ -310,9 +310,9 @@ class Monitor:
         all_of(self._errors.guard, steps)
 
     def _sum_up(self, failed: bool) -> None:
-        self._idle = True
+        was_idle, self._idle = self._idle, True  # without recorders, as with a plan alone, nothing was to be sampled
         if not failed:
-            self._order.warn_if_nothing_sampled(self._schedule.config.turns(), self._pipeline.over)
+            self._order.warn_if_nothing_sampled(self._schedule.config.turns(), self._pipeline.over or was_idle)
         self._summary.close(self._pipeline.over, self._recording.stuck, self._waits)
 
     def _release(self) -> None:
