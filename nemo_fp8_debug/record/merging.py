@@ -86,6 +86,8 @@ class Merger:
             content, checksum = parquet.encode_all(arrow_schema(table), groups)
         except Exception:  # one of them is damaged in its middle; every driver has errors of its own
             return None
+        finally:
+            pa.default_memory_pool().release_unused()  # a merge takes as much as the largest part, once in a long while
         if len(read) < 2:
             return None
         first, last = min(part.first for part in read), max(part.last for part in read)
