@@ -32,14 +32,15 @@ def over_blocks(do: Callable[..., Result], *runs: Metrics, columns: int = 1) -> 
         columns: of each grid that are looked at together.
     """
     cells = sum(len(run.steps) for run in runs) * columns
-    at_once = max(1, CELLS // max(cells, 1))
-    if (workers := cluster.workers()) and all(run.is_long for run in runs):
+    at_once, tensors = max(1, CELLS // max(cells, 1)), len(runs[0].tensors)
+    workers = cluster.workers() if tensors and all(run.is_long for run in runs) else 0
+    if workers:
         # As many for each, and no more than that takes: each opens all parts.
-        turns = -(-len(runs[0].tensors) // (at_once * workers))
-        at_once = max(_FEWEST, -(-len(runs[0].tensors) // max(1, turns * workers)))
-    if at_once >= len(runs[0].tensors):
+        turns = -(-tensors // (at_once * workers))
+        at_once = max(_FEWEST, -(-tensors // (turns * workers)))
+    elif at_once >= tensors:
         return [do(*(run.grids(columns) for run in runs))]
-    some = (slice(first, first + at_once) for first in range(0, len(runs[0].tensors), at_once))
+    some = (slice(first, first + at_once) for first in range(0, tensors, at_once))
     return cluster.each(partial(_of_block, do, columns), ([run.narrowed(run.tensors[s]) for run in runs] for s in some))
 
 
