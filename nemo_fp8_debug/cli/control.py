@@ -90,7 +90,10 @@ def _last_heard_of(storage: Storage) -> str:
 
 
 def _as_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError, TypeError):  # it is damaged
+        return "an unknown day"
 
 
 def _write(storage: Storage, text: str) -> None:

@@ -40,7 +40,7 @@ def ahead(do: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Resul
         >>> list(ahead(abs, [-2, 3, -1]))
         [2, 3, 1]
     """
-    if len(items) < 2:
+    if len(items) < 2 or cores() < 2:
         yield from map(do, items)
         return
     waiting: deque[Future[Result]] = deque()

@@ -97,6 +97,13 @@ class TestCommandLine:
         assert f"{recorded}/run/status.json cannot be read" in result.stderr
         run(recorded / "run", {}, start=15, steps=25)  # a resumed run does without
 
+    def test_a_time_that_is_none(self, recorded: Path) -> None:
+        status = json.loads((recorded / "run" / "status.json").read_text())
+        (recorded / "run" / "status.json").write_text(json.dumps(status | {"ended": 17e12}))
+        shown, refused = cli(recorded), cli(recorded, "--interval", 3)
+        assert shown.exit_code == 0 and "an unknown day" in shown.stdout
+        assert refused.exit_code == 1 and "ended on" in refused.stderr
+
     def test_a_status_nested_without_end(self, recorded: Path) -> None:
         (recorded / "run" / "status.json").write_bytes(b"[" * 100_000)
         assert not run(recorded / "run", {}, start=15, steps=25)

@@ -10,6 +10,7 @@ import collections
 import io
 import math
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
@@ -194,6 +195,7 @@ def load_pickle(file: IO[bytes], source: str, region: Callable[[str], tuple[Path
         RecordError: the pickle is damaged, or names what is neither data nor a known class of a checkpoint.
     """
     try:
+        _check_memo(file)
         return _Unpickler(file, region).load()
     except _Refused as error:
         raise RecordError(
@@ -204,6 +206,17 @@ def load_pickle(file: IO[bytes], source: str, region: Callable[[str], tuple[Path
         raise
     except Exception as error:  # a damaged pickle can raise anything, MemoryError and RecursionError included
         raise RecordError(f"{source} is damaged: {error or type(error).__name__}") from None
+
+
+def _check_memo(file: IO[bytes]) -> None:
+    """Raise if an object is to be remembered under a number that no pickle of this size comes to: Python makes room for all
+    numbers below it."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    for opcode, number, _ in pickletools.genops(file):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and cast(int, number) > size:
+            raise pickle.UnpicklingError(f"an object has the number {number}, in a pickle of {size} bytes")
+    file.seek(0)
 
 
 class _Window(io.RawIOBase):

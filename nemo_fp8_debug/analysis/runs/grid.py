@@ -16,8 +16,8 @@ Ints = npt.NDArray[np.int64]
 
 #: what tells a tensor
 KEY = ["layer", "role"]
-#: tensors times steps that are looked at at once: 4 MiB of values
-_CELLS = 1 << 19
+#: tensors times steps that are looked at at once: 1 MiB of values, so that what is made of them stays near the core
+_CELLS = 1 << 17
 
 
 class Columns(Protocol):

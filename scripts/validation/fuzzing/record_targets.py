@@ -110,7 +110,7 @@ def _names(names: list[str], folder: Path) -> None:
     for name in names:
         for place in (run, run / "metrics"):
             try:
-                (place / name).touch()
+                (place / name.replace("/", "_")).touch()
             except (OSError, ValueError):
                 continue
     with hearing(), expect(RecordError, ConfigError):
