@@ -2,10 +2,10 @@
 
     .venv/bin/python scripts/validation/soak.py --steps 200000
 
-Every tenth step is sampled, with Weights & Biases (offline) and triggers. In turn: another
-interval by the control file, a control file that is no YAML, a NaN, a spike of the loss, the record's folder gone for a
-while. Memory, threads, open files, files of the record and processor time a step are noted every hundredth of the way, the
-monitor's threads included; soak.json has them, and what grew over the last three quarters, with a 95% interval.
+Every tenth step is sampled, with Weights & Biases (offline) and triggers. In turn: another interval by the control file, a
+control file that is no YAML, a NaN, a spike of the loss, the record's folder gone for a while. Memory, threads, open files,
+files of the record and processor time a step are noted every hundredth of the way, the monitor's threads included; soak.json
+has them, and what grew over the last three quarters (`soak_growth.py`), with a 95% interval.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
-import numpy as np
 import psutil
 import torch
-from scipy.stats import linregress
 from torch import nn
+
+from soak_growth import growth
 
 from nemo_fp8_debug import Monitor
 
@@ -34,10 +34,6 @@ RESULTS = Path(__file__).with_suffix(".json")
 INTERVAL, WIDTH = 10, 64
 #: steps between two faults, and how long one lasts
 EVERY, LASTS = 2000, 300
-#: what must not grow by more than that over the last three quarters
-LIMITS = {"rss_mib": 8.0, "threads": 0.0, "open_files": 0.0, "cpu_ms_a_step": 0.2}
-#: files of the record, at the most
-MOST_FILES = 500
 
 
 class Faults:
@@ -117,18 +113,6 @@ def soak(folder: Path, steps: int) -> dict[str, Any]:
     monitor.close()
     files = sum(len(names) for _, _, names in os.walk(record))
     return {"steps": steps, "faults": faults.counts, "files": files, "points": points}
-
-
-def growth(points: list[dict[str, float]]) -> dict[str, list[float]]:
-    """By how much each grew over the last three quarters, by a line of least squares: low, middle and high (95%)."""
-    late = points[len(points) // 4 :]
-    at = np.array([point["step"] for point in late])
-    found = {}
-    for name in LIMITS:
-        line = linregress(at, [point[name] for point in late])
-        span, error = at[-1] - at[0], 1.96 * line.stderr
-        found[name] = [round(float(span * slope), 3) for slope in (line.slope - error, line.slope, line.slope + error)]
-    return found
 
 
 def main() -> None:

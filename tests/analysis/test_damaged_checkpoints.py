@@ -88,7 +88,7 @@ def test_a_small_torch_file_that_stands_for_much(tmp_path: Path, content: Any, w
 @pytest.mark.parametrize("number", [b"r\xff\xff\xff\x7f", b"p2147483647\n"], ids=["binary", "text"])
 def test_a_number_that_takes_gigabytes_to_remember(tmp_path: Path, number: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x02}" + number + b".")
-    with pytest.raises(RecordError, match=r"an object has the number 2147483647, in a pickle of 1[0-9] bytes"):
+    with pytest.raises(RecordError, match=r"an object has the number 2147483647, in a pickle of [0-9]+ bytes"):
         audit(tmp_path)
 
 
