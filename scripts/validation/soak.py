@@ -24,9 +24,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": 
 
 import psutil
 import torch
-from torch import nn
-
 from soak_growth import growth
+from torch import nn
 
 from nemo_fp8_debug import Monitor
 
