@@ -126,7 +126,11 @@ def _show(storage: Storage) -> None:
     at = "not sampled yet" if status.get("step") is None else f"at step {status['step']}"
     out = console()
     say(out, f"{storage}, {at}")
-    rows = [(key, str(value).strip()) for key, value in {**ended, **shown, **_progress(dump)}.items()]
+    try:
+        progress = _progress(dump)
+    except (TypeError, ValueError, OverflowError) as error:  # numbers that are none
+        raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
+    rows = [(key, str(value).strip()) for key, value in {**ended, **shown, **progress}.items()]
     print_rows(out, "Status", (Column("what", "name"), Column("value", "text")), rows, entry=" ".join)
 
 
