@@ -124,12 +124,12 @@ def _show(storage: Storage) -> None:
     shown = {f"control: {k}": v for k, v in control.items() if k not in ("checksum", "written")}
     ended = {"ended": _as_time(status["ended"])} if isinstance(status.get("ended"), float) else {}
     at = "not sampled yet" if status.get("step") is None else f"at step {status['step']}"
-    out = console()
-    say(out, f"{storage}, {at}")
     try:
         progress = _progress(dump)
-    except (TypeError, ValueError, OverflowError) as error:  # numbers that are none
+    except (TypeError, ValueError, OverflowError) as error:  # what should be numbers is something else
         raise RecordError(f"{storage.path(STATUS)} cannot be read: {error}") from None
+    out = console()
+    say(out, f"{storage}, {at}")
     rows = [(key, str(value).strip()) for key, value in {**ended, **shown, **progress}.items()]
     print_rows(out, "Status", (Column("what", "name"), Column("value", "text")), rows, entry=" ".join)
 

@@ -94,8 +94,9 @@ class Monitor:
         self._order = StepOrder(self._errors.warn if self._ranks.writes else lambda *anything: None)
         self._step, self._closed, self._process = -1, False, os.getpid()
         self._summary.open()
-        if self._live_control.ended_before:  # which no longer holds, long before the first sample says so
-            self._delivery.report(None)
+        with self._errors.guard("while recording that the run goes on"):
+            if self._live_control.ended_before:  # which no longer holds, long before the first sample says so
+                self._delivery.report(None)
         open_monitors.replace(place.record, self, self._errors.warn)
         self._closed_by_hand = open_monitors.close_at_exit(self, self._ranks.world > 1)
 

@@ -85,10 +85,10 @@ def test_a_small_torch_file_that_stands_for_much(tmp_path: Path, content: Any, w
         audit(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("number", [b"r\xff\xff\xff\x7f", b"p2147483647\n"], ids=["binary", "text"])
-def test_a_number_that_takes_gigabytes_to_remember(tmp_path: Path, number: bytes) -> None:
-    (tmp_path / ".metadata").write_bytes(b"\x80\x02}" + number + b".")
-    with pytest.raises(RecordError, match=r"an object has the number 2147483647, in a pickle of [0-9]+ bytes"):
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"p2147483647\n"], ids=["binary", "text"])
+def test_a_memo_index_that_takes_gigabytes(tmp_path: Path, put: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02}" + put + b".")
+    with pytest.raises(RecordError, match=r"it has the memo index 2147483647, in a pickle of [0-9]+ bytes"):
         audit(tmp_path)
 
 

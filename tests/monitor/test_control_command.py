@@ -98,14 +98,14 @@ class TestCommandLine:
         run(recorded / "run", {}, start=15, steps=25)  # a resumed run does without
 
     @pytest.mark.parametrize("dump", [{"bytes": {}}, {"bytes": 10**400}, {"left_out": "full"}])
-    def test_numbers_that_are_none(self, recorded: Path, dump: dict[str, object]) -> None:
+    def test_what_should_be_numbers_is_something_else(self, recorded: Path, dump: dict[str, object]) -> None:
         status = json.loads((recorded / "run" / "status.json").read_text())
         (recorded / "run" / "status.json").write_text(json.dumps(status | {"dump": dump}))
         result = cli(recorded)
         assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
         assert "status.json cannot be read" in result.stderr
 
-    def test_a_time_that_is_none(self, recorded: Path) -> None:
+    def test_a_time_that_no_calendar_has(self, recorded: Path) -> None:
         status = json.loads((recorded / "run" / "status.json").read_text())
         (recorded / "run" / "status.json").write_text(json.dumps(status | {"ended": 17e12}))
         shown, refused = cli(recorded), cli(recorded, "--interval", 3)

@@ -142,13 +142,20 @@ class TestMerged:
             assert same(tables(copy), before) and len(parts(copy, "metrics")) == 2
 
 
-class TestRefused:
-    def test_while_the_run_goes_on(self, tmp_path: Path) -> None:
-        model = torch.nn.Linear(4, 4)
-        monitor = Monitor(model, tmp_path / "run", interval=1, table_rows=0)
+def monitored(run: Path, sample: bool) -> Monitor:
+    """Of a run that goes on, whose first step is sampled if asked for, and all of that is recorded."""
+    model = torch.nn.Linear(4, 4)
+    monitor = Monitor(model, run, interval=1, table_rows=0)
+    if sample:
         with monitor.step(0):
             model(torch.randn(2, 4)).sum().backward()
-        monitor.flush()
+    monitor.flush()
+    return monitor
+
+
+class TestRefused:
+    def test_while_the_run_goes_on(self, tmp_path: Path) -> None:
+        monitor = monitored(tmp_path / "run", sample=True)
         files = sorted(tmp_path.rglob("*.parquet"))
         with pytest.raises(RecordError, match=r"goes on, as far as its status\.json tells.*--killed"):
             compact(tmp_path / "run")
@@ -157,13 +164,8 @@ class TestRefused:
         assert compact(tmp_path / "run").before["metrics"].rows == 3
 
     def test_once_the_run_goes_on_again(self, tmp_path: Path) -> None:
-        model = torch.nn.Linear(4, 4)
-        first = Monitor(model, tmp_path / "run", interval=1, table_rows=0)
-        with first.step(0):
-            model(torch.randn(2, 4)).sum().backward()
-        first.close()
-        resumed = Monitor(model, tmp_path / "run", interval=1, table_rows=0)
-        resumed.flush()  # and no step is sampled yet
+        monitored(tmp_path / "run", sample=True).close()
+        resumed = monitored(tmp_path / "run", sample=False)
         with pytest.raises(RecordError, match="goes on"):
             compact(tmp_path / "run")
         resumed.close()

@@ -209,13 +209,12 @@ def load_pickle(file: IO[bytes], source: str, region: Callable[[str], tuple[Path
 
 
 def _check_memo(file: IO[bytes]) -> None:
-    """Raise if an object is to be remembered under a number that no pickle of this size comes to: Python makes room for all
-    numbers below it."""
+    """Refuse a memo index larger than the pickle itself: unpickling makes room for every index below it."""
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
-    for opcode, number, _ in pickletools.genops(file):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and cast(int, number) > size:
-            raise pickle.UnpicklingError(f"an object has the number {number}, in a pickle of {size} bytes")
+    for opcode, index, _ in pickletools.genops(file):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and cast(int, index) > size:
+            raise pickle.UnpicklingError(f"it has the memo index {index}, in a pickle of {size} bytes")
     file.seek(0)
 
 
