@@ -171,7 +171,12 @@ class TestLikelyHarm:
         blind = [replace(run, metrics=run.metrics.with_role("input", "grad_output")) for run in runs]
         assert compare(*runs).loss.same_model and not compare(*blind).loss.same_model
 
-    @pytest.mark.parametrize(("percent", "harm"), [(11, "likely"), (7, "unknown")])
+    @pytest.mark.parametrize(("percent", "harm"), [(4, "likely"), (1.5, "unknown")])
+    def test_what_harms_most_runs_needs_a_gap_above_the_limit(self, tmp_path: Path, percent: float, harm: str) -> None:
+        told = self.apart(tmp_path, percent)
+        assert told.blame.finding and told.blame.finding.severity == 2 and told.harm == harm
+
+    @pytest.mark.parametrize(("percent", "harm"), [(8, "likely"), (5, "unknown")])
     def test_what_may_do_nothing_needs_a_larger_gap(self, tmp_path: Path, percent: float, harm: str) -> None:
         told = self.apart(tmp_path, percent, change=lambda step: lost(step) if step < ONSET + 3 * EVERY else {})
         assert told.culprit and told.blame.finding and told.blame.finding.severity == 0 and told.harm == harm

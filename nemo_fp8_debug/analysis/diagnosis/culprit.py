@@ -137,9 +137,8 @@ def _blamed(evidence: Evidence) -> Blame:
     stopped = evidence.of("optimizer steps")
     if stopped is not None and stopped.confidence == "high":
         return Blame(stopped, stopped.cause, "high")
-    level = evidence.of("level")
-    if level is not None and not before and evidence.latest is not None and (level.since or 0) <= evidence.latest:
-        return Blame(level, level.cause, level.confidence)
+    if not before and (found := _around_operands(evidence)) is not None:
+        return Blame(found, found.cause, found.confidence)
     return _nothing_found(evidence, bool(before))
 
 
@@ -180,6 +179,15 @@ def _besides_operands(evidence: Evidence, first: Finding | None) -> Finding | No
         if in_time and explains:
             return found
     return None
+
+
+def _around_operands(evidence: Evidence) -> Finding | None:
+    """Weights that no longer learn, or a loss that goes to another level and did so in time to be the harm."""
+    if (still := evidence.of("still weights")) is not None:
+        return still  # momentum hides for how long: it may have been so before the loss
+    level = evidence.of("level")
+    in_time = level is not None and evidence.latest is not None and (level.since or 0) <= evidence.latest
+    return level if in_time else None
 
 
 def _is_earlier(lost: Finding, first: Finding) -> bool:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..loss.outcome import LossOutcome
 from .rules.finding import Finding
 
-#: how many times the limit a gap must be that another seed may explain, if something that often harms is found too, and if
-#: something else is, with a baseline of the same model
-_TIMES, _TIMES_ELSE = 2.0, 5.0
+#: how many times the limit a gap must be that another seed may explain, by the severity of what is found too
+_TIMES = (3.0, 2.0, 1.0)
 
 
 def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
     """Whether harm is likely that the loss alone cannot tell.
 
-    With a baseline of other batches two things must agree: a gap of twice the limit, which another seed may explain, and
-    something that harmed at least half of the benchmark's runs that had it; or a gap of five times the limit to a baseline
-    of the same model, and anything. Alone, something that harmed most of them.
+    With a baseline of other batches two things must agree: a gap above the limit, which another seed may explain, and
+    something that harmed most of the benchmark's runs that had it; or a gap of twice the limit and something that harmed at
+    least half of them; or one of three times the limit to a baseline of the same model, and anything. Alone, something that
+    harmed most of them.
 
     Args:
         blamed: what the verdict names; None: nothing.
@@ -28,5 +26,5 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
         return blamed.severity >= 2
     if loss.gap.paired:
         return False
-    times = _TIMES if blamed.severity >= 1 else _TIMES_ELSE if loss.same_model else np.inf
-    return loss.gap.percent > times * loss.max_gap
+    explained = blamed.severity == 0 and not loss.same_model  # anything is found, and the models differ by more than that
+    return not explained and loss.gap.percent > _TIMES[blamed.severity] * loss.max_gap
