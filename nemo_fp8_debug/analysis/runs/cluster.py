@@ -1,12 +1,10 @@
-"""Analyses of long records on a cluster of Ray or Dask: its workers share the tensors, through joblib."""
+"""Analyses of long records on a cluster of Ray or Dask: its workers share the tensors."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
-
-from joblib import Parallel, delayed, parallel_config
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from ...core.threads import at_most
 from ...errors import ConfigError
@@ -16,21 +14,28 @@ Result = TypeVar("Result")
 
 #: seconds to wait for a scheduler of Dask
 PATIENCE = 20
+
+
+class Cluster(NamedTuple):
+    """Workers in other processes."""
+
+    workers: int
+    #: has them do a function of each item: results in order
+    each: Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+
+
 #: the cluster in use; empty: none is
-_in_use: list[Parallel] = []
+_in_use: list[Cluster] = []
 
 
 def workers() -> int:
     """How many the cluster in use has; 0: none is in use."""
-    return int(_in_use[-1].n_jobs) if _in_use else 0
+    return _in_use[-1].workers if _in_use else 0
 
 
 def each(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """`do` of each item, in order: here one after the other, and on a cluster each by a worker with one thread."""
-    if not workers():
-        return [do(item) for item in items]
-    found: list[Result] = _in_use[-1](delayed(_alone)(do, item) for item in items)
-    return found
+    return _in_use[-1].each(do, list(items)) if _in_use else [do(item) for item in items]
 
 
 def _alone(do: Callable[[Item], Result], item: Item) -> Result:
@@ -63,16 +68,12 @@ def on_cluster(address: str | None) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        backend, count = _started(address, stack)
-        stack.enter_context(parallel_config(backend=backend))
-        # Entered once: workers that start anew for each question import everything anew.
-        _in_use.append(stack.enter_context(Parallel(n_jobs=count, batch_size=1)))
+        _in_use.append(_started(address, stack))
         stack.callback(_in_use.pop)
         yield
 
 
-def _started(address: str, stack: contextlib.ExitStack) -> tuple[str, int]:
-    """The name of joblib's backend, and how many workers there are."""
+def _started(address: str, stack: contextlib.ExitStack) -> Cluster:
     kind = address.partition("://")[0]
     start = {"ray": _ray, "dask": _dask, "tcp": _dask, "tls": _dask}.get(kind)
     if start is None:
@@ -87,22 +88,34 @@ def _started(address: str, stack: contextlib.ExitStack) -> tuple[str, int]:
         ) from None
 
 
-def _ray(address: str | None, stack: contextlib.ExitStack) -> tuple[str, int]:
+def _ray(address: str | None, stack: contextlib.ExitStack) -> Cluster:
     import ray
-    from ray.util.joblib import register_ray
 
     if not ray.is_initialized():
         ray.init(address=address, log_to_driver=False, include_dashboard=False) if address is None else ray.init(address)
         stack.callback(ray.shutdown)
-    register_ray()
-    return "ray", max(1, int(ray.cluster_resources().get("CPU", 1)))
+    alone = ray.remote(num_cpus=1)(_alone)
+
+    def by_workers(do: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        try:
+            found: list[Any] = ray.get([alone.remote(do, item) for item in items])
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None  # else the traceback of the worker is its message
+        return found
+
+    return Cluster(max(1, int(ray.cluster_resources().get("CPU", 1))), by_workers)
 
 
-def _dask(address: str | None, stack: contextlib.ExitStack) -> tuple[str, int]:
+def _dask(address: str | None, stack: contextlib.ExitStack) -> Cluster:
     from distributed import Client
 
     options: dict[str, Any] = (
         {"address": address, "timeout": PATIENCE} if address else {"threads_per_worker": 1, "dashboard_address": None}
     )
     client = stack.enter_context(Client(**options))
-    return "dask", max(1, len(client.scheduler_info(n_workers=-1)["workers"]))
+
+    def by_workers(do: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        found: list[Any] = client.gather([client.submit(_alone, do, item, pure=False) for item in items])
+        return found
+
+    return Cluster(max(1, len(client.scheduler_info(n_workers=-1)["workers"])), by_workers)
