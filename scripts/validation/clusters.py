@@ -1,5 +1,6 @@
 """Compares two long records here and on clusters of Ray and of Dask with one and two workers of one thread each: what is
-told must be the same, and two workers must be faster. Results: clusters.json.
+told must be the same, and two workers must be faster. How much faster they can be is what two processes that share nothing
+come to, each of which does all of the work with one thread, beside one that is alone. Results: clusters.json.
 
     .venv/bin/python scripts/validation/clusters.py [--layers 58] [--experts 256] [--steps 300] [--folder FOLDER]
 """
@@ -14,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose_comparison
 from nemo_fp8_debug.analysis.runs.cluster import on_cluster
 from nemo_fp8_debug.analysis.story.story import story
+from nemo_fp8_debug.core.threads import at_most
 
 RESULTS = Path(__file__).with_suffix(".json")
 
@@ -66,6 +69,17 @@ def timed(folder: Path, address: str | None) -> tuple[float, str]:
         return round(time.perf_counter() - began, 1), digest
 
 
+def of_processes(folder: Path, processes: int) -> float:
+    """Seconds that some processes at once take to do all of the work, each alone with one thread."""
+    with get_context("spawn").Pool(processes) as pool:
+        return max(pool.map(_with_one_thread, [folder] * processes, chunksize=1))
+
+
+def _with_one_thread(folder: Path) -> float:
+    with at_most(1):
+        return timed(folder, None)[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=58)
@@ -78,6 +92,9 @@ def main() -> None:
         write_both(folder, options.layers, options.experts, options.steps)
         here = timed(folder, None)
         found: dict[str, Any] = {"rows": 9 * options.layers * (options.experts + 1) * options.steps, "here": here[0]}
+        alone, two = of_processes(folder, 1), of_processes(folder, 2)
+        found["processes"] = {"one": alone, "two_at_once": two, "times_faster": round(2 * alone / two, 2)}
+        print("processes", found["processes"], flush=True)
         for name, start in (("ray", ray_of), ("dask", dask_of)):
             seconds = {}
             for workers in (1, 2):

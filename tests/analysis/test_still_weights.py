@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.diagnosis.rules.levels_of_weights import Standing
-from nemo_fp8_debug.analysis.diagnosis.rules.weights import weights
+from nemo_fp8_debug.analysis.diagnosis.rules.still_weights import Standing, still_weights
 from nemo_fp8_debug.analysis.runs.run import Run
 
 
@@ -44,13 +43,13 @@ def test_a_layer_without_gradients_is_named(part: str, baseline: str | None) -> 
 @pytest.mark.parametrize("part", STOPPED)
 def test_what_stands_still_in_the_baseline_too_is_not_told(part: str) -> None:
     run = run_of(part, name_of(part, "gradient_layer"))
-    assert weights(run, None) and not weights(run, run)
+    assert still_weights(run, None) and not still_weights(run, run)
 
 
 def test_layers_of_healthy_runs_learn() -> None:
     clean = [told for told in truths("released") if told["kind"] == "none"][::8]
     assert len(clean) > 90
-    assert [told["part"] for told in clean if weights(read_run(told), None)] == []
+    assert [told["part"] for told in clean if still_weights(read_run(told), None)] == []
 
 
 def standing(ranges: Any) -> Standing:

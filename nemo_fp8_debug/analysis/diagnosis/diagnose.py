@@ -39,6 +39,7 @@ from .rules.replicas import replicas
 from .rules.settings import settings
 from .rules.spikes import compared
 from .rules.steps_of_weights import steps_of_weights
+from .rules.still_weights import still_weights
 from .rules.weights import weights
 from .rules.wrong_product import wrong_product, wrong_reduction
 
@@ -154,6 +155,7 @@ def _added_up(
         *filter(None, [level(run.loss, run.unit) if baseline is None else None]),
         *gradient_norm(run, baseline),
         *weights(run, baseline),
+        *still_weights(run, baseline),
         *steps_of_weights(run, baseline),
         *activations(run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
