@@ -1,7 +1,8 @@
 """Judges verdicts by what is true of each run: `fault_injection/judge.py --set tune`.
 
 `--set held-out --once` judges the runs that no threshold was set on, and notes the commit and the time in held_out.log,
-which is committed: who looks at them twice has set thresholds on them. `--set released --first 200` judges earlier ones.
+which is committed: who looks at them twice has set thresholds on them. With `--first 310` those alone that were judged once.
+`--set released --first 200` judges earlier ones.
 """
 
 from __future__ import annotations
@@ -251,15 +252,15 @@ def _counts(of: Sequence[Judged]) -> str:
     return f"{located}, {sum(one.cause_right for one in of)}, {sum(one.harm_right for one in of)} of {len(of)}"
 
 
-def note(runs: int) -> None:
-    """That the held-out runs were judged: when, which commit, and how many there were."""
+def note(runs: int, first: int) -> None:
+    """That the held-out runs were judged: when, which commit, how many there were, and from which part on."""
     asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=LOG.parent).stdout.strip()
     if commit.endswith("-dirty"):
         raise SystemExit("the held-out runs judge a commit: commit what has changed first")
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     with LOG.open("a") as file:
-        file.write(f"{now} {commit} {runs} runs\n")
+        file.write(f"{now} {commit} {runs} runs{f' from part {first} on' if first else ''}\n")
 
 
 def main() -> int:
@@ -274,12 +275,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     runs = [told for told in truths(options.set, first=options.first) if options.family in (None, told["family"])]
-    if (options.failures and options.set != "tune") or (options.set == "held-out" and (options.family or options.first)):
-        parser.error("failures are listed of the tuning set alone, and the held-out set is judged whole")
+    if (options.failures and options.set != "tune") or (options.set == "held-out" and options.family):
+        parser.error("failures are listed of the tuning set alone, and of the held-out set all families are judged")
     if options.set == "held-out":
         if not options.once:
             parser.error("the held-out set is judged with --once")
-        note(len(runs))
+        note(len(runs), options.first)
     found = list(judge(runs, options.baselines, options.intervals, options.jobs))
     out = Console(width=170, highlight=False)
     clean = sum(told["kind"] == "none" for told in runs)
