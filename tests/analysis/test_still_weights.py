@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from fault_injection.records import read_run, truths
 from hypothesis import given
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.rules.still_weights import Standing, still_weights
+from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
+from nemo_fp8_debug.analysis.story.story import story
 
 
 def run_of(part: str, name: str) -> Run:
@@ -38,12 +41,20 @@ def test_a_layer_without_gradients_is_named(part: str, baseline: str | None) -> 
     found = told.blame.finding
     # Momentum moves a weight for some steps more, so the onset is told later, and never earlier.
     assert found is not None and found.layer == layer and found.since is not None and onset <= found.since < 230
+    said = [(event["step"], event["what"]) for event in story(told)["events"]]
+    assert (found.since, f"most weights of {layer} no longer learn") in said
 
 
 @pytest.mark.parametrize("part", STOPPED)
 def test_what_stands_still_in_the_baseline_too_is_not_told(part: str) -> None:
     run = run_of(part, name_of(part, "gradient_layer"))
     assert still_weights(run, None) and not still_weights(run, run)
+
+
+def test_weights_that_are_stored_in_codes_may_stand_still() -> None:
+    run = run_of("llama-202", name_of("llama-202", "gradient_layer"))
+    source = pl.when(role="weight").then(pl.lit("stored")).otherwise("scale_source").alias("scale_source")
+    assert not still_weights(replace(run, metrics=Metrics.of(run.metrics.frame().with_columns(source))), None)
 
 
 def test_layers_of_healthy_runs_learn() -> None:

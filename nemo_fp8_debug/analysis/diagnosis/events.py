@@ -87,6 +87,8 @@ def _of_findings(findings: Sequence[Finding]) -> Iterator[Event]:
         elif found.rule == "replicas":
             told = f"ranks hold different copies of a tensor of {found.layer}"
             yield Event(found.since, "replica", told, *where)
+        elif found.rule == "still weights":
+            yield Event(found.since, "weights", f"most weights of {found.layer} no longer learn")
         elif found.rule == "nonfinite":
             told = f"the first NaN or infinity, in {found.operand or 'no sampled operand'}"
             yield Event(found.since, "nonfinite", told, *where)

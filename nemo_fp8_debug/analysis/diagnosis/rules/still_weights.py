@@ -51,7 +51,7 @@ def still_weights(run: Run, baseline: Run | None) -> list[Finding]:
 def _still(run: Run) -> dict[str, tuple[int, int, int]]:
     """By layer of the model, those whose weights have moved and no longer do: since when, how many of its W, and of how
     many. A single expert may get no tokens, so it does not count."""
-    weights = run.metrics.with_role("weight")
+    weights = _in_high_precision(run.metrics.with_role("weight"))
     blocks = _blocks(weights.tensors["layer"].to_list())
     weights = weights.narrowed(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
     if len(weights.steps) <= _IN_A_ROW or not blocks:
@@ -74,6 +74,13 @@ def _still(run: Run) -> dict[str, tuple[int, int, int]]:
         block: (min(moved[layer] for layer in of), len(of), sizes[block])
         for block, of in _most_of(blocks, list(moved)).items()
     }
+
+
+def _in_high_precision(weights: Metrics) -> Metrics:
+    """Without those that are stored in codes: most steps leave these as they are."""
+    sources = weights.unique("scale_source")
+    kept = [source for source in sources if source is not None and source != "stored"]
+    return weights.only("scale_source", kept) if "stored" in sources else weights
 
 
 def _most_of(blocks: Mapping[str, str], still: Sequence[str]) -> dict[str, list[str]]:
