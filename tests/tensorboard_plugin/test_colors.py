@@ -70,9 +70,21 @@ def shown(page: Page, **state: object) -> Page:
     return page
 
 
+def colors(page: Page) -> list[dict[str, Any]]:
+    """Of the picture, once it no longer changes: its scale is asked for when it has been drawn."""
+    before: list[dict[str, Any]] = []
+    for _ in range(50):
+        found: list[dict[str, Any]] = page.locator(".chart-box").first.evaluate(COLORS)
+        if len(found) > 1 and found == before:
+            return found
+        before = found
+        page.wait_for_timeout(200)
+    raise AssertionError(f"the picture has {len(before)} colors, or changes all the time")
+
+
 def farthest(page: Page) -> tuple[float, dict[str, Any]]:
     """How far the farthest color lies from the picture's median color, and where it is."""
-    found = page.locator(".chart-box").first.evaluate(COLORS)
+    found = colors(page)
     labs = [lab(tuple(map(int, one["color"].split(",")))) for one in found]  # type: ignore[arg-type]
     weights = [one["count"] for one in found]
     median: Lab = tuple(median_of([color[i] for color in labs], weights) for i in range(3))  # type: ignore[assignment]
