@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from nemo_fp8_debug.analysis.runs.median_of import median_of
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.analysis.story.story import story
-from nemo_fp8_debug.errors import ConfigError
+from nemo_fp8_debug.errors import ConfigError, RecordError
 
 DEMO = Path(__file__).parents[2] / "scripts" / "validation" / "main_job" / "records"
 NAMES = ("baseline", "bad", "reference")
@@ -122,6 +123,24 @@ def test_workers_of_a_cluster_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     assert cluster.workers() == 0
     monkeypatch.undo()
     assert json.dumps(shared, default=str) == json.dumps(told_of_pair(held()), default=str)
+
+
+def asked_of_a_worker(what: str) -> int:
+    """Another process, which may fail or die."""
+    if what == "fail":
+        raise RecordError("runs/bad is gone")
+    if what == "die":
+        os._exit(1)
+    return os.getpid()
+
+
+def test_a_worker_that_fails_or_dies_is_told_in_a_line() -> None:
+    with on_cluster("dask"):
+        assert os.getpid() not in cluster.each(asked_of_a_worker, ["answer", "answer"])
+        with pytest.raises(RecordError, match=r"^runs/bad is gone$"):
+            cluster.each(asked_of_a_worker, ["answer", "fail"])
+        with pytest.raises(ConfigError, match="lost workers; give each more memory"):
+            cluster.each(asked_of_a_worker, ["die"])
 
 
 @pytest.mark.parametrize(

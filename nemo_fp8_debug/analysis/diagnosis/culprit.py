@@ -182,10 +182,12 @@ def _besides_operands(evidence: Evidence, first: Finding | None) -> Finding | No
 
 
 def _around_operands(evidence: Evidence) -> Finding | None:
-    """Weights that no longer learn, or a loss that goes to another level and did so in time to be the harm."""
-    if (still := evidence.of("still weights")) is not None:
-        return still  # momentum hides for how long: it may have been so before the loss
-    level = evidence.of("level")
+    """Weights that no longer learn, or a loss that goes to another level, in time to be the harm."""
+    still, level = evidence.of("still weights"), evidence.of("level")
+    # Momentum hides it for a while, so with a baseline it may have begun before the loss did, as nothing else has. Alone, a
+    # loss that diverges for another reason may have brought it about.
+    if still is not None and (evidence.paired or evidence.latest is None or (still.since or 0) <= evidence.latest):
+        return still
     in_time = level is not None and evidence.latest is not None and (level.since or 0) <= evidence.latest
     return level if in_time else None
 

@@ -13,8 +13,8 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
     """Whether harm is likely that the loss alone cannot tell.
 
     With a baseline of other batches two things must agree: a gap above the limit, which another seed may explain, and
-    something that harmed most of the benchmark's runs that had it; or a gap of twice the limit and something that harmed at
-    least half of them; or one of three times the limit to a baseline of the same model, and anything. Alone, something that
+    something that harmed most of the benchmark's runs that had it; or a gap of twice the limit and something that harmed up
+    to half of them; or one of three times the limit to a baseline of the same model, and anything. Alone, something that
     harmed most of them.
 
     Args:
@@ -26,5 +26,6 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
         return blamed.severity >= 2
     if loss.gap.paired:
         return False
-    explained = blamed.severity == 0 and not loss.same_model  # anything is found, and the models differ by more than that
-    return not explained and loss.gap.percent > _TIMES[blamed.severity] * loss.max_gap
+    if blamed.severity == 0 and not loss.same_model:
+        return False  # other models lie apart by more than that
+    return loss.gap.percent > _TIMES[blamed.severity] * loss.max_gap

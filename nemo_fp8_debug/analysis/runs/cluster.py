@@ -101,13 +101,15 @@ def _ray(address: str | None, stack: contextlib.ExitStack) -> Cluster:
             found: list[Any] = ray.get([alone.remote(do, item) for item in items])
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None  # else the traceback of the worker is its message
+        except ray.exceptions.RayError as error:
+            raise _lost(error) from None
         return found
 
     return Cluster(max(1, int(ray.cluster_resources().get("CPU", 1))), by_workers)
 
 
 def _dask(address: str | None, stack: contextlib.ExitStack) -> Cluster:
-    from distributed import Client
+    from distributed import Client, KilledWorker
 
     options: dict[str, Any] = (
         {"address": address, "timeout": PATIENCE} if address else {"threads_per_worker": 1, "dashboard_address": None}
@@ -115,7 +117,15 @@ def _dask(address: str | None, stack: contextlib.ExitStack) -> Cluster:
     client = stack.enter_context(Client(**options))
 
     def by_workers(do: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        found: list[Any] = client.gather([client.submit(_alone, do, item, pure=False) for item in items])
+        try:
+            found: list[Any] = client.gather([client.submit(_alone, do, item, pure=False) for item in items])
+        except KilledWorker as error:
+            raise _lost(error) from None
         return found
 
     return Cluster(max(1, len(client.scheduler_info(n_workers=-1)["workers"])), by_workers)
+
+
+def _lost(error: Exception) -> ConfigError:
+    why = str(error).splitlines()[0]
+    return ConfigError(f"the cluster lost workers; give each more memory, or do the same again without a cluster: {why}")

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -25,8 +26,10 @@ _RANGE = "dynamic_range_log2"
 _MOVES = 1e-3
 #: samples up to the end that a W must stand still in
 _IN_A_ROW = 4
-#: share of a layer's W that must, and the least number of them; and of the layers that may: if more do, nothing learns
-_MOST, _FEWEST, _FEW = 0.5, 2, 0.5
+#: share of a layer's W that must, and the least number of them
+_SHARE_OF_W, _FEWEST_W = 0.5, 2
+#: share of the layers that may: if more do, nothing learns
+_SHARE_OF_LAYERS = 0.5
 _ADVICE = (
     "Look at whether the gradients of these weights arrive (their reduction, `requires_grad`), at the learning rate of "
     "their parameter group, and at whether what the optimizer writes gets back to the model."
@@ -35,22 +38,31 @@ _ADVICE = (
 
 def still_weights(run: Run, baseline: Run | None) -> list[Finding]:
     """The first layer of the model of which most W no longer change, in a run and not in its baseline."""
-    usual = set() if baseline is None else _still(baseline).keys()
-    found = {block: since for block, since in _still(run).items() if block not in usual}
+    usual = {} if baseline is None else _still(baseline)
+    found = [layer for name, layer in _still(run).items() if name not in usual]
     if not found:
         return []
-    block, (since, still, of) = min(found.items(), key=lambda each: each[1])
+    first = min(found, key=lambda layer: layer.since)
     told = (
-        f"{still} of {of} W of {block} stand still, from {run.unit} {since} on at the latest, while those of other layers "
-        "learn"
+        f"{first.still} of {first.weights} W of {first.name} stand still, from {run.unit} {first.since} on at the latest, "
+        "while those of other layers learn"
     )
     told += f"; so do those of {len(found) - 1} more layers" if len(found) > 1 else ""
-    return [Finding("still weights", "software", "medium", told, _ADVICE, block, since=since, severity=2)]
+    return [Finding("still weights", "software", "medium", told, _ADVICE, first.name, since=first.since, severity=2)]
 
 
-def _still(run: Run) -> dict[str, tuple[int, int, int]]:
-    """By layer of the model, those whose weights have moved and no longer do: since when, how many of its W, and of how
-    many. A single expert may get no tokens, so it does not count."""
+class _Layer(NamedTuple):
+    """A layer of the model most of whose weights stand still."""
+
+    name: str
+    since: int
+    #: how many W do, and how many it has
+    still: int
+    weights: int
+
+
+def _still(run: Run) -> dict[str, _Layer]:
+    """By name, layers whose weights have moved and no longer do. A single expert may get no tokens, so it does not count."""
     weights = _in_high_precision(run.metrics.with_role("weight"))
     blocks = _blocks(weights.tensors["layer"].to_list())
     weights = weights.narrowed(weights.tensors.filter(pl.col("layer").is_in(list(blocks))))
@@ -60,7 +72,7 @@ def _still(run: Run) -> dict[str, tuple[int, int, int]]:
     at_the_end = _standing(weights.at(np.arange(len(weights.steps))[-_IN_A_ROW:]))
     still = weights.tensors.filter(pl.Series((at_the_end.moves == 0) & (at_the_end.samples == _IN_A_ROW)))
     suspects = _most_of(blocks, still["layer"].to_list())
-    if not suspects or len(suspects) > _FEW * len(set(blocks.values())):
+    if not suspects or len(suspects) > _SHARE_OF_LAYERS * len(set(blocks.values())):
         return {}
     before = weights.narrowed(still.filter(pl.col("layer").is_in([layer for of in suspects.values() for layer in of])))
     standing = _standing(before)
@@ -71,7 +83,7 @@ def _still(run: Run) -> dict[str, tuple[int, int, int]]:
     }
     sizes = Counter(blocks.values())
     return {
-        block: (min(moved[layer] for layer in of), len(of), sizes[block])
+        block: _Layer(block, min(moved[layer] for layer in of), len(of), sizes[block])
         for block, of in _most_of(blocks, list(moved)).items()
     }
 
@@ -88,7 +100,7 @@ def _most_of(blocks: Mapping[str, str], still: Sequence[str]) -> dict[str, list[
     of_blocks, sizes = defaultdict[str, list[str]](list), Counter(blocks.values())
     for layer in still:
         of_blocks[blocks[layer]].append(layer)
-    return {block: of for block, of in of_blocks.items() if len(of) >= _FEWEST and len(of) > _MOST * sizes[block]}
+    return {block: of for block, of in of_blocks.items() if len(of) >= _FEWEST_W and len(of) > _SHARE_OF_W * sizes[block]}
 
 
 def _blocks(layers: Sequence[str]) -> dict[str, str]:
