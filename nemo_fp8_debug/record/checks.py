@@ -45,11 +45,15 @@ def _wrong_column(name: str, column: pa.ChunkedArray) -> str | None:
         return "is negative" if least is not None and least < 0 else None
     if name in _WITHIN:
         low, high = _WITHIN[name]
-        extremes = pc.min_max(column.filter(pc.is_finite(column)))
-        least, most = extremes["min"].as_py(), extremes["max"].as_py()
-        if least is not None and not low - _ROUNDING <= least <= most <= high + _ROUNDING:
+        if not (_are_within(column, low, high) or _are_within(column.filter(pc.is_finite(column)), low, high)):
             return f"is not between {low:g} and {high:g}"
     return None
+
+
+def _are_within(values: pa.ChunkedArray, low: float, high: float) -> bool:
+    extremes = pc.min_max(values)
+    least, most = extremes["min"].as_py(), extremes["max"].as_py()
+    return least is None or low - _ROUNDING <= least <= most <= high + _ROUNDING
 
 
 def _wrong_kind(rows: pa.Table) -> str | None:

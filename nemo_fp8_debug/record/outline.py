@@ -1,5 +1,5 @@
 """Which operands the rows of a part are of, told in a few bytes: sampled steps list the same ones in the same order. And the
-values of texts that have few."""
+values of texts that have few, and what all rows have in common."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ _MANY, _FEW, _SHORT = ("layer", "gemm", "name"), 16, 200
 _LONGEST, _DIGEST = 1 << 24, 32
 
 
+#: that all rows of a column may have
+Value = int | str | None
+
+
 class Stretch(NamedTuple):
     """Rows of a part, one behind the other, that are of one step."""
 
@@ -39,6 +43,8 @@ class Outline:
     stretches: tuple[Stretch, ...]
     #: by column that has few, its values in the order of their first rows
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    #: by column whose rows all have it, the value: an integer, a short text or null
+    same: Mapping[str, Value] = field(default_factory=dict)
 
 
 def outline_of(table: pa.Table) -> Outline:
@@ -46,17 +52,33 @@ def outline_of(table: pa.Table) -> Outline:
 
     Example:
         >>> table = pa.table({"step": [0, 0], "layer": ["a", "b"], "role": ["input"] * 2, "format": ["e4m3", None]})
-        >>> outline_of(table).texts
-        {'format': ['e4m3', None]}
+        >>> outline_of(table).texts, outline_of(table).same
+        ({'format': ['e4m3', None]}, {'step': 0, 'role': 'input'})
     """
     names = [field.name for field in table.schema if field.type == pa.string() and field.name not in _MANY]
     values = {name: pc.unique(table[name]).to_pylist() for name in names}
     few = {name: of_name for name, of_name in values.items() if len(of_name) <= _FEW and all(map(_is_short, of_name))}
-    return Outline(tuple(stretches(table)), few)
+    same = {name: of_name[0] for name, of_name in few.items() if len(of_name) == 1}
+    return Outline(tuple(stretches(table)), few, same | _same_numbers(table))
 
 
 def _is_short(text: str | None) -> bool:
     return text is None or len(text) <= _SHORT
+
+
+def _same_numbers(table: pa.Table) -> dict[str, Value]:
+    """By column of integers that are all alike, or of numbers that are all null, the value."""
+    found: dict[str, Value] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if not len(column) or not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+            continue
+        if column.null_count == len(column):
+            found[name] = None
+        elif not column.null_count and pa.types.is_integer(column.type):
+            ends = pc.min_max(column).as_py()
+            if ends["min"] == ends["max"]:
+                found[name] = ends["min"]
+    return found
 
 
 def stretches(table: pa.Table) -> list[Stretch]:
@@ -95,7 +117,9 @@ def to_text(outlines: Sequence[Outline]) -> str:
     texts = {
         name: list(dict.fromkeys(text for outline in outlines for text in outline.texts[name])) for name in sorted(columns)
     }
-    return json.dumps({"stretches": all_of_them, "texts": texts}, separators=(",", ":"))
+    first, *others = (outline.same for outline in outlines) if outlines else ({},)
+    same = {name: value for name, value in first.items() if all(each.get(name, ...) == value for each in others)}
+    return json.dumps({"stretches": all_of_them, "texts": texts, "same": same}, separators=(",", ":"))
 
 
 def from_text(text: bytes | None) -> Outline | None:
@@ -106,10 +130,12 @@ def from_text(text: bytes | None) -> Outline | None:
         content = json.loads(text)
         found = tuple(Stretch(step, rows, digest) for step, rows, digest in content["stretches"])
         texts = {str(name): list(values) for name, values in content["texts"].items()}
+        same = {str(name): value for name, value in content.get("same", {}).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     known = all(text is None or isinstance(text, str) for values in texts.values() for text in values)
-    return Outline(found, texts) if known and found and all(map(_is_sound, found)) else None
+    known &= all(value is None or type(value) in (int, str) for value in same.values())
+    return Outline(found, texts, same) if known and found and all(map(_is_sound, found)) else None
 
 
 def _is_sound(stretch: Stretch) -> bool:

@@ -7,6 +7,7 @@ carries the CRC-32 of every block before it, and the name of a part ends in the 
 from __future__ import annotations
 
 import io
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,10 +21,12 @@ from .outline import OUTLINE, Outline, from_text, outline_of, to_text
 
 Ints = npt.NDArray[np.int64]
 
-BLOCK = 1 << 16
+#: bytes that a checksum is of: few, since reading a column of a few rows takes those around it too
+BLOCK = 1 << 14
 #: rows of a row group at the most, so that reading a few operands of a large sample decodes no more than those around them
 GROUP = 1 << 14
-_KEY = b"crc32_of_64_KiB_blocks"
+#: where the footer has the checksums, by the size of the blocks; earlier releases have written the larger ones
+_KEYS = {size: f"crc32_of_{size >> 10}_KiB_blocks".encode() for size in (BLOCK, 1 << 16)}
 _TAIL = 8  # length of the footer and magic number
 
 
@@ -55,8 +58,8 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
         writer.write_table(table, row_group_size=max(1, len(table)) if lists else GROUP)
         outlines.append(outline_of(table))
     data = sink.getvalue()
-    sums = "".join(f"{zlib.crc32(block):08x}" for block in _blocks(data))
-    writer.add_key_value_metadata({_KEY: sums, OUTLINE: to_text(outlines)})
+    sums = "".join(f"{zlib.crc32(block):08x}" for block in _blocks(data, BLOCK))
+    writer.add_key_value_metadata({_KEYS[BLOCK]: sums, OUTLINE: to_text(outlines)})
     writer.close()
     content = sink.getvalue()
     return content, f"{zlib.crc32(content[len(data) :]):08x}"
@@ -198,8 +201,8 @@ def _from_the_first(metadata: pq.FileMetaData, places: Sequence[int]) -> tuple[l
     return [], begin
 
 
-def _blocks(data: bytes) -> list[memoryview]:
-    return [memoryview(data)[i : i + BLOCK] for i in range(0, len(data), BLOCK)]
+def _blocks(data: bytes, size: int) -> list[memoryview]:
+    return [memoryview(data)[i : i + size] for i in range(0, len(data), size)]
 
 
 def _opened(file: Any, checksum: str) -> tuple[_Checked, pq.ParquetFile]:
@@ -225,13 +228,15 @@ class _Checked(io.RawIOBase):
         self._footer, self._start = self._read_footer()
         if f"{zlib.crc32(self._footer):08x}" != checksum:
             raise ValueError("it is damaged or foreign: the checksum in its name is not that of its footer")
-        self._sums: npt.NDArray[np.uint32] | None = None
+        self._sums: list[int] | None = None
+        self._block = BLOCK
         self._at = 0
 
     def expect(self, metadata: pq.FileMetaData) -> None:
         """Check blocks against what the footer says of them; until then nothing but the footer is looked at."""
-        sums = (metadata.metadata or {}).get(_KEY, b"").decode()
-        self._sums = np.frombuffer(bytes.fromhex(sums), ">u4")
+        known = metadata.metadata or {}
+        self._block, key = next(((size, key) for size, key in _KEYS.items() if key in known), (BLOCK, b""))
+        self._sums = np.frombuffer(bytes.fromhex(known.get(key, b"").decode()), ">u4").tolist()
 
     def _read_footer(self) -> tuple[bytes, int]:
         if self._size < _TAIL:
@@ -268,11 +273,15 @@ class _Checked(io.RawIOBase):
     def _range(self, begin: int, end: int) -> memoryview:
         if begin >= self._start:
             return memoryview(self._footer)[begin - self._start : end - self._start]
-        first, last = begin // BLOCK, (min(end, self._start) - 1) // BLOCK
-        self._file.seek(first * BLOCK)
-        data: bytes = self._file.read(min((last + 1) * BLOCK, self._start) - first * BLOCK)
-        for i, block in enumerate(_blocks(data)):
-            if self._sums is not None and self._sums[first + i : first + i + 1].tolist() != [zlib.crc32(block)]:
-                raise ValueError(f"it is damaged: its bytes from {(first + i) * BLOCK} are not those that were written")
+        size = self._block
+        first, last = begin // size, (min(end, self._start) - 1) // size
+        self._file.seek(first * size)
+        data: bytes = self._file.read(min((last + 1) * size, self._start) - first * size)
+        if self._sums is not None:
+            known = self._sums[first : last + 1]
+            read = [zlib.crc32(block) for block in _blocks(data, size)]
+            if read != known:
+                wrong = next(i for i, both in enumerate(itertools.zip_longest(read, known)) if both[0] != both[1])
+                raise ValueError(f"it is damaged: its bytes from {(first + wrong) * size} are not those that were written")
         whole = data + self._footer if end > self._start else data
-        return memoryview(whole)[begin - first * BLOCK : end - first * BLOCK]
+        return memoryview(whole)[begin - first * size : end - first * size]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -22,11 +22,10 @@ from ..core.threads import ahead
 from ..errors import RecordError
 from .reader import Address, check, complain_of, reason
 from .scan_index import Index, Run, read_columns
-from .schema import SCHEMAS, Part
+from .schema import SCHEMAS, Part, arrow_schema
 from .storage import Storage
 
 Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 #: tables of other processes that are kept open
 _OPEN = 8
 #: parts that leave little memory behind when they have been read
@@ -36,24 +35,27 @@ _FEW = 8
 class Chunk(NamedTuple):
     """Rows of a few steps, those of each step one behind the other."""
 
-    #: the columns that were asked for
+    #: the columns that were asked for; texts are strings or categories
     rows: pl.DataFrame
-    #: int64 [rows]: places among the operands
-    operand: Ints
-    #: places among the steps, and how many rows each has
-    steps: Sequence[tuple[int, int]]
+    #: the place of a step, and int64 [rows of it]: those of operands. Steps that list the same ones share the array
+    steps: Sequence[tuple[int, Ints]]
+
+    @property
+    def operand(self) -> Ints:
+        """int64 [rows]: places of operands."""
+        return np.concatenate([np.zeros(0, np.int64), *(operands for _, operands in self.steps)])
 
     @property
     def step(self) -> Ints:
-        """int64 [rows]: places among the steps."""
-        return np.repeat([step for step, _ in self.steps], [rows for _, rows in self.steps]).astype(np.int64)
+        """int64 [rows]: places of steps."""
+        return np.repeat([step for step, _ in self.steps], [len(each) for _, each in self.steps]).astype(np.int64)
 
-    def spans(self) -> Iterator[tuple[int, slice]]:
-        """Each step, and where its rows are."""
+    def spans(self) -> Iterator[tuple[int, slice, Ints]]:
+        """Each step, where its rows are, and places of operands."""
         first = 0
-        for step, rows in self.steps:
-            yield step, slice(first, first + rows)
-            first += rows
+        for step, operands in self.steps:
+            yield step, slice(first, first + len(operands)), operands
+            first += len(operands)
 
 
 def itself(chunk: Chunk) -> Any:
@@ -71,6 +73,7 @@ class Scan:
             table: one with operands.
         """
         keep_freed()
+        pa.set_memory_pool(pa.system_memory_pool())  # that of Arrow gives all back within milliseconds
         self._storage, self._table = Storage(run), table
         index = Index(self._storage, table)
         #: int64, ascending
@@ -85,6 +88,7 @@ class Scan:
         place[order] = np.arange(len(order))
         self._layouts = {i: place[index.layouts[i]] for i in used}
         self._texts = index.texts()
+        self._same = {part: index.same(part) for part, _ in self._parts}
         #: parts, columns and rows whose values have been looked at
         self._sound: set[tuple[Any, ...]] = set()
         self.schema: Mapping[str, Any] = SCHEMAS[table]
@@ -107,20 +111,18 @@ class Scan:
     def chunks(
         self,
         columns: Sequence[str],
-        operands: Bools | None = None,
-        steps: Bools | None = None,
+        operands: Ints | None = None,
+        steps: Ints | None = None,
         then: Callable[[Chunk], Any] = itself,
     ) -> Iterator[Any]:
         """Rows in order of steps, several parts read at once and no more than a few held.
 
         Args:
             columns: to read.
-            operands, steps: which of them; None: all.
+            operands, steps: the place in chunks of each; -1: it is not wanted. None: as here.
             then: what is to be made of each chunk, at once in several threads.
         """
-        wanted = [
-            (part, kept) for part, runs in self._parts if (kept := [r for r in runs if steps is None or steps[r.step]])
-        ]
+        wanted = [(part, kept) for part, runs in self._parts if (kept := _wanted(runs, steps))]
         layouts = {run.layout for _, runs in wanted for run in runs}
         chosen = {layout: _Chosen.of(self._layouts[layout], operands) for layout in layouts}
         unreadable: dict[str, str] = {}
@@ -135,7 +137,6 @@ class Scan:
                     yield found
         finally:
             if len(wanted) > _FEW:
-                pa.default_memory_pool().release_unused()
                 give_back()
         if unreadable:
             complain_of(self._storage, self._table, unreadable)
@@ -151,12 +152,11 @@ class Scan:
         kept = [(run.step, run.first, some) for run in runs if (some := chosen[run.layout]).operands.size]
         if not kept:
             return None
-        steps = [(step, len(some.operands)) for step, _, some in kept]
-        operand = np.concatenate([some.operands for _, _, some in kept])
+        steps = [(step, some.operands) for step, _, some in kept]
         if not columns:
-            return Chunk(pl.DataFrame(), operand, steps)
+            return Chunk(pl.DataFrame(), steps)
         try:
-            table = self._read(part, columns, [(first, some) for _, first, some in kept])
+            rows = self._read(part, columns, [(first, some) for _, first, some in kept])
         except FileNotFoundError:
             raise RecordError(
                 f"{self._storage.path(part.path)} is gone: the run goes on and has merged its parts; do the same again"
@@ -164,16 +164,23 @@ class Scan:
         except Exception as error:  # every driver has errors of its own
             unreadable[part.path] = reason(error)
             return None
-        found = pl.DataFrame(pl.from_arrow(table))
-        if pl.Categorical in found.dtypes:
-            found = found.with_columns(pl.col(pl.Categorical).cast(pl.String))
-        return Chunk(found, operand, steps)
+        return Chunk(rows, steps)
 
-    def _read(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pa.Table:
+    def _read(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pl.DataFrame:
         """
         Args:
             kept: the first row of each stretch, and which of its rows.
         """
+        same = {name: self._same[part][name] for name in columns if name in self._same[part]}
+        check(pa.table({each.name: pa.array([same[each.name]], each.type) for each in arrow_schema(self._table, same)}))
+        varied = [name for name in columns if name not in same]
+        rows = pl.DataFrame(height=sum(len(some.operands) for _, some in kept))
+        if varied:
+            rows = pl.DataFrame(pl.from_arrow(self._varied(part, varied, kept)))
+        return rows.with_columns(pl.lit(value, self.schema[name]).alias(name) for name, value in same.items())
+
+    def _varied(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pa.Table:
+        """Of columns whose rows differ; arguments are those of `_read`."""
         spans = [(first + some.first, first + some.end) for first, some in kept]
         table, at = read_columns(self._storage, part, self._table, columns, spans)
         if (read := (part, *columns, *spans[0], *spans[-1])) not in self._sound:
@@ -182,6 +189,13 @@ class Scan:
         # The rows of a stretch follow one another in what was read, too.
         begins = at(np.array([first for first, _ in spans])).tolist()
         return pa.concat_tables(some.of_rows(table, begin) for begin, (_, some) in zip(begins, kept, strict=True))
+
+
+def _wanted(runs: Sequence[Run], steps: Ints | None) -> list[Run]:
+    """Those of steps that are wanted, by the places of these; see `Scan.chunks`."""
+    if steps is None:
+        return list(runs)
+    return [replace(run, step=int(steps[run.step])) for run in runs if steps[run.step] >= 0]
 
 
 @lru_cache(_OPEN)
@@ -201,7 +215,7 @@ def _opened(address: str, table: str, digest: str) -> Scan:
 class _Chosen:
     """Rows of a stretch that are wanted."""
 
-    #: places of their operands
+    #: places of their operands in chunks
     operands: Ints
     #: places in the stretch: of the first, behind the last, and of each; None: all in between
     first: int
@@ -209,13 +223,14 @@ class _Chosen:
     places: Ints | None
 
     @classmethod
-    def of(cls, layout: Ints, wanted: Bools | None) -> _Chosen:
-        """Of the operands that are wanted; None: all are."""
-        if wanted is None:
+    def of(cls, layout: Ints, operands: Ints | None) -> _Chosen:
+        """Of the operands that are wanted; see `Scan.chunks`."""
+        if operands is None:
             return cls(layout, 0, len(layout), None)
-        places = np.flatnonzero(wanted[layout])
+        of_rows = operands[layout]
+        places = np.flatnonzero(of_rows >= 0)
         first, end = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
-        return cls(layout[places], first, end, None if end - first == len(places) else places)
+        return cls(of_rows[places], first, end, None if end - first == len(places) else places)
 
     def of_rows(self, table: pa.Table, begin: int) -> pa.Table:
         """Those of a table that has the first one at `begin`."""

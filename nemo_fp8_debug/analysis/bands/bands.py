@@ -191,8 +191,8 @@ class Kinds:
 
     def parts(self, do: Callable[[OfKinds], Result]) -> list[Result]:
         """`do` of some operands at a time, in order."""
-        needed = len({evidence.metric for evidence in JUDGED} | {"underflow_pct", "overflow_pct"})
-        found = over_blocks(partial(in_parts, partial(self._part, do)), self.metrics, columns=needed)
+        needed = dict.fromkeys([*(evidence.metric for evidence in JUDGED), "underflow_pct", "overflow_pct"])
+        found = over_blocks(partial(in_parts, partial(self._part, do)), self.metrics, together=[list(needed)])
         return [of_part for of_block in found for of_part in of_block]
 
     def _part(self, do: Callable[[OfKinds], Result], grid: Grid) -> Result:

@@ -21,6 +21,8 @@ _FLOORS = {"underflow_pct": 0.01, "overflow_pct": 0.01, "relative_error": 0.0}
 TAIL = 0.5
 #: metrics of either run that stand beside the ranking
 SHOWN = ("mse", "underflow_pct", "overflow_pct", "relative_error", "cosine", "amax", "scale_ratio_log2", "outlier_log2")
+#: those that are read at once
+_TOGETHER = (("mse", "unscaled_mse"), SHOWN[1:3], SHOWN[3:5], SHOWN[5:7], SHOWN[7:])
 
 
 def drifts(baseline: Run, run: Run) -> pl.DataFrame:
@@ -40,7 +42,7 @@ def drifts(baseline: Run, run: Run) -> pl.DataFrame:
     if not len(tail):
         raise RecordError(_nothing_in_common(baseline, run))
     later = both[0].at(tail.baseline), both[1].at(tail.run)
-    found = pl.concat(over_blocks(_later, *later, columns=2)).hstack(pl.concat(over_blocks(_lost, *both, columns=2)))
+    found = pl.concat(over_blocks(_later, *later, together=_TOGETHER)).hstack(pl.concat(over_blocks(_lost, *both)))
     known = found.filter("sampled").drop("sampled").with_columns(pl.col(pl.Float64).fill_nan(None))
     rows = known.with_columns(pl.col("nonfinite_since", "nonfinite_order").cast(pl.Int64))
     return rows.sort(

@@ -35,7 +35,7 @@ def early_warning(run: Run) -> pl.DataFrame:
     empty = pl.DataFrame(schema={"step": pl.Int64, "score": pl.Float64, "layer": pl.String, "role": pl.String})
     if judged.is_empty():
         return empty
-    found = [rows for block in over_blocks(partial(in_parts, _farthest), judged, columns=COLUMNS) for rows in block]
+    found = [rows for block in over_blocks(partial(in_parts, _farthest), judged, together=[COLUMNS]) for rows in block]
     # Of operands that are equally far the first counts.
     return pl.concat([empty, *found]).sort("step", -pl.col("score"), maintain_order=True).unique("step", maintain_order=True)
 

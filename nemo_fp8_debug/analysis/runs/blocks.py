@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -11,27 +12,30 @@ import numpy.typing as npt
 
 from ...core.memory import give_back
 from ...core.threads import ahead
+from ...record.parquet import GROUP
 from . import cluster
 from .grid import Grid
-from .metrics import Metrics
+from .metrics import Metrics, Together
 
 Result = TypeVar("Result")
-#: values that grids hold at a time: 1.25 GiB
-CELLS = 5 << 25
+#: values that grids hold at a time: 1 GiB
+CELLS = 1 << 27
+#: part of a block that the last one may be larger by
+_REST = 0.25
 #: tensors that a worker of a cluster gets at a time, at the least
 _FEWEST = 64
 
 
-def over_blocks(do: Callable[..., Result], *runs: Metrics, columns: int = 1) -> list[Result]:
+def over_blocks(do: Callable[..., Result], *runs: Metrics, together: Together = ()) -> list[Result]:
     """`do` of the same tensors of some runs as grids, as many tensors at a time as fit into memory, in order.
 
     On a cluster its workers share the work; see `cluster`.
 
     Args:
         runs: over the same tensors.
-        columns: of each grid that are looked at together.
+        together: groups of columns, each of which is read at once; see `Columns`.
     """
-    cells = sum(len(run.steps) for run in runs) * columns
+    cells = sum(len(run.steps) for run in runs) * max(map(len, together), default=1)
     at_once, tensors = max(1, CELLS // max(cells, 1)), len(runs[0].tensors)
     workers = cluster.workers() if tensors and all(run.is_long for run in runs) else 0
     if workers:
@@ -39,13 +43,23 @@ def over_blocks(do: Callable[..., Result], *runs: Metrics, columns: int = 1) -> 
         turns = -(-tensors // (at_once * workers))
         at_once = max(_FEWEST, -(-tensors // (turns * workers)))
     elif at_once >= tensors:
-        return [do(*(run.grids(columns) for run in runs))]
-    some = (slice(first, first + at_once) for first in range(0, tensors, at_once))
-    return cluster.each(partial(_of_block, do, columns), ([run.narrowed(run.tensors[s]) for run in runs] for s in some))
+        return [do(*(run.grids(together) for run in runs))]
+    some = _slices(tensors, at_once)
+    return cluster.each(partial(_of_block, do, together), ([run.narrowed(run.tensors[s]) for run in runs] for s in some))
 
 
-def _of_block(do: Callable[..., Result], columns: int, runs: Sequence[Metrics]) -> Result:
-    found = do(*(run.grids(columns) for run in runs))
+def _slices(tensors: int, at_once: int) -> list[slice]:
+    """Of so many tensors at a time: whole row groups, none of which is read twice then, and no small rest."""
+    if at_once > GROUP:
+        at_once -= at_once % GROUP
+    firsts = list(range(0, tensors, at_once))
+    if len(firsts) > 1 and tensors - firsts[-1] < _REST * at_once:
+        firsts.pop()
+    return [slice(*ends) for ends in itertools.pairwise([*firsts, tensors])]
+
+
+def _of_block(do: Callable[..., Result], together: Together, runs: Sequence[Metrics]) -> Result:
+    found = do(*(run.grids(together) for run in runs))
     give_back()
     return found
 

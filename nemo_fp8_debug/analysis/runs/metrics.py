@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import polars as pl
 
-from ...core.memory import give_back
+from ...core.memory import Buffers
 from ...record.reader import read_table, rows_of
 from ...record.scan import Chunk, Scan, itself
 from ...record.schema import SCHEMAS
@@ -26,6 +26,8 @@ from .grid import KEY, Floats, Grid, Ints
 from .source import Bools, Held, Source, some_of
 
 Result = TypeVar("Result")
+#: groups of columns
+Together = Sequence[Sequence[str]]
 #: rows of a record that is held
 HELD = 1 << 20
 
@@ -51,9 +53,10 @@ class Metrics:
         return not self._only and bool((self._operand >= 0).all() and (self._step >= 0).all())
 
     @cached_property
-    def _is_whole(self) -> bool:
-        """Whether operands have the places that they have in the source."""
-        return bool((self._operand == np.arange(len(self._operand))).all())
+    def has_merged_steps(self) -> bool:
+        """Whether any step stands for several of the source."""
+        places = self._step[self._step >= 0]
+        return len(np.unique(places)) < len(places)
 
     @cached_property
     def _values(self) -> dict[str, list[str | None]]:
@@ -204,8 +207,8 @@ class Metrics:
         """Without operands and steps that have no rows."""
         operands, steps = np.zeros(len(self.tensors), dtype=bool), np.zeros(len(self.steps), dtype=bool)
         for chunk in self.chunks([]):
-            operands[chunk.operand] = True
-            steps[[step for step, _ in chunk.steps]] = True
+            for step, of_step in chunk.steps:
+                operands[of_step] = steps[step] = True
         tensors = self.tensors.filter(pl.Series(operands, dtype=pl.Boolean))
         operand, step = _renumbered(self._operand, operands), _renumbered(self._step, steps)
         return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
@@ -217,16 +220,13 @@ class Metrics:
             then: what is to be made of each chunk, at once in several threads.
         """
         names = list(dict.fromkeys([*columns, *(name for name, _ in self._only)]))
-        operands, steps = (None if (places >= 0).all() else places >= 0 for places in (self._operand, self._step))
 
-        def here(chunk: Chunk) -> Any:
-            operand = chunk.operand if self._is_whole else self._operand[chunk.operand]
-            of_steps = [(int(self._step[step]), rows) for step, rows in chunk.steps]
+        def fitting(chunk: Chunk) -> Any:
             rows = chunk.rows if chunk.rows.columns == list(columns) else chunk.rows.select(columns)
-            mine = Chunk(rows, operand, of_steps)
+            mine = Chunk(rows, chunk.steps)
             return then(some_of(mine, _fits(chunk.rows, self._only)) if self._only else mine)
 
-        yield from self._source.chunks(names, operands, steps, here)
+        yield from self._source.chunks(names, self._operand, self._step, fitting)
 
     def over_steps(self, do: Callable[[Metrics], Result]) -> list[Result]:
         """`do` of all of its steps at once; on a cluster, if it is long, of some of them by each worker, in order."""
@@ -240,7 +240,8 @@ class Metrics:
         absent = [pl.lit(None, _type(name)).alias(name) for name in columns if name not in self.columns]
         for chunk in self.chunks([name for name in columns if name in self.columns]):
             places = {"tensor": chunk.operand, "step": self.steps[chunk.step]}
-            yield chunk.rows.with_columns(*(pl.Series(name, of, pl.Int64) for name, of in places.items()), *absent)
+            texts = pl.col(pl.Categorical).cast(pl.String)
+            yield chunk.rows.with_columns(texts, *(pl.Series(name, of, pl.Int64) for name, of in places.items()), *absent)
 
     def frame(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """All rows at once: step, layer, role and columns; all of them by default."""
@@ -252,7 +253,9 @@ class Metrics:
     @cached_property
     def is_complete(self) -> bool:
         """Whether each operand was sampled at each step."""
-        return sum(len(chunk.operand) for chunk in self.chunks([])) == len(self.tensors) * len(self.steps)
+        return sum(len(operands) for chunk in self.chunks([]) for _, operands in chunk.steps) == len(self.tensors) * len(
+            self.steps
+        )
 
     @cached_property
     def sizes_of_weights(self) -> dict[str, int]:
@@ -294,56 +297,72 @@ class Metrics:
     @cached_property
     def grid(self) -> Grid:
         """By tensor and step."""
-        return self.grids(1)
+        return self.grids()
 
-    def grids(self, columns: int) -> Grid:
+    def grids(self, together: Together = ()) -> Grid:
         """By tensor and step.
 
         Args:
-            columns: that are looked at together, and are therefore kept.
+            together: see `Columns`.
         """
-        return Grid.of(self.tensors, self.steps, Columns(self, columns))
+        return Grid.of(self.tensors, self.steps, Columns(self, together))
 
 
 class Columns:
-    """Columns by operand and step, of which a few are kept."""
+    """Columns by operand and step, read as they are asked for. Those that came before are forgotten then."""
 
-    def __init__(self, metrics: Metrics, kept: int) -> None:
-        self._metrics, self._kept = metrics, kept
+    def __init__(self, metrics: Metrics, together: Together = ()) -> None:
+        """
+        Args:
+            together: columns that are looked at together, or one right after the other, and are therefore read together and
+                kept; others are read alone.
+        """
+        self._metrics, self._together = metrics, together
         self._values: dict[str, Floats] = {}
+        self._buffers = Buffers()
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Floats:
         """[T, S]: NaN where there is no row, or no value; `nonfinite`: 1 if any value is NaN or infinite, else 0."""
         with self._lock:
             if name not in self._values:
-                while len(self._values) >= self._kept:
-                    del self._values[next(iter(self._values))]
-                    give_back()
-                self._values[name] = self._read(name)
+                self._values.clear()
+                self._values = self._read(next((names for names in self._together if name in names), (name,)))
             return self._values[name]
 
-    def _read(self, name: str) -> Floats:
-        # A step's values lie side by side: that is the order in which they come.
-        values = np.full((len(self._metrics.steps), len(self._metrics.tensors)), np.nan)
-        columns = ["nan", "inf"] if name == "nonfinite" else [name]
+    def _read(self, names: Sequence[str]) -> dict[str, Floats]:
+        metrics = self._metrics
+        there = [name for name in names if _made_of(name) <= metrics.columns]
+        # A step's values lie side by side: that is the order in which they come. Each step is cleared when its values come,
+        # so that memory is written to once, unless values of other steps may have come before.
+        values = {name: self._buffers.array(len(metrics.steps), len(metrics.tensors)) for name in names}
+        cleared = np.zeros(len(metrics.steps), dtype=bool)
+
+        def clear(steps: Sequence[int] | Ints) -> None:
+            for of_name in values.values():
+                of_name[steps] = np.nan
+            cleared[steps] = True
 
         def fill(chunk: Chunk) -> None:
-            of_rows = _values(chunk.rows, name)
-            for at, here in chunk.spans():
-                values[at][chunk.operand[here]] = of_rows[here]
+            clear([step for step in dict.fromkeys(step for step, _ in chunk.steps) if not cleared[step]])
+            for name, of_rows in _values(chunk.rows, there).items():
+                for step, here, operands in chunk.spans():
+                    values[name][step][operands] = of_rows[here]
 
-        if set(columns) <= self._metrics.columns:
-            deque(self._metrics.chunks(columns, fill), 0)
-        return values.T
+        if metrics.has_merged_steps:
+            clear(np.arange(len(metrics.steps)))
+        if there:
+            deque(metrics.chunks(sorted(set().union(*map(_made_of, there))), fill), 0)
+        clear(np.flatnonzero(~cleared))
+        return {name: of_name.T for name, of_name in values.items()}
 
     @cached_property
     def sampled(self) -> Bools:
         """[T, S]: whether there is a row."""
         found = np.zeros((len(self._metrics.steps), len(self._metrics.tensors)), dtype=bool)
         for chunk in self._metrics.chunks([]):
-            for at, here in chunk.spans():
-                found[at][chunk.operand[here]] = True
+            for at, operands in chunk.steps:
+                found[at][operands] = True
         return found.T
 
 
@@ -352,10 +371,16 @@ def _type(name: str) -> Any:
     return SCHEMAS["metrics"].get(name, pl.Float64)
 
 
-def _values(rows: pl.DataFrame, name: str) -> Floats:
-    values = rows["nan"] + rows["inf"] > 0 if name == "nonfinite" else rows[name]
-    found: Floats = values.cast(pl.Float64).to_numpy()
-    return found
+def _made_of(name: str) -> set[str]:
+    """The columns of the table that a column of a grid is made of."""
+    return {"nan", "inf"} if name == "nonfinite" else {name}
+
+
+def _values(rows: pl.DataFrame, names: Sequence[str]) -> dict[str, Floats]:
+    nonfinite = pl.col("nan") + pl.col("inf") > 0
+    columns = (nonfinite.alias(name) if name == "nonfinite" else pl.col(name) for name in names)
+    found = rows.select(column.cast(pl.Float64) for column in columns)
+    return {name: found[name].to_numpy() for name in names}
 
 
 def _renumbered(places: Ints, kept: Bools) -> Ints:

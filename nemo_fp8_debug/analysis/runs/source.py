@@ -33,11 +33,15 @@ class Source(Protocol):
     def chunks(
         self,
         columns: Sequence[str],
-        operands: Bools | None = None,
-        steps: Bools | None = None,
+        operands: Ints | None = None,
+        steps: Ints | None = None,
         then: Callable[[Chunk], Any] = itself,
     ) -> Iterator[Any]:
-        """Columns of some operands and steps, None: of all; a few steps at a time, and what `then` makes of them."""
+        """Columns, a few steps at a time, and what `then` makes of them.
+
+        Args:
+            operands, steps: the place in chunks of each; -1: it is not wanted. None: as here.
+        """
 
     def values(self, column: str) -> list[str | None] | None:
         """Those of a text column, in the order of their first rows; None: that takes reading them."""
@@ -59,22 +63,21 @@ class Held:
         lengths = grouped["row"].list.len().to_numpy()
         self._operand[grouped["row"].explode().to_numpy()] = np.repeat(np.arange(len(grouped)), lengths)
         of_steps = rows.group_by("step", maintain_order=True).len()
-        self._steps = list(enumerate(of_steps["len"].to_list()))
+        self._ends = np.cumsum(of_steps["len"].to_numpy())
 
     def chunks(
         self,
         columns: Sequence[str],
-        operands: Bools | None = None,
-        steps: Bools | None = None,
+        operands: Ints | None = None,
+        steps: Ints | None = None,
         then: Callable[[Chunk], Any] = itself,
     ) -> Iterator[Any]:
         """See `Source`; all at once."""
-        kept = np.ones(len(self._rows), dtype=bool)
-        if operands is not None:
-            kept &= operands[self._operand]
-        whole = Chunk(self._rows.select(columns), self._operand, self._steps)
-        if steps is not None:
-            kept &= steps[whole.step]
+        of_rows = self._operand if operands is None else operands[self._operand]
+        of_steps = np.arange(len(self.steps)) if steps is None else steps
+        operands_of = np.split(of_rows, self._ends[:-1]) if len(self._ends) else []
+        whole = Chunk(self._rows.select(columns), list(zip(of_steps.tolist(), operands_of, strict=True)))
+        kept = (of_rows >= 0) & (whole.step >= 0)
         yield then(whole if kept.all() else some_of(whole, kept))
 
     def values(self, column: str) -> list[str | None] | None:
@@ -85,5 +88,5 @@ class Held:
 def some_of(chunk: Chunk, kept: Bools) -> Chunk:
     """Some rows of a chunk."""
     rows = chunk.rows.filter(pl.Series(kept)) if chunk.rows.width else chunk.rows
-    counts = ((step, int(kept[here].sum())) for step, here in chunk.spans())
-    return Chunk(rows, chunk.operand[kept], [(step, n) for step, n in counts if n])
+    steps = ((step, operands[kept[here]]) for step, here, operands in chunk.spans())
+    return Chunk(rows, [(step, operands) for step, operands in steps if len(operands)])

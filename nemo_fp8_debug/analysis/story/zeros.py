@@ -22,7 +22,7 @@ def zero_since(metrics: Metrics) -> dict[Key, int]:
     """
     if metrics.is_empty():
         return {}
-    found = over_blocks(partial(in_parts, _zero_since), metrics, columns=2)
+    found = over_blocks(partial(in_parts, _zero_since), metrics, together=[("amax", "nonfinite")])
     return {key: step for of_block in found for of_part in of_block for key, step in of_part}
 
 

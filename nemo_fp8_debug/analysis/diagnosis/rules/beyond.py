@@ -14,7 +14,7 @@ from ...runs.grid import Floats, Grid
 from ...runs.metrics import Metrics
 
 #: metrics that have limits, and the number of values
-COLUMNS = len(LIMITS["input"]) + 1
+COLUMNS = ("n", *LIMITS["input"])
 
 
 def beyond(metrics: Metrics) -> pl.DataFrame:
@@ -31,7 +31,7 @@ def beyond(metrics: Metrics) -> pl.DataFrame:
         ('fc1', 'weight', 15, 2.3333333333333335)
     """
     limited = with_limits(metrics)
-    found = [] if limited.is_empty() else over_blocks(partial(in_parts, _beyond), limited, columns=COLUMNS)
+    found = [] if limited.is_empty() else over_blocks(partial(in_parts, _beyond), limited, together=[COLUMNS])
     rows = [row for of_block in found for of_part in of_block for row in of_part]
     schema = {"layer": pl.String, "role": pl.String, "onset": pl.Int64, "excess": pl.Float64}
     return pl.DataFrame(rows, schema=schema, orient="row").sort("onset", -pl.col("excess"), maintain_order=True)

@@ -1,0 +1,136 @@
+"""A table is read a few columns and steps at a time, and what the footer of a part tells of its rows is not read again."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
+from samples import sample
+from small_record import start
+
+from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
+from nemo_fp8_debug.record import outline, parquet
+from nemo_fp8_debug.record.reader import read_table
+from nemo_fp8_debug.record.scan import Scan
+
+#: written when checksums were of 64 KiB, and footers told nothing of columns whose rows are alike
+DEMO = Path(__file__).parents[2] / "scripts" / "validation" / "main_job" / "records" / "baseline" / "fp8_debug"
+
+
+def rows(step: int, layers: int = 3) -> list[dict[str, Any]]:
+    """Of a step; `calls` and `ranks` are the same everywhere, `inf` is not, and `nonfinite_order` is null."""
+    return [
+        {
+            "layer": f"layer {i}",
+            "role": "input",
+            "mse": 1.0 + step + i,
+            "nan": 0,
+            "inf": int(step == 5),
+            "calls": 4,
+            "ranks": 2,
+        }
+        for i in range(layers)
+    ]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    record = start(tmp_path)
+    for step in range(8):
+        record.record(sample(step, rows(step)))
+    return tmp_path
+
+
+def test_columns_whose_rows_are_alike_are_told_by_footers(run: Path) -> None:
+    scan = Scan(run)
+    whole = read_table(run, "metrics")
+    for part in (run / "metrics").iterdir():
+        part.unlink()
+    alike = ["calls", "ranks", "nan", "format", "nonfinite_order"]
+    found = pl.concat(chunk.rows.select(alike) for chunk in scan.chunks(alike))
+    assert_frame_equal(found, whole.select(alike))
+    assert set(found["calls"]) == {4} and found["nonfinite_order"].null_count() == len(found)
+    with pytest.raises(RecordError, match="is gone"):
+        list(scan.chunks(["mse"]))
+
+
+def test_what_is_told_is_what_is_read(run: Path) -> None:
+    whole = read_table(run, "metrics")
+    metrics = Metrics.read(run, held=0)
+    assert metrics.is_long
+    assert_frame_equal(metrics.frame(), whole.select(metrics.frame().columns))
+    assert metrics.grid.metric("nonfinite").tolist() == [[0.0] * 5 + [1.0] + [0.0] * 2] * 3
+
+
+texts = st.sampled_from(["e4m3", "e5m2", "", None])
+numbers = st.one_of(st.none(), st.integers(0, 1), st.integers(-(1 << 63), (1 << 63) - 1))
+
+
+@given(st.lists(st.tuples(texts, numbers, st.none() | st.floats(), st.none()), min_size=1, max_size=6), st.integers(1, 6))
+def test_a_footer_tells_of_a_column_what_all_of_its_rows_have(values: list[tuple[Any, ...]], at: int) -> None:
+    schema = pa.schema([("format", pa.string()), ("n", pa.int64()), ("mse", pa.float64()), ("none", pa.int64())])
+    whole = pa.table(
+        [pa.array(column, kind) for column, kind in zip(zip(*values, strict=True), schema.types, strict=True)], schema
+    )
+    keys = pa.table({"step": [0] * len(values), "layer": ["a"] * len(values), "role": ["input"] * len(values)})
+    for name in keys.column_names:
+        whole = whole.append_column(name, keys[name])
+    tables = [each for each in (whole[:at], whole[at:]) if len(each)]
+    content, checksum = parquet.encode_all(whole.schema, tables)
+    told = parquet.Rows(io.BytesIO(content), checksum).outline
+    assert told is not None
+    expected = {name: set(whole[name].to_pylist()) for name in ("format", "n", "none", "step", "role")}
+    if whole["mse"].null_count == len(whole):
+        expected["mse"] = {None}
+    assert told.same == {name: next(iter(of_name)) for name, of_name in expected.items() if len(of_name) == 1}
+
+
+@pytest.mark.parametrize("value", ["many", -3, 1 << 70, True, 0.5, [0]])
+def test_a_footer_that_tells_what_no_run_writes_is_refused(run: Path, value: Any) -> None:
+    part = max((run / "metrics").iterdir())
+    table = pa.Table.from_batches(pq.read_table(part).to_batches())
+    told = json.loads(outline.to_text([outline.outline_of(table)]))
+    told["same"]["nan"] = value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "to_text", lambda _: json.dumps(told))
+        content, checksum = parquet.encode(table)
+    part.unlink()
+    (part.parent / f"{part.stem[:-8]}{checksum}.parquet").write_bytes(content)
+    if type(value) in (int, str):
+        with pytest.warns(FP8DebugWarning, match="is left out"):
+            steps = Metrics.read(run, held=0).frame(["nan"])["step"].to_list()
+        assert steps == [step for step in range(7) for _ in range(3)]
+    else:  # not an outline: the rows themselves are read
+        assert Metrics.read(run, held=0).frame(["nan"])["nan"].to_list() == [0] * 24
+
+
+def test_checksums_of_earlier_releases_count() -> None:
+    part = max((DEMO / "metrics").iterdir())
+    content = part.read_bytes()
+    checksum = part.stem[-8:]
+    assert b"crc32_of_64_KiB_blocks" in content and len(parquet.read(io.BytesIO(content), checksum))
+    for at in (4, len(content) // 2):
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        with pytest.raises(ValueError, match="damaged"):
+            parquet.read(io.BytesIO(bytes(damaged)), checksum)
+
+
+def test_a_column_that_is_held_is_not_overwritten_by_the_next(run: Path) -> None:
+    columns = Metrics.read(run, held=0).grids((("mse",), ("calls", "ranks"), ("inf",)))._columns
+    mse = columns["mse"]
+    before = mse.copy()
+    where = columns["calls"].__array_interface__["data"]
+    assert columns["ranks"].tolist() == [[2.0] * 8] * 3 and columns["inf"].sum() == 3
+    assert np.array_equal(mse, before) and mse.__array_interface__["data"] != where
