@@ -18,7 +18,7 @@ import polars as pl
 from ...core.keys import SHOWN_AS
 from ...core.threads import ahead
 from ..runs.blocks import over_blocks
-from ..runs.grid import Floats, Grid, lower_median
+from ..runs.grid import Floats, Grid, Ints, lower_median
 from ..runs.metrics import Metrics, in_common
 from ..runs.source import Bools
 from .discoveries import discoveries
@@ -135,6 +135,18 @@ class Pair:
         self.steps = self._run.steps
         self._loses_more = loses_more
 
+    def rows(self, some: Ints) -> Pair:
+        """Some of its tensors, by their places."""
+        mask = None if self._loses_more is None else self._loses_more[some]
+        return Pair(self._baseline.rows(some), self._run.rows(some), mask)
+
+    def ends(self, evidence: Evidence) -> tuple[Floats, Floats]:
+        """[T] each, scaled: the least value of the baseline, and the largest of the run; NaN where there is none."""
+        baseline, run = (evidence.scaled(each.metric(evidence.metric)) for each in (self._baseline, self._run))
+        least: Floats = np.fmin.reduce(baseline, axis=1, initial=np.nan)
+        largest: Floats = np.fmax.reduce(run, axis=1, initial=np.nan)
+        return least, largest
+
     @property
     def loses_more(self) -> Bools:
         """[T, S]: whether more is lost than in the baseline, or that is not known; a gradient that vanishes behind the
@@ -235,6 +247,10 @@ def measured(evidence: Evidence, pair: Pair) -> tuple[Floats, Floats, Floats]:
 
 def _out(evidence: Evidence, pair: Pair) -> Iterator[Row]:
     """Rows of the tensors that are out by one metric."""
+    places = _may_be_out(evidence, pair)
+    if not len(places):
+        return
+    pair = pair.rows(places)
     expected, found, excess = measured(evidence, pair)
     out = excess > 1
     needed = 1 if evidence.metric == "nonfinite" else IN_A_ROW
@@ -249,6 +265,14 @@ def _out(evidence: Evidence, pair: Pair) -> Iterator[Row]:
             strength = float(np.median(excess[i, start : start + min(needed, samples)]))
             row = (layer, role, SHOWN_AS[role], evidence.metric, int(pair.steps[start]), samples, strength)
             yield (*row, float(found[i, start]), float(expected[i, start]))
+
+
+def _may_be_out(evidence: Evidence, pair: Pair) -> Ints:
+    """Places of the tensors that rise above all that the baseline does by enough. The others, most of them, cannot be out: no
+    sample lies farther above what is usual, and no less than `least` counts."""
+    usual, found = pair.ends(evidence)
+    with np.errstate(invalid="ignore"):
+        return np.flatnonzero(found - usual > evidence.least)
 
 
 def _transient(excess: Floats, times: float) -> int | None:

@@ -49,8 +49,8 @@ class Grid:
         """All of these columns."""
         return cls(tensors, steps, columns, np.arange(len(tensors)), np.arange(len(steps)))
 
-    def rows(self, some: slice) -> Grid:
-        """Some of its tensors, and all steps."""
+    def rows(self, some: slice | Ints) -> Grid:
+        """Some of its tensors, by their places, and all steps."""
         return replace(self, tensors=self.tensors[some], _tensor=self._tensor[some])
 
     def among(self, tensors: pl.DataFrame) -> Grid:

@@ -222,11 +222,9 @@ class Metrics:
         names = list(dict.fromkeys([*columns, *(name for name, _ in self._only)]))
 
         def fitting(chunk: Chunk) -> Any:
-            rows = chunk.rows if chunk.rows.columns == list(columns) else chunk.rows.select(columns)
-            mine = Chunk(rows, chunk.steps)
-            return then(some_of(mine, _fits(chunk.rows, self._only)) if self._only else mine)
+            return then(some_of(Chunk(chunk.rows.select(columns), chunk.steps), _fits(chunk.rows, self._only)))
 
-        yield from self._source.chunks(names, self._operand, self._step, fitting)
+        yield from self._source.chunks(names, self._operand, self._step, fitting if self._only else then)
 
     def over_steps(self, do: Callable[[Metrics], Result]) -> list[Result]:
         """`do` of all of its steps at once; on a cluster, if it is long, of some of them by each worker, in order."""
@@ -236,12 +234,13 @@ class Metrics:
         return cluster.each(do, (self.at(some) for some in np.array_split(np.arange(len(self.steps)), workers)))
 
     def scan(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
-        """Rows, a few steps at a time: tensor (place of the operand), step, and columns."""
-        absent = [pl.lit(None, _type(name)).alias(name) for name in columns if name not in self.columns]
-        for chunk in self.chunks([name for name in columns if name in self.columns]):
+        """Rows, a few steps at a time: columns, tensor (place of the operand), and step."""
+        there = [name for name in columns if name in self.columns]
+        found: dict[str, pl.Expr] = {name: pl.lit(None, _type(name)) for name in columns}
+        found |= {name: pl.col(name).cast(pl.String) if _type(name) == pl.String else pl.col(name) for name in there}
+        for chunk in self.chunks(there):
             places = {"tensor": chunk.operand, "step": self.steps[chunk.step]}
-            texts = pl.col(pl.Categorical).cast(pl.String)
-            yield chunk.rows.with_columns(texts, *(pl.Series(name, of, pl.Int64) for name, of in places.items()), *absent)
+            yield chunk.rows.select(**found, **{name: pl.Series(of, dtype=pl.Int64) for name, of in places.items()})
 
     def frame(self, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """All rows at once: step, layer, role and columns; all of them by default."""
@@ -377,10 +376,8 @@ def _made_of(name: str) -> set[str]:
 
 
 def _values(rows: pl.DataFrame, names: Sequence[str]) -> dict[str, Floats]:
-    nonfinite = pl.col("nan") + pl.col("inf") > 0
-    columns = (nonfinite.alias(name) if name == "nonfinite" else pl.col(name) for name in names)
-    found = rows.select(column.cast(pl.Float64) for column in columns)
-    return {name: found[name].to_numpy() for name in names}
+    found = {name: rows["nan"] + rows["inf"] > 0 if name == "nonfinite" else rows[name] for name in names}
+    return {name: values.cast(pl.Float64).to_numpy() for name, values in found.items()}
 
 
 def _renumbered(places: Ints, kept: Bools) -> Ints:
