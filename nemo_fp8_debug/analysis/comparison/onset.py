@@ -128,7 +128,9 @@ class Pair:
         #: layer, role
         self.tensors = baseline.tensors
         self._baseline = baseline
-        self._kept: dict[str, tuple[Floats, Floats]] = {}  # of one metric at a time: they are large
+        # Of one metric at a time: they are large.
+        self._values: dict[str, Floats] = {}
+        self._medians: dict[str, Floats] = {}
         covered = min(baseline.steps, default=0), max(baseline.steps, default=-1)
         self._run = run.at(np.flatnonzero((run.steps >= covered[0]) & (run.steps <= covered[1])))
         #: int64 [S]
@@ -139,13 +141,6 @@ class Pair:
         """Some of its tensors, by their places."""
         mask = None if self._loses_more is None else self._loses_more[some]
         return Pair(self._baseline.rows(some), self._run.rows(some), mask)
-
-    def ends(self, evidence: Evidence) -> tuple[Floats, Floats]:
-        """[T] each, scaled: the least value of the baseline, and the largest of the run; NaN where there is none."""
-        baseline, run = (evidence.scaled(each.metric(evidence.metric)) for each in (self._baseline, self._run))
-        least: Floats = np.fmin.reduce(baseline, axis=1, initial=np.nan)
-        largest: Floats = np.fmax.reduce(run, axis=1, initial=np.nan)
-        return least, largest
 
     @property
     def loses_more(self) -> Bools:
@@ -160,8 +155,7 @@ class Pair:
 
     def of(self, metric: str) -> tuple[Floats, Floats]:
         """The median of the baseline at the run's steps, and the run's values; [T, S] each."""
-        medians, steps = self.of_baseline(metric)[1], self._baseline.steps
-        found = self._run.metric(metric)
+        medians, steps, found = self.medians(metric), self._baseline.steps, self.of_run(metric)
         if np.array_equal(steps, self.steps) and not np.isnan(medians).any():
             return medians, found
         expected = np.full((len(medians), len(self.steps)), np.nan)
@@ -170,16 +164,25 @@ class Pair:
                 expected[i] = np.interp(self.steps, steps[known], of_one[known])
         return expected, found
 
-    def of_baseline(self, metric: str) -> tuple[Floats, Floats]:
-        """Values of the baseline and their running medians, at its own steps; [T, S] each."""
-        if metric not in self._kept:
-            values = self._baseline.metric(metric)
-            self._kept = {metric: (values, running_median(values))}
-        return self._kept[metric]
+    def of_run(self, metric: str) -> Floats:
+        """Values of the run, [T, S]."""
+        return self._run.metric(metric)
+
+    def of_baseline(self, metric: str) -> Floats:
+        """Values of the baseline, at its own steps."""
+        if metric not in self._values:
+            self._values = {metric: self._baseline.metric(metric)}
+        return self._values[metric]
+
+    def medians(self, metric: str) -> Floats:
+        """Running medians of the baseline, at its own steps."""
+        if metric not in self._medians:
+            self._medians = {metric: running_median(self.of_baseline(metric))}
+        return self._medians[metric]
 
     def highest(self, evidence: Evidence) -> Floats:
         """[T, S]: the largest value of the baseline, scaled, at the samples around each of the run's steps."""
-        values, steps = evidence.scaled(self.of_baseline(evidence.metric)[0]), self._baseline.steps
+        values, steps = evidence.scaled(self.of_baseline(evidence.metric)), self._baseline.steps
         if not len(steps):
             return np.full((len(values), len(self.steps)), np.nan)
         around = np.pad(values, ((0, 0), (2, 1)), mode="edge")
@@ -225,7 +228,7 @@ def least_of_values(evidence: Evidence, sizes: Floats) -> Floats:
 
 def least_rise_of(evidence: Evidence, pair: Pair) -> Floats:
     """[T, S], or [T, 1] if all samples have the same: that counts."""
-    least = least_rise(evidence, *pair.of_baseline(evidence.metric))[:, None]
+    least = least_rise(evidence, pair.of_baseline(evidence.metric), pair.medians(evidence.metric))[:, None]
     return np.maximum(least, least_of_values(evidence, pair.sizes)) if evidence.least_values else least
 
 
@@ -268,11 +271,14 @@ def _out(evidence: Evidence, pair: Pair) -> Iterator[Row]:
 
 
 def _may_be_out(evidence: Evidence, pair: Pair) -> Ints:
-    """Places of the tensors that rise above all that the baseline does by enough. The others, most of them, cannot be out: no
-    sample lies farther above what is usual, and no less than `least` counts."""
-    usual, found = pair.ends(evidence)
+    """Places of the tensors that rise by enough, in any sample, above all that the baseline does around it.
+
+    The others, most of them, cannot be out: what is usual is no less than that, and no less than `least` counts.
+    """
+    found = evidence.scaled(pair.of_run(evidence.metric))
     with np.errstate(invalid="ignore"):
-        return np.flatnonzero(found - usual > evidence.least)
+        within = found - pair.highest(evidence) <= evidence.least
+    return np.flatnonzero((~within & ~np.isnan(found)).any(axis=1))
 
 
 def _transient(excess: Floats, times: float) -> int | None:
