@@ -34,8 +34,8 @@ FIRST = 2
 IN_A_ROW = 3
 #: log2 of the rise of the MSE that makes it more: half as much again
 _MORE_LOST = 0.585
-#: metrics that are read at once: the errors of percents need the number of values, and the MSE comes before all others
-TOGETHER = (("mse", "nonfinite"), ("overflow_pct", "n"), ("scale_ratio_log2",), ("underflow_pct", "relative_error"))
+#: metrics that are read at once: a share of overflow needs the number of values, and the others follow one another
+_TOGETHER = (("mse", "nonfinite"), ("overflow_pct", "n"), ("scale_ratio_log2",), ("underflow_pct", "relative_error"))
 #: samples of the baseline that a running median is taken over, on either side
 _HALF = 4
 #: values whose medians are taken at once, few enough for the cache
@@ -61,7 +61,7 @@ def onsets(baseline: Metrics, run: Metrics) -> pl.DataFrame:
         (see `discoveries`).
     """
     both = in_common(baseline, run)
-    found = over_blocks(_rows, *both, together=TOGETHER)
+    found = over_blocks(_rows, *both, together=_TOGETHER)
     return discoveries(_in_order(found), len(both[0].tensors))
 
 

@@ -49,11 +49,11 @@ def some_rows(run: Storage, table: str, part: Part, names: Sequence[str], places
 
     def read() -> pa.Table:
         run.check(part.path)
-        read, at = read_columns(run, part, table, names, [(place, place + 1) for place in places])
+        groups, at = read_columns(run, part, table, names, [(place, place + 1) for place in places])
         # Slices: `take` would ask pandas what its places are, and import it for that.
         rows = at(np.array(places))
         spans = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-        found = pa.concat_tables(read.slice(int(span[0]), len(span)) for span in spans)
+        found = pa.concat_tables(groups.slice(int(span[0]), len(span)) for span in spans)
         check(found)
         return found
 
