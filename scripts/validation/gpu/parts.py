@@ -50,6 +50,7 @@ class Part:
 def _of_recipe(recipe: str) -> tuple[Part, ...]:
     return (
         Part(f"train-{recipe}", "training", "losses, scales and metrics of a GPT in real FP8", GPT, 500, recipe),
+        Part(f"products-{recipe}", "products", "what GEMMs return, beside the exact product", GPT, 400, recipe),
         Part(f"overhead-{recipe}", "overhead", "what the monitor costs its steps", GPT, 500, recipe),
         Part(
             f"te-statistics-{recipe}",

@@ -34,6 +34,8 @@ COLUMNS: dict[str, tuple[str, str, bool]] = {
     "compared": ("compared", ",", False),
     "identical": ("identical", ",", False),
     "apart": ("apart by at most", ".1e", False),
+    "error_over_bound": ("error over its bound, at most", ".2f", False),
+    "relative_error": ("relative error, median", ".1e", False),
 }
 
 
