@@ -166,8 +166,17 @@ def _devices() -> dict[str, Any]:
         "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())),
         "count": torch.cuda.device_count(),
         "driver": _driver(),
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": _cudnn(),
     }
+
+
+def _cudnn() -> int | str | None:
+    """Torch refuses to tell where an older one was loaded first, as Transformer Engine may do; the run trains with it."""
+    try:
+        found: int | None = torch.backends.cudnn.version()
+        return found
+    except RuntimeError as error:
+        return f"unknown: {str(error).partition('. ')[0]}"
 
 
 def _driver() -> str | None:

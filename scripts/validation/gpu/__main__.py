@@ -107,12 +107,11 @@ def attempted(part: Part, machine: Machine, limit: float) -> dict[str, Any]:
         command = [machine.python, "-W", "ignore", "-m", "gpu.part", part.name, str(file)]
         ended = run_limited([*command, *(["--emulate"] if machine.emulate else [])], environment(machine), limit)
         noted |= {"seconds": round(ended.seconds, 1), "limit": limit}
-        if ended.status is None:
-            return noted | {"status": "timed out", "reason": ended.reason}
         try:
             return noted | json.loads(file.read_text())
         except (OSError, ValueError):  # it did not come to write it
-            return noted | {"status": "failed", "reason": ended.reason or "wrote nothing"}
+            status = "timed out" if ended.status is None else "failed"
+            return noted | {"status": status, "reason": ended.reason or "wrote nothing"}
 
 
 def _tell(machine: Machine) -> None:

@@ -112,6 +112,8 @@ def megatron(emulate: bool) -> Iterator[str]:
         parallel_state.initialize_model_parallel()
         if not emulate:
             model_parallel_cuda_manual_seed(0)
-        yield "cpu" if emulate else "cuda"
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+        try:
+            yield "cpu" if emulate else "cuda"
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()

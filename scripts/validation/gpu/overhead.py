@@ -33,7 +33,7 @@ from .parts import Part
 #: a sampled step, and what samples add to all steps, in percent
 LIMIT, AVERAGE = 1.3, 0.5
 #: triples of steps that are not sampled, and groups of ten steps one of which is
-PAIRS, GROUPS = 200, 10
+PAIRS, GROUPS = 100, 10
 EMULATED_PAIRS, EMULATED_GROUPS = 2, 1
 
 
