@@ -1,6 +1,6 @@
 """How the GEMMs of a device add up their terms: docs/verify.md says where each figure is from.
 
-What is said of GPUs has not been measured by this project.
+Measured on a GPU so far: FP8 on Hopper, where no product of a GPT was beyond its bound.
 """
 
 from __future__ import annotations

@@ -87,8 +87,9 @@ def _kernel_on(device: torch.device, module: str) -> Any:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         extra = f"cuda{torch.version.cuda.partition('.')[0]}"
         warn(
-            f"tensors on {device} are {_DONE[module]} by plain torch operations, which take several times as long, since "
-            f"Numba cannot use the device ({why}); what it needs comes with pip install 'nemo_fp8_debug[{extra}]'"
+            f"tensors on {device} are {_DONE[module]} by plain torch operations, so that a sampled step may take as long as "
+            f"ten, since Numba cannot use the device ({why}); what it needs comes with "
+            f"pip install 'nemo_fp8_debug[{extra}]'"
         )
         return None
     return kernel

@@ -1,6 +1,7 @@
 """What a GPU's GEMMs return, beside the exact product of their operands, and a kernel that multiplies wrongly.
 
-A GPT in real FP8: no product may be beyond its bound, and one whose result is off by a factor of 1 + 2^-6 has to be named.
+A GPT in real FP8: no product may be beyond its bound, and one whose result is off by a factor of 1 + 2^-5 has to be named.
+On Hopper the bound of an fprop without a split accumulator leaves 1 + 2^-6 open: 257 additions of 14 bits come to 1.6%.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .training import RATE, train, watch
 
 STEPS, FAULTY_STEP = 4, 1
 ROWS = 64
-FACTOR = 1 + 2.0**-6
+FACTOR = 1 + 2.0**-5
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
@@ -37,7 +38,7 @@ def run(part: Part, emulate: bool) -> dict[str, Any]:
     within = looked_at.filter(pl.col("outcome") == "within")
     measures = [
         all_of("products that are within their bounds", len(within), len(looked_at)),
-        all_of("a product that is wrong by a factor of 1 + 2^-6 is named, and no other", named, len(PRODUCTS)),
+        all_of("a product that is wrong by a factor of 1 + 2^-5 is named, and no other", named, len(PRODUCTS)),
     ]
     return {"measures": measures, "lines": [_line(found.filter(product=product), product) for product in PRODUCTS]}
 

@@ -7,7 +7,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from .results import Refused, last_attempts, read, write
+from .parts import PARTS
+from .results import Refused, broken, last_attempts, read, write
 
 PAGE = Path(__file__).parents[3] / "docs/gpu.md"
 FOLDER = Path(__file__).parent / "results"
@@ -60,13 +61,22 @@ def on_devices(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def state(found: list[dict[str, Any]]) -> str:
-    """What was run on a GPU so far, in a sentence."""
-    names = sorted({data["device"]["name"] for data in on_devices(found)})
-    if names:
-        return (
-            f"**Run on {' and '.join(names)}**: see [what was measured](#what-was-measured). The models below came before."
-        )
+    """What was run on GPUs so far, in a sentence each."""
+    lines = [_run_on(data) for data in on_devices(found)]
+    if lines:
+        return "\n\n".join([*lines, "See [what was measured](#what-was-measured). The models below came before."])
     return "**None of this was run on a GPU yet.**"
+
+
+def _run_on(data: dict[str, Any]) -> str:
+    attempts = dict(last_attempts(data))
+    done = {name: broken(attempt, False) for name, attempt in attempts.items() if attempt["status"] == "done"}
+    kept = [f"`{name}`" for name, promises in done.items() if not promises]
+    not_kept = [f"`{name}`" for name, promises in done.items() if promises]
+    told = [f"{len(done)} of {len(PARTS)} parts are finished"]
+    told += [f"all that is promised holds in {', '.join(kept)}"] if kept else []
+    told += [f"not in {', '.join(not_kept)}"] if not_kept else []
+    return _wrapped(f"**Run on {data['device']['name']}**: {'; '.join(told)}.")
 
 
 def body(found: list[dict[str, Any]]) -> str:
