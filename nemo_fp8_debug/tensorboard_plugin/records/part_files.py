@@ -49,11 +49,12 @@ def some_rows(run: Storage, table: str, part: Part, names: Sequence[str], places
 
     def read() -> pa.Table:
         run.check(part.path)
-        groups, at = read_columns(run, part, table, names, [(place, place + 1) for place in places])
+        rows = np.array(places)
+        spans = [(int(span[0]), len(span)) for span in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)]
+        groups, at = read_columns(run, part, table, names, [(first, first + length) for first, length in spans])
         # Slices: `take` would ask pandas what its places are, and import it for that.
-        rows = at(np.array(places))
-        spans = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-        found = pa.concat_tables(groups.slice(int(span[0]), len(span)) for span in spans)
+        begins = at(np.array([first for first, _ in spans])).tolist()
+        found = pa.concat_tables(groups.slice(begin, length) for begin, (_, length) in zip(begins, spans, strict=True))
         check(found)
         return found
 

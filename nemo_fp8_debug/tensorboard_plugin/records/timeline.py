@@ -62,9 +62,12 @@ def _of_part(
 def _of_rows(parts: Parts, run: Storage, part: Part, places: Sequence[int], metrics: list[str]) -> dict[str, list[Any]]:
     """Read from the few rows of the tensor."""
     names = dict.fromkeys(column for name in metrics for column in columns_of(parts.table, name))
-    rows = _some_rows(parts, run, part, (*names, *TEXTS), places)
+    outline = parts.outline(run, part)
+    told = {name: text for name, text in (outline.same if outline else {}).items() if name in TEXTS and type(text) is str}
+    rows = _some_rows(parts, run, part, (*names, *(name for name in TEXTS if name not in told)), places)
     values = {name: numbers(values_of(rows, parts.table, name)) for name in metrics}
-    return values | {name: rows[name].to_pylist() for name in TEXTS}
+    texts = {name: [told[name]] * len(places) if name in told else rows[name].to_pylist() for name in TEXTS}
+    return values | texts
 
 
 def _some_rows(parts: Parts, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
