@@ -19,9 +19,9 @@ WIDTH = 120
 COLUMNS: dict[str, tuple[str, str, bool]] = {
     "values": ("values", ",", False),
     "ms": ("ms", ".3f", True),
-    "rate": ("TB/s read", ".2f", True),
-    "copy_rate": ("copy, TB/s", ".2f", True),
-    "ratio": ("of a copy's rate", ".2f", True),
+    "rate": ("TB/s read", ".3g", True),
+    "copy_rate": ("copy, TB/s", ".3g", True),
+    "ratio": ("of a copy's rate", ".2g", True),
     "plain_ms": ("plain torch, ms", ".2f", True),
     "host_us": ("host, us a call", ".0f", True),
     "host_ms": ("host, ms", ".1f", True),
