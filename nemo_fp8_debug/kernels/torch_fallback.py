@@ -21,6 +21,6 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
     first = torch.arange(min(CHUNK, len(values)), device=counts.device) % LANES * len(counts)
     one = torch.ones((), dtype=torch.int64, device=counts.device)
     for chunk in values.split(CHUNK):
-        index = (chunk.to(torch.int64) & 0x7FFF) + first[: len(chunk)]
+        index = chunk.to(torch.int64).bitwise_and_(0x7FFF).add_(first[: len(chunk)])
         lanes.scatter_add_(0, index, one.expand_as(index))
     counts += lanes.view(LANES, -1).sum(0)

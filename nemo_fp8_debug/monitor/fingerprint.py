@@ -171,7 +171,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _cudnn() -> int | str | None:
-    """Torch refuses to tell where an older one was loaded first, as Transformer Engine may do; the run trains with it."""
+    """Torch refuses to tell where an older one than its own was loaded before; a run can train with that all the same."""
     try:
         found: int | None = torch.backends.cudnn.version()
         return found

@@ -28,6 +28,11 @@ def test_the_longest_record_takes_no_more_than_is_promised() -> None:
     assert tab["map of a step"] < 2 and tab["layers by steps"] < 5 and tab["gb"] < 3
 
 
+@pytest.mark.xfail(strict=True, reason="asked is 1 s; on the machine of the table it takes a little more")
+def test_the_course_of_a_tensor_takes_no_more_than_is_promised() -> None:
+    assert max(MEASURED, key=lambda found: found["rows"])["tab"]["a tensor's course"] < 1
+
+
 def test_the_tab_takes_what_the_page_says() -> None:
     tab = max(MEASURED, key=lambda found: found["rows"])["tab"]
     text, course = " ".join(PAGE.split()), tab["a tensor's course"]

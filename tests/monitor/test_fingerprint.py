@@ -9,7 +9,7 @@ from nemo_fp8_debug.monitor.fingerprint import _cudnn
 
 
 def test_a_cudnn_that_torch_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen on an H200, where another library had loaded an older one before torch looked for its own."""
+    """Seen on an H200, where an older one had been loaded before torch looked for its own."""
 
     def refuse() -> int:
         raise RuntimeError("cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0). One option is another")

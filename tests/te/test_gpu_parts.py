@@ -8,13 +8,15 @@ from typing import Any
 
 from gpu_command import run_command
 
-PARTS = ("train-delayed", "overhead-delayed", "te-statistics-delayed")
+PARTS = ("train-delayed", "products-delayed", "overhead-delayed", "te-statistics-delayed")
 KEPT = (
     "losses with the monitor that are those without, bit by bit",
     "scales of X and W that Transformer Engine's own tensors carry",
     "histograms that are the CPU's, count by count",
     "metrics from histograms that are the CPU's, bit by bit",
     "the others, relative",
+    "products that are within their bounds",
+    "a product that is wrong by a factor of 1 + 2^-5 is named, and no other",
     "hooks in unsampled steps",
     "amax that is theirs",
     "scale and theirs, relative",
