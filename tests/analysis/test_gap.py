@@ -15,7 +15,7 @@ from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.gap import gap
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
 from nemo_fp8_debug.analysis.loss.smoothing import standard_error
-from nemo_fp8_debug.analysis.loss.step_change import rises_at
+from nemo_fp8_debug.analysis.loss.step_change import jumps_at, rises_at
 
 Floats = npt.NDArray[np.float64]
 
@@ -146,3 +146,49 @@ class TestRise:
 
     def test_without_losses_on_either_side_it_is_not_known(self) -> None:
         assert rises_at(curve([2.0] * 100), None, 3) is None
+
+
+def other_batches(
+    n: int, seed: int, jump: float = 1.0, carried: float = 0.3, above: float = 1.03
+) -> tuple[LossCurve, LossCurve]:
+    """A run that ends above a baseline of other batches, as another seed may, and jumps at half of it; the jump decays."""
+    run, baseline = pair(n, above, False, seed, carried)
+    behind = np.arange(n) - n // 2
+    decays = np.where(behind >= 0, np.exp(-np.maximum(behind, 0) / (n / 4)), 0.0)
+    return curve(run.losses * (1 + (jump - 1) * decays)), baseline
+
+
+class TestJump:
+    @pytest.mark.parametrize("n", [300, 3000])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_at_an_unknown_step_is_found_there(self, n: int, seed: int) -> None:
+        found = jumps_at(*other_batches(n, seed, 1.15))
+        assert found is not None and abs(found[0] - n // 2) <= n // 40 and 5 < found[1] < 16
+
+    @pytest.mark.parametrize("carried", [0.0, 0.3, 0.7])
+    def test_noise_jumps_in_no_more_runs_than_it_says(self, carried: float) -> None:
+        assert sum(jumps_at(*other_batches(300, seed, 1.0, carried)) is not None for seed in range(200)) <= 4
+
+    def test_neither_does_a_spike_nor_a_baseline_that_falls_faster(self) -> None:
+        run, baseline = other_batches(300, 0)
+        spiked = run.losses * np.where(np.arange(300) == 150, 4.0, 1.0)
+        assert jumps_at(curve(spiked), baseline) is None
+        assert jumps_at(run, curve(baseline.losses * np.where(np.arange(300) >= 150, 0.9, 1.0))) is None
+
+    def test_nor_what_the_baseline_does_there_too(self) -> None:
+        both = [curve(each.losses * np.where(np.arange(300) >= 150, 1.2, 1.0)) for each in other_batches(300, 0)]
+        assert jumps_at(*both) is None
+
+    @pytest.mark.parametrize("losses", [[2.0] * 20, [2.0] * 300, [0.0] * 300, [np.nan] * 300, [2.0] * 299 + [np.inf]])
+    def test_odd_losses_have_none(self, losses: list[float]) -> None:
+        assert jumps_at(curve(losses), curve([2.0] * 300)) is None
+
+    @pytest.mark.parametrize(("jump", "above", "likely"), [(1.15, 1.03, True), (1.0, 1.03, False), (1.15, 0.98, False)])
+    def test_makes_harm_likely_where_the_run_ends_above_the_baseline(self, jump: float, above: float, likely: bool) -> None:
+        found = LossOutcome(*other_batches(600, 1, jump, above=above), same_model=True)
+        assert (found.harm == "likely") == likely
+        if likely:
+            assert found.harmful_since is not None and found.stepped_up and abs(found.stepped_up[0] - 300) <= 15
+            assert "jumps by" in found.told() and "so harm is likely" in found.told()
+        else:
+            assert found.harmful_since is None and "jumps" not in found.told()

@@ -139,7 +139,7 @@ class TestLikelyHarm:
         run = write(tmp_path / "run", lambda step: lost(step) if step < ONSET + 3 * EVERY else {})
         assert diagnose(run).harm == "unknown"
 
-    @pytest.mark.parametrize(("above", "harm"), [(1.06, "likely"), (1.0, "unknown")])
+    @pytest.mark.parametrize(("above", "harm"), [(1.06, "likely"), (0.99, "unknown")])
     def test_with_other_batches_a_gap_must_be_there_too(self, tmp_path: Path, above: float, harm: str) -> None:
         noise = [np.random.default_rng(seed).normal(1, 0.1, N) for seed in (1, 2)]
         losses = [{i: loss * float(by[i]) for i, loss in falling().items()} for by in noise]
@@ -171,10 +171,26 @@ class TestLikelyHarm:
         blind = [replace(run, metrics=run.metrics.with_role("input", "grad_output")) for run in runs]
         assert compare(*runs).loss.same_model and not compare(*blind).loss.same_model
 
-    @pytest.mark.parametrize(("percent", "harm"), [(4, "likely"), (1.5, "unknown")])
-    def test_what_harms_most_runs_needs_a_gap_above_the_limit(self, tmp_path: Path, percent: float, harm: str) -> None:
+    @pytest.mark.parametrize(("percent", "harm"), [(4, "likely"), (1.8, "likely"), (0.7, "unknown")])
+    def test_what_harms_most_runs_needs_half_the_limit(self, tmp_path: Path, percent: float, harm: str) -> None:
         told = self.apart(tmp_path, percent)
         assert told.blame.finding and told.blame.finding.severity == 2 and told.harm == harm
+
+    def test_beside_another_model_it_needs_the_limit(self, tmp_path: Path) -> None:
+        deeper = [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
+        assert self.apart(tmp_path / "less", 1.5, deeper).harm == "unknown"
+        assert self.apart(tmp_path / "more", 4, deeper).harm == "likely"
+
+    @pytest.mark.parametrize("change", ["recipe", "nonfinite"])
+    def test_a_changed_recipe_or_nan_that_is_gone_explains_no_gap(self, tmp_path: Path, change: str) -> None:
+        def changed(step: int) -> Mapping[str, Any]:
+            if change == "recipe":
+                return {"recipe": "current", "scale_source": "emulated"} if step >= ONSET else {}
+            return {"nan": 3} if step == ONSET else {}
+
+        told = self.apart(tmp_path, 8, change=changed)
+        expected = {"recipe": "changed_recipe", "nonfinite": "nonfinite"}[change]
+        assert (told.cause, told.harm) == (expected, "unknown")
 
     @pytest.mark.parametrize(("percent", "harm"), [(8, "likely"), (5, "unknown")])
     def test_what_may_do_nothing_needs_a_larger_gap(self, tmp_path: Path, percent: float, harm: str) -> None:

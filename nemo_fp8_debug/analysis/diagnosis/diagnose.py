@@ -175,7 +175,9 @@ def _added_up(
 
 def _with_rise(loss: LossOutcome, findings: Sequence[Finding]) -> LossOutcome:
     """With a rise at a step at which something else went wrong, if what both runs have cannot tell whether there is harm."""
-    if loss.harm != "unknown" or (loss.gap is not None and (loss.gap.paired or loss.gap.percent <= loss.max_gap)):
+    if loss.harm not in ("unknown", "likely") or (
+        loss.gap is not None and (loss.gap.paired or loss.gap.percent <= loss.max_gap)
+    ):
         return loss  # a rise that is gone by the end is no harm
     steps = sorted({f.since for f in findings if f.since is not None and f.confidence != "low"})
     rises = [(step, rises_at(loss.run, loss.baseline, step)) for step in steps]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from ..loss.outcome import LossOutcome
 from .rules.finding import Finding
 
-#: how many times the limit a gap must be that another seed may explain, by the severity of what is found too
-_TIMES = (3.0, 2.0, 1.0)
+#: how many times the limit a gap must be that another seed may explain, by the severity of what is found too; the same of a
+#: gap to another model, which lie farther apart
+_TIMES, _OTHER_MODELS = (3.0, 2.0, 0.5), (inf, 2.0, 1.0)
+#: causes that make no gap likelier to be theirs: recipes are changed on purpose, and NaN that harms shows in the loss itself
+_NO_EVIDENCE = ("changed_recipe", "nonfinite")
 
 
 def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
     """Whether harm is likely that the loss alone cannot tell.
 
-    With a baseline of other batches two things must agree: a gap above the limit, which another seed may explain, and
-    something that harmed most of the benchmark's runs that had it; or a gap of twice the limit and something that harmed up
-    to half of them; or one of three times the limit to a baseline of the same model, and anything. Alone, something that
-    harmed most of them.
+    With a baseline of other batches two things must agree: a gap, which another seed may explain, and something that may
+    harm. To a baseline of the same model, half the limit is enough beside what harmed most of the benchmark's runs that had
+    it, twice the limit beside what harmed up to half of them, and three times the limit beside anything that is no change of
+    recipe and no NaN that the loss got over. Alone, something that harmed most of them.
 
     Args:
         blamed: what the verdict names; None: nothing.
@@ -26,6 +31,7 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
         return blamed.severity >= 2
     if loss.gap.paired:
         return False
-    if blamed.severity == 0 and not loss.same_model:
-        return False  # other models lie apart by more than that
-    return loss.gap.percent > _TIMES[blamed.severity] * loss.max_gap
+    if blamed.severity == 0 and blamed.cause in _NO_EVIDENCE:
+        return False
+    times = _TIMES if loss.same_model else _OTHER_MODELS
+    return loss.gap.percent > times[blamed.severity] * loss.max_gap

@@ -9,7 +9,7 @@ from ..formatting import number
 from .curve import LossCurve
 from .divergence import above
 from .gap import Gap, gap
-from .step_change import rises_at
+from .step_change import jumps_at, rises_at
 
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
 MAX_GAP = 2.0
@@ -52,8 +52,15 @@ class LossOutcome:
 
     @cached_property
     def stepped_up(self) -> tuple[int, float] | None:
-        """Without a baseline, the step at which it goes up to another level, and by how many percent; None: at none."""
-        return self.run.stepped_up if self.baseline is None else None
+        """The step at which it goes up to another level, and by how many percent; None: at none, or that is not asked.
+
+        With a baseline it is asked where the run ends above one of other batches: another seed explains that, but no jump.
+        """
+        if self.baseline is None:
+            return self.run.stepped_up
+        if self.gap is None or self.gap.infinite or self.gap.paired or self.gap.percent <= self.max_gap:
+            return None
+        return jumps_at(self.run, self.baseline)
 
     @cached_property
     def _risen(self) -> int | None:
@@ -61,8 +68,8 @@ class LossOutcome:
 
     @property
     def harm(self) -> str:
-        """`harmful`; `likely`: without a baseline, it goes up to another level; `gap`: above the baseline's by no more than
-        `max_gap`; `none`; or `unknown`: there are too few losses, or a gap of more than `max_gap` cannot be excluded."""
+        """`harmful`; `likely`: it goes up to another level at a step; `gap`: above the baseline's by no more than `max_gap`;
+        `none`; or `unknown`: there are too few losses, or a gap of more than `max_gap` cannot be excluded."""
         if self.run.lost_at is not None or self.rise is not None:
             return "harmful"
         if not self.run.has_enough:
@@ -86,7 +93,9 @@ class LossOutcome:
         assert self.since is not None
         rise = rises_at(self.run, self.baseline, self.since)
         least = SEARCHED if self.same_model else OTHER_MODELS
-        return "harmful" if rise is not None and rise > least * self.max_gap else "unknown"
+        if rise is not None and rise > least * self.max_gap:
+            return "harmful"
+        return "unknown" if self.stepped_up is None else "likely"
 
     @property
     def harmful_since(self) -> int | None:
@@ -128,6 +137,10 @@ class LossOutcome:
         measured = described(found, unit)
         if self.harm == "harmful":
             return f"The loss diverges from {unit} {self.since} on: {measured}."
+        if self.harm == "likely" and self.stepped_up is not None:
+            step, percent = self.stepped_up
+            jump = f"The loss jumps by {number(percent)}% at {unit} {step} and ends above the baseline's: {measured}."
+            return f"{jump} Another seed may explain the gap but not the jump, so harm is likely."
         if self.harm == "gap":
             limit = f"less than the {self.max_gap:g}% that count as harm"
             since = "is" if self.since is None else f"stays from {unit} {self.since} on"

@@ -1,18 +1,23 @@
-"""Did the loss rise when something else went wrong? A known step needs far less than a search for one."""
+"""Did the loss rise at a step? One at which something else went wrong needs far less than one that is searched for."""
 
 from __future__ import annotations
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
-from .alignment import Floats, align
+from .alignment import Aligned, Floats, align
 from .curve import LossCurve
-from .smoothing import running_median, standard_error
+from .smoothing import persistence, running_median, standard_error
 
 #: losses on either side of the step, at most as a part of all, and at least
 _PART, _FEWEST = 6, 10
 #: confidence with which the rise is above 0
 SURE = 0.995
+#: of a search: losses behind a step, as a part of all, and as many times as many before it; and the chance with which noise
+#: alone jumps anywhere in a run
+_BEHIND, _BEFORE, CHANCE = 20, 2, 1e-2
+#: standard deviations of the noise beyond which a loss is a spike
+_SPIKE = 3.0
 
 
 def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
@@ -28,14 +33,12 @@ def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | N
         >>> import polars as pl
         >>> losses = np.where(np.arange(200) < 120, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
         >>> round(rises_at(LossCurve.of(pl.DataFrame({"step": range(200), "loss": losses})), None, 120))
-        21
+        20
     """
     steps, losses = run.steps, run.losses
     if baseline is not None and baseline.has_enough:
         aligned = align(run, baseline)
-        half = max(2, len(aligned.steps) // 12)
-        # In units of the baseline, so that what is left is what the run did of its own.
-        steps, losses = aligned.steps, aligned.run / running_median(aligned.baseline, half)
+        steps, losses = aligned.steps, _of_its_own(aligned)
     at = int(np.searchsorted(steps, step))
     width = max(len(steps) // _PART, _FEWEST)
     before, after = losses[max(at - width, 0) : at], losses[at : at + width]
@@ -51,3 +54,51 @@ def _rise(before: Floats, after: Floats) -> float | None:
     error = float(np.hypot(errors[0][0], errors[1][0]))
     least = error * float(stdtrit(min(each[1] for each in errors), SURE))
     return 100 * apart / float(before.mean()) if apart > least else None
+
+
+def jumps_at(run: LossCurve, baseline: LossCurve) -> tuple[int, float] | None:
+    """The step at which a loss jumps farthest, and by how many percent; None: it does at none, or that cannot be seen.
+
+    Both the loss and its ratio to that of a baseline of other batches must, and the baseline must not: a loss that a steeper
+    baseline leaves behind does not jump, and what both do there is no fault of the run.
+
+    Example:
+        >>> import polars as pl
+        >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
+        >>> losses[0, 200:] += 0.2
+        >>> bad, good = (LossCurve.of(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
+        >>> jumps_at(bad, good)[0], jumps_at(good, bad)
+        (200, None)
+    """
+    aligned = align(run, baseline)
+    behind = max(len(aligned.steps) // _BEHIND, _FEWEST)
+    places = len(aligned.steps) - (1 + _BEFORE) * behind + 1
+    positive = np.isfinite(aligned.run) & np.isfinite(aligned.baseline) & (aligned.run > 0) & (aligned.baseline > 0)
+    if places < 1 or not positive.all():
+        return None
+    series = [np.log(each) for each in (aligned.run, _of_its_own(aligned), aligned.baseline)]
+    (own, noise), (apart, of_apart), (theirs, _) = (_jumps(each, behind) for each in series)
+    sizes = np.where(theirs < apart / 2, np.minimum(own, apart), 0.0)
+    at = int(np.argmax(sizes))
+    if not sizes[at] > -float(ndtri(CHANCE / places)) * max(noise, of_apart):
+        return None
+    return int(aligned.steps[at + _BEFORE * behind]), 100 * float(np.expm1(sizes[at]))
+
+
+def _of_its_own(aligned: Aligned) -> Floats:
+    """What the run did of its own: its losses in units of the baseline."""
+    own: Floats = aligned.run / running_median(aligned.baseline, max(2, len(aligned.steps) // 12))
+    return own
+
+
+def _jumps(series: Floats, behind: int) -> tuple[Floats, float]:
+    """Of each place that has as many before it, the mean of some values from there on above that of those before; and the
+    standard deviation of that of noise like this one. Of a lone spike no more counts than of the noise."""
+    smooth = running_median(series, behind)
+    scatter = float(np.median(np.abs(series - smooth))) / 0.6745
+    apart = np.clip(series - smooth, -_SPIKE * scatter, _SPIKE * scatter)
+    sums = np.cumsum(np.concatenate([[0.0], smooth + apart]))
+    before = _BEFORE * behind
+    at = np.arange(before, len(series) - behind + 1)
+    jumps: Floats = (sums[at + behind] - sums[at]) / behind - (sums[at] - sums[at - before]) / before
+    return jumps, scatter * persistence(apart) * (1 / behind + 1 / before) ** 0.5
