@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,30 @@ def test_a_column_that_is_held_is_not_overwritten_by_the_next(run: Path) -> None
     where = columns["calls"].__array_interface__["data"]
     assert columns["ranks"].tolist() == [[2.0] * 8] * 3 and columns["inf"].sum() == 3
     assert np.array_equal(mse, before) and mse.__array_interface__["data"] != where
+
+
+def test_a_few_rows_that_are_held_do_not_hold_the_parts_that_they_are_of(tmp_path: Path) -> None:
+    record = start(tmp_path)
+    for step in range(8):
+        record.record(sample(step, rows(step, layers=5000)))
+    scan = Scan(tmp_path)
+    only = np.full(5000, -1)
+    only[1234:1237] = range(3)
+    before = pa.total_allocated_bytes()
+    held = [chunk.rows for chunk in scan.chunks(["mse", "layer"], operands=only)]
+    assert [len(rows) for rows in held] == [3] * 8 and held[5]["mse"].to_list() == [1240.0, 1241.0, 1242.0]
+    assert pa.total_allocated_bytes() - before < 8 * 5000 * 8 / 10
+
+
+def test_a_worker_is_sent_which_operands_it_gets_and_no_others(tmp_path: Path) -> None:
+    record = start(tmp_path)
+    for step in range(3):
+        record.record(sample(step, rows(step, layers=5000)))
+    metrics = Metrics.read(tmp_path, held=0)
+    some = metrics.narrowed(metrics.tensors[::-1][100:110])
+    renamed = some.renamed({some.tensors["layer"][3]: "another"}).at(np.array([1]))
+    assert len(pickle.dumps(some)) < 3000
+    for each in (metrics, some, renamed):
+        sent = pickle.loads(pickle.dumps(each))
+        assert sent.tensors.equals(each.tensors) and sent.steps.tolist() == each.steps.tolist()
+        assert_frame_equal(sent.frame(["mse"]), each.frame(["mse"]))
