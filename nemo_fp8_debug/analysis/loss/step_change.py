@@ -15,7 +15,7 @@ _PART, _FEWEST = 6, 10
 SURE = 0.995
 #: of a search: losses behind a step, as a part of all, and as many times as many before it; and the chance with which noise
 #: alone jumps anywhere in a run
-_BEHIND, _BEFORE, CHANCE = 20, 2, 1e-2
+_BEHIND, _BEFORE, CHANCE = 20, 2, 1e-3
 #: standard deviations of the noise beyond which a loss is a spike
 _SPIKE = 3.0
 
@@ -70,6 +70,12 @@ def jumps_at(run: LossCurve, baseline: LossCurve) -> tuple[int, float] | None:
         >>> jumps_at(bad, good)[0], jumps_at(good, bad)
         (200, None)
     """
+    found = farthest_jump(run, baseline)
+    return (found[0], found[1]) if found is not None and found[2] > 1 else None
+
+
+def farthest_jump(run: LossCurve, baseline: LossCurve) -> tuple[int, float, float] | None:
+    """Step, percent, and how many times as far as counts as a jump; None: that cannot be seen. See `jumps_at`."""
     aligned = align(run, baseline)
     behind = max(len(aligned.steps) // _BEHIND, _FEWEST)
     places = len(aligned.steps) - (1 + _BEFORE) * behind + 1
@@ -80,9 +86,9 @@ def jumps_at(run: LossCurve, baseline: LossCurve) -> tuple[int, float] | None:
     (own, noise), (apart, of_apart), (theirs, _) = (_jumps(each, behind) for each in series)
     sizes = np.where(theirs < apart / 2, np.minimum(own, apart), 0.0)
     at = int(np.argmax(sizes))
-    if not sizes[at] > -float(ndtri(CHANCE / places)) * max(noise, of_apart):
-        return None
-    return int(aligned.steps[at + _BEFORE * behind]), 100 * float(np.expm1(sizes[at]))
+    least = -float(ndtri(CHANCE / places)) * max(noise, of_apart)
+    times = float(sizes[at]) / least if least else np.inf * float(sizes[at] > 0)
+    return int(aligned.steps[at + _BEFORE * behind]), 100 * float(np.expm1(sizes[at])), float(np.nan_to_num(times))
 
 
 def _of_its_own(aligned: Aligned) -> Floats:
