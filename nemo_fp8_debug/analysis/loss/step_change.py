@@ -15,7 +15,7 @@ _PART, _FEWEST = 6, 10
 SURE = 0.995
 #: of a search: losses behind a step, as a part of all, and as many times as many before it; and the chance with which noise
 #: alone jumps anywhere in a run
-_BEHIND, _BEFORE, CHANCE = 20, 2, 1e-3
+_BEHIND, _BEFORE, CHANCE = 20, 2, 1e-4
 #: standard deviations of the noise beyond which a loss is a spike
 _SPIKE = 3.0
 
