@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -148,17 +147,3 @@ def test_a_few_rows_that_are_held_do_not_hold_the_parts_that_they_are_of(tmp_pat
     held = [chunk.rows for chunk in scan.chunks(["mse", "layer"], operands=only)]
     assert [len(rows) for rows in held] == [3] * 8 and held[5]["mse"].to_list() == [1240.0, 1241.0, 1242.0]
     assert pa.total_allocated_bytes() - before < 8 * 5000 * 8 / 10
-
-
-def test_a_worker_is_sent_which_operands_it_gets_and_no_others(tmp_path: Path) -> None:
-    record = start(tmp_path)
-    for step in range(3):
-        record.record(sample(step, rows(step, layers=5000)))
-    metrics = Metrics.read(tmp_path, held=0)
-    some = metrics.narrowed(metrics.tensors[::-1][100:110])
-    renamed = some.renamed({some.tensors["layer"][3]: "another"}).at(np.array([1]))
-    assert len(pickle.dumps(some)) < 3000
-    for each in (metrics, some, renamed):
-        sent = pickle.loads(pickle.dumps(each))
-        assert sent.tensors.equals(each.tensors) and sent.steps.tolist() == each.steps.tolist()
-        assert_frame_equal(sent.frame(["mse"]), each.frame(["mse"]))

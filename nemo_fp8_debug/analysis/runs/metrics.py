@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from ...core.memory import Buffers
@@ -29,8 +28,6 @@ from .source import Bools, Held, Source, some_of
 Result = TypeVar("Result")
 #: groups of columns
 Together = Sequence[Sequence[str]]
-#: see `_packed`
-Packed = tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]
 #: rows of a record that is held
 HELD = 1 << 20
 
@@ -49,11 +46,6 @@ class Metrics:
     _step: Ints
     #: values that columns must have
     _only: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-    def __reduce__(self) -> tuple[Callable[..., Metrics], tuple[Any, ...]]:
-        """For another process: what it can make anew of the source it is not sent."""
-        tensors = None if self.tensors.equals(_tensors_of(self._source, self._operand)) else self.tensors
-        return _sent, (self._source, tensors, self.steps, _packed(self._operand), _packed(self._step), self._only)
 
     @property
     def _is_all(self) -> bool:
@@ -371,32 +363,6 @@ class Columns:
             for at, operands in chunk.steps:
                 found[at][operands] = True
         return found.T
-
-
-def _sent(source: Source, tensors: pl.DataFrame | None, steps: Ints, operand: Packed, step: Packed, only: Any) -> Metrics:
-    """Back from `Metrics.__reduce__`."""
-    operands = _unpacked(operand)
-    known = _tensors_of(source, operands) if tensors is None else tensors
-    return Metrics(source, known, steps, operands, _unpacked(step), only)
-
-
-def _tensors_of(source: Source, operand: Ints) -> pl.DataFrame:
-    """Operands of the source in the order of their places; they have its names."""
-    there = np.flatnonzero(operand >= 0)
-    return source.operands[there[np.argsort(operand[there], kind="stable")]]
-
-
-def _packed(places: Ints) -> Packed:
-    """Places, most of which are -1: how many, which are not, and those."""
-    there = np.flatnonzero(places >= 0)
-    return len(places), there.astype(np.int32), places[there].astype(np.int32)
-
-
-def _unpacked(packed: Packed) -> Ints:
-    """Back from it."""
-    found = np.full(packed[0], -1)
-    found[packed[1]] = packed[2]
-    return found
 
 
 def _type(name: str) -> Any:
