@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,17 @@ def _slope(losses: Floats) -> float:
     return float(np.clip(1000 * np.polyfit(np.arange(len(last)), last / last.mean(), 1)[0], -MOST, MOST))
 
 
+@cache
+def _all() -> dict[tuple[str, str], Mapping[str, Any]]:
+    """By file and name."""
+    return {(told["path"], told["name"]): told for told in truths("all")}
+
+
 def of_run(told: Mapping[str, Any]) -> tuple[Judged, list[float]] | None:
     """What is said and shown of a run; None: it has no baseline of another seed."""
     if (name := baseline_of(told, "other")) is None:
         return None
-    other = next(one for one in truths("all") if (one["path"], one["name"]) == (told["path"], name))
-    run, baseline = read_run(told, INTERVAL), read_run(other, INTERVAL)
+    run, baseline = read_run(told, INTERVAL), read_run(_all()[told["path"], name], INTERVAL)
     said = diagnose(run, baseline)
     return Judged(told, "other", INTERVAL, said.harm, said.cause, None, None), quantities(run, baseline, said)
 
@@ -95,7 +101,7 @@ def of_run(told: Mapping[str, Any]) -> tuple[Judged, list[float]] | None:
 def main() -> None:
     warnings.simplefilter("ignore")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        found = [one for one in pool.map(of_run, truths("all"), chunksize=16) if one is not None]
+        found = [one for one in pool.map(of_run, _all().values(), chunksize=16) if one is not None]
     runs = [judged for judged, _ in found]
     shown = np.nan_to_num(np.array([values for _, values in found], np.float64))
     harmed = np.array([judged.truth["harmful"] for judged in runs], bool)
