@@ -1,0 +1,41 @@
+"""What the page on diagnose says of a trained classifier is what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MEASURED = json.loads((ROOT / "scripts/validation/fault_injection/learned_limit.json").read_text())
+PAGE = " ".join((ROOT / "docs/diagnose.md").read_text().split())
+
+
+def percents(runs: str, asked: str) -> tuple[float, float]:
+    """The least and the most that trees of several seeds come to."""
+    seeds = [of_seed for name, of_seed in MEASURED.items() if "seed" in name]
+    found = [float(re.findall(r"([\d.]+)% \[", of_seed[runs][asked])[0]) for of_seed in seeds]
+    assert len(found) == 5
+    return min(found), max(found)
+
+
+@pytest.mark.parametrize(
+    ("runs", "asked", "text"),
+    [
+        ("held out", "harm right", "they are right in {} to {}%, where `diagnose`"),
+        ("held out", "harmed, not told", "and do not tell {} to {}% of the harmed runs"),
+        ("set thresholds, cross-validated", "harm right", "they are right in {} to {}% (95.0%)"),
+        ("held out, with the best limit for them", "harm right", "they reach {} to {}%, and call"),
+    ],
+)
+def test_trees_tell_harm_as_well_as_the_page_says(runs: str, asked: str, text: str) -> None:
+    assert text.format(*percents(runs, asked)) in PAGE
+
+
+def test_so_does_diagnose() -> None:
+    found = MEASURED["diagnose"]["held out"]
+    right, share = found["harm right"].split(":")
+    assert f"| harm right | 463 of 467 | {right}:{share}" in PAGE
+    assert f"where `diagnose` is right in {share.split('%')[0].strip()}%" in PAGE
