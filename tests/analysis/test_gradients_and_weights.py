@@ -16,6 +16,7 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
 from nemo_fp8_debug.analysis.runs.run import Run
+from nemo_fp8_debug.analysis.story.story import story
 
 #: dY of all layers moves with the gradient norm from here on
 FACTOR = 8.0
@@ -125,6 +126,11 @@ def lost(step: int) -> Mapping[str, Any]:
     return wrong if step >= ONSET else {}
 
 
+def jump_of(told: Diagnosis) -> float:
+    assert told.loss.stepped_up is not None
+    return told.loss.stepped_up[1]
+
+
 class TestLikelyHarm:
     @pytest.mark.parametrize("role", ["input", "weight"])
     def test_alone_an_x_or_w_that_is_lost_to_the_end_is_likely_to_harm(self, tmp_path: Path, role: str) -> None:
@@ -204,6 +210,16 @@ class TestLikelyHarm:
         risen = {i: loss * (1.1 if ONSET <= i < until else 1) for i, loss in losses[0].items()}
         told = diagnose(write(tmp_path / "run", corrupted, risen), write(tmp_path / "baseline", losses=losses[1]))
         assert told.culprit and told.harm == harm
+
+    def test_a_jump_of_the_loss_is_told_with_its_step(self, tmp_path: Path) -> None:
+        noise = [np.random.default_rng(seed).normal(1, 0.02, N) for seed in (1, 2)]
+        losses = [{i: loss * float(of[i]) for i, loss in falling().items()} for of in noise]
+        jumped = {i: 1.03 * loss * (1.3 if i >= ONSET else 1.0) for i, loss in losses[0].items()}
+        decayed = {i: loss * (1.06 / 1.3 if i >= ONSET + 30 else 1.0) for i, loss in jumped.items()}
+        told = diagnose(write(tmp_path / "run", losses=decayed), write(tmp_path / "baseline", losses=losses[1]))
+        assert (told.harm, told.cause) == ("likely", "software")
+        said = f"The loss jumps by {jump_of(told):.3g}% at step {ONSET}"
+        assert said in told.verdict() and story(told)["headline"]["title"] == f"{said}, and ends above the baseline's"
 
     def test_what_follows_the_baseline_is_harmless_so_far(self, tmp_path: Path) -> None:
         assert diagnose(write(tmp_path / "run", lost), write(tmp_path / "baseline")).harm == "harmless so far"

@@ -91,7 +91,10 @@ def _title_of_loss(loss: LossOutcome, unit: str) -> str:
     if loss.rise is not None:
         return f"The loss rises by {number(loss.rise[1])}% at {unit} {loss.rise[0]}"
     if loss.harm == "likely" and loss.stepped_up is not None:
-        return f"The loss goes up by {number(loss.stepped_up[1])}% at {unit} {loss.since}, and stays there"
+        step, percent = loss.stepped_up
+        if loss.baseline is not None:
+            return f"The loss jumps by {number(percent)}% at {unit} {step}, and ends above the baseline's"
+        return f"The loss goes up by {number(percent)}% at {unit} {step}, and stays there"
     if loss.harm == "harmful":
         return f"The loss diverges at {unit} {loss.since}"
     if loss.harm == "gap":
