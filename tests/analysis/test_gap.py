@@ -175,6 +175,12 @@ class TestJump:
         assert jumps_at(curve(spiked), baseline) is None
         assert jumps_at(run, curve(baseline.losses * np.where(np.arange(300) >= 150, 0.9, 1.0))) is None
 
+    def test_a_long_spike_that_comes_back_does_not_last(self) -> None:
+        run, baseline = other_batches(3000, 0)
+        spiked = curve(run.losses * np.where((np.arange(3000) >= 1500) & (np.arange(3000) < 1700), 1.5, 1.0))
+        assert jumps_at(spiked, baseline, -1.0) is not None and jumps_at(spiked, baseline, 2.0) is None
+        assert LossOutcome(spiked, baseline, same_model=True).harm == "unknown"
+
     def test_nor_what_the_baseline_does_there_too(self) -> None:
         both = [curve(each.losses * np.where(np.arange(300) >= 150, 1.2, 1.0)) for each in other_batches(300, 0)]
         assert jumps_at(*both) is None

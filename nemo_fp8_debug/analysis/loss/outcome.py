@@ -60,7 +60,7 @@ class LossOutcome:
             return self.run.stepped_up
         if self.gap is None or self.gap.infinite or self.gap.paired or self.gap.percent <= self.max_gap:
             return None
-        return jumps_at(self.run, self.baseline)
+        return jumps_at(self.run, self.baseline, self.max_gap)
 
     @cached_property
     def _risen(self) -> int | None:

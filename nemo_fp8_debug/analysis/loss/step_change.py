@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
 from .alignment import Aligned, Floats, align
 from .curve import LossCurve
+from .gap import PART
 from .smoothing import persistence, running_median, standard_error
 
 #: losses on either side of the step, at most as a part of all, and at least
@@ -56,11 +59,14 @@ def _rise(before: Floats, after: Floats) -> float | None:
     return 100 * apart / float(before.mean()) if apart > least else None
 
 
-def jumps_at(run: LossCurve, baseline: LossCurve) -> tuple[int, float] | None:
+def jumps_at(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:
     """The step at which a loss jumps farthest, and by how many percent; None: it does at none, or that cannot be seen.
 
     Both the loss and its ratio to that of a baseline of other batches must, and the baseline must not: a loss that a steeper
     baseline leaves behind does not jump, and what both do there is no fault of the run.
+
+    Args:
+        lasting: percent by which the run must in the end lie higher above the baseline than before: a spike comes back.
 
     Example:
         >>> import polars as pl
@@ -71,11 +77,22 @@ def jumps_at(run: LossCurve, baseline: LossCurve) -> tuple[int, float] | None:
         (200, None)
     """
     found = farthest_jump(run, baseline)
-    return (found[0], found[1]) if found is not None and found[2] > 1 else None
+    return (found.step, found.percent) if found is not None and found.times > 1 and found.lasting > lasting else None
 
 
-def farthest_jump(run: LossCurve, baseline: LossCurve) -> tuple[int, float, float] | None:
-    """Step, percent, and how many times as far as counts as a jump; None: that cannot be seen. See `jumps_at`."""
+class Jump(NamedTuple):
+    """The farthest jump of a loss."""
+
+    step: int
+    percent: float
+    #: how many times as far as counts
+    times: float
+    #: percent by which the run in the end lies higher above the baseline than before
+    lasting: float
+
+
+def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
+    """Whether it counts or not; None: that cannot be seen. See `jumps_at`."""
     aligned = align(run, baseline)
     behind = max(len(aligned.steps) // _BEHIND, _FEWEST)
     places = len(aligned.steps) - (1 + _BEFORE) * behind + 1
@@ -88,7 +105,10 @@ def farthest_jump(run: LossCurve, baseline: LossCurve) -> tuple[int, float, floa
     at = int(np.argmax(sizes))
     least = -float(ndtri(CHANCE / places)) * max(noise, of_apart)
     times = float(sizes[at]) / least if least else np.inf * float(sizes[at] > 0)
-    return int(aligned.steps[at + _BEFORE * behind]), 100 * float(np.expm1(sizes[at])), float(np.nan_to_num(times))
+    where = at + _BEFORE * behind
+    lasting = series[1][-max(round(PART * len(series[1])), behind) :].mean() - series[1][at:where].mean()
+    percent, lasts = (100 * float(np.expm1(each)) for each in (sizes[at], lasting))
+    return Jump(int(aligned.steps[where]), percent, float(np.nan_to_num(times)), lasts)
 
 
 def _of_its_own(aligned: Aligned) -> Floats:

@@ -54,7 +54,7 @@ def quantities(run: StoredRun, baseline: StoredRun, said: Diagnosis) -> list[flo
     gaps = [_gap(*losses, slice(-last, None)) for last in STRETCHES]
     return [
         *(*gaps, before, gaps[1] - before, _gap(*losses, slice(at, None)), at),
-        *(jump or (0.0, 0.0, 0.0)),
+        *((0.0, 0.0, 0.0) if jump is None else (jump.step, jump.percent, jump.times)),
         *(_norms(run, baseline), *map(_slope, losses)),
         *(float(said.cause == cause) for cause in CAUSES),
         *(HARMS.index(said.harm), CONFIDENCE.index(said.confidence)),
