@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 _OPEN = 8
 #: parts that leave little memory behind when they have been read
 _FEW = 8
-#: how many times the rows that are wanted those that were read must be, for them to be copied
+#: rows that were read for each that is wanted, from which on the latter are copied
 _MANY_TIMES = 4
 
 

@@ -12,6 +12,7 @@ import pytest
 from diagnosed_runs import EVERY, LAYERS, ONSET, N, corrupted, falling, nothing, write
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.diagnosis.culprit import Blame
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
@@ -220,6 +221,9 @@ class TestLikelyHarm:
         assert (told.harm, told.cause) == ("likely", "software")
         said = f"The loss jumps by {jump_of(told):.3g}% at step {ONSET}"
         assert said in told.verdict() and story(told)["headline"]["title"] == f"{said}, and ends above the baseline's"
+        untold = replace(told, blame=Blame(None, "unknown", "low"))
+        for text in (untold.verdict(), story(untold)["headline"]["cause_told"]):
+            assert text.endswith("The record cannot tell why.")
 
     def test_what_follows_the_baseline_is_harmless_so_far(self, tmp_path: Path) -> None:
         assert diagnose(write(tmp_path / "run", lost), write(tmp_path / "baseline")).harm == "harmless so far"

@@ -34,7 +34,7 @@ def test_trees_tell_harm_as_well_as_the_page_says(runs: str, asked: str, text: s
     assert text.format(*percents(runs, asked)) in PAGE
 
 
-def test_so_does_diagnose() -> None:
+def test_diagnose_tells_harm_as_well_as_the_page_says() -> None:
     found = MEASURED["diagnose"]["held out"]
     right, share = found["harm right"].split(":")
     assert f"| harm right | 463 of 467 | {right}:{share}" in PAGE

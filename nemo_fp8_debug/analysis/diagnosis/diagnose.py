@@ -174,7 +174,7 @@ def _added_up(
 
 
 def _with_rise(loss: LossOutcome, findings: Sequence[Finding]) -> LossOutcome:
-    """With a rise at a step at which something else went wrong, if what both runs have cannot tell whether there is harm."""
+    """With a rise at a step at which something else went wrong, if the losses alone do not tell that there is harm."""
     if loss.harm not in ("unknown", "likely") or (
         loss.gap is not None and (loss.gap.paired or loss.gap.percent <= loss.max_gap)
     ):

@@ -159,7 +159,7 @@ class Diagnosis:
         if self.cause == "unknown":
             return (
                 "The record cannot tell why."
-                if self.harm == "harmful"
+                if self.harm in ("harmful", "likely")
                 else "The record cannot tell whether anything is wrong."
             )
         return f"{means[0].upper()}{means[1:]} ({sure})."

@@ -126,7 +126,9 @@ def cause_told(found: Diagnosis) -> str:
         return _nothing_found(found)
     if found.cause == "unknown":
         return (
-            "The record cannot tell why." if found.harm == "harmful" else "The record cannot tell whether anything is wrong."
+            "The record cannot tell why."
+            if found.harm in ("harmful", "likely")
+            else "The record cannot tell whether anything is wrong."
         )
     other = next((f for f in found.findings if f.cause == found.cause and f.rule == "reference"), None)
     return sentence(means if other is None else f"{means}: {other.evidence}")

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-from fault_injection.judge import baseline_of, share
+from fault_injection.judge import baseline_of, runs_by_part, share
 from fault_injection.records import read_run, truths
 from fault_injection.truth import HARM, LAST
 
@@ -29,14 +28,9 @@ def gaps(which: str, baseline: str, first: int = 0) -> Iterator[tuple[float, boo
         clean = told["kind"] == "none"
         if name is None or (not clean and true is not None and 50 * HARM < true <= 150 * HARM):
             continue
-        mine, other = (read_run(told | {"row": row}).loss.losses for row in (told["row"], _row(told["path"], name)))
+        mine, other = (read_run(each).loss.losses for each in (told, runs_by_part()[told["path"]][name]))
         last = np.where(np.isfinite(mine[-LAST:]), mine[-LAST:], np.inf)
         yield 100 * float(last.mean() / other[-LAST:].mean() - 1), clean, bool(told["harmful"])
-
-
-@cache
-def _row(path: str, name: str) -> int:
-    return next(one["row"] for one in truths("all") if one["path"] == path and one["name"] == name)
 
 
 def main() -> None:

@@ -117,7 +117,7 @@ def baseline_of(told: Truth, kind: str) -> str | None:
 
 
 @cache
-def _parts() -> dict[str, dict[str, Truth]]:
+def runs_by_part() -> dict[str, dict[str, Truth]]:
     """By file and name."""
     found: dict[str, dict[str, Truth]] = defaultdict(dict)
     for told in truths("all"):
@@ -147,7 +147,7 @@ def judged(told: Truth, baseline: str, interval: int) -> Judged | None:
         name = baseline_of(told, baseline)
         if name is None:
             return None
-        other = read_run(_parts()[told["path"]][name], interval)
+        other = read_run(runs_by_part()[told["path"]][name], interval)
     said = diagnose(read_run(told, interval), other, bands=bands)
     found = said.culprit
     culprit = (found.layer, found.role) if found and found.layer and found.role else None

@@ -3,8 +3,8 @@ scikit-learn==1.9.1`, then `fault_injection/learned_limit.py`. Results: learned_
 
 Boosted trees get what `diagnose` says and what it goes by: gaps of the losses over several stretches, the farthest jump of
 the loss, the gradient norm, the cause, and how far out the culprit is. They are trained on the parts that set thresholds and
-asked about the held-out ones, with several seeds; and cross-validated over the former. What they cannot tell, no rule over
-these quantities will.
+asked about the held-out ones, with several seeds; and cross-validated over the former. They are no bound, but they show
+whether `diagnose` leaves much of what it sees unused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import polars as pl
 from sklearn.ensemble import GradientBoostingClassifier
 from sklearn.model_selection import GroupKFold, cross_val_predict
 
-from fault_injection.judge import Judged, baseline_of, share
+from fault_injection.judge import Judged, baseline_of, runs_by_part, share
 from fault_injection.records import StoredRun, read_run, truths
 from fault_injection.sets import HELD_OUT
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
@@ -83,17 +82,11 @@ def _slope(losses: Floats) -> float:
     return float(np.clip(1000 * np.polyfit(np.arange(len(last)), last / last.mean(), 1)[0], -MOST, MOST))
 
 
-@cache
-def _all() -> dict[tuple[str, str], Mapping[str, Any]]:
-    """By file and name."""
-    return {(told["path"], told["name"]): told for told in truths("all")}
-
-
 def of_run(told: Mapping[str, Any]) -> tuple[Judged, list[float]] | None:
     """What is said and shown of a run; None: it has no baseline of another seed."""
     if (name := baseline_of(told, "other")) is None:
         return None
-    run, baseline = read_run(told, INTERVAL), read_run(_all()[told["path"], name], INTERVAL)
+    run, baseline = read_run(told, INTERVAL), read_run(runs_by_part()[told["path"]][name], INTERVAL)
     said = diagnose(run, baseline)
     return Judged(told, "other", INTERVAL, said.harm, said.cause, None, None), quantities(run, baseline, said)
 
@@ -101,7 +94,7 @@ def of_run(told: Mapping[str, Any]) -> tuple[Judged, list[float]] | None:
 def main() -> None:
     warnings.simplefilter("ignore")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        found = [one for one in pool.map(of_run, _all().values(), chunksize=16) if one is not None]
+        found = [one for one in pool.map(of_run, truths("all"), chunksize=16) if one is not None]
     runs = [judged for judged, _ in found]
     shown = np.nan_to_num(np.array([values for _, values in found], np.float64))
     harmed = np.array([judged.truth["harmful"] for judged in runs], bool)
