@@ -176,7 +176,12 @@ def test_course_says_since_when(page: Page, board: str, logdir: Path, tmp_path: 
     expect(tab.locator(f"[data-drawn='underflow_pct against {begin} {end}']")).to_be_visible()
     in_address(page, f"p.fp8.from={begin}")
     assert int(end) == pytest.approx(592, abs=2)
+    # What is being typed stays, though the page is drawn anew meanwhile.
     tab.locator("[data-zoom=from]").fill("400")
+    for shown in ("run", "against"):
+        page.evaluate("shown => { location.hash = location.hash.replace(/&p.fp8.show=[a-z]+|$/, `&p.fp8.show=${shown}`); }", shown)
+        expect(tab.locator(f"[data-drawn='underflow_pct {shown} {begin} {end}']")).to_be_visible()
+    expect(tab.locator("[data-zoom=from]")).to_have_value("400")
     tab.locator("[data-zoom=from]").press("Enter")
     expect(tab.locator(f"[data-drawn='underflow_pct against 400 {end}']")).to_be_visible()
     # The warm-up is the run's: the first steps in sight are not left out.

@@ -4,6 +4,7 @@ import {details} from '../details.js';
 import {Help} from '../glossary/glossary.jsx';
 import {about, choose, chosen, known, metricNamed, metricsOfTable, PARTS, suggestedMetric, table, TABLES} from '../records.js';
 import {shown, titleOf} from '../units.js';
+import {Typed} from './typed.jsx';
 
 const STATES = {growing: 'growing', empty: 'nothing recorded yet', unreadable: 'unreadable', still: ''};
 
@@ -83,7 +84,7 @@ export function Tensor({first}) {
   return (
     <label class="wide-label">
       Tensor
-      <input list="tensors" value={tensor.value ? titleOf(tensor.value) : ''} placeholder={first ? titleOf(first) : `${shown('input')} of …`} onChange={pick} data-picker="tensor" />
+      <Typed list="tensors" value={tensor.value ? titleOf(tensor.value) : ''} placeholder={first ? titleOf(first) : `${shown('input')} of …`} onChange={pick} data-picker="tensor" />
       <datalist id="tensors">{names.map((name) => <option key={name} value={name} />)}</datalist>
     </label>
   );

@@ -2,6 +2,7 @@
 import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
 import {at, go} from '../address.js';
 import {Chart} from '../components/chart.jsx';
+import {Typed} from '../components/typed.jsx';
 import {steps} from '../details.js';
 import {placeOf} from '../units.js';
 import {AXES, currentAxes} from './axes.js';
@@ -69,8 +70,8 @@ function Drawn({children, panels, events, markers, names, title, isDark, width, 
     <>
       <div class="controls">
         {children}
-        <label>Steps from <input type="number" min={first} max={last} value={from} onChange={(event) => zoom(event.target.valueAsNumber, to)} data-zoom="from" /></label>
-        <label>to <input type="number" min={first} max={last} value={to} onChange={(event) => zoom(from, event.target.valueAsNumber)} data-zoom="to" /></label>
+        <label>Steps from <Typed type="number" min={first} max={last} value={from} onChange={(event) => zoom(event.target.valueAsNumber, to)} data-zoom="from" /></label>
+        <label>to <Typed type="number" min={first} max={last} value={to} onChange={(event) => zoom(from, event.target.valueAsNumber)} data-zoom="to" /></label>
         <button type="button" disabled={from <= first && to >= last} onClick={() => zoom(first, last)}>All steps</button>
         <Axes />
         {panels.some(({band}) => band) && <Band name={names.baseline} />}

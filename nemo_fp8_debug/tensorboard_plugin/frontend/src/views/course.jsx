@@ -11,6 +11,7 @@ import {Notice, Problem} from '../components/notice.jsx';
 import {currentMetric, Metric, Table as Tables} from '../components/pickers.jsx';
 import {currentStep} from '../components/steps.jsx';
 import {Table} from '../components/table.jsx';
+import {Typed} from '../components/typed.jsx';
 import {CourseChart} from '../course/chart.jsx';
 import {currentlyShown, isAgainst, offered, useCourse} from '../course/data.js';
 import {linesOf} from '../course/lines.js';
@@ -76,8 +77,8 @@ function Span({ends: [first, last], span: [from, to]}) {
   const set = (low, high) => low < high && go({from: low <= first ? null : low, to: high >= last ? null : high}, true);
   return (
     <span class="span">
-      <label>Steps from <input type="number" min={first} max={last} value={from} onChange={(event) => set(event.target.valueAsNumber, to)} data-zoom="from" /></label>
-      <label>to <input type="number" min={first} max={last} value={to} onChange={(event) => set(from, event.target.valueAsNumber)} data-zoom="to" /></label>
+      <label>Steps from <Typed type="number" min={first} max={last} value={from} onChange={(event) => set(event.target.valueAsNumber, to)} data-zoom="from" /></label>
+      <label>to <Typed type="number" min={first} max={last} value={to} onChange={(event) => set(from, event.target.valueAsNumber)} data-zoom="to" /></label>
       <button type="button" disabled={from <= first && to >= last} onClick={() => set(first, last)}>All steps</button>
     </span>
   );

@@ -3,6 +3,7 @@ import {signal} from '@preact/signals';
 import {useEffect, useState} from 'preact/hooks';
 import {at, go} from '../address.js';
 import {Problem} from '../components/notice.jsx';
+import {Typed} from '../components/typed.jsx';
 import {called} from '../names.js';
 import {useJob} from '../server.js';
 
@@ -70,13 +71,13 @@ export function Picker({inUse}) {
       {delayed && (
         <label>
           Margin (powers of 2)
-          <input type="number" min="0" max="20" value={wanted.margin} onChange={(event) => set({margin: whole(event.target.value, 0, 20)})} data-picker="margin" />
+          <Typed type="number" min="0" max="20" value={wanted.margin} onChange={(event) => set({margin: whole(event.target.value, 0, 20)})} data-picker="margin" />
         </label>
       )}
       {delayed && (
         <label>
           History (samples)
-          <input type="number" min="1" max="4096" value={wanted.history} onChange={(event) => set({history: whole(event.target.value, 1, 4096)})} data-picker="history" />
+          <Typed type="number" min="1" max="4096" value={wanted.history} onChange={(event) => set({history: whole(event.target.value, 1, 4096)})} data-picker="history" />
         </label>
       )}
       <button type="submit">Try</button>
