@@ -63,7 +63,8 @@ def values_of(column: str) -> list[tuple[str, str]]:
 
 def renamed(rows: pa.Table) -> pa.Table:
     """Rows of any readable schema, with today's names and values."""
-    rows = rows.rename_columns([_COLUMNS.get(name, name) for name in rows.column_names])
+    if not _COLUMNS.keys().isdisjoint(rows.column_names):
+        rows = rows.rename_columns([_COLUMNS.get(name, name) for name in rows.column_names])
     for name, (old, new) in _VALUES.items():
         if name in rows.column_names:
             i = rows.column_names.index(name)

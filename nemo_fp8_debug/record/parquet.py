@@ -10,6 +10,7 @@ import io
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -65,18 +66,21 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
     return content, f"{zlib.crc32(content[len(data) :]):08x}"
 
 
-def read(file: Any, checksum: str, columns: Sequence[str] | None = None, step: int | None = None) -> pa.Table:
-    """Columns of a part, text dictionary-encoded; all of them by default. Only what they take is read and checked.
+def read(
+    file: Any, checksum: str, columns: Sequence[str] | None = None, step: int | None = None, texts: Sequence[str] = ()
+) -> pa.Table:
+    """Columns of a part, all of them by default. Only what they take is read and checked.
 
     Args:
         file: opened to read; seekable.
         checksum: that its name ends in.
         step: read what may have rows of it; None: all.
+        texts: columns of text that are read as dictionaries: they repeat, and are filtered in a fraction of the time.
 
     Raises:
         ValueError: it is damaged or foreign.
     """
-    part = _with_codes(*_opened(file, checksum))
+    part = _opened(file, checksum, texts)
     names = None if columns is None else list(columns)
     if step is None:
         return part.read(columns=names, use_threads=False)
@@ -93,7 +97,7 @@ def groups(file: Any, checksum: str) -> Iterator[pa.Table]:
     Raises:
         ValueError: it is damaged or foreign.
     """
-    _, part = _opened(file, checksum)
+    part = _opened(file, checksum)
     for group in range(part.num_row_groups):
         yield part.read_row_group(group, use_threads=False)
 
@@ -101,15 +105,15 @@ def groups(file: Any, checksum: str) -> Iterator[pa.Table]:
 class Rows:
     """A part, opened to read some of its rows; only what they take is read and checked."""
 
-    def __init__(self, file: Any, checksum: str) -> None:
+    def __init__(self, file: Any, checksum: str, texts: Sequence[str] = ()) -> None:
         """
         Args:
-            file, checksum: as for `read`.
+            file, checksum, texts: as for `read`.
 
         Raises:
             ValueError: it is damaged or foreign.
         """
-        self._file, self._part = _opened(file, checksum)
+        self._part = _opened(file, checksum, texts)
         self._metadata = self._part.metadata
         counts = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
         self._ends = np.cumsum([0, *counts])
@@ -121,17 +125,13 @@ class Rows:
         return found if found is not None and sum(each.rows for each in found.stretches) == self._ends[-1] else None
 
     def read(
-        self, columns: Sequence[str], wanted: Sequence[tuple[int, int]] | None = None, texts: bool = True
+        self, columns: Sequence[str], wanted: Sequence[tuple[int, int]] | None = None
     ) -> tuple[pa.Table, Callable[[Ints], Ints]]:
         """Columns of the row groups that have rows from `first` up to, without it, `end` of any pair; None: all.
 
-        Args:
-            texts: whether there may be text among the columns.
-
         Returns:
-            The rows, text dictionary-encoded, and where places in the part are among them.
+            The rows, and where places in the part are among them.
         """
-        part = _with_codes(self._file, self._part) if texts else self._part
         there = np.full(len(self._ends) - 1, wanted is None)
         for first, end in wanted or ():
             there[np.searchsorted(self._ends, first, side="right") - 1 : np.searchsorted(self._ends, end)] = True
@@ -143,7 +143,7 @@ class Rows:
             found: Ints = places - nearer[np.searchsorted(self._ends[groups], places, side="right") - 1]
             return found
 
-        return part.read_row_groups(groups.tolist(), columns=list(columns), use_threads=False), at
+        return self._part.read_row_groups(groups.tolist(), columns=list(columns), use_threads=False), at
 
 
 def _may_have(group: pq.RowGroupMetaData, step: int) -> bool:
@@ -162,7 +162,7 @@ def rows(file: Any, checksum: str) -> int:
     Raises:
         ValueError: it is damaged or foreign.
     """
-    return int(_opened(file, checksum)[1].metadata.num_rows)
+    return int(_opened(file, checksum).metadata.num_rows)
 
 
 def pick(file: Any, checksum: str, columns: Sequence[str], places: Sequence[int], at_once: int) -> pa.Table:
@@ -177,7 +177,7 @@ def pick(file: Any, checksum: str, columns: Sequence[str], places: Sequence[int]
     Raises:
         ValueError: it is damaged or foreign.
     """
-    _, part = _opened(file, checksum)
+    part = _opened(file, checksum)
     there = [name for name in columns if name in part.schema_arrow.names]
     groups, begin = _from_the_first(part.metadata, places)
     wanted, found = list(places), []
@@ -205,18 +205,17 @@ def _blocks(data: bytes, size: int) -> list[memoryview]:
     return [memoryview(data)[i : i + size] for i in range(0, len(data), size)]
 
 
-def _opened(file: Any, checksum: str) -> tuple[_Checked, pq.ParquetFile]:
-    """A part, and its bytes, which are checked as they are read."""
+def _opened(file: Any, checksum: str, texts: Sequence[str] = ()) -> pq.ParquetFile:
+    """A part, whose bytes are checked as they are read; some texts as dictionaries."""
     checked = _Checked(file, checksum)
-    part = pq.ParquetFile(checked)  # which reads the footer alone
+    try:
+        part = pq.ParquetFile(checked, read_dictionary=list(texts))  # which reads the footer alone
+    except KeyError:  # an earlier release wrote it, which had fewer columns
+        there = pq.ParquetFile(checked)
+        kept = [name for name in texts if name in there.schema_arrow.names]
+        part = pq.ParquetFile(checked, metadata=there.metadata, read_dictionary=kept)
     checked.expect(part.metadata)
-    return checked, part
-
-
-def _with_codes(checked: _Checked, part: pq.ParquetFile) -> pq.ParquetFile:
-    """The same, and text is read as a dictionary: it repeats, and is filtered in a fraction of the time."""
-    texts = [field.name for field in part.schema_arrow if field.type == pa.string()]
-    return pq.ParquetFile(checked, metadata=part.metadata, read_dictionary=texts)
+    return part
 
 
 class _Checked(io.RawIOBase):
@@ -278,10 +277,40 @@ class _Checked(io.RawIOBase):
         self._file.seek(first * size)
         data: bytes = self._file.read(min((last + 1) * size, self._start) - first * size)
         if self._sums is not None:
-            known = self._sums[first : last + 1]
-            read = [zlib.crc32(block) for block in _blocks(data, size)]
-            if read != known:
-                wrong = next(i for i, both in enumerate(itertools.zip_longest(read, known)) if both[0] != both[1])
-                raise ValueError(f"it is damaged: its bytes from {(first + wrong) * size} are not those that were written")
+            self._check(data, self._sums[first : last + 1], first * size)
         whole = data + self._footer if end > self._start else data
         return memoryview(whole)[begin - first * size : end - first * size]
+
+    def _check(self, data: bytes, known: Sequence[int], begin: int) -> None:
+        size = self._block
+        whole = len(data) // size
+        rest = data[whole * size :]
+        # At once, which takes less than one by one; the last block of a part may be shorter.
+        sums = [zlib.crc32(memoryview(data)[: whole * size]), *([zlib.crc32(rest)] if rest else [])]
+        if len(known) != whole + bool(rest) or sums != [_of_all(known[:whole], size), *known[whole:]]:
+            both = itertools.zip_longest(map(zlib.crc32, _blocks(data, size)), known)
+            wrong = next(i for i, (read, written) in enumerate(both) if read != written)
+            raise ValueError(f"it is damaged: its bytes from {begin + wrong * size} are not those that were written")
+
+
+def _of_all(sums: Sequence[int], size: int) -> int:
+    """The CRC-32 of blocks of `size` bytes that lie one behind the other, from that of each.
+
+    Of A and B behind it, it is that of A, taken over the length of B, xor that of B; as `crc32_combine` of zlib.
+
+    >>> _of_all([zlib.crc32(b"1234"), zlib.crc32(b"5678")], 4) == zlib.crc32(b"12345678")
+    True
+    """
+    lowest, low, high, highest = _over(size)
+    crc = 0
+    for each in sums:
+        crc = lowest[crc & 255] ^ low[crc >> 8 & 255] ^ high[crc >> 16 & 255] ^ highest[crc >> 24] ^ each
+    return crc
+
+
+@lru_cache(len(_KEYS))
+def _over(size: int) -> list[list[int]]:
+    """By byte of a CRC-32, lowest first, and its value: what it adds to that of the same with `size` zeros behind it."""
+    zeros = bytes(size)
+    of_none = zlib.crc32(zeros)
+    return [[zlib.crc32(zeros, value << place) ^ of_none for value in range(256)] for place in range(0, 32, 8)]

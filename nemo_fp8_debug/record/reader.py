@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from ..errors import ConfigError, RecordError, warn
 from . import migration, parquet
 from .checks import wrong_values
-from .schema import SCHEMAS, SECTIONS, Part, arrow_schema, attempt_of_fingerprint
+from .schema import SCHEMAS, SECTIONS, Part, arrow_schema, attempt_of_fingerprint, texts_of
 from .storage import Storage
 
 Address = str | os.PathLike[str]
@@ -238,7 +238,7 @@ def read_part(run: Storage, schema: pa.Schema, part: Part, step: int | None = No
         run.check(part.path)
         with run.open(part.path) as file:
             names = migration.with_earlier_names(schema.names)
-            rows = migration.completed(parquet.read(file, part.checksum, names, step), schema)
+            rows = migration.completed(parquet.read(file, part.checksum, names, step, texts_of(schema)), schema)
         check(of_schema(rows, schema))
         if pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
             return "its rows are not of the attempt that its name says"

@@ -15,7 +15,7 @@ from ..core.threads import ahead
 from . import migration, parquet
 from .outline import Outline, Stretch, Value, stretches
 from .reader import check, complain_of, of_schema, parts_of, reason
-from .schema import Part, arrow_schema
+from .schema import Part, arrow_schema, texts_of
 from .storage import Storage
 
 Ints = npt.NDArray[np.int64]
@@ -43,9 +43,10 @@ def read_columns(
         Exception: the part is not there, or damaged, or foreign.
     """
     schema = arrow_schema(table, columns)
-    texts = pa.string() in schema.types
     with storage.open(part.path) as file:
-        rows, at = parquet.Rows(file, part.checksum).read(migration.with_earlier_names(schema.names), spans, texts)
+        rows, at = parquet.Rows(file, part.checksum, texts_of(schema)).read(
+            migration.with_earlier_names(schema.names), spans
+        )
     return of_schema(migration.completed(rows, schema), schema), at
 
 

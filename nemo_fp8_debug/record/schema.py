@@ -169,6 +169,11 @@ def arrow_schema(table: str, columns: Iterable[str] | None = None) -> pa.Schema:
     return pa.schema([(c, _arrow_type(kind)) for c, kind in SCHEMAS[table].items() if kept is None or c in kept])
 
 
+def texts_of(schema: pa.Schema) -> list[str]:
+    """Names of columns of text."""
+    return [field.name for field in schema if field.type == pa.string()]
+
+
 def _arrow_type(kind: Any) -> pa.DataType:
     if isinstance(kind, pl.List):
         return pa.list_(_arrow_type(kind.inner))
