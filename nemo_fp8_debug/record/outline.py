@@ -1,5 +1,5 @@
 """Which operands the rows of a part are of, told in a few bytes: sampled steps list the same ones in the same order. And the
-values of texts that have few, and what all rows have in common."""
+values of texts that have few, where these are the same in the same order, and what all rows have in common."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -45,6 +47,21 @@ class Outline:
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     #: by column whose rows all have it, the value: an integer, a short text or null
     same: Mapping[str, Value] = field(default_factory=dict)
+    #: by column of `texts` whose rows do not all have the same: of each stretch, a digest of its values in order
+    patterns: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def find(self, row: int) -> tuple[int, int]:
+        """The stretch that has a row of the part, and its place in there.
+
+        >>> Outline((Stretch(0, 3, ""), Stretch(5, 3, ""))).find(4)
+        (1, 1)
+        """
+        stretch = int(np.searchsorted(self._ends, row, side="right"))
+        return stretch, row - int(self._ends[stretch - 1] if stretch else 0)
+
+    @cached_property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return np.cumsum([stretch.rows for stretch in self.stretches])
 
 
 def outline_of(table: pa.Table) -> Outline:
@@ -59,7 +76,23 @@ def outline_of(table: pa.Table) -> Outline:
     values = {name: pc.unique(table[name]).to_pylist() for name in names}
     few = {name: of_name for name, of_name in values.items() if len(of_name) <= _FEW and all(map(_is_short, of_name))}
     same = {name: of_name[0] for name, of_name in few.items() if len(of_name) == 1}
-    return Outline(tuple(stretches(table)), few, same | _same_numbers(table))
+    of_steps = tuple(stretches(table))
+    return Outline(of_steps, few, same | _same_numbers(table), {name: _patterns(table[name], of_steps) for name in few})
+
+
+def _patterns(column: pa.ChunkedArray, of_steps: Sequence[Stretch]) -> list[str]:
+    """Of each stretch, a digest of its values in order."""
+    ends = itertools.accumulate((stretch.rows for stretch in of_steps), initial=0)
+    return [_pattern(column.slice(first, stretch.rows)) for first, stretch in zip(ends, of_steps, strict=False)]
+
+
+def _pattern(texts: pa.ChunkedArray) -> str:
+    coded = texts.combine_chunks().dictionary_encode()
+    values = coded.dictionary.to_pylist() + [None] * bool(coded.null_count)
+    digest = hashlib.blake2b(json.dumps(values).encode(), digest_size=_DIGEST // 2)
+    if len(values) > 1:
+        digest.update(coded.indices.fill_null(-1).to_numpy())
+    return digest.hexdigest()
 
 
 def _is_short(text: str | None) -> bool:
@@ -119,7 +152,11 @@ def to_text(outlines: Sequence[Outline]) -> str:
     }
     first, *others = (outline.same for outline in outlines) if outlines else ({},)
     same = {name: value for name, value in first.items() if all(each.get(name, ...) == value for each in others)}
-    return json.dumps({"stretches": all_of_them, "texts": texts, "same": same}, separators=(",", ":"))
+    patterns = {
+        name: [pattern for outline in outlines for pattern in outline.patterns[name]] for name in texts if name not in same
+    }
+    told = {"stretches": all_of_them, "texts": texts, "same": same, "patterns": patterns}
+    return json.dumps(told, separators=(",", ":"))
 
 
 def from_text(text: bytes | None) -> Outline | None:
@@ -131,14 +168,20 @@ def from_text(text: bytes | None) -> Outline | None:
         found = tuple(Stretch(step, rows, digest) for step, rows, digest in content["stretches"])
         texts = {str(name): list(values) for name, values in content["texts"].items()}
         same = {str(name): value for name, value in content.get("same", {}).items()}
+        patterns = {str(name): list(of_name) for name, of_name in content.get("patterns", {}).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     known = all(text is None or isinstance(text, str) for values in texts.values() for text in values)
     known &= all(value is None or type(value) in (int, str) for value in same.values())
-    return Outline(found, texts, same) if known and found and all(map(_is_sound, found)) else None
+    known &= all(len(of_name) == len(found) and all(map(_is_digest, of_name)) for of_name in patterns.values())
+    return Outline(found, texts, same, patterns) if known and found and all(map(_is_sound, found)) else None
 
 
 def _is_sound(stretch: Stretch) -> bool:
     step, rows, digest = stretch
     numbers = type(step) is int and type(rows) is int and 0 <= step < 1 << 63 and 0 < rows < 1 << 63
-    return numbers and isinstance(digest, str) and len(digest) == _DIGEST
+    return numbers and _is_digest(digest)
+
+
+def _is_digest(text: object) -> bool:
+    return isinstance(text, str) and len(text) == _DIGEST

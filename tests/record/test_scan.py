@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,29 @@ def test_a_footer_tells_of_a_column_what_all_of_its_rows_have(values: list[tuple
     if whole["mse"].null_count == len(whole):
         expected["mse"] = {None}
     assert told.same == {name: next(iter(of_name)) for name, of_name in expected.items() if len(of_name) == 1}
+
+
+@given(st.lists(st.lists(texts, min_size=1, max_size=4), min_size=1, max_size=4), st.integers(1, 4))
+def test_a_footer_tells_which_steps_have_the_same_texts(of_steps: list[list[str | None]], at: int) -> None:
+    lengths = [len(of_step) for of_step in of_steps]
+    whole = pa.table(
+        {
+            "step": np.repeat(range(len(of_steps)), lengths),
+            "layer": [f"fc{i}" for length in lengths for i in range(length)],
+            "role": ["input"] * sum(lengths),
+            "format": pa.array([text for of_step in of_steps for text in of_step], pa.string()),
+        }
+    )
+    parts = [part for part in (whole[: sum(lengths[:at])], whole[sum(lengths[:at]) :]) if len(part)]
+    told = outline.from_text(outline.to_text(list(map(outline.outline_of, parts))).encode())
+    assert told is not None
+    assert [told.find(row) for row in range(len(whole))] == [(i, j) for i, n in enumerate(lengths) for j in range(n)]
+    if len({text for of_step in of_steps for text in of_step}) == 1:
+        assert "format" in told.same and not told.patterns
+        return
+    for (one, its), (other, others) in itertools.combinations(zip(of_steps, told.patterns["format"], strict=True), 2):
+        assert its == others or one != other
+        assert its != others or all(a == b for a, b in zip(one, other, strict=False))
 
 
 @pytest.mark.parametrize("value", ["many", -3, 1 << 70, True, 0.5, [0]])

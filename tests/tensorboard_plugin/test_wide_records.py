@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import pyarrow.parquet as pq
 import pytest
 from banded_runs import write_runs
 from samples import sample
@@ -61,6 +62,31 @@ def test_every_row_group_is_found(wide: Path) -> None:
             found = tab.json("timeline", run="run", layer=f"layers.{layer}.fc1", role=role, metrics="mse")
             assert found["metrics"]["mse"] == mine.filter(role=role)["mse"].to_list()
             assert found["step"] == list(range(STEPS))
+
+
+def test_texts_that_footers_tell_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three parts, the second has texts of its own; all but those of the first can be lost, if they are the same."""
+    monkeypatch.setattr(part_index, "GROUP", 1)
+    record = start(tmp_path / "run")
+    formats = [["e4m3", "e5m2"], ["e5m2", "e4m3"], ["e4m3", "e5m2"]]
+    for step, of_step in enumerate(formats):
+        record.record(sample(step, [{"layer": f"fc{i}", "format": text} for i, text in enumerate(of_step)]))
+    record.close()
+
+    def told() -> list[list[str | None]]:
+        tab = Tab(tmp_path)
+        of_layers = (tab.json("timeline", run="run", layer=f"fc{i}", role="input", metrics="mse") for i in range(2))
+        return [list(of_step) for of_step in zip(*(found["format"] for found in of_layers), strict=True)]
+
+    assert told() == formats
+    for part in sorted((tmp_path / "run" / "metrics").iterdir())[1:]:
+        of_format = next(
+            c for c in pq.read_metadata(part).row_group(0).to_dict()["columns"] if c["path_in_schema"] == "format"
+        )
+        content = bytearray(part.read_bytes())
+        content[of_format["dictionary_page_offset"]] ^= 1
+        part.write_bytes(content)
+    assert told() == [formats[0], [None, None], formats[2]]
 
 
 def test_a_damaged_part_costs_its_own_steps(wide: Path) -> None:

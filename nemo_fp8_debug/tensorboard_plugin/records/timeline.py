@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...core.threads import ahead
+from ...record.outline import Outline
 from ...record.schema import Part
 from ...record.storage import Storage
 from ..web.json_values import numbers
@@ -30,7 +31,7 @@ def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[st
     """
 
     def read(index: Index) -> dict[str, Any]:
-        of_part = partial(_of_part, parts, run, index, (layer, role), metrics)
+        of_part = partial(_of_part, parts, run, index, (layer, role), metrics, TextsSoFar())
         columns: dict[str, list[Any]] = {name: [] for name in ("step", *metrics, *TEXTS)}
         for found in ahead(of_part, list(index.held)):
             for name, values in found.items():
@@ -46,7 +47,7 @@ def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[st
 
 
 def _of_part(
-    parts: Parts, run: Storage, index: Index, key: tuple[str, str], metrics: list[str], part: Part
+    parts: Parts, run: Storage, index: Index, key: tuple[str, str], metrics: list[str], texts: TextsSoFar, part: Part
 ) -> dict[str, list[Any]]:
     """Step, metrics and texts, at those of a part's steps that have the tensor."""
     if (layout := layout_of(parts, run, part)) is None:
@@ -55,19 +56,48 @@ def _of_part(
     if not places:
         return {}
     if layout.is_wide:
-        return {"step": list(places), **_of_rows(parts, run, part, list(places.values()), metrics)}
+        return {"step": list(places), **_of_rows(parts, run, part, list(places.values()), metrics, texts)}
     return {"step": list(places), **_of_matrices(parts, run, part, layout, list(places), key, metrics)}
 
 
-def _of_rows(parts: Parts, run: Storage, part: Part, places: Sequence[int], metrics: list[str]) -> dict[str, list[Any]]:
+class TextsSoFar:
+    """Texts of a tensor. Those of most samples are the same, and footers tell of which: these are read once."""
+
+    def __init__(self) -> None:
+        #: by column, and pattern and place of its stretch
+        self._known: dict[tuple[str, str, int], str | None] = {}
+
+    def told(self, outline: Outline, places: Sequence[int]) -> dict[str, list[str | None]]:
+        """By column of which nothing has to be read, those of some rows of a part."""
+        told: dict[str, list[str | None]] = {}
+        for name in TEXTS:
+            if type(text := outline.same.get(name)) is str:
+                told[name] = [text] * len(places)
+            elif name in outline.patterns and self._known.keys() >= set(keys := self._keys(outline, name, places)):
+                told[name] = [self._known[key] for key in keys]
+        return told
+
+    def keep(self, outline: Outline, places: Sequence[int], read: Mapping[str, Sequence[str | None]]) -> None:
+        """Those of a part that were read, and are not damaged."""
+        for name in read.keys() & outline.patterns.keys():
+            self._known.update(zip(self._keys(outline, name, places), read[name], strict=True))
+
+    def _keys(self, outline: Outline, name: str, places: Sequence[int]) -> list[tuple[str, str, int]]:
+        return [(name, outline.patterns[name][stretch], row) for stretch, row in map(outline.find, places)]
+
+
+def _of_rows(
+    parts: Parts, run: Storage, part: Part, places: Sequence[int], metrics: list[str], so_far: TextsSoFar
+) -> dict[str, list[Any]]:
     """Read from the few rows of the tensor."""
     names = dict.fromkeys(column for name in metrics for column in columns_of(parts.table, name))
-    outline = parts.outline(run, part)
-    told = {name: text for name, text in (outline.same if outline else {}).items() if name in TEXTS and type(text) is str}
-    rows = _some_rows(parts, run, part, (*names, *(name for name in TEXTS if name not in told)), places)
-    values = {name: numbers(values_of(rows, parts.table, name)) for name in metrics}
-    texts = {name: [told[name]] * len(places) if name in told else rows[name].to_pylist() for name in TEXTS}
-    return values | texts
+    outline = parts.outline(run, part) or Outline(())
+    texts = so_far.told(outline, places)
+    missing = [name for name in TEXTS if name not in texts]
+    rows = _some_rows(parts, run, part, (*names, *missing), places)
+    read = {name: rows[name].to_pylist() for name in missing}
+    so_far.keep(outline, places, {name: read[name] for name in missing if rows[name].type != pa.null()})
+    return {name: numbers(values_of(rows, parts.table, name)) for name in metrics} | texts | read
 
 
 def _some_rows(parts: Parts, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
