@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,13 @@ def _lists(columns: Sequence[pl.Series]) -> pa.Array:
     )
 
 
+@lru_cache(None)
+def _truths_in(path: Path, written: int) -> list[str]:
+    """Of each row of a file, as text; read once unless it is written anew."""
+    texts: list[str] = pq.ParquetFile(path).read(columns=["truth"])["truth"].to_pylist()
+    return texts
+
+
 def truths(which: str, folder: Path = FOLDER, first: int = 0) -> Iterator[dict[str, Any]]:
     """What is true of each run of a set, with the file and row that it lies in.
 
@@ -111,7 +119,7 @@ def truths(which: str, folder: Path = FOLDER, first: int = 0) -> Iterator[dict[s
         family, _, part = path.stem.rpartition("-")
         if int(part) < first:
             continue
-        for row, text in enumerate(pq.read_table(path, columns=["truth"])["truth"].to_pylist()):
+        for row, text in enumerate(_truths_in(path, path.stat().st_mtime_ns)):
             told = json.loads(text)
             of = set_of(family, int(part), told["kind"])
             if which in ("all", of) or (which == "released" and of != "held-out"):
