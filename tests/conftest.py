@@ -22,6 +22,7 @@ os.environ.pop("COLUMNS", None)
 import hypothesis
 import pytest
 import torch
+from long import leave_out
 from processes import GUARD
 
 # No test is about the speed of the machine that it runs on.
@@ -51,9 +52,15 @@ _longest = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run what takes long, whose results are committed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {_here / f"{name}.py": place for place, name in enumerate(_longest)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+    leave_out(config, items)
 
 
 def pytest_collection_finish() -> None:

@@ -51,6 +51,8 @@ def test_nonfinite_is_no_chance() -> None:
     assert len(discoveries(rows([1.0], "nonfinite"), 133_000)) == 1 and discoveries(rows([]), 5).is_empty()
 
 
+# Long tests rest on nemo_fp8_debug/analysis/comparison/discoveries.py.
+@pytest.mark.long
 def test_what_is_assumed_of_chance_holds_in_clean_runs_of_other_seeds() -> None:
     values = np.concatenate(list(of_pairs(truths("tune"))))
     at = np.array([0.4, 0.5, 0.6, 0.7, 0.8])

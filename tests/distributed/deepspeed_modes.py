@@ -1,11 +1,14 @@
-"""The modes of DeepSpeed, in turn, in two CPU processes, and float16 in two others: `deepspeed_modes.py FOLDER FOLDER`."""
+"""The modes of DeepSpeed, in turn, in two CPU processes, and float16 in two others.
+
+`deepspeed_modes.py FOLDER FOLDER MODE...`
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -247,7 +250,7 @@ def lightning(within: Path, watched: bool) -> dict[str, Any]:
     return {"losses": module.losses, "digest": digest(module), "samples": found}
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def main(rank: int, world: int, folder: Path, modes: Sequence[str]) -> None:
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
     # Its collectives in shared memory would be compiled first; gloo has them all.
@@ -255,7 +258,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     # Before there is a process group, and DeepSpeed's linear function.
     found = {"plain": plain(2, 2), "plain float32": plain(2, 2, torch.float32)}
     deepspeed.init_distributed("gloo", verbose=False)
-    for name in (*MODES, "pipeline", "lightning"):
+    for name in modes:
         mode = MODES.get(name)
         run = partial(zero, mode) if mode else {"pipeline": pipeline, "lightning": partial(lightning, folder)}[name]
         bare = found[mode.same_as]["bare"] if mode and mode.same_as else run(watched=False)
@@ -268,5 +271,5 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for run, folder in zip((main, deepspeed_fp16.main), sys.argv[1:], strict=True):
-        in_ranks(2, run, Path(folder), frees_memory=False)
+    in_ranks(2, main, Path(sys.argv[1]), sys.argv[3:], frees_memory=False)
+    in_ranks(2, deepspeed_fp16.main, Path(sys.argv[2]), frees_memory=False)

@@ -1,4 +1,4 @@
-"""Megatron in every layout, each over as many processes as it takes: `megatron_ranks.py FOLDER`.
+"""Megatron in some layouts, each over as many processes as it takes: `megatron_ranks.py FOLDER LAYOUT...`.
 
 Each layout trains unwatched, while hooks of our own keep the operands, and then once for each way to watch it.
 """
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from layouts import (
+    BY_NAME,
     HIDDEN,
-    LAYOUTS,
     MICRO_BATCH,
     MICRO_BATCHES,
     SEQUENCE,
@@ -191,13 +191,13 @@ def ranks() -> dict[str, int]:
     }
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def main(rank: int, world: int, folder: Path, layouts: Sequence[Layout]) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(200, exit=True)  # where a layout that hangs does
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
     with megatron_on_cpu():
-        for layout in (found for found in LAYOUTS if found.world == world):
+        for layout in (found for found in layouts if found.world == world):
             parallel_state.initialize_model_parallel(**layout.groups)
             model_parallel_cuda_manual_seed(0)
             for name, watch in ({"kept": None} | WATCHED).items():
@@ -212,5 +212,6 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for world in sorted({layout.world for layout in LAYOUTS}):
-        in_ranks(world, main, Path(sys.argv[1]), frees_memory=False)
+    layouts = [BY_NAME[name] for name in sys.argv[2:]]
+    for world in sorted({layout.world for layout in layouts}):
+        in_ranks(world, main, Path(sys.argv[1]), layouts, frees_memory=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from long import long_but
 from processes import run_script
 
 from nemo_fp8_debug.record.reader import find_run, read_table
@@ -19,6 +20,8 @@ STAGE_3 = [
 ]
 ZERO = ["zero-0", "zero-0 one-bit", "zero-1", "zero-2", "zero-2 offload", *STAGE_3]
 ALL = [*ZERO, "pipeline", "lightning"]
+#: what is trained whenever tests are run
+LIVE = ["zero-0", "zero-2", "zero-3", "zero-3 recompute", "pipeline"]
 #: how the plain run is called that computes the same, where it is not "plain"
 TWINS = {"zero-0 one-bit": "plain float32", "zero-3 float32": "plain float32", "zero-3 own linear": "plain own linear"}
 TWINS |= {"pipeline": "plain pipeline", "lightning": "plain lightning"}
@@ -26,10 +29,11 @@ Run = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of all modes, and of float16."""
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Of modes, and of float16."""
     modes, float16 = (tmp_path_factory.mktemp(name) for name in ("modes", "float16"))
-    run_script(HERE / "deepspeed_modes.py", modes, float16, DS_ACCELERATOR="cpu")
+    chosen = ALL if request.config.getoption("--long") else LIVE
+    run_script(HERE / "deepspeed_modes.py", modes, float16, *chosen, DS_ACCELERATOR="cpu")
     return modes, float16
 
 
@@ -48,7 +52,7 @@ def of_step(run: Run, step: str, what: str) -> dict[str, Any]:
     return {key.removeprefix("layers."): value for key, value in run["samples"][step][what].items()}
 
 
-@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("mode", long_but(LIVE, ALL))
 def test_losses_and_weights_are_bit_identical(ranks: list[dict[str, Run]], mode: str) -> None:
     for rank in ranks:
         bare, watched = rank[mode]["bare"], rank[mode]["watched"]
@@ -56,7 +60,7 @@ def test_losses_and_weights_are_bit_identical(ranks: list[dict[str, Run]], mode:
         assert watched["digest"] == bare["digest"]
 
 
-@pytest.mark.parametrize("mode", [*ZERO, "pipeline"])
+@pytest.mark.parametrize("mode", long_but(LIVE, [*ZERO, "pipeline"]))
 def test_no_collective_is_caused(ranks: list[dict[str, Run]], mode: str) -> None:
     for rank in ranks:
         bare, watched = rank[mode]["bare"], rank[mode]["watched"]
@@ -64,13 +68,13 @@ def test_no_collective_is_caused(ranks: list[dict[str, Run]], mode: str) -> None
         assert not watched.get("external")
 
 
-@pytest.mark.parametrize("mode", STAGE_3)
+@pytest.mark.parametrize("mode", long_but(LIVE, STAGE_3))
 def test_weights_are_really_split_between_forwards(ranks: list[dict[str, Run]], mode: str) -> None:
     for rank in ranks:
         assert rank[mode]["watched"]["sizes"] == [0]
 
 
-@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("mode", long_but(LIVE, ALL))
 def test_first_step_is_that_of_one_process(ranks: list[dict[str, Run]], mode: str) -> None:
     """Until the first update the arithmetic is the same: every count of every histogram, and every metric."""
     run, twin = ranks[0][mode]["watched"], ranks[0][TWINS.get(mode, "plain")]
@@ -94,7 +98,7 @@ def test_first_step_is_that_of_one_process(ranks: list[dict[str, Run]], mode: st
             assert row[name] == (pytest.approx(value, rel=1e-12) if direct else value), name
 
 
-@pytest.mark.parametrize("mode", ZERO)
+@pytest.mark.parametrize("mode", long_but(LIVE, ZERO))
 @pytest.mark.parametrize("step", ["0", "2"])
 def test_w_is_the_full_weight_of_its_step(ranks: list[dict[str, Run]], mode: str, step: str) -> None:
     """As DeepSpeed itself gathered it at that moment in the run without a monitor."""
@@ -103,7 +107,7 @@ def test_w_is_the_full_weight_of_its_step(ranks: list[dict[str, Run]], mode: str
     assert len(truth) == 9 and {key: histograms[key] for key in truth} == truth
 
 
-@pytest.mark.parametrize("mode", [mode for mode in STAGE_3[1:] if mode not in TWINS])
+@pytest.mark.parametrize("mode", long_but(LIVE, [mode for mode in STAGE_3[1:] if mode not in TWINS]))
 def test_it_is_all_one_when_and_with_what_the_monitor_starts(ranks: list[dict[str, Run]], mode: str) -> None:
     assert ranks[0][mode]["watched"]["samples"] == ranks[0]["zero-3"]["watched"]["samples"]
 
@@ -113,7 +117,7 @@ def test_a_pipeline_is_exact_in_every_step(ranks: list[dict[str, Run]]) -> None:
     assert samples == twin and len(twin) == 2
 
 
-@pytest.mark.parametrize("mode", [mode for mode in ZERO if mode != "zero-0 one-bit"])
+@pytest.mark.parametrize("mode", long_but(LIVE, [mode for mode in ZERO if mode != "zero-0 one-bit"]))
 def test_later_steps_differ_by_the_rounding_of_gradients_only(ranks: list[dict[str, Run]], mode: str) -> None:
     """DeepSpeed adds gradients of micro-batches and ranks up in another order, and in BF16."""
     rows = of_step(ranks[0][mode]["watched"], "2", "rows")
@@ -124,6 +128,7 @@ def test_later_steps_differ_by_the_rounding_of_gradients_only(ranks: list[dict[s
             assert row[metric] == pytest.approx(expected[key][metric], rel=rel)
 
 
+@pytest.mark.long
 def test_recipe(tmp_path: Path) -> None:
     recipe = HERE.parents[1] / "recipes" / "deepspeed_zero.py"
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", recipe)

@@ -15,6 +15,7 @@ import polars as pl
 import pytest
 import torch
 from layouts import BY_NAME, LAYOUTS, SPREAD, STEPS, TWICE, WATCHED, Layout, sequences
+from long import long_but
 from processes import run_script
 from products import errors, metrics_of, quantized
 
@@ -27,16 +28,24 @@ UNTOUCHED = {
     ("decoder.layers.0.self_attention.linear_qkv", "input"),
     ("decoder.layers.0.self_attention.linear_proj", "input"),
 }
-of_all = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-of_spread = pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: layout.name)
+#: layouts that are trained whenever tests are run
+LIVE = [BY_NAME[name] for name in ("dense", "tp-sp", "pp-vpp", "dp-sharded", "experts", "ep", "cp")]
+
+
+def of(layouts: Sequence[Layout]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("layout", long_but(LIVE, layouts), ids=lambda layout: layout.name)
+
+
+of_all, of_spread = of(LAYOUTS), of(SPREAD)
 of_watched = pytest.mark.parametrize("watched", WATCHED)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All layouts, each unwatched and watched."""
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layouts, each unwatched and watched."""
     folder = tmp_path_factory.mktemp("layouts")
-    run_script(Path(__file__).with_name("megatron_ranks.py"), folder)
+    names = [layout.name for layout in (LAYOUTS if request.config.getoption("--long") else LIVE)]
+    run_script(Path(__file__).with_name("megatron_ranks.py"), folder, *names)
     return folder
 
 
@@ -223,7 +232,7 @@ def test_reduced_gradients_are_the_sums_of_what_ranks_computed(trained: Path, la
     assert set(rows.filter(~pl.col("layer").str.contains("local_experts"))["ranks"]) == {ranks}
 
 
-@pytest.mark.parametrize("name", ["dp", "dp-sharded"])
+@pytest.mark.parametrize("name", long_but(["dp-sharded"], ["dp", "dp-sharded"]))
 def test_a_gradient_that_megatron_averages_twice_is_named(trained: Path, name: str) -> None:
     """Of one layer, in a run that clips: by what all gradients have in common."""
     found = read_table(find_run(trained / name / "twice"), "verification").filter(outcome="beyond")
@@ -250,7 +259,7 @@ def test_copies_of_a_run_that_goes_well_are_equal(trained: Path, layout: Layout)
         assert "equal" not in outcomes.get("weight_gradient", set())
 
 
-@pytest.mark.parametrize("layout", [found for found in SPREAD if found.noise == 0], ids=lambda layout: layout.name)
+@of([found for found in SPREAD if found.noise == 0])
 def test_optimizer_states_are_those_of_one_process(trained: Path, layout: Layout) -> None:
     """Whole, or put together from the parts that ranks of a distributed optimizer keep."""
     mine, its = (read_table(find_run(trained / name / "auto"), "states") for name in (layout.name, like(layout)))
@@ -335,5 +344,5 @@ def test_parts_of_a_sequence_are_counted_on_both_ranks_and_weights_on_one(traine
 
 
 def test_the_loss_of_the_last_stage_is_recorded(trained: Path) -> None:
-    losses = json.loads((trained / "results-2-1.json").read_text())["pp"]["auto"]["losses"]
-    assert read_table(find_run(trained / "pp" / "auto"), "steps").sort("step")["loss"].to_list() == losses
+    losses = json.loads((trained / "results-2-1.json").read_text())["pp-vpp"]["auto"]["losses"]
+    assert read_table(find_run(trained / "pp-vpp" / "auto"), "steps").sort("step")["loss"].to_list() == losses

@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts/validation/network_faults.py"
 SOON = ("interface not named", "store's host frozen")
 
 
+@pytest.mark.long
 def test_faults_hold_training_up_no_longer_than_promised(tmp_path: Path) -> None:
     if why := possible():
         pytest.skip(why)

@@ -50,12 +50,14 @@ def test_states_are_those_of_the_whole_tensors(trained: Path, kind: str, world: 
     assert equal_the_oracle(trained / f"{kind}-{world}") == STEPS * 2 * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parts_of_zero_are_those_of_the_whole_tensors(trained_by_zero: Path, stage: int, world: int) -> None:
     assert equal_the_oracle(trained_by_zero / f"zero-{stage}-{world}") == STEPS * 2 * 5
 
 
+@pytest.mark.long
 def test_what_zero_splits_is_no_copy(trained_by_zero: Path) -> None:
     found = read_record(str(trained_by_zero / "zero-1-2"), "replicas")
     assert set(found.filter(what="weight_gradient")["outcome"]) <= {"no copy"}

@@ -188,6 +188,7 @@ class TestTwoAtOnce:
             thread.join()
         assert sorted(record.attempt for record in records) == list(range(8))
 
+    @pytest.mark.long
     def test_two_runs_and_a_reader(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each tidies up what both left, while it is read: every row is there at every time, once."""
         monkeypatch.setattr(merging, "MERGED", 4)

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 BRIDGE, TE = Path(sys.prefix) / "bridge", Path(sys.prefix) / "te"
 
 
+@pytest.mark.long
 def test_the_recipe_trains_the_same_and_its_scales_are_the_kernels() -> None:
     assert (BRIDGE / "megatron").is_dir(), f"no Megatron-Bridge in {BRIDGE}; scripts/setup.sh tests installs it"
     environment = os.environ | {

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from gpu_command import run_command
 
 PARTS = ("train-delayed", "products-delayed", "overhead-delayed", "te-statistics-delayed")
@@ -40,6 +41,7 @@ STATISTICS = {"LogTensorStats": 8, "LogFp8TensorStats": 5, "LogTensorStats + Log
 COMPARED = 3 * (OPERANDS - 4)
 
 
+@pytest.mark.long
 def test_every_row_over_emulated_kernels(tmp_path: Path) -> None:
     done = run_command("--emulate", "--results", tmp_path / "found.json", "--part", *PARTS)
     assert done.returncode == 0, done.stdout + done.stderr

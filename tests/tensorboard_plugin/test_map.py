@@ -179,7 +179,9 @@ def test_course_says_since_when(page: Page, board: str, logdir: Path, tmp_path: 
     # What is being typed stays, though the page is drawn anew meanwhile.
     tab.locator("[data-zoom=from]").fill("400")
     for shown in ("run", "against"):
-        page.evaluate("shown => { location.hash = location.hash.replace(/&p.fp8.show=[a-z]+|$/, `&p.fp8.show=${shown}`); }", shown)
+        page.evaluate(
+            "shown => { location.hash = location.hash.replace(/&p.fp8.show=[a-z]+|$/, `&p.fp8.show=${shown}`); }", shown
+        )
         expect(tab.locator(f"[data-drawn='underflow_pct {shown} {begin} {end}']")).to_be_visible()
     expect(tab.locator("[data-zoom=from]")).to_have_value("400")
     tab.locator("[data-zoom=from]").press("Enter")
