@@ -14,6 +14,9 @@ from nemo_fp8_debug.kernels import torch_fallback
 from nemo_fp8_debug.numerics.histogram import BINS
 
 
+# Long tests rest on nemo_fp8_debug/kernels/**/*.py.
+# Long tests rest on nemo_fp8_debug/numerics/*.py.
+@pytest.mark.long
 def test_it_counts_as_numpy_and_the_cpu_kernel_do() -> None:
     script = Path(__file__).with_name("cuda_kernel.py")
     assert run_script(script, NUMBA_ENABLE_CUDASIM="1", TORCHDYNAMO_DISABLE="1") == "counted\n"

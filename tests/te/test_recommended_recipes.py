@@ -36,6 +36,8 @@ LEAVES, RESCALED, IN_E4M3 = LAYERS[-1], LAYERS[2], LAYERS[0]
 SHOWN = ("X", "W", "dY")
 
 
+# Long tests rest on nemo_fp8_debug/analysis/recommendation/**/*.py.
+@pytest.mark.long
 def test_modules_cast_as_their_recipe_says_and_all_others_as_the_run_does(tmp_path: Path) -> None:
     assert (BRIDGE / "megatron").is_dir(), f"no Megatron-Bridge in {BRIDGE}; scripts/setup.sh tests installs it"
     ways = {
