@@ -75,6 +75,8 @@ def renamed(rows: pa.Table) -> pa.Table:
 def completed(rows: pa.Table, schema: pa.Schema) -> pa.Table:
     """The columns of `schema`, in its order; those that came later than the rows are null, others that lack stay away."""
     rows = renamed(rows)
+    if rows.column_names == schema.names:
+        return rows
     found = dict(zip(rows.column_names, rows.columns, strict=True))  # which a table lists anew each time it is asked
     columns = {
         field.name: found[field.name] if field.name in found else pa.nulls(len(rows), field.type)

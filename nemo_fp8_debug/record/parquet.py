@@ -227,7 +227,7 @@ class _Checked(io.RawIOBase):
         self._footer, self._start = self._read_footer()
         if f"{zlib.crc32(self._footer):08x}" != checksum:
             raise ValueError("it is damaged or foreign: the checksum in its name is not that of its footer")
-        self._sums: list[int] | None = None
+        self._sums: npt.NDArray[np.uint32] | None = None
         self._block = BLOCK
         self._at = 0
 
@@ -235,7 +235,7 @@ class _Checked(io.RawIOBase):
         """Check blocks against what the footer says of them; until then nothing but the footer is looked at."""
         known = metadata.metadata or {}
         self._block, key = next(((size, key) for size, key in _KEYS.items() if key in known), (BLOCK, b""))
-        self._sums = np.frombuffer(bytes.fromhex(known.get(key, b"").decode()), ">u4").tolist()
+        self._sums = np.frombuffer(bytes.fromhex(known.get(key, b"").decode()), ">u4")
 
     def _read_footer(self) -> tuple[bytes, int]:
         if self._size < _TAIL:
@@ -277,7 +277,7 @@ class _Checked(io.RawIOBase):
         self._file.seek(first * size)
         data: bytes = self._file.read(min((last + 1) * size, self._start) - first * size)
         if self._sums is not None:
-            self._check(data, self._sums[first : last + 1], first * size)
+            self._check(data, self._sums[first : last + 1].tolist(), first * size)
         whole = data + self._footer if end > self._start else data
         return memoryview(whole)[begin - first * size : end - first * size]
 
