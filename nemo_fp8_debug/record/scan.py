@@ -82,11 +82,11 @@ class Scan:
         self.steps: Ints = np.array(sorted(index.owner), dtype=np.int64)
         self._parts = index.parts(self.steps)
         used = list(dict.fromkeys(run.layout for _, runs in self._parts for run in runs))
-        order = list(dict.fromkeys(np.concatenate([np.zeros(0, np.int64), *(index.layouts[i] for i in used)]).tolist()))
-        known = index.operands
+        met, first = np.unique(np.concatenate([np.zeros(0, np.int64), *(index.layouts[i] for i in used)]), return_index=True)
+        order = met[np.argsort(first)]
         #: layer, role of each operand, in the order of their first rows
-        self.operands = pl.DataFrame([known[i] for i in order], schema={"layer": pl.String, "role": pl.String}, orient="row")
-        place = np.empty(len(known), dtype=np.int64)
+        self.operands = index.operands[order]
+        place = np.empty(len(index.operands), dtype=np.int64)
         place[order] = np.arange(len(order))
         self._layouts = {i: place[index.layouts[i]] for i in used}
         self._texts = index.texts()
@@ -101,7 +101,7 @@ class Scan:
     def _digest(self) -> str:
         """Of its steps and operands, in order."""
         digest = hashlib.blake2b(self.steps.tobytes(), digest_size=16)
-        digest.update("\n".join(f"{layer} {role}" for layer, role in self.operands.iter_rows()).encode())
+        digest.update(self.operands.select(pl.concat_str("layer", "role", separator=" ").str.join("\n")).item().encode())
         return digest.hexdigest()
 
     def values(self, column: str) -> list[str | None] | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 import pyarrow as pa
 
 from ..core.threads import ahead
@@ -19,7 +20,8 @@ from .schema import Part, arrow_schema, texts_of
 from .storage import Storage
 
 Ints = npt.NDArray[np.int64]
-_KEYS = ("step", "layer", "role")
+_NAMES = ("layer", "role")
+_KEYS = ("step", *_NAMES)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Index:
 
     def __init__(self, storage: Storage, table: str) -> None:
         self._storage, self._table = storage, table
-        self._operand: dict[tuple[str, str], int] = {}
+        #: layer, role of each
+        self.operands = pl.DataFrame(schema=dict.fromkeys(_NAMES, pl.String))
         self._layout: dict[str, int] = {}
         self._outlines: dict[Part, Outline] = {}
         #: int64 [rows]: the operand of each row of a stretch; those of most steps are alike
@@ -63,11 +66,6 @@ class Index:
         #: by step, the attempt whose rows count, and its part and stretches: step, first row, layout
         self.owner: dict[int, tuple[int, Part, list[tuple[int, int]]]] = {}
         self._add_all()
-
-    @property
-    def operands(self) -> list[tuple[str, str]]:
-        """Layer, role of each."""
-        return list(self._operand)
 
     def parts(self, steps: Ints) -> list[tuple[Part, list[Run]]]:
         """The parts with rows that count, in order of steps, with their runs."""
@@ -151,11 +149,17 @@ class Index:
                 names = keys.slice(first, stretch.rows)
                 if stretches(names) != [stretch]:
                     raise ValueError("its footer does not fit its rows")
-                pairs = zip(names["layer"].to_pylist(), names["role"].to_pylist(), strict=True)
-                layout = [self._operand.setdefault(pair, len(self._operand)) for pair in pairs]
                 self._layout[stretch.digest] = len(self.layouts)
-                self.layouts.append(np.array(layout, dtype=np.int64))
+                self.layouts.append(self._places(pl.DataFrame(pl.from_arrow(names.select(_NAMES)))))
             first += stretch.rows
+
+    def _places(self, names: pl.DataFrame) -> Ints:
+        """Of each row, the place of its operand; those that are new are added."""
+        new = names.unique(maintain_order=True).join(self.operands, on=_NAMES, how="anti", maintain_order="left")
+        self.operands = pl.concat([self.operands, new])
+        places = names.join(self.operands.with_row_index("place"), on=_NAMES, how="left", maintain_order="left")["place"]
+        found: Ints = places.cast(pl.Int64).to_numpy()
+        return found
 
 
 def _with_plain_names(keys: pa.Table) -> pa.Table:

@@ -26,7 +26,7 @@ from benchmarks.large_records import write_both
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose_comparison
-from nemo_fp8_debug.analysis.runs.cluster import on_cluster
+from nemo_fp8_debug.analysis.runs.cluster import DASK, on_cluster
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.core.threads import at_most
 
@@ -47,26 +47,23 @@ def ray_of(workers: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def dask_of(workers: int) -> Iterator[str]:
-    """Dask with so many workers of a thread each, on this machine."""
+    """Dask with so many workers of a thread each, on this machine, as the package starts one."""
+    import dask
     from distributed import LocalCluster
 
-    with LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None) as cluster:
+    with dask.config.set(DASK), LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None) as cluster:
         yield cluster.scheduler_address
 
 
-def told(folder: Path) -> str:
-    """A digest of all that compare and diagnose tell."""
-    found = diagnose_comparison(compare(folder / "baseline", folder / "bad"))
-    assert found.comparison is not None
-    everything = json.dumps([to_json(found.comparison), found.to_json(), story(found)], default=str)
-    return hashlib.sha256(everything.encode()).hexdigest()
-
-
 def timed(folder: Path, address: str | None) -> tuple[float, str]:
+    """Seconds that compare and diagnose take, and a digest of all that they tell."""
     with on_cluster(address):
         began = time.perf_counter()
-        digest = told(folder)
-        return round(time.perf_counter() - began, 1), digest
+        found = diagnose_comparison(compare(folder / "baseline", folder / "bad"))
+        assert found.comparison is not None
+        told = [to_json(found.comparison), found.to_json(), story(found)]
+        seconds = time.perf_counter() - began
+    return round(seconds, 1), hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
 
 
 def of_processes(folder: Path, processes: int) -> float:

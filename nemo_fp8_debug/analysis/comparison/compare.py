@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import polars as pl
 
 from ...core.keys import GRADIENTS, MIXED
-from ...core.layer_names import aggregate_key, is_aggregate
+from ...core.layer_names import aggregate_of, is_aggregate
 from ...core.scale_sources import ENGINE
 from ..loss.divergence import above
 from ..loss.outcome import MAX_GAP
@@ -137,7 +137,11 @@ def quantized(metrics: Metrics) -> Metrics:
 
 def split_experts(rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The rows of tensors, and apart from them those of experts whose aggregate is among them."""
-    keys = rows.select("layer", "role").rows()
-    aggregates = {key for key in keys if is_aggregate(key[0])}
-    apart = pl.Series([aggregate_key(*key) in aggregates for key in keys], dtype=pl.Boolean)
+    names = rows["layer"].cast(pl.String).unique(maintain_order=True)
+    ones = pl.DataFrame({"layer": names, "aggregate": pl.Series(list(map(aggregate_of, names)), dtype=pl.String)})
+    keys = rows.select(pl.col("layer", "role").cast(pl.String))
+    aggregates = keys.filter(pl.col("layer").is_in(list(filter(is_aggregate, names)))).unique()
+    its = keys.join(ones, on="layer", how="left", maintain_order="left").select(layer="aggregate", role="role")
+    apart = its.join(aggregates.with_columns(apart=True), on=["layer", "role"], how="left", maintain_order="left")["apart"]
+    apart = apart.fill_null(False)
     return rows.filter(~apart), rows.filter(apart)
