@@ -77,7 +77,8 @@ def outline_of(table: pa.Table) -> Outline:
     few = {name: of_name for name, of_name in values.items() if len(of_name) <= _FEW and all(map(_is_short, of_name))}
     same = {name: of_name[0] for name, of_name in few.items() if len(of_name) == 1}
     of_steps = tuple(stretches(table))
-    return Outline(of_steps, few, same | _same_numbers(table), {name: _patterns(table[name], of_steps) for name in few})
+    patterns = {name: _patterns(table[name], of_steps) for name in few if name not in _KEYS}
+    return Outline(of_steps, few, same | _same_numbers(table), patterns)
 
 
 def _patterns(column: pa.ChunkedArray, of_steps: Sequence[Stretch]) -> list[str]:
@@ -153,7 +154,9 @@ def to_text(outlines: Sequence[Outline]) -> str:
     first, *others = (outline.same for outline in outlines) if outlines else ({},)
     same = {name: value for name, value in first.items() if all(each.get(name, ...) == value for each in others)}
     patterns = {
-        name: [pattern for outline in outlines for pattern in outline.patterns[name]] for name in texts if name not in same
+        name: [pattern for outline in outlines for pattern in outline.patterns[name]]
+        for name in texts
+        if name not in same and name not in _KEYS
     }
     told = {"stretches": all_of_them, "texts": texts, "same": same, "patterns": patterns}
     return json.dumps(told, separators=(",", ":"))

@@ -150,3 +150,10 @@ def test_a_cluster_that_is_not_there_is_named(address: str, why: str, monkeypatc
     monkeypatch.setattr(cluster, "PATIENCE", 1)
     with pytest.raises(ConfigError, match=why), on_cluster(address):
         pass
+
+
+@given(st.integers(10_000, 300_000), st.integers(1, 4), st.integers(2, 8))
+def test_workers_get_as_many_blocks(tensors: int, turns: int, workers: int) -> None:
+    some = blocks._slices(tensors, -(-tensors // (turns * workers)), workers)
+    assert [each.start for each in some] == [0, *(each.stop for each in some[:-1])] and some[-1].stop == tensors
+    assert len(some) % workers == 0

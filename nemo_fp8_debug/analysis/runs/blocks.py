@@ -44,14 +44,18 @@ def over_blocks(do: Callable[..., Result], *runs: Metrics, together: Together = 
         at_once = max(_FEWEST, -(-tensors // (turns * workers)))
     elif at_once >= tensors:
         return [do(*(run.grids(together) for run in runs))]
-    some = _slices(tensors, at_once)
+    some = _slices(tensors, at_once, workers)
     return cluster.each(partial(_of_block, do, together), ([run.narrowed(run.tensors[s]) for run in runs] for s in some))
 
 
-def _slices(tensors: int, at_once: int) -> list[slice]:
-    """Of so many tensors at a time: whole row groups, none of which is read twice then, and no small rest."""
-    if at_once > GROUP:
-        at_once -= at_once % GROUP
+def _slices(tensors: int, at_once: int, workers: int = 0) -> list[slice]:
+    """Of so many tensors at a time: whole row groups, none of which is read twice then, if all workers get as many."""
+    some = _cut(tensors, at_once - at_once % GROUP if at_once > GROUP else at_once)
+    return _cut(tensors, at_once) if workers and len(some) % workers else some
+
+
+def _cut(tensors: int, at_once: int) -> list[slice]:
+    """Without a small rest."""
     firsts = list(range(0, tensors, at_once))
     if len(firsts) > 1 and tensors - firsts[-1] < _REST * at_once:
         firsts.pop()
