@@ -37,7 +37,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         collected[file_of(item.path)].append(item.name)
     if long and not config.getoption("--long"):
         config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in set(long)]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 def wrong_with(collected: Mapping[str, Sequence[str]], results: Mapping[str, Any] | None = None) -> list[str]:

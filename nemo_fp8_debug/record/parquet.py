@@ -287,21 +287,21 @@ class _Checked(io.RawIOBase):
         rest = data[whole * size :]
         # At once, which takes less than one by one; the last block of a part may be shorter.
         sums = [zlib.crc32(memoryview(data)[: whole * size]), *([zlib.crc32(rest)] if rest else [])]
-        if len(known) != whole + bool(rest) or sums != [_of_all(known[:whole], size), *known[whole:]]:
+        if len(known) != whole + bool(rest) or sums != [_combined(known[:whole], size), *known[whole:]]:
             both = itertools.zip_longest(map(zlib.crc32, _blocks(data, size)), known)
             wrong = next(i for i, (read, written) in enumerate(both) if read != written)
             raise ValueError(f"it is damaged: its bytes from {begin + wrong * size} are not those that were written")
 
 
-def _of_all(sums: Sequence[int], size: int) -> int:
+def _combined(sums: Sequence[int], size: int) -> int:
     """The CRC-32 of blocks of `size` bytes that lie one behind the other, from that of each.
 
     Of A and B behind it, it is that of A, taken over the length of B, xor that of B; as `crc32_combine` of zlib.
 
-    >>> _of_all([zlib.crc32(b"1234"), zlib.crc32(b"5678")], 4) == zlib.crc32(b"12345678")
+    >>> _combined([zlib.crc32(b"1234"), zlib.crc32(b"5678")], 4) == zlib.crc32(b"12345678")
     True
     """
-    lowest, low, high, highest = _over(size)
+    lowest, low, high, highest = _shifts(size)
     crc = 0
     for each in sums:
         crc = lowest[crc & 255] ^ low[crc >> 8 & 255] ^ high[crc >> 16 & 255] ^ highest[crc >> 24] ^ each
@@ -309,7 +309,7 @@ def _of_all(sums: Sequence[int], size: int) -> int:
 
 
 @lru_cache(len(_KEYS))
-def _over(size: int) -> list[list[int]]:
+def _shifts(size: int) -> list[list[int]]:
     """By byte of a CRC-32, lowest first, and its value: what it adds to that of the same with `size` zeros behind it."""
     zeros = bytes(size)
     of_none = zlib.crc32(zeros)

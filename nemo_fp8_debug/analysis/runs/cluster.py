@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 #: seconds to wait for a scheduler of Dask
 PATIENCE = 20
-#: options of a cluster of Dask that is started here: workers are not profiled, for a dashboard that it has not
+#: options of a cluster of Dask that is started here: profiles of workers are for a dashboard, and it has none
 DASK = {"distributed.worker.profile.enabled": False}
 
 

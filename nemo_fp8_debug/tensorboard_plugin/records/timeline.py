@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from .tables import layout_of, metric_of, no_such_tensor
 
 #: of a row of `metrics`, what stands beside the metrics
 TEXTS = ("recipe", "format", "scale_source")
+#: column, and pattern of a stretch of rows and place in it: what rows have the same text
+Key = tuple[str, str, int]
 
 
 def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[str]) -> dict[str, Any]:
@@ -31,7 +33,8 @@ def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[st
     """
 
     def read(index: Index) -> dict[str, Any]:
-        of_part = partial(_of_part, parts, run, index, (layer, role), metrics, TextsSoFar())
+        so_far = TextsSoFar()
+        of_part = partial(_of_part, parts, run, index, (layer, role), metrics, so_far)
         columns: dict[str, list[Any]] = {name: [] for name in ("step", *metrics, *TEXTS)}
         for found in ahead(of_part, list(index.held)):
             for name, values in found.items():
@@ -40,7 +43,7 @@ def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[st
             raise no_such_tensor(run, layer, role)
         order = np.argsort(columns["step"])
         told = {name: [values[i] for i in order] for name, values in columns.items()}
-        texts = {name: told[name] for name in TEXTS}
+        texts = {name: so_far.resolved(told[name]) for name in TEXTS}
         return {"step": told["step"], "metrics": {name: told[name] for name in metrics}, **texts}
 
     return parts.settled(run, read)
@@ -61,29 +64,42 @@ def _of_part(
 
 
 class TextsSoFar:
-    """Texts of a tensor. Those of most samples are the same, and footers tell of which: these are read once."""
+    """Texts of a tensor. Those of most samples are the same, and footers tell of which: these are read once.
+
+    Parts are read in any order, so that a text stands as its key until all of them are.
+    """
 
     def __init__(self) -> None:
-        #: by column, and pattern and place of its stretch
-        self._known: dict[tuple[str, str, int], str | None] = {}
+        self._known: dict[Key, str | None] = {}
 
-    def told(self, outline: Outline, places: Sequence[int]) -> dict[str, list[str | None]]:
+    def told(self, outline: Outline, places: Sequence[int]) -> dict[str, list[str | Key]]:
         """By column of which nothing has to be read, those of some rows of a part."""
-        told: dict[str, list[str | None]] = {}
+        told: dict[str, list[str | Key]] = {}
         for name in TEXTS:
             if type(text := outline.same.get(name)) is str:
                 told[name] = [text] * len(places)
-            elif name in outline.patterns and self._known.keys() >= set(keys := self._keys(outline, name, places)):
-                told[name] = [self._known[key] for key in keys]
+            elif self._known.keys() >= set(keys := self._keys(outline, name, places)) and keys:
+                told[name] = list(keys)
         return told
 
-    def keep(self, outline: Outline, places: Sequence[int], read: Mapping[str, Sequence[str | None]]) -> None:
-        """Those of a part that were read, and are not damaged."""
-        for name in read.keys() & outline.patterns.keys():
-            self._known.update(zip(self._keys(outline, name, places), read[name], strict=True))
+    def kept(self, outline: Outline, places: Sequence[int], rows: pa.Table, names: Sequence[str]) -> dict[str, list[Any]]:
+        """Those of a part that were read; a column that is damaged has no values, which another part may have."""
+        found: dict[str, list[Any]] = {}
+        for name in names:
+            keys, texts = self._keys(outline, name, places), rows[name].to_pylist()
+            if rows[name].type != pa.null():
+                self._known.update(zip(keys, texts, strict=False))
+            found[name] = list(keys) or texts
+        return found
 
-    def _keys(self, outline: Outline, name: str, places: Sequence[int]) -> list[tuple[str, str, int]]:
-        return [(name, outline.patterns[name][stretch], row) for stretch, row in map(outline.find, places)]
+    def resolved(self, texts: Sequence[str | Key | None]) -> list[str | None]:
+        """The texts that keys stand for; None: they could not be read."""
+        return [self._known.get(text) if isinstance(text, tuple) else text for text in texts]
+
+    def _keys(self, outline: Outline, name: str, places: Sequence[int]) -> list[Key]:
+        """None where the footer does not tell."""
+        patterns = outline.patterns.get(name)
+        return [(name, patterns[stretch], row) for stretch, row in map(outline.find, places)] if patterns else []
 
 
 def _of_rows(
@@ -95,9 +111,8 @@ def _of_rows(
     texts = so_far.told(outline, places)
     missing = [name for name in TEXTS if name not in texts]
     rows = _some_rows(parts, run, part, (*names, *missing), places)
-    read = {name: rows[name].to_pylist() for name in missing}
-    so_far.keep(outline, places, {name: read[name] for name in missing if rows[name].type != pa.null()})
-    return {name: numbers(values_of(rows, parts.table, name)) for name in metrics} | texts | read
+    values = {name: numbers(values_of(rows, parts.table, name)) for name in metrics}
+    return values | texts | so_far.kept(outline, places, rows, missing)
 
 
 def _some_rows(parts: Parts, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
