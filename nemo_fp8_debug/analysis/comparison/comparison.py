@@ -62,8 +62,8 @@ class Comparison:
         """Whether the runs sampled the same tensors at the same steps, all of them: then medians over samples that belong
         together are those of each run."""
         run, baseline = self.run.metrics, self.baseline.metrics
-        same = np.array_equal(run.steps, baseline.steps) and set(run.tensors.rows()) == set(baseline.tensors.rows())
-        return same and run.is_complete and baseline.is_complete
+        same = run.tensors.equals(baseline.tensors) or set(run.tensors.rows()) == set(baseline.tensors.rows())
+        return same and np.array_equal(run.steps, baseline.steps) and run.is_complete and baseline.is_complete
 
     def groups(self) -> pl.DataFrame:
         """Where the tensors out of band are; see `groups`."""

@@ -16,6 +16,8 @@ Result = TypeVar("Result")
 PATIENCE = 20
 #: options of a cluster of Dask that is started here: profiles of workers are for a dashboard, and it has none
 DASK = {"distributed.worker.profile.enabled": False}
+#: what workers get of 100,000 operands is more than Dask sends without a warning, and far less than they read
+_SENT = {"distributed.admin.large-graph-warning-threshold": "1 GiB"}
 
 
 class Cluster(NamedTuple):
@@ -122,7 +124,9 @@ def _dask(address: str | None, stack: contextlib.ExitStack) -> Cluster:
 
     def by_workers(do: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         try:
-            found: list[Any] = client.gather([client.submit(_alone, do, item, pure=False) for item in items])
+            with dask.config.set(_SENT):
+                sent = [client.submit(_alone, do, item, pure=False) for item in items]
+            found: list[Any] = client.gather(sent)
         except KilledWorker as error:
             raise _lost(error) from None
         return found

@@ -86,7 +86,7 @@ class Metrics:
         Args:
             held: rows up to which the record is held.
         """
-        return cls.of(read_table(run, "metrics")) if rows_of(run, "metrics") <= held else cls._of(Scan(run))
+        return cls.of(read_table(run, "metrics")) if rows_of(run, "metrics", held + 1) <= held else cls._of(Scan(run))
 
     @classmethod
     def _of(cls, source: Source) -> Metrics:
@@ -206,9 +206,12 @@ class Metrics:
     def _there(self) -> Metrics:
         """Without operands and steps that have no rows."""
         operands, steps = np.zeros(len(self.tensors), dtype=bool), np.zeros(len(self.steps), dtype=bool)
+        seen: Ints | None = None
         for chunk in self.chunks([]):
             for step, of_step in chunk.steps:
-                operands[of_step] = steps[step] = True
+                steps[step] = True
+                if of_step is not seen:  # steps that list the same operands share the array
+                    operands[of_step], seen = True, of_step
         tensors = self.tensors.filter(pl.Series(operands, dtype=pl.Boolean))
         operand, step = _renumbered(self._operand, operands), _renumbered(self._step, steps)
         return replace(self, tensors=tensors, steps=self.steps[steps], _operand=operand, _step=step)
