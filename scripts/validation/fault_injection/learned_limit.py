@@ -4,7 +4,8 @@ scikit-learn==1.9.1`, then `fault_injection/learned_limit.py`. Results: learned_
 Boosted trees get what `diagnose` says and what it goes by: gaps of the losses over several stretches, the farthest jump of
 the loss, the gradient norm, the cause, and how far out the culprit is. They are trained on the parts that set thresholds and
 asked about the held-out ones, with several seeds; and cross-validated over the former. They are no bound, but they show
-whether `diagnose` leaves much of what it sees unused.
+whether `diagnose` leaves much of what it sees unused. Others are also told what no reader of a record can be sure of: what
+was done to the run, where, when, how strongly, and to which model. What they get wrong the record does not tell.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,19 @@ import polars as pl
 from sklearn.ensemble import GradientBoostingClassifier
 from sklearn.model_selection import GroupKFold, cross_val_predict
 
+from fault_injection.draws import OPERAND_KINDS, SOFTWARE_KINDS
+from fault_injection.engines import ENGINES
+from fault_injection.families import FAMILIES
 from fault_injection.judge import Judged, baseline_of, runs_by_part, share
 from fault_injection.records import StoredRun, read_run, truths
 from fault_injection.sets import HELD_OUT
+from fault_injection.training import STEPS
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.diagnosis.rules.finding import CAUSES, CONFIDENCE
 from nemo_fp8_debug.analysis.loss.step_change import farthest_jump
 
-Floats = npt.NDArray[np.float64]
+Floats, Bools = npt.NDArray[np.float64], npt.NDArray[np.bool_]
 RESULTS = Path(__file__).with_suffix(".json")
 INTERVAL, SEEDS, FOLDS = 5, 5, 10
 #: losses at the end that are compared, and before the first thing that is found
@@ -40,6 +45,11 @@ STRETCHES, BEFORE = (30, 60, 120), 60
 MOST, LARGE = 200.0, 1e6
 HARMS = ("unknown", "none", "harmless so far", "gap", "likely", "harmful")
 ROLES = ("input", "weight", "grad_output")
+#: metrics of the culprit at the end, and in all operands of its role
+ERRORS = ("relative_error", "underflow_pct", "overflow_pct", "cosine")
+#: numbers of a fault, and parts of the name of a layer that it sits in
+STRENGTHS = ("bits", "over", "height", "factor", "period", "share", "growth")
+WHERE = ("qkv", "q_proj", "k_proj", "v_proj", "proj", "fc1", "fc2", "gate", "up_proj", "down_proj", "expert")
 
 
 def quantities(run: StoredRun, baseline: StoredRun, said: Diagnosis) -> list[float]:
@@ -60,6 +70,40 @@ def quantities(run: StoredRun, baseline: StoredRun, said: Diagnosis) -> list[flo
         max((finding.severity for finding in said.findings), default=0),
         *((-1, -1) if culprit is None else (culprit.severity, np.log2(1 + min(culprit.excess or 0.0, LARGE)))),
         *(float(culprit is not None and culprit.role == role) for role in ROLES),
+        *_operands(run, said),
+    ]
+
+
+def _operands(run: StoredRun, said: Diagnosis) -> Iterator[float]:
+    """How many are out of the baseline's band, by role, and how badly the culprit and all of a role are held at the end."""
+    assert said.comparison is not None
+    out = said.comparison.out_of_band
+    for role in ROLES:
+        yield float(out.filter(pl.col("role") == role).select("layer").n_unique())
+        yield float(np.log2(1 + min(out.filter(pl.col("role") == role)["excess"].max() or 0.0, LARGE)))
+    rows = run.metrics.frame(ERRORS)
+    last = rows.filter(pl.col("step") == rows["step"].max())
+    for some in (
+        last.filter(pl.col("layer") == said.culprit.layer, pl.col("role") == said.culprit.role) if said.culprit else last.clear(),
+        *(last.filter(pl.col("role") == role) for role in ROLES),
+    ):
+        for name in ERRORS:
+            yield float(np.nan_to_num(some[name].cast(pl.Float64).fill_nan(None).median() or 0.0, posinf=LARGE))
+
+
+def told_of(truth: Mapping[str, Any]) -> list[float]:
+    """What was done to a run, and to which."""
+    fault, culprits = truth["fault"], truth["culprits"]
+    parts = [fault, *fault.get("parts", ())]
+    until = fault.get("until") or STEPS
+    return [
+        *(float(truth["kind"] == kind) for kind in (*OPERAND_KINDS, *SOFTWARE_KINDS)),
+        *(float(truth["family"] == family) for family in FAMILIES),
+        *(float(truth["engine"] == engine) for engine in ENGINES),
+        *map(float, (fault["onset"], until, truth["depth"], truth["rate"], len(culprits))),
+        *(max((float(part.get(name) or 0.0) for part in parts), key=abs) for name in STRENGTHS),
+        *(float(any(role == each for _, each in culprits)) for role in ROLES),
+        *(float(any(part in layer for layer, _ in culprits)) for part in WHERE),
     ]
 
 
@@ -95,44 +139,54 @@ def main() -> None:
     warnings.simplefilter("ignore")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = [one for one in pool.map(of_run, truths("all"), chunksize=16) if one is not None]
-    runs = [judged for judged, _ in found]
+    runs = Runs([judged for judged, _ in found])
     shown = np.nan_to_num(np.array([values for _, values in found], np.float64))
-    harmed = np.array([judged.truth["harmful"] for judged in runs], bool)
-    clean = np.array([judged.is_clean for judged in runs])
-    clear = ~clean & np.array([judged.harm_is_clear for judged in runs])
-    parts = np.array([judged.truth["part"] for judged in runs])
-    held_out = np.array([int(part.rpartition("-")[2]) >= HELD_OUT for part in parts])
+    faults = np.array([told_of(judged.truth) for judged, _ in found], np.float64)
+    by_rules = np.array([judged.harm in ("harmful", "likely") for judged, _ in found])
+    results: dict[str, Any] = {
+        "diagnose": {"set thresholds": runs.told(by_rules, ~runs.held_out), "held out": runs.told(by_rules, runs.held_out)}
+    }
+    for name, values in (("trees", shown), ("trees that are told the fault", np.hstack([shown, faults]))):
+        for seed in range(SEEDS):
+            results[f"{name}, seed {seed}"] = runs.by_trees(values, seed)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
 
-    def told(said: npt.NDArray[np.bool_], among: npt.NDArray[np.bool_]) -> dict[str, str]:
+
+class Runs:
+    """Runs to learn from, and to ask about."""
+
+    def __init__(self, judged: Sequence[Judged]) -> None:
+        self.harmed = np.array([one.truth["harmful"] for one in judged], bool)
+        self.clean = np.array([one.is_clean for one in judged])
+        self.clear = ~self.clean & np.array([one.harm_is_clear for one in judged])
+        self.parts = np.array([one.truth["part"] for one in judged])
+        self.held_out = np.array([int(part.rpartition("-")[2]) >= HELD_OUT for part in self.parts])
+
+    def told(self, said: Bools, among: Bools) -> dict[str, str]:
+        """How often it is right that these runs are harmed, and the others are not."""
         return {
-            "harm right": share((said == harmed)[clear & among].tolist()),
-            "harmed, not told": share((~said)[harmed & among].tolist()),
-            "clean, called harmed": share(said[clean & among].tolist()),
+            "harm right": share((said == self.harmed)[self.clear & among].tolist()),
+            "harmed, not told": share((~said)[self.harmed & among].tolist()),
+            "clean, called harmed": share(said[self.clean & among].tolist()),
         }
 
-    by_rules = np.array([judged.harm in ("harmful", "likely") for judged in runs])
-    results: dict[str, Any] = {
-        "diagnose": {"set thresholds": told(by_rules, ~held_out), "held out": told(by_rules, held_out)}
-    }
-    for seed in range(SEEDS):
+    def by_trees(self, values: Floats, seed: int) -> dict[str, dict[str, str]]:
+        """The same of trees that are given some values of each run."""
         trees = GradientBoostingClassifier(
             n_estimators=150, max_depth=4, learning_rate=0.05, subsample=0.5, max_features=0.4, random_state=seed
         )
-        known = ~held_out
-        crossed = cross_val_predict(
-            trees, shown[known], harmed[known], groups=parts[known], cv=GroupKFold(FOLDS), method="predict_proba"
-        )[:, 1]
-        chances = trees.fit(shown[known], harmed[known]).predict_proba(shown)[:, 1]
-        best = max(np.unique(chances), key=lambda least: ((chances > least) == harmed)[clear & held_out].mean())
-        validated = np.zeros(len(runs), bool)
-        validated[known] = crossed > 0.5
-        results[f"trees, seed {seed}"] = {
-            "set thresholds, cross-validated": told(validated, known),
-            "held out": told(chances > 0.5, held_out),
-            "held out, with the best limit for them": told(chances > best, held_out),
+        known, crossed = ~self.held_out, np.zeros(len(self.parts))
+        folds = {"groups": self.parts[known], "cv": GroupKFold(FOLDS), "method": "predict_proba"}
+        crossed[known] = cross_val_predict(trees, values[known], self.harmed[known], **folds)[:, 1]
+        chances = trees.fit(values[known], self.harmed[known]).predict_proba(values)[:, 1]
+        asked = self.clear & self.held_out
+        best = max(np.unique(chances), key=lambda least: ((chances > least) == self.harmed)[asked].mean())
+        return {
+            "set thresholds, cross-validated": self.told(crossed > 0.5, known),
+            "held out": self.told(chances > 0.5, self.held_out),
+            "held out, with the best limit for them": self.told(chances > best, self.held_out),
         }
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
