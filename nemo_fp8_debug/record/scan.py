@@ -7,9 +7,10 @@ earlier release wrote, the names are read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +91,7 @@ class Scan:
         place[order] = np.arange(len(order))
         self._layouts = {i: place[index.layouts[i]] for i in used}
         self._texts = index.texts()
-        self._same = {part: index.same(part) for part, _ in self._parts}
+        self._outlines = {part: index.outline(part) for part, _ in self._parts}
         self.schema: Mapping[str, Any] = SCHEMAS[table]
 
     def __reduce__(self) -> tuple[Callable[..., Scan], tuple[str, str, str]]:
@@ -122,9 +123,7 @@ class Scan:
             operands, steps: the place in chunks of each; -1: it is not wanted. None: as here.
             then: what is to be made of each chunk, at once in several threads.
         """
-        wanted = [(part, kept) for part, runs in self._parts if (kept := _wanted(runs, steps))]
-        layouts = {run.layout for _, runs in wanted for run in runs}
-        chosen = {layout: _Chosen.of(self._layouts[layout], operands) for layout in layouts}
+        wanted, chosen = self._wanted(operands, steps)
         unreadable: dict[str, str] = {}
 
         def made(of_part: tuple[Part, list[Run]]) -> Any:
@@ -140,6 +139,55 @@ class Scan:
                 give_back()
         if unreadable:
             complain_of(self._storage, self._table, unreadable)
+
+    def alike(
+        self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
+    ) -> Iterator[tuple[Chunk, Sequence[int]]]:
+        """Rows of a column, of steps that have the same operands with the same values only those of the first.
+
+        Returns:
+            Chunks, and of each of its steps how many have the same, itself included, as far as footers tell.
+
+        Args:
+            column: of texts; None: none, then steps with the same operands are alike.
+            operands, steps: as of `chunks`.
+        """
+        wanted, chosen = self._wanted(operands, steps)
+        left = [(part, run) for part, runs in wanted for run in runs if chosen[run.layout].operands.size]
+        unreadable: dict[str, str] = {}
+        while left:
+            kinds = [self._kind(column, *each) for each in left]
+            times, first = Counter(kinds), dict[Hashable, tuple[Part, Run]]()
+            for kind, each in zip(kinds, left, strict=True):
+                first.setdefault(kind, each)
+            of_parts: dict[Part, list[Run]] = defaultdict(list)
+            for part, run in first.values():
+                of_parts[part].append(run)
+            read = partial(self._chunk, [column] if column else [], chosen, unreadable)
+            for (part, runs), chunk in zip(of_parts.items(), ahead(read, list(of_parts.items())), strict=True):
+                if chunk is not None:
+                    yield chunk, [times[self._kind(column, part, run)] for run in runs]
+            # What a part had that cannot be read, others may have.
+            lost = {kind for kind, (part, _) in first.items() if part.path in unreadable}
+            left = [each for each, kind in zip(left, kinds, strict=True) if kind in lost and each[0].path not in unreadable]
+        if unreadable:
+            complain_of(self._storage, self._table, unreadable)
+
+    def _kind(self, column: str | None, part: Part, run: Run) -> Hashable:
+        """What stretches of rows have in common that have the same operands, and the same values in a column."""
+        outline = self._outlines[part]
+        if column is None:
+            return run.layout
+        if column in outline.same:
+            return run.layout, "same", outline.same[column]
+        patterns = outline.patterns.get(column)
+        return (run.layout, patterns[outline.find(run.first)[0]]) if patterns else (part, run.first)
+
+    def _wanted(self, operands: Ints | None, steps: Ints | None) -> tuple[list[tuple[Part, list[Run]]], dict[int, _Chosen]]:
+        """Parts with steps that are wanted, and of each layout there the rows that are; see `chunks`."""
+        wanted = [(part, kept) for part, runs in self._parts if (kept := _wanted(runs, steps))]
+        layouts = {run.layout for _, runs in wanted for run in runs}
+        return wanted, {layout: _Chosen.of(self._layouts[layout], operands) for layout in layouts}
 
     def _chunk(
         self,
@@ -171,7 +219,8 @@ class Scan:
         Args:
             kept: the first row of each stretch, and which of its rows.
         """
-        same = {name: self._same[part][name] for name in columns if name in self._same[part]}
+        known = self._outlines[part].same
+        same = {name: known[name] for name in columns if name in known}
         check(pa.table({each.name: pa.array([same[each.name]], each.type) for each in arrow_schema(self._table, same)}))
         varied = [name for name in columns if name not in same]
         rows = pl.DataFrame(height=sum(len(some.operands) for _, some in kept))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from ..core.threads import ahead
 from . import migration, parquet
-from .outline import Outline, Stretch, Value, stretches
+from .outline import Outline, Stretch, stretches
 from .reader import check, complain_of, of_schema, parts_of, reason
 from .schema import Part, arrow_schema, texts_of
 from .storage import Storage
@@ -75,9 +75,9 @@ class Index:
             of_parts.append((part, runs))
         return of_parts
 
-    def same(self, part: Part) -> Mapping[str, Value]:
-        """By column whose rows in a part all have it, the value."""
-        return self._outlines[part].same
+    def outline(self, part: Part) -> Outline:
+        """What the footer of a part tells of its rows."""
+        return self._outlines[part]
 
     def texts(self) -> dict[str, list[str | None]]:
         """Values of text columns, as far as footers tell them of all rows that count, and of no others."""

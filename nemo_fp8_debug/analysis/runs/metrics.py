@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -188,7 +187,7 @@ class Metrics:
             # Some rows of a table have all of its values if those are one.
             if known is not None and (self._is_all or len(known) == 1) and not self.is_empty():
                 return known
-            self._values[column] = list(dict.fromkeys(chain(*self.over_steps(partial(passes.unique, column)))))
+            self._values[column] = passes.unique(column, self)
         return self._values[column]
 
     def counts(self, column: str) -> dict[str | None, Ints]:
@@ -199,7 +198,7 @@ class Metrics:
 
     def _count(self, column: str) -> dict[str | None, Ints]:
         values = self._source.values(column) or self.unique(column)
-        counts: Ints = sum(self.over_steps(partial(passes.counted, column, values)), np.zeros((1, 1), dtype=np.int64))
+        counts = passes.counted(column, values, self)
         of_values = dict(zip([None, *(value for value in values if value is not None)], counts.T, strict=True))
         return {value: of_values[value] for value in values if of_values[value].any()}
 
@@ -228,6 +227,18 @@ class Metrics:
             return then(some_of(Chunk(chunk.rows.select(columns), chunk.steps), _fits(chunk.rows, self._only)))
 
         yield from self._source.chunks(names, self._operand, self._step, fitting if self._only else then)
+
+    def alike(self, column: str | None) -> Iterator[tuple[Chunk, Sequence[int]]]:
+        """A text column of it, of steps that have the same operands with the same texts only the first, and how many there
+        are; see `chunks`.
+
+        Args:
+            column: None: of steps that have the same operands.
+        """
+        if self._only:
+            yield from ((chunk, [1] * len(chunk.steps)) for chunk in self.chunks([column] if column else []))
+        else:
+            yield from self._source.alike(column, self._operand, self._step)
 
     def over_steps(self, do: Callable[[Metrics], Result]) -> list[Result]:
         """`do` of all of its steps at once; on a cluster, if it is long, of some of them by each worker, in order."""

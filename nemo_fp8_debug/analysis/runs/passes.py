@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from ...record.scan import Chunk
 from .grid import Ints
 
 if TYPE_CHECKING:
@@ -18,8 +17,9 @@ if TYPE_CHECKING:
 def unique(column: str, metrics: Metrics) -> list[str | None]:
     """Values of a text column, in the order of their first rows."""
     found: dict[str | None, None] = {}
-    for rows in metrics.scan([column]):
-        found |= dict.fromkeys(rows[column].unique(maintain_order=True).to_list())
+    for chunk, _ in metrics.alike(column if column in metrics.columns else None):
+        texts = chunk.rows[column].cast(pl.String) if chunk.rows.width else pl.repeat(None, len(chunk.operand), eager=True)
+        found |= dict.fromkeys(texts.unique(maintain_order=True).to_list())
     return list(found)
 
 
@@ -28,14 +28,12 @@ def counted(column: str, values: Sequence[str | None], metrics: Metrics) -> Ints
     texts = pl.Enum([value for value in values if value is not None])
     width = len(texts.categories) + 1
 
-    def places(chunk: Chunk) -> Ints:
-        """Of each row: that of its operand and value, 0 where there is no value."""
-        codes = chunk.rows[column].cast(texts).to_physical().cast(pl.Int64) + 1 if len(values) > 1 else None
-        return chunk.operand * width + (codes.fill_null(0).to_numpy() if codes is not None else int(values[:1] != [None]))
-
     counts = np.zeros((len(metrics.tensors), width), dtype=np.int64)
-    for found in metrics.chunks([column] if len(values) > 1 else [], places):
-        counts += np.bincount(found, minlength=counts.size).reshape(counts.shape)
+    for chunk, times in metrics.alike(column if len(values) > 1 else None):
+        codes = chunk.rows[column].cast(texts).to_physical().cast(pl.Int64) + 1 if len(values) > 1 else None
+        of_rows = codes.fill_null(0).to_numpy() if codes is not None else int(values[:1] != [None])
+        many = np.repeat(times, [len(operands) for _, operands in chunk.steps])
+        counts += np.bincount(chunk.operand * width + of_rows, many, counts.size).astype(np.int64).reshape(counts.shape)
     return counts
 
 

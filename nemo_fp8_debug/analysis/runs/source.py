@@ -43,6 +43,16 @@ class Source(Protocol):
             operands, steps: the place in chunks of each; -1: it is not wanted. None: as here.
         """
 
+    def alike(
+        self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
+    ) -> Iterator[tuple[Chunk, Sequence[int]]]:
+        """A text column, of steps that have the same operands with the same texts only the first, and how many there are.
+
+        Args:
+            column: None: of steps that have the same operands.
+            operands, steps: as of `chunks`.
+        """
+
     def values(self, column: str) -> list[str | None] | None:
         """Those of a text column, in the order of their first rows; None: that takes reading them."""
 
@@ -79,6 +89,13 @@ class Held:
         whole = Chunk(self._rows.select(columns), list(zip(of_steps.tolist(), operands_of, strict=True)))
         kept = (of_rows >= 0) & (whole.step >= 0)
         yield then(whole if kept.all() else some_of(whole, kept))
+
+    def alike(
+        self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
+    ) -> Iterator[tuple[Chunk, Sequence[int]]]:
+        """See `Source`; none is known to be as another."""
+        for chunk in self.chunks([column] if column else [], operands, steps):
+            yield chunk, [1] * len(chunk.steps)
 
     def values(self, column: str) -> list[str | None] | None:
         """See `Source`."""

@@ -84,7 +84,9 @@ def _operands(run: StoredRun, said: Diagnosis) -> Iterator[float]:
     rows = run.metrics.frame(ERRORS)
     last = rows.filter(pl.col("step") == rows["step"].max())
     for some in (
-        last.filter(pl.col("layer") == said.culprit.layer, pl.col("role") == said.culprit.role) if said.culprit else last.clear(),
+        last.filter(pl.col("layer") == said.culprit.layer, pl.col("role") == said.culprit.role)
+        if said.culprit
+        else last.clear(),
         *(last.filter(pl.col("role") == role) for role in ROLES),
     ):
         for name in ERRORS:
