@@ -1,6 +1,7 @@
 """Compares two long records here and on clusters of Ray and of Dask with one and two workers of one thread each: what is
 told must be the same, and two workers must be faster. How much faster they can be is what two processes that share nothing
-come to, each of which does all of the work with one thread, beside one that is alone. Results: clusters.json.
+come to, each of which does all of the work with one thread, beside one that is alone. Results, by how long the records are:
+clusters.json.
 
     .venv/bin/python scripts/validation/clusters.py [--layers 58] [--experts 256] [--steps 300] [--folder FOLDER]
 """
@@ -103,7 +104,8 @@ def main() -> None:
                 "times_faster": round(seconds[1] / seconds[2], 2),
             }
             print(name, found[name], flush=True)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    others = [each for each in json.loads(RESULTS.read_text()) if each["rows"] != found["rows"]]
+    RESULTS.write_text(json.dumps(sorted([*others, found], key=lambda each: each["rows"]), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,8 @@ def test_its_torchao_backend_is_read_layer_by_layer(tmp_path: Path) -> None:
     assert (set(cast["recipe"]), set(cast["format"])) == ({"rowwise-e4m3"}, {"e4m3"})
 
 
+# Long tests rest on recipes/accelerate_loop.py.
+@pytest.mark.long
 def test_the_recipe_on_two_processes(tmp_path: Path) -> None:
     launch = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2"]
     recipe = [str(RECIPES / "accelerate_loop.py"), "--float8", "rowwise"]

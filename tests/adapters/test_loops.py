@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from long import long_but
 from processes import finished
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
@@ -21,7 +22,11 @@ from nemo_fp8_debug.record.reader import find_run, read_table
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-@pytest.mark.parametrize(("recipe", "steps"), [("plain_loop", [0, 2]), ("megatron_lm_loop", [0, 2]), ("hf_trainer", [2, 4])])
+# Long tests rest on recipes/*.py.
+@pytest.mark.parametrize(
+    ("recipe", "steps"),
+    [("megatron_lm_loop", [0, 2]), *long_but((), [("plain_loop", [0, 2]), ("hf_trainer", [2, 4])])],
+)
 def test_recipes_run_and_say_where_the_record_is(tmp_path: Path, recipe: str, steps: list[int]) -> None:
     command = [sys.executable, "-W", "ignore", str(RECIPES / f"{recipe}.py"), "--output", str(tmp_path)]
     done = finished(*command, "--steps", "4", "--interval", "2")

@@ -149,6 +149,8 @@ def test_an_expert_is_named_by_its_number(run_of: Callable[..., Path]) -> None:
     assert "expert 1 of moe.gate is given no token" in named(diagnose(run_of(silenced_expert)))["experts"].evidence
 
 
+# Long tests rest on nemo_fp8_debug/analysis/diagnosis/rules/*.py.
+@pytest.mark.long
 def test_logits_that_explode_before_the_loss_diverges_are_the_cause(run_of: Callable[..., Path]) -> None:
     told = diagnose(run_of(louder_queries, 0, True), run_of(nothing))
     assert (told.cause, told.confidence, told.harm) == ("attention_logits", "medium", "harmful")
@@ -156,6 +158,7 @@ def test_logits_that_explode_before_the_loss_diverges_are_the_cause(run_of: Call
     assert any("QK-norm" in advice for advice in told.advice)
 
 
+@pytest.mark.long
 def test_a_weight_with_another_learning_rate_is_named(run_of: Callable[..., Path]) -> None:
     told = named(diagnose(run_of(nothing, 0, False, 2.0)))["steps of weights"]
     assert (told.cause, told.layer, told.since) == ("step_size", "out", ONSET) and "no other weight" in told.evidence
@@ -180,6 +183,7 @@ def test_a_weight_that_stands_still_is_named(tmp_path: Path) -> None:
     assert (found.layer, found.since) == ("1", 0) and "W of 1 stands still in 8 sampled steps" in found.evidence
 
 
+@pytest.mark.long
 def test_the_channel_that_an_outlier_comes_from_is_named(run_of: Callable[..., Path]) -> None:
     run = Run.read(run_of(louder_channel))
     culprit = Finding("operand", "outlier", "medium", "", layer="out", role="input", since=ONSET + 4)

@@ -29,6 +29,9 @@ def apart(folder: Path) -> list[tuple[int, str, str, int | None]]:
     return sorted(rows.select("step", "layer", "what", "rank").rows())
 
 
+# Long tests rest on nemo_fp8_debug/distributed/*.py.
+# Long tests rest on nemo_fp8_debug/capture/replicas.py.
+@pytest.mark.long
 def test_equal_copies_are_equal_and_parts_are_no_copies(trained: Path) -> None:
     rows = read_record(str(trained / "clean"), "replicas")
     assert len(rows) == STEPS * 2 * 2 and set(rows["outcome"]) == {"equal"}
@@ -37,6 +40,7 @@ def test_equal_copies_are_equal_and_parts_are_no_copies(trained: Path) -> None:
     assert set(sharded["what"]) == {"weight"}  # gradients are parts, and no rank has a copy of them
 
 
+@pytest.mark.long
 def test_a_weight_with_one_bit_flipped_is_named_with_its_rank(trained: Path) -> None:
     found = apart(trained / "weight")
     assert found[0] == (ONSET, "2", "weight", WRONG_RANK)
@@ -47,15 +51,18 @@ def test_a_weight_with_one_bit_flipped_is_named_with_its_rank(trained: Path) -> 
     assert f"equal up to step {ONSET - 1}" in diagnosis.verdict()
 
 
+@pytest.mark.long
 def test_a_gradient_that_was_not_reduced_is_named_with_its_rank(trained: Path) -> None:
     assert apart(trained / "gradient")[0] == (ONSET, "0", "weight_gradient", WRONG_RANK)
     assert (ONSET + 1, "0", "weight", WRONG_RANK) in apart(trained / "gradient")
 
 
+@pytest.mark.long
 def test_a_gathered_weight_that_is_stale_is_named_with_its_rank(trained: Path) -> None:
     assert apart(trained / "gathered") == [(ONSET, "2", "weight", WRONG_RANK)]
 
 
+@pytest.mark.long
 def test_a_weight_that_missed_an_update_is_held_against_its_master(trained: Path) -> None:
     assert apart(trained / "master")[:2] == [(ONSET, "2", "master", WRONG_RANK), (ONSET, "2", "weight", WRONG_RANK)]
     rows = read_record(str(trained / "master"), "replicas").filter(pl.col("what") == "master")
@@ -64,6 +71,7 @@ def test_a_weight_that_missed_an_update_is_held_against_its_master(trained: Path
     assert f"W of 2 is not what its master weight is cast to, on 1 of 4 ranks: rank {WRONG_RANK} is apart" in verdict
 
 
+@pytest.mark.long
 def test_a_kernel_that_is_wrong_on_one_rank_is_named_with_it(trained: Path) -> None:
     rows = read_record(str(trained / "kernel"), "verification").filter(pl.col("outcome") == "beyond")
     assert rows.select("step", "layer", "product", "rank", "ranks", "ranks_beyond").rows() == [

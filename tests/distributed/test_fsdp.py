@@ -24,7 +24,7 @@ OF_TWO = [*REPLICATED, *FSDP2, "early", *FSDP1, *INSIDE, *TENSOR_PARALLEL]
 OF_FOUR = ["hsdp", *TENSOR_PARALLEL, "fsdp2-tp-exact", "fsdp2-tp-linear-exact"]
 ALL = [(2, mode) for mode in OF_TWO] + [(4, mode) for mode in OF_FOUR]
 #: what is trained whenever tests are run
-LIVE = [(2, mode) for mode in ("ddp", "fsdp2-block", "fsdp2-linear", "fsdp1", "inside-fsdp2", "tp-exact")]
+LIVE = [(2, mode) for mode in ("ddp", "fsdp2-block", "fsdp1", "tp-exact")]
 CASES = long_but(LIVE, ALL)
 
 Rows = dict[tuple[str, str], dict[str, Any]]
@@ -35,8 +35,8 @@ Results = dict[int, list[dict[str, dict[str, Any]]]]
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By number of ranks: what each of them found in each mode."""
     folder = tmp_path_factory.mktemp("sharded")
-    modes = {1: ["plain", "plain-exact", "inside-plain"], 2: ["fsdp2-unsharded", "partial-exact"]}
-    for world, mode in ALL if request.config.getoption("--long") else LIVE:
+    modes = {1: ["plain", "plain-exact"], 2: ["fsdp2-unsharded", "partial-exact"]}
+    for world, mode in [(1, "inside-plain"), *ALL] if request.config.getoption("--long") else LIVE:
         modes.setdefault(world, []).append(mode)
     run_script(WORKER, folder, *(f"{world}:{','.join(names)}" for world, names in modes.items()))
     return {
@@ -91,12 +91,12 @@ def test_losses_and_weights_are_bit_identical(results: Results, world: int, mode
     ("world", "mode", "layer", "x", "w", "dy"),
     [
         (2, "ddp", "blocks.0.up", 2, 1, 2),
-        (2, "fsdp2-linear", "blocks.0.up", 2, 1, 2),
         (2, "tp-exact", "blocks.0.up", 1, 2, 2),
         (2, "tp-exact", "blocks.0.down", 2, 2, 1),
         *long_but(
             (),
             [
+                (2, "fsdp2-linear", "blocks.0.up", 2, 1, 2),
                 (4, "hsdp", "blocks.0.up", 4, 1, 4),
                 (2, "tp-sequence-exact", "blocks.0.up", 1, 2, 2),  # gathered before it is multiplied
                 (4, "tp-exact", "head", 1, 3, 3),  # 5 outputs over 4 ranks: 2, 2, 1 and none
@@ -131,6 +131,7 @@ def test_a_sum_that_no_rank_knows_is_left_out_and_said(results: Results) -> None
         assert "a sum whose summands ranks hold" in said
 
 
+@pytest.mark.long
 def test_the_recipe_runs_on_two_processes(tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     told = run_script(*launch, RECIPE, "--output", tmp_path, "--steps", "4", "--interval", "2")

@@ -29,7 +29,7 @@ UNTOUCHED = {
     ("decoder.layers.0.self_attention.linear_proj", "input"),
 }
 #: layouts that are trained whenever tests are run
-LIVE = [BY_NAME[name] for name in ("dense", "tp-sp", "pp-vpp", "dp-sharded", "experts", "ep", "cp")]
+LIVE = [BY_NAME[name] for name in ("dense", "tp-sp", "pp-vpp", "dp-sharded", "experts", "ep")]
 
 
 def of(layouts: Sequence[Layout]) -> pytest.MarkDecorator:

@@ -11,6 +11,8 @@ from processes import run_script
 from torchao.float8.float8_training_tensor import LinearMMConfig, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import tensor_to_scale
 
+# Long tests rest on nemo_fp8_debug/capture/backends/torchao/*.py.
+pytestmark = pytest.mark.long
 WORKER = Path(__file__).with_name("torchao_sharded.py")
 GATHERED = ("block", "linear", "precomputed")
 MODES = (*GATHERED, "high precision", "tp", "float8 tp")

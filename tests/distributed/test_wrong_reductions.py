@@ -28,6 +28,9 @@ def reductions(folder: Path) -> pl.DataFrame:
     return read_record(str(folder), "verification").filter(product="reduction")
 
 
+# Long tests rest on nemo_fp8_debug/distributed/*.py.
+# Long tests rest on nemo_fp8_debug/*/reduced_gradients.py.
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_sums_of_a_run_that_goes_well_are_within_their_bound(trained: Path, engine: str) -> None:
     """With micro-batches that are added up before, and with clipping after it."""
@@ -36,6 +39,7 @@ def test_sums_of_a_run_that_goes_well_are_within_their_bound(trained: Path, engi
     assert rows["values"].min() == 64 and rows["error_over_bound"].is_between(0, 1).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["ddp twice", "ddp missing", "ddp stale", "fsdp twice", "fsdp stale"])
 def test_a_wrong_sum_is_named_with_its_gemm_and_step(trained: Path, case: str) -> None:
     """And no other one is, nor any product."""
@@ -49,6 +53,7 @@ def test_a_wrong_sum_is_named_with_its_gemm_and_step(trained: Path, case: str) -
     assert f"the reduced dW of {WRONG} is not the sum of what {WORLD} ranks computed" in diagnosis.verdict()
 
 
+@pytest.mark.long
 def test_an_average_that_was_taken_twice_gives_its_factor(trained: Path) -> None:
     for case in ("ddp twice", "fsdp twice", "ddp twice everywhere"):
         wrong = reductions(trained / case).filter(outcome="beyond")
@@ -56,11 +61,13 @@ def test_an_average_that_was_taken_twice_gives_its_factor(trained: Path) -> None
     assert ", in all of it, by a factor of 0.2" in diagnose(str(trained / "ddp twice")).verdict()
 
 
+@pytest.mark.long
 def test_an_average_of_all_gradients_that_was_taken_twice_is_named(trained: Path) -> None:
     wrong = reductions(trained / "ddp twice everywhere").filter(outcome="beyond")
     assert sorted(wrong.select("step", "layer").rows()) == [(ONSET, "0"), (ONSET, "2")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "reason"), [("ddp unsynced", "did not add up"), ("hand clean", "how ranks add up its gradient is not known")]
 )

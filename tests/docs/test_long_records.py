@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,6 @@ def test_the_longest_record_takes_no_more_than_is_promised() -> None:
     assert tab["map of a step"] < 2 and tab["layers by steps"] < 5 and tab["gb"] < 3
 
 
-@pytest.mark.xfail(strict=True, reason="asked is 1 s; on the machine of the table it takes a little more")
 def test_the_course_of_a_tensor_takes_no_more_than_is_promised() -> None:
     assert max(MEASURED, key=lambda found: found["rows"])["tab"]["a tensor's course"] < 1
 
@@ -36,10 +36,21 @@ def test_the_course_of_a_tensor_takes_no_more_than_is_promised() -> None:
 def test_the_tab_takes_what_the_page_says() -> None:
     tab = max(MEASURED, key=lambda found: found["rows"])["tab"]
     text, course = " ".join(PAGE.split()), tab["a tensor's course"]
-    assert f"the course of one tensor {course:.1f} s" in text
+    assert f"the course of one tensor {course:.2f} s" in text
     assert f"the map of layers by steps {tab['layers by steps']:.1f} s, and {tab['gb']:.1f} GB" in text
 
 
+@pytest.mark.parametrize("found", CLUSTERS, ids=lambda found: f"{found['rows'] / 1e6:.0f} million rows")
+def test_clusters_take_what_the_page_says(found: dict[str, Any]) -> None:
+    two = found["processes"]
+    cells = [f"{two['one']:.0f} and {two['two_at_once']:.0f} s, {two['times_faster']}"]
+    cells += [
+        f"{of['workers_1']:.0f} and {of['workers_2']:.0f} s, {of['times_faster']}" for of in (found["ray"], found["dask"])
+    ]
+    assert f"| {found['rows'] / 1e6:.0f} million | {' | '.join(cells)} |" in PAGE
+
+
 @pytest.mark.parametrize("engine", ["ray", "dask"])
-def test_clusters_are_as_fast_or_slow_as_the_page_says(engine: str) -> None:
-    assert f"{CLUSTERS[engine]['times_faster']} times" in PAGE
+def test_two_workers_are_as_much_faster_as_is_promised(engine: str) -> None:
+    longest = max(CLUSTERS, key=lambda found: found["rows"])
+    assert longest["rows"] > 130e6 and longest[engine]["times_faster"] >= 1.7

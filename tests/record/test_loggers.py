@@ -87,16 +87,21 @@ def worst_tensors(record: Path) -> dict[str, str]:
     }
 
 
+# Long tests rest on nemo_fp8_debug/record/loggers/*.py.
+# Long tests rest on nemo_fp8_debug/adapters/lightning/loggers.py.
+@pytest.mark.long
 def test_losses_are_the_same_with_loggers_and_with_one_that_hangs(logged: dict[str, Any]) -> None:
     losses = logged["losses"]
     assert losses["with"] == losses["joined"] == losses["hanging"] == losses["without"]
 
 
+@pytest.mark.long
 def test_training_calls_nothing_of_the_libraries(logged: dict[str, Any]) -> None:
     assert logged["called"] == []
     assert logged["threads"] == ["nemo_fp8_debug Hangs"]
 
 
+@pytest.mark.long
 class TestRunsOfOurs:
     def test_wandb(self, logged: dict[str, Any], folder: Path) -> None:
         found, record = logged["own"]["wandb"], folder / "own"
@@ -145,6 +150,7 @@ def early(record: Path) -> dict[str, dict[int, float]]:
     return {"fp8/early_warning": scores} if max(times.values()) > 0 else {}
 
 
+@pytest.mark.long
 class TestRunsOfTheUser:
     def test_are_joined_and_stay_open(self, logged: dict[str, Any]) -> None:
         assert logged["open"] == [True, True, True, 7]
@@ -174,6 +180,7 @@ class TestRunsOfTheUser:
         assert_same(of_comet, want)
 
 
+@pytest.mark.long
 def test_loggers_of_a_trainer_get_the_summary_beside_what_they_log(logged: dict[str, Any]) -> None:
     found = logged["trainer"]
     assert found["open"]

@@ -55,6 +55,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return {outcome["outage"]: outcome for outcome in found}
 
 
+# Long tests rest on nemo_fp8_debug/record/*.py.
+# Long tests rest on nemo_fp8_debug/monitor/recorder_queue.py.
+@pytest.mark.long
 class TestOutages:
     """In a process with mounts of its own."""
 
@@ -139,6 +142,7 @@ class TestHangs:
         assert statuses == [0] * len(HANGS)
         return dict(zip(HANGS, found, strict=True))
 
+    @pytest.mark.long
     @pytest.mark.parametrize("begins", HANGS)
     def test_the_process_ends_though_the_hang_does_not(self, ended: dict[str, list[Any]], begins: str) -> None:
         undisturbed, *warned = ended[begins]

@@ -129,6 +129,8 @@ def test_progress_has_an_estimate_and_fits_a_terminal(job: Demo) -> None:
     assert max(map(len, lines)) <= 80
 
 
+# Long tests rest on scripts/demo.py.
+@pytest.mark.long
 def test_ctrl_c_ends_the_runs(tmp_path: Path) -> None:
     with subprocess.Popen(
         list(map(str, (*DEMO, tmp_path / "runs"))), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
