@@ -10,28 +10,32 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MEASURED = json.loads((ROOT / "scripts/validation/fault_injection/learned_limit.json").read_text())
+#: those that know more than `diagnose` can
+TOLD = "trees that are told the fault"
 PAGE = " ".join((ROOT / "docs/diagnose.md").read_text().split())
 
 
-def percents(runs: str, asked: str) -> tuple[float, float]:
+def percents(trees: str, runs: str, asked: str) -> tuple[float, float]:
     """The least and the most that trees of several seeds come to."""
-    seeds = [of_seed for name, of_seed in MEASURED.items() if "seed" in name]
+    seeds = [of_seed for name, of_seed in MEASURED.items() if name.startswith(f"{trees}, seed")]
     found = [float(re.findall(r"([\d.]+)% \[", of_seed[runs][asked])[0]) for of_seed in seeds]
     assert len(found) == 5
     return min(found), max(found)
 
 
 @pytest.mark.parametrize(
-    ("runs", "asked", "text"),
+    ("trees", "runs", "asked", "text"),
     [
-        ("held out", "harm right", "they are right in {} to {}%, where `diagnose`"),
-        ("held out", "harmed, not told", "and do not tell {} to {}% of the harmed runs"),
-        ("set thresholds, cross-validated", "harm right", "they are right in {} to {}% (95.0%)"),
-        ("held out, with the best limit for them", "harm right", "they reach {} to {}%, and call"),
+        ("trees", "held out", "harm right", "they are right in {} to {}%, where `diagnose`"),
+        ("trees", "held out", "harmed, not told", "and do not tell {} to {}% of the harmed runs"),
+        ("trees", "set thresholds, cross-validated", "harm right", "they are right in {} to {}% (95.0%)"),
+        ("trees", "held out, with the best limit for them", "harm right", "they reach {} to {}%, and call"),
+        (TOLD, "held out", "harm right", "They are right in {} to {}% of the held-out runs"),
+        (TOLD, "held out", "harmed, not told", "and do not tell {} to {}% of the harmed ones"),
     ],
 )
-def test_trees_tell_harm_as_well_as_the_page_says(runs: str, asked: str, text: str) -> None:
-    assert text.format(*percents(runs, asked)) in PAGE
+def test_trees_tell_harm_as_well_as_the_page_says(trees: str, runs: str, asked: str, text: str) -> None:
+    assert text.format(*percents(trees, runs, asked)) in PAGE
 
 
 def test_diagnose_tells_harm_as_well_as_the_page_says() -> None:
