@@ -336,6 +336,7 @@ def test_recipes_that_are_what_if(trained: Path, layout: Layout) -> None:
     assert_same(mine.filter(weights), its.filter(weights))
 
 
+@pytest.mark.long
 def test_parts_of_a_sequence_are_counted_on_both_ranks_and_weights_on_one(trained: Path) -> None:
     found, rows = histograms(trained, "cp", "auto"), record(trained, "cp", "auto").to_dicts()
     for step in range(STEPS):

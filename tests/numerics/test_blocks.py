@@ -15,6 +15,7 @@ from block_reference import DTYPES, RECIPES, TARGET, nvfp4_scale, random_blocks,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from long import long_but
 
 from nemo_fp8_debug.numerics.formats import e8m0_at_least, e8m0_value
 from nemo_fp8_debug.numerics.recipe import parse_recipe
@@ -25,7 +26,8 @@ def bits_of_codes(codes: torch.Tensor, fmt: str) -> npt.NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("finite", [True, False], ids=["finite", "with NaN and infinity"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Long tests rest on nemo_fp8_debug/numerics/*.py.
+@pytest.mark.parametrize("dtype", long_but(DTYPES[:1], DTYPES), ids=str)
 @RECIPES
 def test_codes_and_scales_of_10000_blocks(
     name: str, width: int, tall: int, role: str, fmt: str, dtype: torch.dtype, finite: bool

@@ -65,6 +65,8 @@ def test_products_are_those_of_float32_rounded_once() -> None:
     assert done.returncode == 0, done.stderr
 
 
+# Long tests rest on scripts/any_cpu/*.py.
+@pytest.mark.long
 def test_a_users_losses_and_products_are_the_same_with_the_package_imported() -> None:
     plain, imported = (
         finished(sys.executable, "-W", "ignore", "-c", LOSSES, *arguments, env=os.environ | {"PYTHONPATH": PLAIN})

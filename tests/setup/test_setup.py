@@ -90,6 +90,9 @@ def test_a_full_disk_is_named(tree: Path, tmp_path: Path) -> None:
     assert "No such file" in second
 
 
+# Long tests rest on scripts/setup/*.py.
+# Long tests rest on scripts/setup.sh.
+@pytest.mark.long
 @pytest.mark.skipif(not _can_unshare("-rn"), reason="no namespaces here")
 def test_a_killed_setup_goes_on_where_it_ended_and_a_complete_one_needs_no_network(tmp_path: Path) -> None:
     tree = copy_tree(tmp_path)

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from processes import found_in, run_script
 
+# Long tests rest on nemo_fp8_debug/distributed/*.py.
+# Long tests rest on nemo_fp8_debug/capture/backends/transformer_engine/*.py.
+pytestmark = pytest.mark.long
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 #: by recipe: values that share a scale, of X and dY in their row-wise copies

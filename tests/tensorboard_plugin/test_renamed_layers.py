@@ -174,6 +174,8 @@ def test_distributions_are_of_the_same_layer(page: Page, board: str, runs: Path)
     expect(page.locator("main .notes")).to_contain_text("counted: its layers are called as counted-before calls them.")
 
 
+# Long tests rest on nemo_fp8_debug/tensorboard_plugin/page/*.py.
+@pytest.mark.long
 def test_a_report_shows_them_beside_each_other(page: Page, runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     arguments = [str(runs / "baseline"), str(runs / "bad"), "--html", str(file)]
@@ -190,6 +192,7 @@ def test_a_report_shows_them_beside_each_other(page: Page, runs: Path, tmp_path:
     expect(page.locator(".problem")).to_have_count(0)
 
 
+@pytest.mark.long
 def test_an_exported_folder_does_so_too(page: Page, runs: Path, tmp_path: Path) -> None:
     """Of whichever two runs."""
     folder = tmp_path / "page"
