@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from processes import finished
 
 ROOT = Path(__file__).parents[2]
