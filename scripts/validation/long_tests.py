@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/validation/long_tests.py [FILE ...]
 
-Without files all that have such tests are run: 5 minutes on two cores. Every run of the tests compares long_tests.json with
+Without files all that have such tests are run: 10 minutes on two cores. Every run of the tests compares long_tests.json with
 the tests as they are (`tests/long.py`).
 """
 
