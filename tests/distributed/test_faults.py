@@ -12,6 +12,9 @@ from processes import run_script
 
 from nemo_fp8_debug.record.reader import find_run, read_table
 
+# Long tests rest on nemo_fp8_debug/distributed/*.py.
+# Long tests rest on nemo_fp8_debug/monitor/*.py.
+pytestmark = pytest.mark.long
 WORKER = Path(__file__).with_name("faulty.py")
 Found = list[dict[str, Any]]
 

@@ -44,6 +44,9 @@ def equal_the_oracle(run: Path) -> int:
     return len(rows)
 
 
+# Long tests rest on nemo_fp8_debug/distributed/*.py.
+# Long tests rest on nemo_fp8_debug/capture/optimizer_states.py.
+@pytest.mark.long
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_states_are_those_of_the_whole_tensors(trained: Path, kind: str, world: int) -> None:
@@ -63,6 +66,7 @@ def test_what_zero_splits_is_no_copy(trained_by_zero: Path) -> None:
     assert set(found.filter(what="weight_gradient")["outcome"]) <= {"no copy"}
 
 
+@pytest.mark.long
 def test_of_flattened_parts_nothing_is_claimed(trained: Path) -> None:
     """Each rank has a part of FSDP1's flat parameter, of which others may have copies: neither whole nor apart."""
     assert read_record(str(trained / "fsdp1-2"), "states").is_empty()
@@ -70,11 +74,13 @@ def test_of_flattened_parts_nothing_is_claimed(trained: Path) -> None:
     assert "weight_gradient" not in copies["what"].to_list() and (copies["ranks_apart"].fill_null(0) == 0).all()
 
 
+@pytest.mark.long
 def test_what_bf16_would_do_is_told(trained: Path) -> None:
     rows = read_record(str(trained / "ddp-2"), "states").filter(recipe="bf16")
     assert len(rows) == STEPS * 2 * 4 and rows["relative_error"].is_between(5e-4, 4e-3).all()
 
 
+@pytest.mark.long
 def test_operands_and_states_are_kept_apart(trained: Path) -> None:
     for table in ("metrics", "what_if"):
         assert set(read_record(str(trained / "ddp-2"), table)["role"]) == set(ROLES)

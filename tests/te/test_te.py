@@ -12,14 +12,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from long import long_but
 from processes import GUARD, finished, found_in
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TE = Path(sys.prefix) / "te"
+#: what takes longest
+OTHERS = ("test_stored_weights", "test_verified", "test_inspection")
 
 
-def test_inside_emulated_te() -> None:
+# Long tests rest on tests/te/inside/*.py.
+# Long tests rest on nemo_fp8_debug/capture/backends/transformer_engine/*.py.
+# Long tests rest on nemo_fp8_debug/measurement/*.py.
+@pytest.mark.parametrize("which", long_but(("most",), ("most", "others")))
+def test_inside_emulated_te(which: str) -> None:
     assert (TE / "transformer_engine").is_dir(), f"no Transformer Engine in {TE}; scripts/setup.sh tests installs it"
     environment = os.environ | {
         "INSIDE_EMULATED_TE": "1",
@@ -27,7 +34,9 @@ def test_inside_emulated_te() -> None:
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "inside")]
+    others = [HERE / "inside" / f"{name}.py" for name in OTHERS]
+    chosen = others if which == "others" else [HERE / "inside", *(f"--ignore={file}" for file in others)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, chosen)]
     done = finished(*command, seconds=2 * GUARD, env=environment, cwd=ROOT)  # hundreds of tests
     if done.returncode != 0:
         pytest.fail(done.stdout[-20_000:] + done.stderr[-2_000:], pytrace=False)
