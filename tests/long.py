@@ -1,9 +1,10 @@
-"""Tests that take 10 seconds of a core or more and are one of many like them, or rest on little that changes.
+"""Tests that take many seconds of a core and are one of many like them, or rest on little that changes.
 
 `scripts/test.sh` leaves them out unless it is given `--long`; what they found is kept.
 
 `scripts/validation/long_tests.py` runs them and writes `long_tests.json`. Every run of the tests compares that file with the
-tests as they are: each long test is there, has passed, and has not been changed since.
+tests as they are: each long test is there, has passed, and has not been changed since, nor what its module says that it
+rests on.
 """
 
 from __future__ import annotations

@@ -145,12 +145,12 @@ class Scan:
     ) -> Iterator[tuple[Chunk, Sequence[int]]]:
         """Rows of a column, of steps that have the same operands with the same values only those of the first.
 
-        Returns:
-            Chunks, and of each of its steps how many have the same, itself included, as far as footers tell.
-
         Args:
             column: of texts; None: none, then steps with the same operands are alike.
             operands, steps: as of `chunks`.
+
+        Returns:
+            Chunks, and of each of its steps how many have the same, itself included, as far as footers tell.
         """
         wanted, chosen = self._wanted(operands, steps)
         left = [(part, run) for part, runs in wanted for run in runs if chosen[run.layout].operands.size]

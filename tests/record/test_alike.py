@@ -17,7 +17,6 @@ from nemo_fp8_debug.errors import FP8DebugWarning
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.scan import Scan
 
-SOURCES = ("engine", "current", None)
 ROLES = ("input", "weight")
 
 
@@ -36,7 +35,7 @@ steps = st.lists(
 
 
 @given(steps, st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_counts_and_values_are_those_of_all_rows(
     tmp_path_factory: pytest.TempPathFactory, of_steps: list[list[str | None]], data: st.DataObject
 ) -> None:

@@ -33,6 +33,7 @@ def timeline(parts: Parts, run: Storage, layer: str, role: str, metrics: list[st
     """
 
     def read(index: Index) -> dict[str, Any]:
+        """Of the parts that an index lists."""
         so_far = TextsSoFar()
         of_part = partial(_of_part, parts, run, index, (layer, role), metrics, so_far)
         columns: dict[str, list[Any]] = {name: [] for name in ("step", *metrics, *TEXTS)}
@@ -97,7 +98,7 @@ class TextsSoFar:
         return [self._known.get(text) if isinstance(text, tuple) else text for text in texts]
 
     def _keys(self, outline: Outline, name: str, places: Sequence[int]) -> list[Key]:
-        """None where the footer does not tell."""
+        """Of each row; empty where the footer does not tell."""
         patterns = outline.patterns.get(name)
         return [(name, patterns[stretch], row) for stretch, row in map(outline.find, places)] if patterns else []
 

@@ -2,10 +2,10 @@
 scikit-learn==1.9.1`, then `fault_injection/learned_limit.py`. Results: learned_limit.json.
 
 Boosted trees get what `diagnose` says and what it goes by: gaps of the losses over several stretches, the farthest jump of
-the loss, the gradient norm, the cause, and how far out the culprit is. They are trained on the parts that set thresholds and
-asked about the held-out ones, with several seeds; and cross-validated over the former. They are no bound, but they show
-whether `diagnose` leaves much of what it sees unused. Others are also told what no reader of a record can be sure of: what
-was done to the run, where, when, how strongly, and to which model. What they get wrong the record does not tell.
+the loss, the gradient norm, the cause, and how far out and how badly held operands are. They are trained on the parts that
+set thresholds and asked about the held-out ones, with several seeds; and cross-validated over the former. They are no bound,
+but they show whether `diagnose` leaves much of what it sees unused. Others are also told what no reader of a record can be
+sure of: what was done to the run, where, when, how strongly, and to which model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STRETCHES, BEFORE = (30, 60, 120), 60
 MOST, LARGE = 200.0, 1e6
 HARMS = ("unknown", "none", "harmless so far", "gap", "likely", "harmful")
 ROLES = ("input", "weight", "grad_output")
-#: metrics of the culprit at the end, and in all operands of its role
+#: metrics at the end, of the culprit and of the operands of each role
 ERRORS = ("relative_error", "underflow_pct", "overflow_pct", "cosine")
 #: numbers of a fault, and parts of the name of a layer that it sits in
 STRENGTHS = ("bits", "over", "height", "factor", "period", "share", "growth")
