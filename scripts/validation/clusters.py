@@ -1,7 +1,7 @@
 """Compares two long records here and on clusters of Ray and of Dask with one and two workers of one thread each: what is
 told must be the same, and two workers must be faster. How much faster they can be is what two processes that share nothing
-come to, each of which does all of the work with one thread, beside one that is alone. Results, by how long the records are:
-clusters.json.
+come to, each of which does all of the work with one thread, beside one that is alone. Each time begins with the records out
+of memory. Results, by how long the records are: clusters.json.
 
     .venv/bin/python scripts/validation/clusters.py [--layers 58] [--experts 256] [--steps 300] [--folder FOLDER]
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
-from benchmarks.large_records import write_both
+from benchmarks.large_records import drop_from_memory, write_both
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.summary import to_json
@@ -58,6 +58,7 @@ def dask_of(workers: int) -> Iterator[str]:
 
 def timed(folder: Path, address: str | None) -> tuple[float, str]:
     """Seconds that compare and diagnose take, and a digest of all that they tell."""
+    drop_from_memory(folder)
     with on_cluster(address):
         began = time.perf_counter()
         found = diagnose_comparison(compare(folder / "baseline", folder / "bad"))
@@ -69,6 +70,7 @@ def timed(folder: Path, address: str | None) -> tuple[float, str]:
 
 def of_processes(folder: Path, processes: int) -> float:
     """Seconds that some processes at once take to do all of the work, each alone with one thread."""
+    drop_from_memory(folder)
     with get_context("spawn").Pool(processes) as pool:
         return max(pool.map(_with_one_thread, [folder] * processes, chunksize=1))
 
