@@ -66,14 +66,13 @@ class Group:
 
         Gloo's own timeout, which says more, does not hold while it looks for a rank in the store.
         """
-        limit = time.monotonic() + (self._seconds + 1.0 if seconds is None else seconds)
-        self._pending, pause = True, 1e-5
+        began, limit = time.monotonic(), self._seconds + 1.0 if seconds is None else seconds
+        self._pending = True
         work = begin()
         while not work.is_completed():
-            if time.monotonic() > limit:
+            if (waited := time.monotonic() - began) > limit:
                 raise TimeoutError("Timed out waiting for other ranks")
-            time.sleep(pause)
-            pause = min(2 * pause, 2e-3)
+            time.sleep(pause_after(waited))
         work.wait()
         self._pending = False
 
@@ -100,6 +99,11 @@ class Group:
         if (self._pending or not in_sync) and self._gloo is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # not even the end of the interpreter ends it
         self._gloo = None
+
+
+def pause_after(waited: float) -> float:
+    """Seconds until a rank looks again, so that it waits for a quarter longer than it has to at the most."""
+    return min(max(waited / 4, 1e-5), 2e-3)
 
 
 def _options(timeout: timedelta) -> tuple[Any]:

@@ -55,7 +55,7 @@ def test_what_was_predicted_for_processes_of_one_machine_was_measured() -> None:
     assert set(found["worlds"]) == {"2", "4", "8", "16"}
     assert simulation.broken(found) == []
     constants = Constants(**found["constants"])
-    again = simulation.simulate(4, 1, simulation.Place(found["cores"], constants.latency), constants)
+    again = simulation.simulate(4, 1, simulation.Place(found["cores"]), constants)
     assert again == pytest.approx(found["worlds"]["4"]["predicted"])
 
 
@@ -67,7 +67,8 @@ def test_the_documentation_has_these_results(name: str) -> None:
 
 CONSTANTS = Constants(
     packing=1e-4, laying_out=0.0, taking_out=0.0, maxima_bytes=0.0, sums_bytes=8e3, collective=0.0, message=0.0,
-    byte_of_maxima=0.0, byte_of_sums=0.0, byte=0.0, request=0.0, latency=0.0,
+    byte_of_maxima=0.0, byte_of_sums=0.0, byte_sent=0.0, byte_received=0.0, request=0.0, asking=0.0, latency=0.0,
+    store_latency=0.0, hand_over=0.0, nap=0.0,
 )  # fmt: skip
 
 

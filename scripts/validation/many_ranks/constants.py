@@ -1,6 +1,7 @@
-"""What the parts of a sample cost one core, measured on one and on two processes of this machine.
+"""What the parts of a sample cost, measured on one and on two processes of this machine.
 
-CPU seconds, which other work on the machine hardly changes; seconds on the clock only for what a core does not do.
+CPU seconds, which other work on the machine hardly changes; seconds on the clock for what a core does not do, as to wake a
+thread. What ranks do at the same time is measured on two of them at the same time: they share caches and memory.
 """
 
 from __future__ import annotations
@@ -15,23 +16,28 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from benchmarks.reduction import PARTS, stats
+from benchmarks.reduction import PARTS, ROWS, stats
 
 from nemo_fp8_debug.capture.output_samples import Chosen
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
 from nemo_fp8_debug.distributed.gloo import Group
 from nemo_fp8_debug.distributed.reduction import Plan
-from nemo_fp8_debug.measurement.operand_stats import Collected
+from nemo_fp8_debug.measurement.operand_stats import Collected, OperandStats
+from nemo_fp8_debug.numerics.histogram import BINS
 
 from .processes import forked, free_port, statuses, temporary_folder
 
 #: tensors of the micro-benchmarks, and times that each is repeated
 TENSORS, TIMES = 500, 7
 #: elements of the all-reduces that the ring's cost is read from
-SIZES = (16, 1 << 14, 1 << 17, 1 << 20)
-#: bytes by which two gatherings differ
-GATHERED = 8 << 20
+SIZES = (16, 1 << 14, 1 << 17, 1 << 20, 1 << 21)
+#: bytes by which two gatherings differ: the rows of a sample
+GATHERED = ROWS * TENSORS
+#: times that a short call is timed
+SHORT = 50
+#: seconds of the pause that is timed
+NAP = 1e-4
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,25 @@ class Constants:
     message: float
     byte_of_maxima: float
     byte_of_sums: float
-    #: on the rank that receives, a byte that is only passed on
-    byte: float
+    #: to gather rows, on every rank, beside collectives and bytes
+    gathering: float
+    #: a byte that is only gathered, on the rank that sends it and on the one that receives it
+    byte_sent: float
+    byte_received: float
     #: a request to the store, both sides of it together
     request: float
-    #: on the clock: from the end of a message to the start of what waits for it
+    #: to have a thread ask the store: until it has answered, and what threads do beside
+    asking: float
+    asking_beside: float
+    #: on the clock: from the end of a message to the start of what waits for it; in a ring, and with the store
     latency: float
+    store_latency: float
+    #: on the clock: a byte of a message of a ring, beside what cores do for it
+    byte_latency: float
+    #: on the clock: from one thread to another of the same rank
+    hand_over: float
+    #: on the clock: by how much a pause is longer than it was asked for
+    nap: float
 
     def plain(self) -> dict[str, float]:
         """As JSON has it."""
@@ -76,25 +95,60 @@ class OneRank(Group):
 
 def measure() -> Constants:
     """In processes of their own, which end with it."""
-    alone, two = in_processes(1, of_one_rank)[0], in_processes(2, of_two_ranks)
-    gathered = [more - less for less, more in (of["gather"] for of in two)]
-    beside = 2 * alone["collective"]
-    sums, maxima = (
-        [sum(pair) - beside for pair in zip(two[0][name], two[1][name], strict=True)] for name in ("sum", "maximum")
-    )
-    (message, byte_of_sums), (_, byte_of_maxima) = line(sums, 8), line(maxima, 4)
+    first, other = in_processes(2, of_ranks_apart)
+    two = in_processes(2, of_two_ranks)
+
+    def of_both(name: str, at: int) -> Any:
+        """Clock (0) or CPU seconds (1) of both ranks, added up."""
+        return np.array(two[0][name])[..., at] + np.array(two[1][name])[..., at]
+
+    nothing = of_both("nothing", 1)
+    collective = float(of_both("collective", 1) - nothing) / 2
+    message, byte_of_sums = line(of_both("sum", 1) - nothing - 2 * collective, 8)
+    _, byte_of_maxima = line(of_both("maximum", 1) - nothing - 2 * collective, 4)
+    latency, byte_latency = latencies((of_both("sum", 0) - of_both("sum", 1) + nothing) / 2)
+    nothing_gathered = (first["gathering"][0] + other["gathering"][0]) / 2
+    received, sent = (max(0.0, of["gathering"][1] - of["gathering"][0]) / GATHERED for of in (first, other))
+    ask, read = (of_both(name, 1) for name in ("asking", "reading"))
+    request, asked, answered = float(read - ask) / 2, two[1]["asking"][0], two[1]["reading"][0]
+    asking = min(float(ask - nothing), asked)
     return Constants(
-        **alone,
+        packing=first["packing"] / TENSORS,
+        laying_out=other["beside"] / TENSORS,
+        taking_out=(first["beside"] - other["beside"]) / TENSORS,
+        maxima_bytes=first["bytes"][0] / TENSORS,
+        sums_bytes=first["bytes"][1] / TENSORS,
+        collective=collective,
         message=message,
         byte_of_sums=byte_of_sums,
         byte_of_maxima=byte_of_maxima,
-        byte=max(0.0, sum(gathered)) / GATHERED,
-        request=(two[0]["requests"] + two[1]["requests"]) / 2,
-        latency=two[0]["latency"],
+        gathering=max(0.0, nothing_gathered - collective - ring(8, 2)[0] * message),
+        byte_sent=sent,
+        byte_received=received,
+        request=request,
+        asking=asking,
+        asking_beside=max(0.0, float(ask - nothing) - asked),
+        latency=latency,
+        store_latency=max(0.0, answered - asked - 2 * request) / 4,
+        byte_latency=byte_latency,
+        hand_over=(asked - asking) / 2,
+        nap=two[0]["nap"],
     )
 
 
-def line(cpu: list[float], item: int) -> tuple[float, float]:
+def latencies(idle: Any) -> tuple[float, float]:
+    """Seconds on the clock of a message and of a byte of one, from all-reduces of two ranks.
+
+    Of small messages two are under way at a time, so that half of them follow on one another.
+
+    Args:
+        idle: seconds on the clock less those of a core, for each of SIZES.
+    """
+    (few, _), (many, size) = (ring(8 * n, 2) for n in (SIZES[0], SIZES[-1]))
+    return max(0.0, float(idle[0])) / (few / 2), max(0.0, float(idle[-1] - idle[0])) / (many * size)
+
+
+def line(cpu: Any, item: int) -> tuple[float, float]:
     """CPU seconds of a message and of a byte that passes a rank, by least squares over all-reduces of two ranks.
 
     Args:
@@ -103,8 +157,8 @@ def line(cpu: list[float], item: int) -> tuple[float, float]:
     """
     passed = [ring(item * n, 2) for n in SIZES]
     rows = np.array([[2 * messages, 2 * messages * size] for messages, size in passed])
-    scale = 1 / np.array(cpu)  # relative errors count
-    found, *_ = np.linalg.lstsq(rows * scale[:, None], np.array(cpu) * scale, rcond=None)
+    scale = 1 / cpu  # relative errors count
+    found, *_ = np.linalg.lstsq(rows * scale[:, None], cpu * scale, rcond=None)
     return float(max(found[0], 0.0)), float(found[1])
 
 
@@ -134,76 +188,73 @@ def in_processes(world: int, work: Callable[[int], dict[str, Any]]) -> list[dict
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
-def cpu_of(call: Callable[[], object], times: int = TIMES) -> float:
-    """CPU seconds of this process, all threads, in the median."""
-    found = []
-    for _ in range(times):
+def of_ranks_apart(rank: int) -> dict[str, Any]:
+    """What a rank does outside of reductions, the first one and another at the same time; a sample's CPU seconds."""
+    names = [f"decoder.layers.{i}.mlp.linear_fc{i % 2 + 1}" for i in range(-(-TENSORS // len(ROLES)))]
+    ranks, group = Ranks(), OneRank()
+    gathering = ranks.group("gathering", [0, 1], 60.0)
+    shard_group = ShardGroup([0, 1], dict.fromkeys(names, "linear"), {}, group=group)
+    reduction, taken = Reduction(ranks, shard_group, Chosen(), PARTS), dict[str, list[float]]()
+
+    def timed(name: str, call: Callable[[], object]) -> None:
+        dist.barrier()
         began = time.process_time()
         call()
-        found.append(time.process_time() - began)
-    return statistics.median(found)
+        taken.setdefault(name, []).append(time.process_time() - began)
 
+    for step in range(2 * TIMES):
+        # As `benchmarks/reduction.py` does it: what memory costs depends on what was held, and is held, beside.
+        mine, plan, found = stats(rank, names, TENSORS), Plan(step, []), list[Any]()
 
-def of_one_rank(rank: int) -> dict[str, Any]:
-    """A tensor's share of what a rank does outside of collectives."""
-    names = [f"decoder.layers.{i}.mlp.linear_fc{i % 2 + 1}" for i in range(-(-TENSORS // len(ROLES)))]
-    packing, beside, group = list[float](), dict[int, list[float]]({0: [], 1: []}), OneRank()
-    for step in range(TIMES):
-        for first in (0, 1):  # whether another rank is the first one
-            shard_group = ShardGroup([first, 1 - first], dict.fromkeys(names, "linear"), {}, group=group)
-            reduction, plan = Reduction(Ranks(), shard_group, Chosen(), PARTS), Plan(step, [])
-            mine = stats(0, names, TENSORS)
-            found = Collected(mine)
-            began = time.process_time()
-            packed = reduction.pack(plan, found, [s.key for s in mine])
-            mine.clear()  # as the monitor does, which frees the memory of histograms
-            packing.append(time.process_time() - began)
-            began = time.process_time()
-            reduction.reduce(plan, packed)
-            beside[first].append(time.process_time() - began)
-    whole, others = statistics.median(beside[0]), statistics.median(beside[1])
-    return {
-        "collective": of_a_collective(),
-        "packing": statistics.median(packing) / TENSORS,
-        "laying_out": others / TENSORS,
-        "taking_out": (whole - others) / TENSORS,
-        "maxima_bytes": group.sizes[-2] / TENSORS,
-        "sums_bytes": group.sizes[-1] / TENSORS,
-    }
+        def pack(plan: Plan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
+            found.append(reduction.pack(plan, Collected(mine), [s.key for s in mine]))
+            mine.clear()  # as the monitor does
 
-
-def of_a_collective() -> float:
-    """CPU seconds of one that has nobody to talk to."""
-    group, x = Ranks().group("alone", [0], 60.0), torch.ones(SIZES[0], dtype=torch.float64)
-    return cpu_of(lambda: [group.add_up(x) for _ in range(100)]) / 100
+        timed("packing", pack)
+        timed("beside", lambda plan=plan, found=found: found.append(reduction.reduce(plan, found[0])))
+        found.clear()
+        rows = bytes(1 + step % 2 * GATHERED)
+        timed(f"gathering {step % 2}", lambda rows=rows: gathering.gather(rows))
+    of = {name: statistics.median(each) for name, each in taken.items()}
+    return {**of, "gathering": [of["gathering 0"], of["gathering 1"]], "bytes": group.sizes[-2:]}
 
 
 def of_two_ranks(rank: int) -> dict[str, Any]:
-    """CPU seconds of this rank: all-reduces by size, gathering, requests to the store; and the latency of a message."""
+    """Seconds on the clock and of this rank's CPU: of collectives by size, and asking the store."""
     ranks, found = Ranks(), dict[str, Any]()
-    group = ranks.group("constants", [0, 1], 60.0)
-    for name, call, dtype in (("sum", group.add_up, torch.float64), ("maximum", group.maximum, torch.int32)):
-        buffers = [torch.ones(n, dtype=dtype) for n in SIZES]
-        for buffer in buffers:
-            call(buffer)
-        found[name] = [cpu_of(lambda b=b, call=call: call(b)) for b in buffers]
-    found["gather"] = [cpu_of(lambda size=size: group.gather(bytes(size))) for size in (1, 1 + GATHERED)]
+    alone, group = ranks.group(f"alone-{rank}", [rank], 60.0), ranks.group("constants", [0, 1], 60.0)
+    dense = [torch.ones(BINS, dtype=torch.int64) for _ in range(TENSORS)]
     ranks.publish("a", rank)
-    found["requests"] = cpu_of(lambda: [ranks.is_set("a") for _ in range(200)], times=3) / 200
-    found["latency"] = latency(group._gloo)
+
+    def timed(call: Callable[[], object], times: int = TIMES) -> list[float]:
+        """Medians of a call that a rank or both make, with caches in the state in which a sample leaves them.
+
+        Seconds on the clock to its end, and of this rank's CPU until the other one has ended it as well.
+        """
+        taken = []
+        for _ in range(times):
+            for x in dense:
+                x.sum()
+            dist.barrier()
+            began, worked = time.perf_counter(), time.process_time()
+            call()
+            ended = time.perf_counter()
+            dist.barrier()
+            taken.append((ended - began, time.process_time() - worked))
+        return [statistics.median(of) for of in zip(*taken, strict=True)]
+
+    def reduced(x: torch.Tensor, operation: Any) -> list[float]:
+        """Without the pauses of a rank that waits."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = operation
+        return timed(lambda: group._gloo.allreduce([x], options).wait())
+
+    for _ in range(2):  # the first time everything takes longer
+        found["nothing"] = timed(lambda: None, SHORT)
+        found["collective"] = timed(lambda: alone.add_up(dense[0][:1]), SHORT)
+        found["sum"] = [reduced(torch.ones(n, dtype=torch.float64), dist.ReduceOp.SUM) for n in SIZES]
+        found["maximum"] = [reduced(torch.ones(n, dtype=torch.int32), dist.ReduceOp.MAX) for n in SIZES]
+        found["asking"] = timed(lambda: ranks._ask(lambda _: None) if rank == 1 else None, SHORT)
+        found["reading"] = timed(lambda: ranks.read("a") if rank == 1 else None, SHORT)
+        found["nap"] = timed(lambda: time.sleep(NAP))[0] - NAP
     return found
-
-
-def latency(gloo: Any) -> float:
-    """Seconds on the clock of one message of a smallest all-reduce, without what this rank's cores did.
-
-    Two messages are under way at a time, so that half of them follow on one another.
-    """
-    x, took, cpu = torch.ones(SIZES[0], dtype=torch.float64), list[float](), list[float]()
-    for _ in range(300):
-        began, worked = time.perf_counter(), time.process_time()
-        gloo.allreduce([x]).wait()
-        took.append(time.perf_counter() - began)
-        cpu.append(time.process_time() - worked)
-    messages, _ = ring(x.nbytes, 2)
-    return max(0.0, (statistics.median(took) - statistics.median(cpu)) / (messages / 2))

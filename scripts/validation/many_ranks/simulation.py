@@ -14,17 +14,19 @@ same, so that one of `RING` ranks stands for a longer one: it is gone round as o
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
+import statistics
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import simpy
 from benchmarks.reduction import ROWS
+
+from nemo_fp8_debug.distributed.gloo import pause_after
 
 from .constants import TENSORS, Constants, ring
 
@@ -35,6 +37,8 @@ TURN = 3e-3
 RING = 16
 #: bytes of the histogram of a tensor in the rows that the writer gathers: 3,000 occupied bins
 HISTOGRAM = 30_000
+#: times that constants and real processes are measured
+TURNS = 5
 #: how far a prediction may be from what is measured
 LIMIT = 0.25
 PARTS = ("packing", "reducing", "message", "gathering")
@@ -49,8 +53,9 @@ class Place:
 
     #: that ranks share; None: each has one of its own
     cores: int | None
-    #: seconds on the way of a message, and bytes a second that a rank can send
-    latency: float
+    #: seconds on the way of a message; None: as measured
+    latency: float | None = None
+    #: bytes a second that a rank can send
     bandwidth: float = float("inf")
     #: seconds of the store for a request; None: as measured, half of it
     store: float | None = None
@@ -67,6 +72,10 @@ class Ranks:
         self.count, self.place, self.cost, self.tensors = count, place, constants, tensors
         self.env = simpy.Environment()
         self._cores = simpy.Resource(self.env, place.cores) if place.cores else None
+        #: seconds on the way of a message: in a ring, and to the store or back
+        self.latency = constants.latency if place.latency is None else place.latency
+        self.store_latency = constants.store_latency if place.latency is None else place.latency
+        self.byte_latency = constants.byte_latency if place.latency is None else 0.0
 
     def work(self, seconds: float) -> Steps:
         """Have a core for so long, in turns."""
@@ -79,26 +88,53 @@ class Ranks:
                 yield self.env.timeout(min(TURN, seconds))
             seconds -= TURN
 
-    def until_first(self, steps: list[Steps]) -> float:
-        """Seconds from the start of all to the end of the first one."""
-        began = self.env.now
-        processes = [self.env.process(each) for each in steps]
-        self.env.run(processes[0])
-        return float(self.env.now - began)
+    def take(self, of_rank: Callable[[int], Steps]) -> list[float]:
+        """Seconds that each rank takes for its steps, from the moment at which it has met the others."""
+        took, barrier = [0.0] * self.count, Barrier(self)
+
+        def timed(rank: int) -> Steps:
+            if self._cores is not None:
+                yield from barrier.steps(rank)
+            began = self.env.now
+            yield from of_rank(rank)
+            took[rank] = float(self.env.now - began)
+
+        self.env.run(simpy.AllOf(self.env, [self.env.process(timed(rank)) for rank in range(self.count)]))
+        return took
+
+    def handed_over(self) -> Steps:
+        """From one thread of a rank to another one, which goes on while the first one goes to sleep."""
+        self.env.process(self.work(self.cost.asking_beside / 2))
+        yield from self.work(self.cost.asking / 2)
+        yield self.env.timeout(self.cost.hand_over)
 
     def polled(self, began: float) -> Steps:
-        """A rank looks whether a collective has ended after pauses that grow to 2 ms."""
-        at = 0.0
-        for pause in pauses():
-            if at >= self.env.now - began:
-                break
-            at += pause
-        yield self.env.timeout(max(0.0, at - (self.env.now - began)))
+        """A rank looks whether a collective has ended, after pauses."""
+        ended, at = self.env.now, began
+        while at < ended:
+            at += pause_after(at - began) + self.cost.nap
+        yield self.env.timeout(at - ended)
 
 
-def pauses() -> Iterator[float]:
-    """As `distributed/gloo.py` makes them."""
-    return (1e-5 * 2 ** min(i, 8) if i < 8 else 2e-3 for i in itertools.count())
+class Barrier:
+    """Ranks meet: in each of log2(ranks) rounds a rank hears of twice as many others."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._rounds = [2**i for i in range((ranks.count - 1).bit_length())]
+        self._inbox = [[simpy.Store(ranks.env) for _ in self._rounds] for _ in range(ranks.count)]
+
+    def _send(self, rank: int, number: int) -> Steps:
+        yield self._ranks.env.timeout(self._ranks.latency)
+        self._inbox[(rank + self._rounds[number]) % self._ranks.count][number].put(None)
+
+    def steps(self, rank: int) -> Steps:
+        """What a rank does, to the moment at which it knows that all are there."""
+        for number in range(len(self._rounds)):
+            self._ranks.env.process(self._send(rank, number))
+            yield self._inbox[rank][number].get()
+            yield from self._ranks.work(self._ranks.cost.message)
+        yield self._ranks.env.timeout(self._ranks.cost.hand_over)
 
 
 class Collective:
@@ -120,7 +156,7 @@ class Collective:
         with self._link[rank].request() as link:
             yield link
             yield self._ranks.env.timeout(self._bytes / self._ranks.place.bandwidth)
-        yield self._ranks.env.timeout(self._ranks.place.latency)
+        yield self._ranks.env.timeout(self._ranks.latency)
         self._inbox[(rank + 1) % self._ranks.count].put(None)
 
     def steps(self, rank: int) -> Steps:
@@ -131,6 +167,7 @@ class Collective:
         yield from self._ranks.work(self._ranks.cost.collective)
         for received in range(self._messages):
             yield self._inbox[rank].get()
+            yield env.timeout(self._bytes * self._ranks.byte_latency)
             yield from self._ranks.work(self._ranks.cost.message + self._bytes * self._per_byte)
             if received + 2 < self._messages:
                 env.process(self._send(rank))
@@ -139,7 +176,7 @@ class Collective:
 
 def packing(ranks: Ranks) -> float:
     """Seconds until the first rank has packed; all do."""
-    return ranks.until_first([ranks.work(ranks.tensors * ranks.cost.packing) for _ in range(ranks.count)])
+    return ranks.take(lambda _: ranks.work(ranks.tensors * ranks.cost.packing))[0]
 
 
 def reducing(ranks: Ranks, stands_for: int) -> float:
@@ -155,36 +192,38 @@ def reducing(ranks: Ranks, stands_for: int) -> float:
         if rank == 0:
             yield from ranks.work(n * cost.taking_out)
 
-    return ranks.until_first([of_rank(rank) for rank in range(ranks.count)])
+    return ranks.take(of_rank)[0]
 
 
 def message(ranks: Ranks) -> float:
-    """Seconds until the last rank knows what the first one says: it asks the store twice, which serves one at a time."""
+    """Seconds until the last rank knows what the first one says.
+
+    Each has a thread ask the store twice, which serves one request at a time.
+    """
     env, server, said = ranks.env, simpy.Resource(ranks.env, 1), ranks.env.event()
     half = ranks.cost.request / 2
 
-    def request() -> Steps:
+    def request(rank: int) -> Steps:
         yield from ranks.work(half)
-        yield env.timeout(ranks.place.latency)
+        yield env.timeout(ranks.store_latency)
         with server.request() as turn:
             yield turn
             if ranks.place.store is None:
                 yield from ranks.work(half)
             else:
                 yield env.timeout(ranks.place.store)
-        yield env.timeout(ranks.place.latency)
+        if rank == 0 and not said.triggered:
+            said.succeed()
+        yield said  # until then the store does not answer
+        yield env.timeout(ranks.store_latency)
 
     def of_rank(rank: int) -> Steps:
-        yield from request()
-        if rank == 0:
-            said.succeed()
-        yield said
-        yield from request()
+        yield from ranks.handed_over()
+        yield from request(rank)
+        yield from request(rank)
+        yield from ranks.handed_over()
 
-    def all_of_them() -> Steps:
-        yield simpy.AllOf(env, [env.process(of_rank(rank)) for rank in range(ranks.count)])
-
-    return ranks.until_first([all_of_them()])
+    return max(ranks.take(of_rank))
 
 
 def gathering(ranks: Ranks, senders: int, of_tensor: int) -> float:
@@ -193,18 +232,32 @@ def gathering(ranks: Ranks, senders: int, of_tensor: int) -> float:
     Args:
         of_tensor: bytes of its rows.
     """
-    size = of_tensor * ranks.tensors
-    lengths = Collective(ranks, 8, ranks.cost.byte_of_sums, ranks.count)
+    env, cost, size = ranks.env, ranks.cost, of_tensor * ranks.tensors
+    lengths = Collective(ranks, 8, cost.byte_of_sums, ranks.count)
+    inbox, link = simpy.Store(env), simpy.Resource(env, 1)
+
+    def send() -> Steps:
+        with link.request() as turn:
+            yield turn
+            yield env.timeout(size / ranks.place.bandwidth)
+        yield env.timeout(ranks.latency)
+        inbox.put(None)
 
     def of_rank(rank: int) -> Steps:
+        yield from ranks.work(cost.gathering / 2)
         yield from lengths.steps(rank)
-        if rank == 0:
-            began = ranks.env.now
-            yield ranks.env.timeout(senders * size / ranks.place.bandwidth + ranks.place.latency)
-            yield from ranks.work(senders * (ranks.cost.message + size * ranks.cost.byte))
-            yield from ranks.polled(began)
+        yield from ranks.work(cost.gathering / 2)
+        if rank > 0:
+            yield from ranks.work(size * cost.byte_sent)
+            env.process(send())
+            return
+        began = env.now
+        for _ in range(senders):
+            yield inbox.get()
+            yield from ranks.work(cost.message + size * cost.byte_received)
+        yield from ranks.polled(began)
 
-    return ranks.until_first([of_rank(rank) for rank in range(ranks.count)])
+    return ranks.take(of_rank)[0]
 
 
 def simulate(world: int, stages: int, place: Place, constants: Constants, of_tensor: int = ROWS) -> dict[str, float]:
@@ -230,23 +283,43 @@ def simulate(world: int, stages: int, place: Place, constants: Constants, of_ten
 
 
 def compare(worlds: list[int], rounds: int) -> dict[str, Any]:
-    """Predicted and measured seconds by number of processes, and the load of the machine at the time."""
+    """Predicted and measured seconds by number of processes, and the load of the machine at the time.
+
+    Constants and processes are measured in turns, since a machine is not equally fast all the time; medians of all.
+    """
     from benchmarks.reduction import launch
 
     from .constants import measure
     from .processes import prepare
 
     prepare()
-    constants, cores = measure(), os.cpu_count() or 1
-    found: dict[str, Any] = {"cores": cores, "constants": constants.plain(), "load": [os.getloadavg()[0]], "worlds": {}}
-    for world in worlds:
-        ranks = launch(world, TENSORS, rounds, alone=True)
-        measured = {part: ranks[0]["times"][part] for part in PARTS}
-        measured["message"] = max(rank["times"]["message"] for rank in ranks)
-        predicted = simulate(world, 1, Place(cores, constants.latency), constants)
-        found["worlds"][str(world)] = {"predicted": predicted, "measured": measured}
-        found["load"].append(os.getloadavg()[0])
-    return found
+    load, constants, measured = list[float](), list[dict[str, float]](), dict[str, list[dict[str, float]]]()
+    for _ in range(TURNS):
+        load.append(os.getloadavg()[0])
+        constants.append(measure().plain())
+        for world in worlds:
+            ranks = [each["times"] for each in launch(world, TENSORS, rounds, alone=True)]
+            times = {part: ranks[0][part] for part in PARTS} | {"message": max(each["message"] for each in ranks)}
+            measured.setdefault(str(world), []).append(times)
+    typical, cores = Constants(**medians(constants)), os.cpu_count() or 1
+    return {
+        "cores": cores,
+        "constants": typical.plain(),
+        "load": load,
+        "worlds": {
+            world: {
+                "predicted": simulate(int(world), 1, Place(cores), typical),
+                "measured": medians(times),
+                "least": {part: min(each[part] for each in times) for part in PARTS},
+                "most": {part: max(each[part] for each in times) for part in PARTS},
+            }
+            for world, times in measured.items()
+        },
+    }
+
+
+def medians(found: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(each[name] for each in found) for name in found[0]}
 
 
 def table(constants: Constants) -> list[dict[str, Any]]:
