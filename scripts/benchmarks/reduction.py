@@ -125,6 +125,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
         found.clear()
         times.setdefault("message", []).append(seconds(lambda: ranks.share({"over": False, "control": None})))
         times.setdefault("gathering", []).append(seconds(lambda: group.group.gather(rows)))
+        dist.barrier()  # nobody gets ready for the next round while the first rank still gathers
         if alone:
             continue
         numbers, counts = torch.zeros(4, dtype=torch.float64), torch.zeros(BINS, dtype=torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,8 @@ def test_the_documentation_has_these_results(name: str) -> None:
     assert set(tables.TABLES[name]()) <= set(lines)
 
 
-CONSTANTS = Constants(
-    packing=1e-4, laying_out=0.0, taking_out=0.0, maxima_bytes=0.0, sums_bytes=8e3, collective=0.0, message=0.0,
-    byte_of_maxima=0.0, byte_of_sums=0.0, byte_sent=0.0, byte_received=0.0, request=0.0, asking=0.0, latency=0.0,
-    store_latency=0.0, hand_over=0.0, nap=0.0,
-)  # fmt: skip
+FREE = Constants(**{field.name: 0.0 for field in fields(Constants)})
+CONSTANTS = replace(FREE, packing=1e-4, sums_bytes=8e3)
 
 
 def test_ranks_share_cores() -> None:
@@ -92,3 +90,37 @@ def test_an_unthrottled_ring_costs_a_latency_a_message() -> None:
     place = simulation.Place(None, 1e-3)
     took = simulation.reducing(simulation.Ranks(8, place, CONSTANTS, 1), 8)
     assert took == pytest.approx(2 * 2 * (8 - 1) * 1e-3, rel=0.2)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 16])
+def test_ranks_meet_in_a_logarithm_of_their_number(ranks: int) -> None:
+    """Hensgen's barrier: ceil(log2 n) rounds, each a latency on its way."""
+    of = simulation.Ranks(ranks, simulation.Place(None, 1e-3), FREE, 1)
+    barrier, met = simulation.Barrier(of), list[float]()
+
+    def meet(rank: int) -> simulation.Steps:
+        yield from barrier.steps(rank)
+        met.append(of.env.now)
+
+    of.take(meet)
+    assert met == pytest.approx([math.ceil(math.log2(ranks)) * 1e-3] * ranks)
+
+
+def test_the_store_serves_one_request_at_a_time() -> None:
+    """Two of each rank."""
+    took = simulation.message(simulation.Ranks(100, simulation.Place(None, 0.0, store=1e-3), FREE, 1))
+    assert took == pytest.approx(2 * 100 * 1e-3, rel=0.02)
+
+
+@pytest.mark.parametrize("seconds", [1e-4, 1e-3, 5e-3, 0.1])
+def test_a_rank_knows_soon_that_a_collective_has_ended(seconds: float) -> None:
+    """A quarter of the wait later, or 2 ms, and a pause that is longer than it was asked for."""
+    nap = 9e-5
+    ranks = simulation.Ranks(1, simulation.Place(None), replace(FREE, nap=nap), 1)
+
+    def wait(_: int) -> simulation.Steps:
+        began = ranks.env.now
+        yield ranks.env.timeout(seconds)
+        yield from ranks.polled(began)
+
+    assert seconds <= ranks.take(wait)[0] <= seconds + min(seconds / 4, 2e-3) + 1e-5 + nap

@@ -1,4 +1,4 @@
-"""What the parts of a sample cost, measured on one and on two processes of this machine.
+"""What the parts of a sample cost, measured on two processes of this machine.
 
 CPU seconds, which other work on the machine hardly changes; seconds on the clock for what a core does not do, as to wake a
 thread. What ranks do at the same time is measured on two of them at the same time: they share caches and memory.
