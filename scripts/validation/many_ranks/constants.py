@@ -7,6 +7,7 @@ thread. What ranks do at the same time is measured on two of them at the same ti
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -58,6 +59,8 @@ class Constants:
     message: float
     byte_of_maxima: float
     byte_of_sums: float
+    #: a message of a few bytes, of ranks that share a core: one of them wakes once for all that have come meanwhile
+    shared_message: float
     #: to gather rows, on every rank, beside collectives and bytes
     gathering: float
     #: a byte that is only gathered, on the rank that sends it and on the one that receives it
@@ -68,6 +71,9 @@ class Constants:
     #: to have a thread ask the store: until it has answered, and what threads do beside
     asking: float
     asking_beside: float
+    #: the same two on the clock, on a rank that has waited on a core of its own: it has kept its caches
+    idle_request: float
+    idle_asking: float
     #: on the clock: from the end of a message to the start of what waits for it; in a ring, and with the store
     latency: float
     store_latency: float
@@ -96,7 +102,7 @@ class OneRank(Group):
 def measure() -> Constants:
     """In processes of their own, which end with it."""
     first, other = in_processes(2, of_ranks_apart)
-    two = in_processes(2, of_two_ranks)
+    two, sharing = in_processes(2, of_two_ranks), in_processes(2, of_ranks_on_one_core)
 
     def of_both(name: str, at: int) -> Any:
         """Clock (0) or CPU seconds (1) of both ranks, added up."""
@@ -112,6 +118,7 @@ def measure() -> Constants:
     ask, read = (of_both(name, 1) for name in ("asking", "reading"))
     request, asked, answered = float(read - ask) / 2, two[1]["asking"][0], two[1]["reading"][0]
     asking = min(float(ask - nothing), asked)
+    idle_asking, idle_reading = (two[1][name][0] for name in ("asking idle", "reading idle"))
     return Constants(
         packing=first["packing"] / TENSORS,
         laying_out=other["beside"] / TENSORS,
@@ -122,12 +129,15 @@ def measure() -> Constants:
         message=message,
         byte_of_sums=byte_of_sums,
         byte_of_maxima=byte_of_maxima,
+        shared_message=sharing[0]["message"],
         gathering=max(0.0, nothing_gathered - collective - ring(8, 2)[0] * message),
         byte_sent=sent,
         byte_received=received,
         request=request,
         asking=asking,
         asking_beside=max(0.0, float(ask - nothing) - asked),
+        idle_request=max(0.0, idle_reading - idle_asking) / 2,
+        idle_asking=idle_asking,
         latency=latency,
         store_latency=max(0.0, answered - asked - 2 * request) / 4,
         byte_latency=byte_latency,
@@ -202,7 +212,7 @@ def of_ranks_apart(rank: int) -> dict[str, Any]:
         call()
         taken.setdefault(name, []).append(time.process_time() - began)
 
-    for step in range(2 * TIMES):
+    for step in range(4 * TIMES):
         # As `benchmarks/reduction.py` does it: what memory costs depends on what was held, and is held, beside.
         mine, plan, found = stats(rank, names, TENSORS), Plan(step, []), list[Any]()
 
@@ -226,14 +236,17 @@ def of_two_ranks(rank: int) -> dict[str, Any]:
     dense = [torch.ones(BINS, dtype=torch.int64) for _ in range(TENSORS)]
     ranks.publish("a", rank)
 
-    def timed(call: Callable[[], object], times: int = TIMES) -> list[float]:
+    def timed(call: Callable[[], object], times: int = TIMES, idle: bool = False) -> list[float]:
         """Medians of a call that a rank or both make, with caches in the state in which a sample leaves them.
 
         Seconds on the clock to its end, and of this rank's CPU until the other one has ended it as well.
+
+        Args:
+            idle: the first rank alone has worked before.
         """
         taken = []
         for _ in range(times):
-            for x in dense:
+            for x in dense if rank == 0 or not idle else ():
                 x.sum()
             dist.barrier()
             began, worked = time.perf_counter(), time.process_time()
@@ -247,7 +260,7 @@ def of_two_ranks(rank: int) -> dict[str, Any]:
         """Without the pauses of a rank that waits."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = operation
-        return timed(lambda: group._gloo.allreduce([x], options).wait())
+        return timed(lambda: group._gloo.allreduce([x], options).wait(), SHORT if len(x) == SIZES[0] else TIMES)
 
     for _ in range(2):  # the first time everything takes longer
         found["nothing"] = timed(lambda: None, SHORT)
@@ -256,5 +269,19 @@ def of_two_ranks(rank: int) -> dict[str, Any]:
         found["maximum"] = [reduced(torch.ones(n, dtype=torch.int32), dist.ReduceOp.MAX) for n in SIZES]
         found["asking"] = timed(lambda: ranks._ask(lambda _: None) if rank == 1 else None, SHORT)
         found["reading"] = timed(lambda: ranks.read("a") if rank == 1 else None, SHORT)
+        found["asking idle"] = timed(lambda: ranks._ask(lambda _: None) if rank == 1 else None, SHORT, idle=True)
+        found["reading idle"] = timed(lambda: ranks.read("a") if rank == 1 else None, SHORT, idle=True)
         found["nap"] = timed(lambda: time.sleep(NAP))[0] - NAP
     return found
+
+
+def of_ranks_on_one_core(rank: int) -> dict[str, float]:
+    """Seconds of a message of small all-reduces."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of threads that are started from here on
+    group, x, took = Ranks().group("sharing", [0, 1], 60.0), torch.ones(1, dtype=torch.float64), list[float]()
+    for _ in range(4 * SHORT):
+        dist.barrier()
+        began = time.perf_counter()
+        group._gloo.allreduce([x]).wait()
+        took.append(time.perf_counter() - began)
+    return {"message": statistics.median(took) / (2 * ring(x.nbytes, 2)[0])}

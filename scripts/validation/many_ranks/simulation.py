@@ -38,12 +38,12 @@ RING = 16
 #: bytes of the histogram of a tensor in the rows that the writer gathers: 3,000 occupied bins
 HISTOGRAM = 30_000
 #: times that constants and real processes are measured
-TURNS = 9
+TURNS = 5
 #: how far a prediction may be from what is measured
 LIMIT = 0.25
 PARTS = ("packing", "reducing", "message", "gathering")
 WHOLE = "packing and reducing"
-PROMISED = ("packing", "reducing", WHOLE)
+PROMISED = ("packing", "reducing", WHOLE, "message")
 
 Steps = Generator[simpy.Event, Any, None]
 
@@ -73,6 +73,8 @@ class Ranks:
         self.count, self.place, self.cost, self.tensors = count, place, constants, tensors
         self.env = simpy.Environment()
         self._cores = simpy.Resource(self.env, place.cores) if place.cores else None
+        #: whether ranks share cores
+        self.crowded = place.cores is not None and count > place.cores
         #: seconds on the way of a message: in a ring, and to the store or back
         self.latency = constants.latency if place.latency is None else place.latency
         self.store_latency = constants.store_latency if place.latency is None else place.latency
@@ -103,8 +105,15 @@ class Ranks:
         self.env.run(simpy.AllOf(self.env, [self.env.process(timed(rank)) for rank in range(self.count)]))
         return took
 
-    def handed_over(self) -> Steps:
+    def is_idle(self, rank: int) -> bool:
+        """Whether a rank has waited on a core of its own while the first one worked."""
+        return rank > 0 and self._cores is not None and not self.crowded
+
+    def handed_over(self, rank: int) -> Steps:
         """From one thread of a rank to another one, which goes on while the first one goes to sleep."""
+        if self.is_idle(rank):
+            yield from self.work(self.cost.idle_asking / 2)
+            return
         self.env.process(self.work(self.cost.asking_beside / 2))
         yield from self.work(self.cost.asking / 2)
         yield self.env.timeout(self.cost.hand_over)
@@ -141,14 +150,14 @@ class Barrier:
 class Collective:
     """A ring all-reduce: each rank goes through `steps`."""
 
-    def __init__(self, ranks: Ranks, size: float, per_byte: float, stands_for: int) -> None:
+    def __init__(self, ranks: Ranks, size: float, per_byte: float, stands_for: int, message: float) -> None:
         """
         Args:
             size: bytes that each rank brings.
-            per_byte: seconds of a core.
+            per_byte, message: seconds of a core.
             stands_for: ranks of the ring.
         """
-        self._ranks, self._per_byte = ranks, per_byte
+        self._ranks, self._per_byte, self._message = ranks, per_byte, message
         self._messages, self._bytes = ring(round(size), stands_for)
         self._inbox = [simpy.Store(ranks.env) for _ in range(ranks.count)]
         self._link = [simpy.Resource(ranks.env, 1) for _ in range(ranks.count)]
@@ -169,7 +178,7 @@ class Collective:
         for received in range(self._messages):
             yield self._inbox[rank].get()
             yield env.timeout(self._bytes * self._ranks.byte_latency)
-            yield from self._ranks.work(self._ranks.cost.message + self._bytes * self._per_byte)
+            yield from self._ranks.work(self._message + self._bytes * self._per_byte)
             if received + 2 < self._messages:
                 env.process(self._send(rank))
         yield from self._ranks.polled(began)
@@ -183,8 +192,8 @@ def packing(ranks: Ranks) -> float:
 def reducing(ranks: Ranks, stands_for: int) -> float:
     """Seconds until the first rank knows whole tensors."""
     cost, n = ranks.cost, ranks.tensors
-    maxima = Collective(ranks, n * cost.maxima_bytes, cost.byte_of_maxima, stands_for)
-    sums = Collective(ranks, n * cost.sums_bytes, cost.byte_of_sums, stands_for)
+    maxima = Collective(ranks, n * cost.maxima_bytes, cost.byte_of_maxima, stands_for, cost.message)
+    sums = Collective(ranks, n * cost.sums_bytes, cost.byte_of_sums, stands_for, cost.message)
 
     def of_rank(rank: int) -> Steps:
         yield from maxima.steps(rank)
@@ -202,11 +211,13 @@ def message(ranks: Ranks) -> float:
     Each has a thread ask the store twice, which serves one request at a time.
     """
     env, server, said = ranks.env, simpy.Resource(ranks.env, 1), ranks.env.event()
-    half = ranks.cost.request / 2
 
     def request(rank: int) -> Steps:
+        idle = ranks.is_idle(rank)
+        half = (ranks.cost.idle_request if idle else ranks.cost.request) / 2
+        latency = 0.0 if idle else ranks.store_latency
         yield from ranks.work(half)
-        yield env.timeout(ranks.store_latency)
+        yield env.timeout(latency)
         with server.request() as turn:
             yield turn
             if ranks.place.store is None:
@@ -216,13 +227,13 @@ def message(ranks: Ranks) -> float:
         if rank == 0 and not said.triggered:
             said.succeed()
         yield said  # until then the store does not answer
-        yield env.timeout(ranks.store_latency)
+        yield env.timeout(latency)
 
     def of_rank(rank: int) -> Steps:
-        yield from ranks.handed_over()
+        yield from ranks.handed_over(rank)
         yield from request(rank)
         yield from request(rank)
-        yield from ranks.handed_over()
+        yield from ranks.handed_over(rank)
 
     return max(ranks.take(of_rank))
 
@@ -234,7 +245,8 @@ def gathering(ranks: Ranks, senders: int, of_tensor: int) -> float:
         of_tensor: bytes of its rows.
     """
     env, cost, size = ranks.env, ranks.cost, of_tensor * ranks.tensors
-    lengths = Collective(ranks, 8, cost.byte_of_sums, ranks.count)
+    small = cost.shared_message if ranks.crowded else cost.message
+    lengths = Collective(ranks, 8, cost.byte_of_sums, ranks.count, small)
     inbox, link = simpy.Store(env), simpy.Resource(env, 1)
 
     def send() -> Steps:
@@ -343,7 +355,7 @@ def off_by(predicted: dict[str, float], measured: dict[str, float]) -> dict[str,
 
 
 def broken(found: dict[str, Any]) -> list[str]:
-    """Predictions that are farther off than they may be; of messages and of gathering nothing is promised."""
+    """Predictions that are farther off than they may be; of gathering nothing is promised."""
     off = {world: off_by(of["predicted"], of["measured"]) for world, of in found["worlds"].items()}
     return [
         f"{part} of {world} processes: off by {by:+.0%}"
