@@ -1,4 +1,4 @@
-"""Pages: links lead somewhere, and lines fit 120 columns, except in tables and code."""
+"""Pages: links lead somewhere, lines fit 120 columns except in tables and code, and no section is there twice."""
 
 from __future__ import annotations
 
@@ -42,3 +42,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_lines_fit(page: Path) -> None:
     long = [line for line in prose(page) if len(line) > 120 and not line.lstrip().startswith(("|", "!["))]
     assert long == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_section_is_there_twice(page: Path) -> None:
+    titles = [line for line in prose(page) if line.startswith("## ")]
+    assert sorted(titles) == sorted(set(titles))
