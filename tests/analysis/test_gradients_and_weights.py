@@ -70,6 +70,17 @@ class TestGradientNorm:
         run, baseline = write(tmp_path / "run", grad_norm=norms()), write(tmp_path / "b", grad_norm=norms(FACTOR))
         assert not found(diagnose(run, baseline), "gradient norm")
 
+    @pytest.mark.parametrize(
+        ("factor", "scale", "told"), [(900.0, 1024.0, True), (900.0, 65536.0, False), (20.0, 16.0, False)]
+    )
+    def test_that_is_the_loss_scale_times_the_baseline_s_is_not_unscaled(
+        self, tmp_path: Path, factor: float, scale: float, told: bool
+    ) -> None:
+        scales = dict.fromkeys(range(N), scale)
+        run = write(tmp_path / "run", grad_norm=norms(factor, 0), loss_scale=scales)
+        rule = found(diagnose(run, write(tmp_path / "baseline", grad_norm=norms(), loss_scale=scales)), "gradient norm")
+        assert rule and (rule.cause == "multiplier") == told == ("is not taken back" in rule.evidence)
+
     @pytest.mark.parametrize("norm", [norms(), norms(1.5), dict.fromkeys(range(8), 1.0), {0: float("nan")}])
     def test_noise_and_few_values_are_nothing(self, tmp_path: Path, norm: dict[int, float]) -> None:
         assert not found(diagnose(write(tmp_path / "run", grad_norm=norm)), "gradient norm")

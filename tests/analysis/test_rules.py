@@ -99,6 +99,17 @@ class TestMultiplier:
         for name, value, scale, calls in (("scaled", 64.0, 64.0, 1), ("accumulated", 0.125, None, 8)):
             assert multiplier(reported(tmp_path / name, value, scale, calls), baseline) == []
 
+    @pytest.mark.parametrize(
+        ("value", "in_baseline", "confidence"), [(1.0, 1024.0, "high"), (0.25, 256.0, "high"), (1.0, 800.0, "low")]
+    )
+    def test_a_loss_scale_of_both_that_only_the_good_run_applies(
+        self, tmp_path: Path, value: float, in_baseline: float, confidence: str
+    ) -> None:
+        """Accumulation and averaging may divide both, and seldom by as much as the loss scale."""
+        baseline = reported(tmp_path / "baseline", in_baseline, 1024.0)
+        (found,) = multiplier(reported(tmp_path / "bad", value, 1024.0), baseline)
+        assert said(found) == ("multiplier", confidence) and ("is not applied" in found.advice) == (confidence == "high")
+
     def test_a_good_run_that_does_not_know_its_own(self, tmp_path: Path) -> None:
         baseline = reported(tmp_path / "baseline", None)
         assert multiplier(reported(tmp_path / "bad", 0.125), baseline) == []

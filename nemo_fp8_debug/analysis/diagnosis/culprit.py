@@ -182,12 +182,15 @@ def _besides_operands(evidence: Evidence, first: Finding | None) -> Finding | No
 
 
 def _around_operands(evidence: Evidence) -> Finding | None:
-    """Weights that no longer learn, or a loss that goes to another level, in time to be the harm."""
-    still, level = evidence.of("still weights"), evidence.of("level")
+    """Weights that no longer learn, inputs or a loss that go to another level, in time to be the harm."""
+    still = evidence.of("still weights")
     # Momentum hides it for a while, so with a baseline it may have begun before the loss did, as nothing else has. Alone, a
     # loss that diverges for another reason may have brought it about.
     if still is not None and (evidence.paired or evidence.latest is None or (still.since or 0) <= evidence.latest):
         return still
+    moved, level = evidence.of("inputs"), evidence.of("level")
+    if moved is not None and (evidence.latest is None or (moved.since or 0) <= evidence.latest):
+        return moved
     in_time = level is not None and evidence.latest is not None and (level.since or 0) <= evidence.latest
     return level if in_time else None
 

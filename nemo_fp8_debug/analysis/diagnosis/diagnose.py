@@ -16,8 +16,8 @@ from ..comparison.compare import compare, quantized
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import MAX_GAP, LossOutcome
-from ..loss.step_change import rises_at
-from ..runs.grid import interval_of
+from ..loss.step_change import rises_with
+from ..runs.grid import Ints, interval_of
 from ..runs.run import Run
 from .culprit import Evidence, blamed
 from .diagnosis import Diagnosis
@@ -29,6 +29,7 @@ from .rules.divergence import diverged_at_the_start, divergence
 from .rules.finding import Finding
 from .rules.grad_scale import multiplier
 from .rules.gradient_norm import gradient_norm
+from .rules.inputs import inputs
 from .rules.learning_rate import learning_rate
 from .rules.level import level
 from .rules.nonfinite import nonfinite
@@ -140,8 +141,13 @@ def _added_up(
         reference: step from which the reference run's loss diverges.
         covered: whether bands of healthy runs stand for a baseline.
     """
-    around = [*recipes(run, baseline), *learning_rate(run, baseline), *nonfinite(run, baseline)]
-    loss = _with_rise(loss, [*operands, *around])
+    around = [
+        *recipes(run, baseline),
+        *learning_rate(run, baseline),
+        *nonfinite(run, baseline),
+        *inputs(run, baseline, loss),
+    ]
+    loss = _with_rise(loss, [*operands, *around], run.metrics.steps)
     stopped = stopped_at(run)
     harmed_since = min((step for step in (loss.harmful_since, stopped) if step is not None), default=None)
     start = diverged_at_the_start(run.loss, harmed_since)
@@ -173,14 +179,14 @@ def _added_up(
     return Diagnosis(run, baseline, comparison, findings, blamed(evidence), loss, stopped)
 
 
-def _with_rise(loss: LossOutcome, findings: Sequence[Finding]) -> LossOutcome:
+def _with_rise(loss: LossOutcome, findings: Sequence[Finding], sampled: Ints) -> LossOutcome:
     """With a rise at a step at which something else went wrong, if the losses alone do not tell that there is harm."""
     if loss.harm not in ("unknown", "likely") or (
         loss.gap is not None and (loss.gap.paired or loss.gap.percent <= loss.max_gap)
     ):
         return loss  # a rise that is gone by the end is no harm
     steps = sorted({f.since for f in findings if f.since is not None and f.confidence != "low"})
-    rises = [(step, rises_at(loss.run, loss.baseline, step)) for step in steps]
+    rises = [(step, rises_with(loss.run, loss.baseline, step, sampled)) for step in steps]
     harmful = [(step, rise) for step, rise in rises if rise is not None and rise > loss.max_gap]
     return replace(loss, rise=harmful[0]) if harmful else loss
 

@@ -11,7 +11,7 @@ from .rules.finding import Finding
 #: kinds of events, in the order in which events of one step are told
 KINDS = (
     *("lr", "recipe", "replica", "product", "scale", "values", "nonfinite", "warning"),
-    *("loss", "spike", "reference", "multiplier", "grad_norm", "weights", "optimizer"),
+    *("loss", "spike", "reference", "multiplier", "grad_norm", "inputs", "weights", "optimizer"),
 )
 #: kind, and what a rule's finding is the beginning of; the rules that are left out are about the run as a whole
 _BEGINS = {
@@ -89,6 +89,8 @@ def _of_findings(findings: Sequence[Finding]) -> Iterator[Event]:
             yield Event(found.since, "replica", told, *where)
         elif found.rule == "still weights":
             yield Event(found.since, "weights", f"most weights of {found.layer} no longer learn")
+        elif found.rule == "inputs":
+            yield Event(found.since, "inputs", f"X of {found.layer} goes to another level")
         elif found.rule == "nonfinite":
             told = f"the first NaN or infinity, in {found.operand or 'no sampled operand'}"
             yield Event(found.since, "nonfinite", told, *where)

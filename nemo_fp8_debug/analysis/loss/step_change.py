@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from .alignment import Aligned, Floats, align
+from .alignment import Aligned, Floats, Ints, align
 from .curve import LossCurve
 from .gap import PART
 from .smoothing import persistence, running_median, standard_error
@@ -49,6 +49,24 @@ def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | N
         return None
     back = after[np.isfinite(after)]  # one that was lost for a few steps has not risen by that
     return _rise(before, back) if len(back) >= _FEWEST else float("inf")
+
+
+def rises_with(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> float | None:
+    """The same of what a sample shows, which began between it and the sample before: the larger rise of those at either end.
+
+    Args:
+        step: at which it is seen.
+        sampled: int64 [S], ascending; a step that is not among them is taken as it is.
+
+    Example:
+        >>> losses = np.where(np.arange(200) < 116, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
+        >>> curve = LossCurve.of(pl.DataFrame({"step": range(200), "loss": losses}))
+        >>> round(rises_with(curve, None, 120, np.arange(0, 200, 5)))
+        20
+    """
+    before = sampled[sampled < step]
+    places = {step, int(before[-1]) + 1} if step in sampled and len(before) else {step}
+    return max((rise for each in places if (rise := rises_at(run, baseline, each)) is not None), default=None)
 
 
 def _rise(before: Floats, after: Floats) -> float | None:

@@ -11,6 +11,8 @@ from .finding import Finding
 
 #: a factor between multipliers that counts
 _FACTOR = 1.5
+#: a loss scale that hardly another factor comes to, and how near to it that must be to be it
+_LARGE, _EXACT = 2.0**6, 1.01
 #: samples in a row that count
 _IN_A_ROW = 3
 #: what a multiplier may be below the loss scale for accumulation and averaging over ranks
@@ -109,6 +111,10 @@ def _against_the_good_run(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> li
         return []
     here, there = (_median(rows["per_scale"]) for rows in (mine, theirs))
     facts = f"gradients are multiplied by {here:.3g} of the loss scale here and by {there:.3g} of it in the baseline"
+    scale = common_loss_scale(mine, theirs)
+    if scale is not None and here != 0 and not _differ(here * scale, there, _EXACT):
+        facts += f", and a loss scale of {scale:.3g} is reported of both"
+        return [_found("high", facts, "The loss scale that is reported is not applied.", int(mine["step"][0]))]
     advice = "Other numbers of ranks or tokens explain that; otherwise the loss is divided twice, or not at all."
     return [_found("low", facts, advice, int(mine["step"][0]))]
 
@@ -117,12 +123,19 @@ def _alike(mine: pl.DataFrame, theirs: pl.DataFrame) -> bool:
     return any(not _differ(_median(mine[unit]), _median(theirs[unit])) for unit in _UNITS)
 
 
-def _differ(value: float, usual: float) -> bool:
+def common_loss_scale(mine: pl.DataFrame, theirs: pl.DataFrame) -> float | None:
+    """The median loss scale of two runs, if that is the same and so large that hardly another factor comes to as much."""
+    scales = [rows["loss_scale"].fill_nan(None).median() for rows in (mine, theirs)]
+    here, there = (scale if isinstance(scale, float) else 0.0 for scale in scales)
+    return here if here == there and here >= _LARGE else None
+
+
+def _differ(value: float, usual: float, factor: float = _FACTOR) -> bool:
     """By a factor, in sign, or in being zero."""
     if value == 0 or usual == 0:
         return value != usual
     ratio = value / usual
-    return ratio <= 0 or bool(abs(np.log2(ratio)) > np.log2(_FACTOR))
+    return ratio <= 0 or bool(abs(np.log2(ratio)) > np.log2(factor))
 
 
 def _median(values: pl.Series) -> float:

@@ -18,6 +18,7 @@ from ...loss.step_change import rises_at
 from ...runs.grid import Floats, Ints
 from ...runs.run import Run
 from .finding import Finding
+from .grad_scale import common_loss_scale
 
 #: factor between gradient norms that counts as growth
 _LARGER = 4.0
@@ -30,6 +31,8 @@ _BITS, _SIGMAS, _AT_ONCE = 0.85, 6.0, 0.8
 _OWN = 0.5
 #: part of a run without a baseline in which the norm falls as the model begins to learn
 _BEGINNING = 0.1
+#: bits by which a norm may be off the loss scale, in units of the baseline's, if it is not taken back
+_NEAR = 1.0
 #: bits by which a dY may be off the others, and share of all dY that must agree
 _OFF, _MOST = 0.75, 0.8
 #: samples on either side whose medians tell what dY did
@@ -165,4 +168,8 @@ def _grows(run: Run, baseline: Run | None) -> list[Finding]:
         return []
     since, times = int(both["step"][at]), 2 ** float(np.median(smooth[at:]))
     facts = f"the gradient norm is {number(times)} times the baseline's from {run.unit} {since} on (median)"
+    scale = common_loss_scale(run.steps, baseline.steps)
+    if at == 0 and scale is not None and abs(np.log2(times / scale)) <= _NEAR:
+        facts += f", which is about the loss scale of both ({number(scale)}): it is not taken back"
+        return [Finding("gradient norm", "multiplier", "medium", facts, _FACTOR, since=since)]
     return [Finding("gradient norm", "unknown", "low", facts, _GROWS, since=since)]

@@ -7,16 +7,14 @@ the root mean square of all, so a fall of that by more than lr * 1 a step is ano
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import polars as pl
 
 from ...formatting import number
-from ...runs.grid import Floats, Ints, stretches
-from ...runs.metrics import Metrics
+from ...runs.grid import Floats, Ints
 from ...runs.run import Run
 from .finding import Finding
+from .levels import ROOT_MEAN_SQUARE, moves_of_levels
 
 #: decay that counts; and how many times the baseline's
 _DECAY, _TIMES = 1.0, 4.0
@@ -62,46 +60,14 @@ def _decays(run: Run) -> tuple[Ints, Floats]:
 def _falls(run: Run) -> tuple[Ints, Floats]:
     """Sampled steps, and by how much the log of the root mean square of most weights falls from each to the next; 0 where
     few are known."""
-    before, steps, falls = None, list[int](), list[float]()
-    for stretch in run.metrics.with_role("weight").over_steps(_of_stretch):
-        if stretch.steps and before is not None:
-            falls.append(_fall_of_most(before - stretch.first))
-        steps += stretch.steps
-        falls += stretch.falls
-        before = stretch.last if stretch.steps else before
-    return np.array(steps, dtype=np.int64), np.array(falls)
+    steps, falls = moves_of_levels(run.metrics.with_role("weight"), ROOT_MEAN_SQUARE, _fall_of_most)
+    return steps, np.array(falls)
 
 
-class _Stretch(NamedTuple):
-    """Steps that follow one another, the falls between them, and the level of each weight at the first and the last."""
-
-    steps: list[int]
-    falls: list[float]
-    first: Floats
-    last: Floats
-
-
-def _of_stretch(weights: Metrics) -> _Stretch:
-    unknown = np.full(len(weights.tensors), np.nan)
-    first, before, steps, falls = unknown, unknown, list[int](), list[float]()
-    for rows in weights.scan(["relative_error", "mse"]):
-        known = rows.filter(pl.col("relative_error") > 0, pl.col("mse") > 0).sort("step", maintain_order=True)
-        of_rows = known.select("tensor", level=0.5 * pl.col("mse").log() - pl.col("relative_error").log())
-        tensor, levels = of_rows["tensor"].to_numpy(), of_rows["level"].to_numpy()
-        for step, here in stretches(known["step"].to_numpy()):
-            level = unknown.copy()
-            level[tensor[here]] = levels[here]
-            falls += [_fall_of_most(before - level)] if steps else []
-            first = first if steps else level
-            steps.append(step)
-            before = level
-    return _Stretch(steps, falls, first, before)
-
-
-def _fall_of_most(falls: Floats) -> float:
+def _fall_of_most(moves: Floats) -> float:
     """Most layers shrink by at least as much as the one that three in four surpass."""
-    enough = np.isfinite(falls).sum() >= _FEWEST
-    return float(np.nanquantile(falls, 1 - _MOST)) if enough else 0.0
+    enough = np.isfinite(moves).sum() >= _FEWEST
+    return float(np.nanquantile(-moves, 1 - _MOST)) if enough else 0.0
 
 
 def _rates(run: Run, steps: Ints) -> Floats:

@@ -1,0 +1,142 @@
+"""Do the inputs of a kind of GEMM move to another level at once?
+
+Weights change slowly, and so does the median magnitude of what a GEMM gets. It moves from one sample to the next and stays
+there where something else is computed from then on: attention without its mask, dropout that is on, other data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from scipy.special import stdtr
+
+from ...formatting import number
+from ...loss.outcome import LossOutcome
+from ...loss.step_change import rises_with
+from ...runs.grid import Floats, Ints
+from ...runs.run import Run
+from .finding import Finding
+from .levels import MEDIAN, moves_of_levels
+
+#: samples on either side whose means are compared, and moves before that tell the noise as well
+_SIDE, _BEFORE = 4, 16
+#: of the moves that tell the noise, the least number, and the part that counts as independent: each is the difference of two
+#: levels, and so depends on the next one
+_FEWEST, _INDEPENDENT = 6, 2 / 3
+#: noise that is there at the least, the least change, and the least part of it that comes with one sample
+_LEAST_NOISE, _LEAST_CHANGE, _AT_ONCE = 0.0035, 0.05, 0.6
+#: of each move in the difference of the means of as many samples on either side
+_WEIGHTS = (_SIDE - np.abs(np.arange(1 - _SIDE, _SIDE))) / _SIDE
+#: part of a run's samples that is its start, in which all moves
+_START = 0.2
+#: how many such moves noise makes in a run, at the most, of what counts by itself, and of what the loss rises with
+_ALONE, _WITH_LOSS = 0.002, 1.0
+#: kinds of GEMMs that a model has, at the most
+_MOST_KINDS = 256
+_ADVICE = (
+    "Look at what this GEMM's input is computed from, and what changed at that step: attention masks, dropout, position "
+    "ids, lengths of sequences, the data."
+)
+
+
+def inputs(run: Run, baseline: Run | None, loss: LossOutcome) -> list[Finding]:
+    """The farthest move of X at once, of a kind of GEMM, that is no noise or that the loss rises with, and that the baseline
+    does not make."""
+    found = _moves(run)
+    usual = _levels(baseline) if baseline is not None and found else None
+    for move in found:
+        if usual is not None and abs(_change_at(*usual, move)) > abs(move.change) / 2:
+            continue
+        rise = rises_with(loss.run, loss.baseline, move.step, run.metrics.steps)
+        rises = rise is not None and rise > loss.max_gap
+        if rises or move.by_noise < _ALONE:
+            return [_told(run, move, rise if rises else None)]
+    return []
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A move of the level of the X of a kind of GEMM."""
+
+    #: the name of such layers, `*` for their numbers
+    kind: str
+    step: int
+    #: of the natural log of the level
+    change: float
+    #: how many as far noise makes in such a run
+    by_noise: float
+
+
+def _told(run: Run, move: _Move, rise: float | None) -> Finding:
+    way, percent = "up" if move.change > 0 else "down", 100 * abs(np.expm1(move.change))
+    told = f"X of {move.kind} goes {way} by {number(percent)}% at {run.unit} {move.step} (median magnitude) and stays there"
+    told += "" if rise is None else f", and the loss rises by {number(rise)}% with it"
+    return Finding("inputs", "software", "medium", told, _ADVICE, move.kind, since=move.step, severity=1)
+
+
+def _moves(run: Run) -> list[_Move]:
+    """Those that are worth a look at the loss, what noise makes least often first."""
+    steps, levels = _levels(run)
+    first, found, judged = round(_START * len(steps)), list[_Move](), 0
+    for kind, moves in levels.items():
+        change, chance = _changes(moves)
+        judged += int(np.isfinite(chance[first:]).sum())
+        far = (np.abs(change) > _LEAST_CHANGE) & (chance < 1)
+        found += [_Move(kind, int(steps[s]), float(change[s]), float(chance[s])) for s in np.flatnonzero(far) if s >= first]
+    found = [replace(move, by_noise=judged * move.by_noise) for move in found]
+    return sorted((move for move in found if move.by_noise < _WITH_LOSS), key=lambda move: move.by_noise)
+
+
+def _change_at(steps: Ints, levels: Mapping[str, Floats], move: _Move) -> float:
+    """Of the same kind at the nearest sample of another run; 0 if there is none."""
+    if move.kind not in levels or not len(steps):
+        return 0.0
+    return float(np.nan_to_num(_changes(levels[move.kind])[0][np.argmin(np.abs(steps - move.step))]))
+
+
+def _levels(run: Run) -> tuple[Ints, dict[str, Floats]]:
+    """Sampled steps, and of the X of each kind of GEMM how the mean level of its layers moves from each to the next; NaN
+    where it is not known. Of more kinds than any model has, none."""
+    operands = run.metrics.with_role("input")
+    names = [_kind_of(layer) for layer in operands.tensors["layer"]]
+    kinds, places = np.unique(np.array(names, dtype=np.str_), return_inverse=True)
+    if len(kinds) > _MOST_KINDS:
+        return operands.steps[:0], {}
+    steps, moves = moves_of_levels(operands, MEDIAN, partial(_mean_by_kind, places, len(kinds)))
+    return steps, dict(zip(kinds.tolist(), np.array(moves).reshape(-1, max(len(kinds), 1)).T, strict=False))
+
+
+def _kind_of(layer: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in layer.split("."))
+
+
+def _mean_by_kind(places: Ints, kinds: int, moves: Floats) -> Floats:
+    """[T] -> [K]: NaN where none is known."""
+    known = np.isfinite(moves)
+    sums, counts = (np.bincount(places[known], each, kinds) for each in (moves[known], None))
+    with np.errstate(invalid="ignore"):
+        means: Floats = sums / counts
+    return means
+
+
+def _changes(moves: Floats) -> tuple[Floats, Floats]:
+    """[S - 1] -> [S] each: the mean level of some samples from each on less that of as many before, and the chance with
+    which noise makes as much of it, 1 where it does not come at once; NaN where there are too few samples."""
+    change, chance = np.full(len(moves) + 1, np.nan), np.full(len(moves) + 1, np.nan)
+    if len(moves) < 2 * _SIDE:
+        return change, chance
+    padded = np.concatenate([np.full(_BEFORE, np.nan), moves])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, _BEFORE + _SIDE)  # of each move, with those around it
+    apart, others = windows[:, 1 - 2 * _SIDE :] @ _WEIGHTS, np.delete(windows, _BEFORE, axis=1)
+    known = np.isfinite(others).sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        noise = np.sqrt(np.nansum(others**2, axis=1) / (2 * known)) + _LEAST_NOISE
+        as_much = 2 * stdtr(_INDEPENDENT * known, -np.abs(apart) / (noise * np.sqrt(2 / _SIDE)))
+        at_once = windows[:, _BEFORE] * np.sign(apart) > _AT_ONCE * np.abs(apart)
+    judged = slice(1, 1 + len(windows))
+    change[judged] = apart
+    chance[judged] = np.where(np.isfinite(apart) & (known >= _FEWEST), np.where(at_once, as_much, 1.0), np.nan)
+    return change, chance
