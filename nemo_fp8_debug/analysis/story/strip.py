@@ -13,7 +13,8 @@ _TENSORS = tuple(SHOWN_AS[role] for role in (*ROLES, *ATTENTION_FORWARD, *ATTENT
 _NAN, _BETWEEN = "NaN or infinity", "activations"
 _OF_KINDS = {
     **{"lr": "learning rate", "grad_norm": "gradient norm", "multiplier": "gradient norm", "loss": "loss", "spike": "loss"},
-    **{"reference": "loss", "inputs": "X", "weights": "W", "product": "products", "replica": "replicas", "optimizer": "optimizer"},
+    **{"reference": "loss", "inputs": "X", "weights": "W", "product": "products", "replica": "replicas"},
+    "optimizer": "optimizer",
 }
 #: rows of the strip, from above
 ROWS = ("learning rate", "gradient norm", "loss", _NAN, *_TENSORS, _BETWEEN, "products", "replicas", "optimizer")
