@@ -87,8 +87,8 @@ def made(
     )
 
 
-def found_in(run: Run, baseline: Run | None = None) -> list[Finding]:
-    return inputs(run, baseline, LossOutcome.of(run.loss, None if baseline is None else baseline.loss))
+def found_in(run: Run, baseline: Run | None = None, same_model: bool = True) -> list[Finding]:
+    return inputs(run, baseline, LossOutcome.of(run.loss, None if baseline is None else baseline.loss, 2.0, same_model))
 
 
 def test_a_move_that_is_no_noise_is_told_with_its_size() -> None:
@@ -103,6 +103,7 @@ def test_a_small_move_counts_if_the_loss_rises_with_it() -> None:
     assert not found_in(made(0.08, noise=0.03), made(seed=1, noise=0.03))
     (found,) = found_in(made(0.08, of_loss=0.1, noise=0.03), made(seed=1, noise=0.03))
     assert "and the loss rises by" in found.evidence and found.since == 185
+    assert not found_in(made(0.08, of_loss=0.1, noise=0.03), made(seed=1, noise=0.03), same_model=False)
 
 
 @pytest.mark.parametrize(

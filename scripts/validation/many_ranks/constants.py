@@ -129,7 +129,7 @@ def measure() -> Constants:
         message=message,
         byte_of_sums=byte_of_sums,
         byte_of_maxima=byte_of_maxima,
-        shared_message=sharing[0]["message"],
+        shared_message=statistics.mean(of["message"] for of in sharing),
         gathering=max(0.0, nothing_gathered - collective - ring(8, 2)[0] * message),
         byte_sent=sent,
         byte_received=received,
@@ -276,12 +276,15 @@ def of_two_ranks(rank: int) -> dict[str, Any]:
 
 
 def of_ranks_on_one_core(rank: int) -> dict[str, float]:
-    """Seconds of a message of small all-reduces."""
+    """Seconds of a message of small all-reduces: what one of both ranks takes beyond those of each rank alone."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of threads that are started from here on
-    group, x, took = Ranks().group("sharing", [0, 1], 60.0), torch.ones(1, dtype=torch.float64), list[float]()
-    for _ in range(4 * SHORT):
-        dist.barrier()
-        began = time.perf_counter()
-        group._gloo.allreduce([x]).wait()
-        took.append(time.perf_counter() - began)
-    return {"message": statistics.median(took) / (2 * ring(x.nbytes, 2)[0])}
+    ranks, x, took = Ranks(), torch.ones(1, dtype=torch.float64), list[float]()
+    for name, of in ((f"sharing-{rank}", [rank]), ("sharing", [0, 1])):
+        gloo, each = ranks.group(name, of, 60.0)._gloo, list[float]()
+        for _ in range(4 * SHORT):
+            dist.barrier()
+            began = time.perf_counter()
+            gloo.allreduce([x]).wait()
+            each.append(time.perf_counter() - began)
+        took.append(statistics.median(each))
+    return {"message": max(0.0, took[1] - took[0]) / (2 * ring(x.nbytes, 2)[0])}

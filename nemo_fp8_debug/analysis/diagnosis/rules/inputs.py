@@ -33,7 +33,7 @@ _WEIGHTS = (_SIDE - np.abs(np.arange(1 - _SIDE, _SIDE))) / _SIDE
 #: part of a run's samples that is its start, in which all moves
 _START = 0.2
 #: how many such moves noise makes in a run, at the most, of what counts by itself, and of what the loss rises with
-_ALONE, _WITH_LOSS = 0.002, 1.0
+_ALONE, _WITH_LOSS = 0.002, 0.5
 #: kinds of GEMMs that a model has, at the most
 _MOST_KINDS = 256
 _ADVICE = (
@@ -46,12 +46,13 @@ def inputs(run: Run, baseline: Run | None, loss: LossOutcome) -> list[Finding]:
     """The farthest move of X at once, of a kind of GEMM, that is no noise or that the loss rises with, and that the baseline
     does not make."""
     found = _moves(run)
+    comparable = loss.baseline is None or loss.same_model  # losses of two models part for many reasons
     usual = _levels(baseline) if baseline is not None and found else None
     for move in found:
         if usual is not None and abs(_change_at(*usual, move)) > abs(move.change) / 2:
             continue
         rise = rises_with(loss.run, loss.baseline, move.step, run.metrics.steps)
-        rises = rise is not None and rise > loss.max_gap
+        rises = comparable and rise is not None and rise > loss.max_gap
         if rises or move.by_noise < _ALONE:
             return [_told(run, move, rise if rises else None)]
     return []
