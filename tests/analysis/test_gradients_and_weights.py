@@ -157,9 +157,11 @@ class TestLikelyHarm:
         run = write(tmp_path / "run", lambda step: lost(step) if step < ONSET + 3 * EVERY else {})
         assert diagnose(run).harm == "unknown"
 
-    @pytest.mark.parametrize(("above", "harm"), [(1.06, "likely"), (0.99, "unknown")])
-    def test_with_other_batches_a_gap_must_be_there_too(self, tmp_path: Path, above: float, harm: str) -> None:
-        noise = [np.random.default_rng(seed).normal(1, 0.1, N) for seed in (1, 2)]
+    @pytest.mark.parametrize(("above", "harm"), [(1.06, "likely"), (0.99, "likely"), (0.94, "unknown")])
+    def test_with_other_batches_the_run_must_not_end_below_the_baseline(
+        self, tmp_path: Path, above: float, harm: str
+    ) -> None:
+        noise = [np.random.default_rng(seed).normal(1, 0.2, N) for seed in (1, 2)]
         losses = [{i: loss * float(by[i]) for i, loss in falling().items()} for by in noise]
         losses[0] = {i: loss * above for i, loss in losses[0].items()}
         run, baseline = write(tmp_path / "run", lost, losses[0]), write(tmp_path / "baseline", losses=losses[1])
@@ -189,10 +191,10 @@ class TestLikelyHarm:
         blind = [replace(run, metrics=run.metrics.with_role("input", "grad_output")) for run in runs]
         assert compare(*runs).loss.same_model and not compare(*blind).loss.same_model
 
-    @pytest.mark.parametrize(("percent", "harm"), [(4, "likely"), (1.8, "likely"), (0.7, "unknown")])
-    def test_what_harms_most_runs_needs_half_the_limit(self, tmp_path: Path, percent: float, harm: str) -> None:
+    @pytest.mark.parametrize("percent", [4, 1.8, 0.7])
+    def test_what_harms_most_runs_needs_no_gap_that_is_seen(self, tmp_path: Path, percent: float) -> None:
         told = self.apart(tmp_path, percent)
-        assert told.blame.finding and told.blame.finding.severity == 2 and told.harm == harm
+        assert told.blame.finding and told.blame.finding.severity == 2 and told.harm == "likely"
 
     def test_beside_another_model_it_needs_the_limit(self, tmp_path: Path) -> None:
         deeper = [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]

@@ -9,7 +9,7 @@ from .rules.finding import Finding
 
 #: how many times the limit a gap must be that another seed may explain, by the severity of what is found too; the same of a
 #: gap to another model, which lie farther apart
-_TIMES, _OTHER_MODELS = (3.0, 2.0, 0.5), (inf, 2.0, 1.0)
+_TIMES, _OTHER_MODELS = (3.0, 2.0, -1.0), (inf, 2.0, 1.0)
 #: causes that make no gap likelier to be theirs: recipes are changed on purpose, and NaN that harms shows in the loss itself
 _NO_EVIDENCE = ("changed_recipe", "nonfinite")
 
@@ -18,9 +18,10 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
     """Whether harm is likely that the loss alone cannot tell.
 
     With a baseline of other batches two things must agree: a gap, which another seed may explain, and something that may
-    harm. To a baseline of the same model, half the limit is enough beside what harmed most of the benchmark's runs that had
-    it, twice the limit beside what harmed up to half of them, and three times the limit beside anything that is no change of
-    recipe and no NaN that the loss got over. Alone, something that harmed most of them.
+    harm. To a baseline of the same model that is twice the limit beside what harmed up to half of the benchmark's runs that
+    had it, and three times the limit beside anything that is no change of recipe and no NaN that the loss got over. Beside
+    what harmed most of them it is enough that the run does not end below the baseline by more than the limit. Alone,
+    something that harmed most of them.
 
     Args:
         blamed: what the verdict names; None: nothing.
