@@ -50,9 +50,11 @@ class Constants:
     laying_out: float
     #: a tensor, on the first rank: taking it out of the sums
     taking_out: float
-    #: bytes of a tensor in the two collectives
+    #: bytes of a tensor in the two collectives: of one rank, and what twice as many ranks have in addition, since each has
+    #: values where others have none
     maxima_bytes: float
     sums_bytes: float
+    sums_bytes_of_twice: float
     #: a collective, on every rank, whatever it has to pass on
     collective: float
     #: on the rank that receives, a message of a ring, and a byte that it adds up
@@ -94,9 +96,16 @@ class OneRank(Group):
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        #: what the rank brought to the last maximum, and what another one is made to have brought to the next
+        self.maxima = torch.empty(0)
+        self.others: torch.Tensor | None = None
 
     def _reduce(self, x: torch.Tensor, operation: Any, seconds: float | None = None) -> None:
         self.sizes.append(x.nbytes)
+        if operation == dist.ReduceOp.MAX:
+            self.maxima = x.clone()
+            if self.others is not None:
+                torch.maximum(x, self.others, out=x)
 
 
 def measure() -> Constants:
@@ -125,6 +134,7 @@ def measure() -> Constants:
         taking_out=(first["beside"] - other["beside"]) / TENSORS,
         maxima_bytes=first["bytes"][0] / TENSORS,
         sums_bytes=first["bytes"][1] / TENSORS,
+        sums_bytes_of_twice=(first["bytes of two"] - first["bytes"][1]) / TENSORS,
         collective=collective,
         message=message,
         byte_of_sums=byte_of_sums,
@@ -226,7 +236,17 @@ def of_ranks_apart(rank: int) -> dict[str, Any]:
         rows = bytes(1 + step % 2 * GATHERED)
         timed(f"gathering {step % 2}", lambda rows=rows: gathering.gather(rows))
     of = {name: statistics.median(each) for name, each in taken.items()}
-    return {**of, "gathering": [of["gathering 0"], of["gathering 1"]], "bytes": group.sizes[-2:]}
+    of_one, plan = group.sizes[-2:], Plan(4 * TIMES, [])
+    for each in (1 - rank, rank):
+        mine = stats(each, names, TENSORS)
+        reduction.reduce(plan, reduction.pack(plan, Collected(mine), [s.key for s in mine]))
+        group.others = group.maxima
+    return {
+        **of,
+        "gathering": [of["gathering 0"], of["gathering 1"]],
+        "bytes": of_one,
+        "bytes of two": group.sizes[-1],
+    }
 
 
 def of_two_ranks(rank: int) -> dict[str, Any]:
