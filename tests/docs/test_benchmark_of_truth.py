@@ -28,7 +28,7 @@ def percents(trees: str, runs: str, asked: str) -> tuple[float, float]:
     [
         ("trees", "held out", "harm right", "they are right in {} to {}%, where `diagnose`"),
         ("trees", "held out", "harmed, not told", "and do not tell {} to {}% of the harmed runs"),
-        ("trees", "set thresholds, cross-validated", "harm right", "they are right in {} to {}% (95.0%)"),
+        ("trees", "set thresholds, cross-validated", "harm right", "they are right in {} to {}% (95.7%)"),
         ("trees", "held out, with the best limit for them", "harm right", "they reach {} to {}%, and call"),
         (TOLD, "held out", "harm right", "They are right in {} to {}% of the held-out runs"),
         (TOLD, "held out", "harmed, not told", "and do not tell {} to {}% of the harmed ones"),
@@ -41,5 +41,5 @@ def test_trees_tell_harm_as_well_as_the_page_says(trees: str, runs: str, asked: 
 def test_diagnose_tells_harm_as_well_as_the_page_says() -> None:
     found = MEASURED["diagnose"]["held out"]
     right, share = found["harm right"].split(":")
-    assert f"| harm right | 463 of 467 | {right}:{share}" in PAGE
+    assert f"| harm right | 569 of 574 | {right}:{share}" in PAGE
     assert f"where `diagnose` is right in {share.split('%')[0].strip()}%" in PAGE

@@ -190,7 +190,7 @@ def _around_operands(evidence: Evidence) -> Finding | None:
         return still
     moved, level = evidence.of("inputs"), evidence.of("level")
     if moved is not None and (evidence.latest is None or (moved.since or 0) <= evidence.latest):
-        return moved
+        return _between_gemms(evidence, moved.since or 0) or moved
     in_time = level is not None and evidence.latest is not None and (level.since or 0) <= evidence.latest
     return level if in_time else None
 
@@ -201,16 +201,16 @@ def _is_earlier(lost: Finding, first: Finding) -> bool:
     return lost.since < first.since or (lost.since == first.since and first.cause == "nonfinite")
 
 
-def _between_gemms(evidence: Evidence) -> Finding | None:
-    """What went wrong first between GEMMs, or with the steps of a weight, if it did before the loss diverged."""
-    assert evidence.harmed_since is not None
+def _between_gemms(evidence: Evidence, latest: int) -> Finding | None:
+    """What went wrong first between GEMMs, or with the steps of a weight, if it did by then."""
     found = [f for f in evidence.findings if f.rule in ("attention", "router", "steps of weights") and f.since is not None]
-    in_time = [f for f in found if f.since is not None and f.since < evidence.harmed_since]
+    in_time = [f for f in found if f.since is not None and f.since <= latest]
     return min(in_time, key=lambda f: f.since or 0, default=None)
 
 
 def _nothing_found(evidence: Evidence, hints: bool) -> Blame:
-    if evidence.harmed_since is not None and (found := _between_gemms(evidence)) is not None:
+    harmed_since = evidence.harmed_since
+    if harmed_since is not None and (found := _between_gemms(evidence, harmed_since - 1)) is not None:
         return Blame(found, found.cause, found.confidence)
     if not evidence.judged or (hints and not evidence.paired):
         return Blame(None, "unknown", "low")
