@@ -11,6 +11,7 @@ import pytest
 from fault_injection.judge import baseline_of
 from fault_injection.records import read_run, truths
 
+from nemo_fp8_debug.analysis.diagnosis.culprit import Evidence, blamed
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
 from nemo_fp8_debug.analysis.diagnosis.rules.inputs import inputs
@@ -133,3 +134,10 @@ def test_a_record_without_inputs_has_none() -> None:
 
 def test_noise_seldom_moves_that_far() -> None:
     assert sum(bool(found_in(made(seed=seed), made(seed=seed + 1000))) for seed in range(60)) == 0
+
+
+@pytest.mark.parametrize(("since", "cause"), [(60, "step_size"), (64, "step_size"), (68, "software")])
+def test_what_went_wrong_between_gemms_by_then_is_named_first(since: int, cause: str) -> None:
+    moved = Finding("inputs", "software", "medium", "...", layer="layers.*.fc1", since=64, severity=1)
+    step = Finding("steps of weights", "step_size", "medium", "...", layer="layers.0.fc1", role="update", since=since)
+    assert blamed(Evidence([moved, step], 64, 70, True, True)).cause == cause
