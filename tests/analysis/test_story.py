@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from compared_runs import write as write_compared
 from diagnosed_runs import CULPRIT, EVERY, FIRST, ONSET, N, corrupted, falling, nothing, write
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.events import KINDS
 from nemo_fp8_debug.analysis.story.markdown import story_markdown
 from nemo_fp8_debug.analysis.story.ranking import harm_ranks
 from nemo_fp8_debug.analysis.story.story import story
@@ -230,3 +232,9 @@ class TestStripOfText:
 
     def test_every_event_has_a_row_that_is_drawn(self, told: dict[str, Any]) -> None:
         assert {"loss", "X"} <= {event["row"] for event in told["events"]} <= set(ROWS)
+
+
+def test_the_page_has_a_mark_for_each_kind_of_event() -> None:
+    page = Path(__file__).parents[2] / "nemo_fp8_debug/tensorboard_plugin/frontend/src/story/shapes.jsx"
+    kinds = re.findall(r"^  (\w+): \{label:", page.read_text(), re.MULTILINE)
+    assert sorted(kinds) == sorted(KINDS)

@@ -13,6 +13,7 @@ export const KINDS = {
   nonfinite: {label: 'NaN or infinity', shape: 'cross', filled: true},
   warning: {label: 'early warning', shape: 'circle', filled: false},
   recipe: {label: 'other recipe', shape: 'diamond', filled: false},
+  inputs: {label: 'inputs at another level', shape: 'plus', filled: false},
   weights: {label: 'weights shrink', shape: 'square', filled: false},
   product: {label: 'wrong product', shape: 'plus', filled: true},
   replica: {label: 'copies differ', shape: 'bar', filled: true},
