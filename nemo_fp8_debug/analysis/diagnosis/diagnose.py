@@ -176,7 +176,10 @@ def _added_up(
     latest = None if sampled is None else sampled + _slack(run)
     judged = _judged(run, baseline, sampled) and (baseline is not None or covered or _has_limits(run))
     evidence = Evidence(findings, harmed_since, latest, judged, baseline is not None, covered)
-    return Diagnosis(run, baseline, comparison, findings, blamed(evidence), loss, stopped)
+    blame = blamed(evidence)
+    # Where an operand goes wrong, X behind it moves as well: that is no finding of its own.
+    told = [f for f in findings if f.rule != "inputs" or f is blame.finding or not operands]
+    return Diagnosis(run, baseline, comparison, told, blame, loss, stopped)
 
 
 def _with_rise(loss: LossOutcome, findings: Sequence[Finding], sampled: Ints) -> LossOutcome:
