@@ -15,7 +15,7 @@ from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.gap import gap
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
 from nemo_fp8_debug.analysis.loss.smoothing import standard_error
-from nemo_fp8_debug.analysis.loss.step_change import jumps_at, rises_at
+from nemo_fp8_debug.analysis.loss.step_change import jumps_at, likeliest_rise, rises_at, rises_with
 
 Floats = npt.NDArray[np.float64]
 
@@ -143,6 +143,15 @@ class TestRise:
     def test_that_a_baseline_lies_lower_all_along_is_none(self) -> None:
         run, baseline = pair(600, 1.1, False, 0)
         assert all(rises_at(run, baseline, step) is None for step in range(100, 500, 50))
+
+    def test_one_that_noise_may_have_made_has_a_chance(self) -> None:
+        noise = 1 + np.random.default_rng(3).normal(0, 0.05, 400)
+        small, large = (curve(2 * noise * np.where(np.arange(400) < 200, 1, times)) for times in (1.02, 1.2))
+        sampled = np.arange(0, 400, 5)
+        unsure, sure = (likeliest_rise(each, None, 200, sampled) for each in (small, large))
+        assert unsure is not None and 0.005 < unsure.chance < 0.2 and rises_with(small, None, 200, sampled) is None
+        assert sure is not None and sure.chance < 1e-6 and sure.percent == pytest.approx(20, abs=3)
+        assert likeliest_rise(curve([2.0] * 100), None, 3, sampled) is None
 
     def test_without_losses_on_either_side_it_is_not_known(self) -> None:
         assert rises_at(curve([2.0] * 100), None, 3) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
+from scipy.special import ndtri, stdtr
 
 from .alignment import Aligned, Floats, Ints, align
 from .curve import LossCurve
@@ -23,6 +23,19 @@ _BEHIND, _BEFORE, CHANCE = 20, 2, 1e-4
 _SPIKE = 3.0
 
 
+class Rise(NamedTuple):
+    """By how much a loss is higher after a step than before."""
+
+    percent: float
+    #: the chance with which noise makes as much
+    chance: float
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether noise hardly makes it."""
+        return self.chance < 1 - SURE
+
+
 def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | None:
     """By how many percent the loss is higher after a step than before; None: it is not, or that cannot be seen.
 
@@ -38,17 +51,8 @@ def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | N
         >>> round(rises_at(LossCurve.of(pl.DataFrame({"step": range(200), "loss": losses})), None, 120))
         20
     """
-    steps, losses = run.steps, run.losses
-    if baseline is not None and baseline.has_enough:
-        aligned = align(run, baseline)
-        steps, losses = aligned.steps, _of_its_own(aligned)
-    at = int(np.searchsorted(steps, step))
-    width = max(len(steps) // _PART, _FEWEST)
-    before, after = losses[max(at - width, 0) : at], losses[at : at + width]
-    if min(len(before), len(after)) < _FEWEST or not np.isfinite(before).all() or before.mean() <= 0:
-        return None
-    back = after[np.isfinite(after)]  # one that was lost for a few steps has not risen by that
-    return _rise(before, back) if len(back) >= _FEWEST else float("inf")
+    found = _rise_at(run, baseline, step)
+    return found.percent if found is not None and found.is_sure else None
 
 
 def rises_with(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> float | None:
@@ -64,17 +68,42 @@ def rises_with(run: LossCurve, baseline: LossCurve | None, step: int, sampled: I
         >>> round(rises_with(curve, None, 120, np.arange(0, 200, 5)))
         20
     """
+    return max((rise.percent for rise in _rises_with(run, baseline, step, sampled) if rise.is_sure), default=None)
+
+
+def likeliest_rise(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> Rise | None:
+    """The one of those that noise makes least often, sure or not; None: none can be measured. Arguments are the same."""
+    return min(_rises_with(run, baseline, step, sampled), key=lambda rise: rise.chance, default=None)
+
+
+def _rises_with(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> list[Rise]:
     before = sampled[sampled < step]
     places = {step, int(before[-1]) + 1} if step in sampled and len(before) else {step}
-    return max((rise for each in places if (rise := rises_at(run, baseline, each)) is not None), default=None)
+    return [rise for each in sorted(places) if (rise := _rise_at(run, baseline, each)) is not None]
 
 
-def _rise(before: Floats, after: Floats) -> float | None:
+def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | None:
+    """What is measured at a step, see `rises_at`; None: nothing is."""
+    steps, losses = run.steps, run.losses
+    if baseline is not None and baseline.has_enough:
+        aligned = align(run, baseline)
+        steps, losses = aligned.steps, _of_its_own(aligned)
+    at = int(np.searchsorted(steps, step))
+    width = max(len(steps) // _PART, _FEWEST)
+    before, after = losses[max(at - width, 0) : at], losses[at : at + width]
+    if min(len(before), len(after)) < _FEWEST or not np.isfinite(before).all() or before.mean() <= 0:
+        return None
+    back = after[np.isfinite(after)]  # one that was lost for a few steps has not risen by that
+    return _rise(before, back) if len(back) >= _FEWEST else Rise(float("inf"), 0.0)
+
+
+def _rise(before: Floats, after: Floats) -> Rise:
     apart = float(after.mean() - before.mean())
     errors = [standard_error(each) for each in (before, after)]
     error = float(np.hypot(errors[0][0], errors[1][0]))
-    least = error * float(stdtrit(min(each[1] for each in errors), SURE))
-    return 100 * apart / float(before.mean()) if apart > least else None
+    freedom = min(each[1] for each in errors)
+    chance = float(stdtr(freedom, -apart / error)) if error else float(apart <= 0)
+    return Rise(100 * apart / float(before.mean()), chance)
 
 
 def jumps_at(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:

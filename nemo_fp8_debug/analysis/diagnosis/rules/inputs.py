@@ -1,7 +1,8 @@
 """Do the inputs of a kind of GEMM move to another level at once?
 
-Weights change slowly, and so does the median magnitude of what a GEMM gets. It moves from one sample to the next and stays
-there where something else is computed from then on: attention without its mask, dropout that is on, other data.
+Weights change slowly, and so does the magnitude of what a GEMM gets. It moves from one sample to the next and stays there
+where something else is computed from then on: attention without its mask, dropout that is on, other data. The root mean
+square tells it best; an outlier moves that as well, but not the median.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ from scipy.special import stdtr
 
 from ...formatting import number
 from ...loss.outcome import LossOutcome
-from ...loss.step_change import rises_with
+from ...loss.step_change import likeliest_rise
 from ...runs.grid import Floats, Ints
 from ...runs.run import Run
 from .finding import Finding
-from .levels import MEDIAN, moves_of_levels
+from .levels import MEDIAN, ROOT_MEAN_SQUARE, Level, moves_of_levels
 
 #: samples on either side whose means are compared, and moves before that tell the noise as well
 _SIDE, _BEFORE = 4, 16
 #: of the moves that tell the noise, the least number, and the part that counts as independent: each is the difference of two
 #: levels, and so depends on the next one
 _FEWEST, _INDEPENDENT = 6, 2 / 3
+#: of a move, the part that the median must come with too, and the baseline must not
+_HALF = 0.5
 #: noise that is there at the least, the least change, and the least part of it that comes with one sample
 _LEAST_NOISE, _LEAST_CHANGE, _AT_ONCE = 0.0035, 0.05, 0.6
 #: of each move in the difference of the means of as many samples on either side
 _WEIGHTS = (_SIDE - np.abs(np.arange(1 - _SIDE, _SIDE))) / _SIDE
 #: part of a run's samples that is its start, in which all moves
 _START = 0.2
-#: how many such moves noise makes in a run, at the most, of what counts by itself, and of what the loss rises with
-_ALONE, _WITH_LOSS = 0.002, 0.5
+#: how many such moves noise makes in a run, at the most, of what is told, times the chance of the loss's rise if there is
+#: one; of what is looked at; and the chance of a rise that is one
+_BY_NOISE, _LOOKED_AT, _RISES = 0.002, 0.5, 0.05
 #: kinds of GEMMs that a model has, at the most
 _MOST_KINDS = 256
 _ADVICE = (
@@ -47,14 +51,14 @@ def inputs(run: Run, baseline: Run | None, loss: LossOutcome) -> list[Finding]:
     does not make."""
     found = _moves(run)
     comparable = loss.baseline is None or loss.same_model  # losses of two models part for many reasons
-    usual = _levels(baseline) if baseline is not None and found else None
+    usual = _levels(baseline, ROOT_MEAN_SQUARE) if baseline is not None and found else None
     for move in found:
-        if usual is not None and abs(_change_at(*usual, move)) > abs(move.change) / 2:
+        if usual is not None and abs(_part_of(move, *usual)) > _HALF:
             continue
-        rise = rises_with(loss.run, loss.baseline, move.step, run.metrics.steps)
-        rises = comparable and rise is not None and rise > loss.max_gap
-        if rises or move.by_noise < _ALONE:
-            return [_told(run, move, rise if rises else None)]
+        rise = likeliest_rise(loss.run, loss.baseline, move.step, run.metrics.steps)
+        rises = comparable and rise is not None and rise.percent > loss.max_gap and rise.chance < _RISES
+        if move.by_noise * (rise.chance if rises and rise else 1.0) < _BY_NOISE:
+            return [_told(run, move, rise.percent if rises and rise else None)]
     return []
 
 
@@ -73,14 +77,14 @@ class _Move:
 
 def _told(run: Run, move: _Move, rise: float | None) -> Finding:
     way, percent = "up" if move.change > 0 else "down", 100 * abs(np.expm1(move.change))
-    told = f"X of {move.kind} goes {way} by {number(percent)}% at {run.unit} {move.step} (median magnitude) and stays there"
+    told = f"X of {move.kind} goes {way} by {number(percent)}% at {run.unit} {move.step} (root mean square) and stays there"
     told += "" if rise is None else f", and the loss rises by {number(rise)}% with it"
     return Finding("inputs", "software", "medium", told, _ADVICE, move.kind, since=move.step, severity=1)
 
 
 def _moves(run: Run) -> list[_Move]:
     """Those that are worth a look at the loss, what noise makes least often first."""
-    steps, levels = _levels(run)
+    steps, levels = _levels(run, ROOT_MEAN_SQUARE)
     first, found, judged = round(_START * len(steps)), list[_Move](), 0
     for kind, moves in levels.items():
         change, chance = _changes(moves)
@@ -88,17 +92,19 @@ def _moves(run: Run) -> list[_Move]:
         far = (np.abs(change) > _LEAST_CHANGE) & (chance < 1)
         found += [_Move(kind, int(steps[s]), float(change[s]), float(chance[s])) for s in np.flatnonzero(far) if s >= first]
     found = [replace(move, by_noise=judged * move.by_noise) for move in found]
-    return sorted((move for move in found if move.by_noise < _WITH_LOSS), key=lambda move: move.by_noise)
+    found = sorted((move for move in found if move.by_noise < _LOOKED_AT), key=lambda move: move.by_noise)
+    medians = _levels(run, MEDIAN) if found else (steps[:0], {})
+    return [move for move in found if _part_of(move, *medians) > _HALF]
 
 
-def _change_at(steps: Ints, levels: Mapping[str, Floats], move: _Move) -> float:
-    """Of the same kind at the nearest sample of another run; 0 if there is none."""
+def _part_of(move: _Move, steps: Ints, levels: Mapping[str, Floats]) -> float:
+    """How far other levels of the same kind move at the nearest sample, in units of a move; 0 if there are none."""
     if move.kind not in levels or not len(steps):
         return 0.0
-    return float(np.nan_to_num(_changes(levels[move.kind])[0][np.argmin(np.abs(steps - move.step))]))
+    return float(np.nan_to_num(_changes(levels[move.kind])[0][np.argmin(np.abs(steps - move.step))])) / move.change
 
 
-def _levels(run: Run) -> tuple[Ints, dict[str, Floats]]:
+def _levels(run: Run, level: Level) -> tuple[Ints, dict[str, Floats]]:
     """Sampled steps, and of the X of each kind of GEMM how the mean level of its layers moves from each to the next; NaN
     where it is not known. Of more kinds than any model has, none."""
     operands = run.metrics.with_role("input")
@@ -106,7 +112,7 @@ def _levels(run: Run) -> tuple[Ints, dict[str, Floats]]:
     kinds, places = np.unique(np.array(names, dtype=np.str_), return_inverse=True)
     if len(kinds) > _MOST_KINDS:
         return operands.steps[:0], {}
-    steps, moves = moves_of_levels(operands, MEDIAN, partial(_mean_by_kind, places, len(kinds)))
+    steps, moves = moves_of_levels(operands, level, partial(_mean_by_kind, places, len(kinds)))
     return steps, dict(zip(kinds.tolist(), np.array(moves).reshape(-1, max(len(kinds), 1)).T, strict=False))
 
 
