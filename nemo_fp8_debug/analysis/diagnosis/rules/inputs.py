@@ -37,7 +37,7 @@ _WEIGHTS = (_SIDE - np.abs(np.arange(1 - _SIDE, _SIDE))) / _SIDE
 _START = 0.2
 #: how many such moves noise makes in a run, at the most, of what is told, times the chance of the loss's rise if there is
 #: one; of what is looked at; and the chance of a rise that is one
-_BY_NOISE, _LOOKED_AT, _RISES = 0.002, 0.5, 0.05
+_BY_NOISE, _LOOKED_AT, _RISES = 0.001, 0.5, 0.05
 #: kinds of GEMMs that a model has, at the most
 _MOST_KINDS = 256
 _ADVICE = (
