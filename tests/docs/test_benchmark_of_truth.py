@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from fault_injection.same_fault import told
 
 ROOT = Path(__file__).parents[2]
 MEASURED = json.loads((ROOT / "scripts/validation/fault_injection/learned_limit.json").read_text())
@@ -28,7 +29,7 @@ def percents(trees: str, runs: str, asked: str) -> tuple[float, float]:
     [
         ("trees", "held out", "harm right", "they are right in {} to {}%, where `diagnose`"),
         ("trees", "held out", "harmed, not told", "and do not tell {} to {}% of the harmed runs"),
-        ("trees", "set thresholds, cross-validated", "harm right", "they are right in {} to {}% (95.7%)"),
+        ("trees", "set thresholds, cross-validated", "harm right", "they are right in {} to {}% (96.0%)"),
         ("trees", "held out, with the best limit for them", "harm right", "they reach {} to {}%, and call"),
         (TOLD, "held out", "harm right", "They are right in {} to {}% of the held-out runs"),
         (TOLD, "held out", "harmed, not told", "and do not tell {} to {}% of the harmed ones"),
@@ -43,3 +44,7 @@ def test_diagnose_tells_harm_as_well_as_the_page_says() -> None:
     right, share = found["harm right"].split(":")
     assert f"| harm right | 569 of 574 | {right}:{share}" in PAGE
     assert f"where `diagnose` is right in {share.split('%')[0].strip()}%" in PAGE
+
+
+def test_the_same_fault_does_harm_with_another_seed_as_often_as_the_page_says() -> None:
+    assert f"In {told()} it does harm in both or in neither" in PAGE

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -46,7 +45,10 @@ def trained_again(family: str, part: int) -> dict[str, float | None]:
         gap, _ = gap_of(np.array(train(setups[other], case.fault, None)), read_run(told[other]).loss.losses)
         found[case.name] = 100 * gap if np.isfinite(gap) else None
         there = told[case.name]["gap_pct"]
-        print(f"{family}-{part:03d}/{case.name}: {there} and {found[case.name]}% ({time.monotonic() - began:.1f} s)", flush=True)
+        print(
+            f"{family}-{part:03d}/{case.name}: {there} and {found[case.name]}% ({time.monotonic() - began:.1f} s)",
+            flush=True,
+        )
     return found
 
 
@@ -72,22 +74,22 @@ def main() -> int:
         with surroundings(family):
             run_family(family, options.part or sorted(part for part in known if part >= HELD_OUT))
     if not options.family:
-        print(told())
+        print(f"harmed in both or in neither: {told()}")
     return 0
 
 
 def told() -> str:
-    """How often the same fault does harm in both."""
+    """How many of those that were trained again are harmed in both or in neither, as percents with the interval; runs harmed
+    or not by a hair are left out, as `judge` does."""
     gaps = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     alike = []
     for one in truths("held-out"):
         family, _, part = one["part"].rpartition("-")
-        of_part = gaps.get(family, {}).get(f"{int(part)}", {})
-        if one["name"] not in of_part or (one["gap_pct"] is not None and 50 * HARM < one["gap_pct"] <= 150 * HARM):
-            continue
-        again = of_part[one["name"]]
-        alike.append((again is None or again > 100 * HARM) == one["harmful"])
-    return f"harmed alike in both: {share(alike)}"
+        of_part, gap = gaps.get(family, {}).get(f"{int(part)}", {}), one["gap_pct"]
+        if one["name"] in of_part and (gap is None or not 50 * HARM < gap <= 150 * HARM):
+            again = of_part[one["name"]]
+            alike.append((again is None or again > 100 * HARM) == one["harmful"])
+    return share(alike)
 
 
 if __name__ == "__main__":

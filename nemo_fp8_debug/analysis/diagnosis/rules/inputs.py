@@ -16,7 +16,7 @@ from scipy.special import stdtr
 
 from ...formatting import number
 from ...loss.outcome import LossOutcome
-from ...loss.step_change import likeliest_rise
+from ...loss.step_change import Rise, likeliest_rise
 from ...runs.grid import Floats, Ints
 from ...runs.run import Run
 from .finding import Finding
@@ -50,16 +50,22 @@ def inputs(run: Run, baseline: Run | None, loss: LossOutcome) -> list[Finding]:
     """The farthest move of X at once, of a kind of GEMM, that is no noise or that the loss rises with, and that the baseline
     does not make."""
     found = _moves(run)
-    comparable = loss.baseline is None or loss.same_model  # losses of two models part for many reasons
     usual = _levels(baseline, ROOT_MEAN_SQUARE) if baseline is not None and found else None
     for move in found:
         if usual is not None and abs(_part_of(move, *usual)) > _HALF:
             continue
-        rise = likeliest_rise(loss.run, loss.baseline, move.step, run.metrics.steps)
-        rises = comparable and rise is not None and rise.percent > loss.max_gap and rise.chance < _RISES
-        if move.by_noise * (rise.chance if rises and rise else 1.0) < _BY_NOISE:
-            return [_told(run, move, rise.percent if rises and rise else None)]
+        rise = _rise_with(move, loss, run.metrics.steps)
+        if move.by_noise * (1.0 if rise is None else rise.chance) < _BY_NOISE:
+            return [_told(run, move, rise)]
     return []
+
+
+def _rise_with(move: _Move, loss: LossOutcome, sampled: Ints) -> Rise | None:
+    """That of the loss, by more than the limit; None: there is none, or another model's loss is all to tell it by."""
+    if loss.baseline is not None and not loss.same_model:
+        return None  # losses of two models part for many reasons
+    rise = likeliest_rise(loss.run, loss.baseline, move.step, sampled)
+    return rise if rise is not None and rise.percent > loss.max_gap and rise.chance < _RISES else None
 
 
 @dataclass(frozen=True)
@@ -75,10 +81,10 @@ class _Move:
     by_noise: float
 
 
-def _told(run: Run, move: _Move, rise: float | None) -> Finding:
+def _told(run: Run, move: _Move, rise: Rise | None) -> Finding:
     way, percent = "up" if move.change > 0 else "down", 100 * abs(np.expm1(move.change))
     told = f"X of {move.kind} goes {way} by {number(percent)}% at {run.unit} {move.step} (root mean square) and stays there"
-    told += "" if rise is None else f", and the loss rises by {number(rise)}% with it"
+    told += "" if rise is None else f", and the loss rises by {number(rise.percent)}% with it"
     return Finding("inputs", "software", "medium", told, _ADVICE, move.kind, since=move.step, severity=1)
 
 
