@@ -9,23 +9,14 @@ parts that set thresholds, cross-validated, and of the held-out ones, by trees t
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from typing import Any
-
 import numpy as np
 import polars as pl
 from rich.console import Console
 from rich.table import Table
-from sklearn.ensemble import GradientBoostingClassifier
-from sklearn.model_selection import GroupKFold, cross_val_predict
 
-from fault_injection.judge import Judged, baseline_of, runs_by_part
-from fault_injection.learned_limit import FOLDS, INTERVAL, SEEDS, Bools, Floats, Runs, quantities
-from fault_injection.records import StoredRun, read_run, truths
-from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from fault_injection.learned_limit import SEEDS, Runs, of_all, quantities
+from fault_injection.records import StoredRun
+from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
 
 LIMITS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)
@@ -37,14 +28,17 @@ _COLUMNS = ("mse", "relative_error", "n", "underflow_pct", "overflow_pct")
 _ROLES = ("input", "weight", "grad_output")
 
 
-def more(run: StoredRun, baseline: StoredRun, findings: list[Finding], since: int | None) -> list[float]:
-    """The two quantities: the latter, and of the operands found that of the first, of the worst X or W, and of dY."""
-    found = [(f.role, _loses(run, baseline, f)) for f in findings if f.rule == "operand" and f.confidence != "low"][:_MOST]
+def shown(run: StoredRun, baseline: StoredRun, said: Diagnosis) -> list[float]:
+    """What `learned_limit.py` gives to trees; how far the gradient norm moves; and what is lost, times what its GEMM weighs,
+    of the operand that is found first, of the worst X or W, and of the worst dY."""
+    operands = [f for f in said.findings if f.rule == "operand" and f.confidence != "low"][:_MOST]
+    found = [(f.role, _loses(run, baseline, f)) for f in operands]
     first = found[0][1] if found else _NONE
     forward = max((loses for role, loses in found if role != "grad_output"), default=_NONE)
     backward = max((loses for role, loses in found if role == "grad_output"), default=_NONE)
+    since = None if said.blame.finding is None else said.blame.finding.since
     moved = 0.0 if since is None else _norm_moves(run, since) - _norm_moves(baseline, since)
-    return [moved, first, forward, backward]
+    return [*quantities(run, baseline, said), moved, first, forward, backward]
 
 
 def _loses(run: StoredRun, baseline: StoredRun, found: Finding) -> float:
@@ -88,42 +82,16 @@ def _norm_moves(run: StoredRun, since: int) -> float:
     return after - before
 
 
-def of_run(told: Mapping[str, Any]) -> tuple[Judged, list[float]] | None:
-    """What is said and shown of a run; None: it has no baseline of another seed."""
-    if (name := baseline_of(told, "other")) is None:
-        return None
-    run, baseline = read_run(told, INTERVAL), read_run(runs_by_part()[told["path"]][name], INTERVAL)
-    said = diagnose(run, baseline)
-    since = None if said.blame.finding is None else said.blame.finding.since
-    values = [*quantities(run, baseline, said), *more(run, baseline, list(said.findings), since)]
-    return Judged(told, "other", INTERVAL, said.harm, said.cause, None, None), values
-
-
 def main() -> None:
-    warnings.simplefilter("ignore")
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        found = [one for one in pool.map(of_run, truths("all"), chunksize=16) if one is not None]
-    runs = Runs([judged for judged, _ in found])
-    values = np.nan_to_num(np.array([shown for _, shown in found], np.float64))
-    chances = np.mean([_chances(runs, values, seed) for seed in range(SEEDS)], axis=0)
+    judged, values = of_all(shown)
+    runs = Runs(judged)
+    by_seed = [runs.chances(values, seed) for seed in range(SEEDS)]
+    crossed, fitted = (np.mean(each, axis=0) for each in zip(*by_seed, strict=True))
     table = Table("limit", "", "harm right", "harmed, not told", "clean, called harmed")
     for limit in LIMITS:
-        for name, among in (("set thresholds", ~runs.held_out), ("held out", runs.held_out)):
-            table.add_row(f"{limit:g}", name, *runs.told(chances > limit, among).values())
+        table.add_row(f"{limit:g}", "set thresholds", *runs.told(crossed > limit, ~runs.held_out).values())
+        table.add_row("", "held out", *runs.told(fitted > limit, runs.held_out).values())
     Console(width=130, highlight=False).print(table)
-
-
-def _chances(runs: Runs, values: Floats, seed: int) -> Floats:
-    """Of each run, of those that set thresholds cross-validated."""
-    trees = GradientBoostingClassifier(
-        n_estimators=150, max_depth=4, learning_rate=0.05, subsample=0.5, max_features=0.4, random_state=seed
-    )
-    known: Bools = ~runs.held_out
-    folds = {"groups": runs.parts[known], "cv": GroupKFold(FOLDS), "method": "predict_proba"}
-    crossed = cross_val_predict(trees, values[known], runs.harmed[known], **folds)[:, 1]
-    chances: Floats = trees.fit(values[known], runs.harmed[known]).predict_proba(values)[:, 1]
-    chances[known] = crossed
-    return chances
 
 
 if __name__ == "__main__":

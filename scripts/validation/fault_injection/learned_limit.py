@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from nemo_fp8_debug.analysis.diagnosis.rules.finding import CAUSES, CONFIDENCE
 from nemo_fp8_debug.analysis.loss.step_change import farthest_jump
 
 Floats, Bools = npt.NDArray[np.float64], npt.NDArray[np.bool_]
+#: the quantities of a run beside its baseline, of which something is said
+Shown = Callable[[StoredRun, StoredRun, Diagnosis], list[float]]
 RESULTS = Path(__file__).with_suffix(".json")
 INTERVAL, SEEDS, FOLDS = 5, 5, 10
 #: losses at the end that are compared, and before the first thing that is found
@@ -128,23 +131,28 @@ def _slope(losses: Floats) -> float:
     return float(np.clip(1000 * np.polyfit(np.arange(len(last)), last / last.mean(), 1)[0], -MOST, MOST))
 
 
-def of_run(told: Mapping[str, Any]) -> tuple[Judged, list[float]] | None:
-    """What is said and shown of a run; None: it has no baseline of another seed."""
+def of_run(shown: Shown, told: Mapping[str, Any]) -> tuple[Judged, list[float]] | None:
+    """What is said of a run, and some quantities; None: it has no baseline of another seed."""
     if (name := baseline_of(told, "other")) is None:
         return None
     run, baseline = read_run(told, INTERVAL), read_run(runs_by_part()[told["path"]][name], INTERVAL)
     said = diagnose(run, baseline)
-    return Judged(told, "other", INTERVAL, said.harm, said.cause, None, None), quantities(run, baseline, said)
+    return Judged(told, "other", INTERVAL, said.harm, said.cause, None, None), shown(run, baseline, said)
+
+
+def of_all(shown: Shown) -> tuple[list[Judged], Floats]:
+    """What is said of all runs that have a baseline of another seed, and [runs, quantities]."""
+    warnings.simplefilter("ignore")
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        found = [one for one in pool.map(partial(of_run, shown), truths("all"), chunksize=16) if one is not None]
+    return [judged for judged, _ in found], np.nan_to_num(np.array([values for _, values in found], np.float64))
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        found = [one for one in pool.map(of_run, truths("all"), chunksize=16) if one is not None]
-    runs = Runs([judged for judged, _ in found])
-    shown = np.nan_to_num(np.array([values for _, values in found], np.float64))
-    faults = np.array([told_of(judged.truth) for judged, _ in found], np.float64)
-    by_rules = np.array([judged.harm in ("harmful", "likely") for judged, _ in found])
+    judged, shown = of_all(quantities)
+    runs = Runs(judged)
+    faults = np.array([told_of(one.truth) for one in judged], np.float64)
+    by_rules = np.array([one.harm in ("harmful", "likely") for one in judged])
     results: dict[str, Any] = {
         "diagnose": {"set thresholds": runs.told(by_rules, ~runs.held_out), "held out": runs.told(by_rules, runs.held_out)}
     }
@@ -173,19 +181,24 @@ class Runs:
             "clean, called harmed": share(said[self.clean & among].tolist()),
         }
 
-    def by_trees(self, values: Floats, seed: int) -> dict[str, dict[str, str]]:
-        """The same of trees that are given some values of each run."""
+    def chances(self, values: Floats, seed: int) -> tuple[Floats, Floats]:
+        """Of harm, by trees that are given some values of each run and learn from those that set thresholds: of these,
+        cross-validated, and of all; [runs] each."""
         trees = GradientBoostingClassifier(
             n_estimators=150, max_depth=4, learning_rate=0.05, subsample=0.5, max_features=0.4, random_state=seed
         )
         known, crossed = ~self.held_out, np.zeros(len(self.parts))
         folds = {"groups": self.parts[known], "cv": GroupKFold(FOLDS), "method": "predict_proba"}
         crossed[known] = cross_val_predict(trees, values[known], self.harmed[known], **folds)[:, 1]
-        chances = trees.fit(values[known], self.harmed[known]).predict_proba(values)[:, 1]
+        return crossed, trees.fit(values[known], self.harmed[known]).predict_proba(values)[:, 1]
+
+    def by_trees(self, values: Floats, seed: int) -> dict[str, dict[str, str]]:
+        """How often trees are right that are given some values of each run."""
+        crossed, chances = self.chances(values, seed)
         asked = self.clear & self.held_out
         best = max(np.unique(chances), key=lambda least: ((chances > least) == self.harmed)[asked].mean())
         return {
-            "set thresholds, cross-validated": self.told(crossed > 0.5, known),
+            "set thresholds, cross-validated": self.told(crossed > 0.5, ~self.held_out),
             "held out": self.told(chances > 0.5, self.held_out),
             "held out, with the best limit for them": self.told(chances > best, self.held_out),
         }
