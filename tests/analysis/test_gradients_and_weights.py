@@ -201,6 +201,15 @@ class TestLikelyHarm:
         assert self.apart(tmp_path / "less", 1.5, deeper).harm == "unknown"
         assert self.apart(tmp_path / "more", 4, deeper).harm == "likely"
 
+    @pytest.mark.parametrize(("percent", "harm"), [(4, "unknown"), (6, "likely")])
+    @pytest.mark.parametrize("models", [1, 2])
+    def test_an_x_that_loses_a_fifth_of_its_values_needs_a_gap_beside_any_model(
+        self, tmp_path: Path, models: int, percent: float, harm: str
+    ) -> None:
+        layers = LAYERS if models == 1 else [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
+        told = self.apart(tmp_path, percent, layers, lambda step: {**lost(step), "underflow_pct": 30.0} if lost(step) else {})
+        assert told.culprit and told.blame.finding and told.blame.finding.severity == 1 and told.harm == harm
+
     @pytest.mark.parametrize("change", ["recipe", "nonfinite"])
     def test_a_changed_recipe_or_nan_that_is_gone_explains_no_gap(self, tmp_path: Path, change: str) -> None:
         def changed(step: int) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from .rules.finding import Finding
 
 #: how many times the limit a gap must be that another seed may explain, by the severity of what is found too; the same of a
 #: gap to another model, which lie farther apart
-_TIMES, _OTHER_MODELS = (3.0, 2.0, -1.0), (inf, 2.0, 1.0)
+_TIMES, _OTHER_MODELS = (3.0, 2.5, -1.0), (inf, 2.5, 1.0)
 #: causes that make no gap likelier to be theirs: recipes are changed on purpose, and NaN that harms shows in the loss itself
 _NO_EVIDENCE = ("changed_recipe", "nonfinite")
 

@@ -14,8 +14,15 @@ Result = TypeVar("Result")
 
 #: seconds to wait for a scheduler of Dask
 PATIENCE = 20
-#: options of a cluster of Dask that is started here: profiles of workers are for a dashboard, and it has none
-DASK = {"distributed.worker.profile.enabled": False}
+#: options of a cluster of Dask that is started here, whose processes share its cores with the work: it has no dashboard to
+#: profile workers for, gives each worker as much at once, and need not look after them many times a second
+DASK = {
+    "distributed.worker.profile.enabled": False,
+    "distributed.scheduler.work-stealing": False,
+    "distributed.admin.tick.interval": "1s",
+    "distributed.admin.system-monitor.interval": "2s",
+    "distributed.worker.memory.monitor-interval": "1s",
+}
 #: what workers get of 100,000 operands is more than Dask sends without a warning, and far less than they read
 _SENT = {"distributed.admin.large-graph-warning-threshold": "1 GiB"}
 

@@ -274,7 +274,9 @@ class Metrics:
     def sizes_of_weights(self) -> dict[str, int]:
         """How many values W has, by layer, of those whose size is known."""
         weights = self.with_role("weight")
-        most = np.max(weights.over_steps(passes.largest), axis=0)
+        most = passes.largest(weights.at(np.arange(len(weights.steps))[-1:]))
+        if (most < 0).any():  # some are not in the last sample
+            most = np.max(weights.over_steps(passes.largest), axis=0)
         return {layer: n for layer, n in zip(weights.tensors["layer"], most.tolist(), strict=True) if n >= 0}
 
     def gathered(self, columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:

@@ -24,8 +24,8 @@ HIGHER = 2.0
 _OVERFLOW, _UNDERFLOW, MOST = 0.01, 1.0, 10.0
 #: points of a percent of values that an outlier costs, at least, if it is more than a hint
 _LOSES = 0.5
-#: percent of values that are most of them, and samples in which they must be lost, at least
-_MOST_LOST, _LASTING = 50.0, 6
+#: percent of values that are most of them, that are many, and samples in which they must be lost, at least
+_MOST_LOST, _MANY_LOST, _LASTING = 50.0, 20.0, 6
 #: samples behind the onset that tell what happened
 BEHIND = 4
 
@@ -117,15 +117,16 @@ def why(run: Course, since: int, baseline: Course | None = None, samples: int = 
 
 
 def severity(run: Course, since: int) -> int:
-    """As of a `Finding`: 2 if most values of an X or W are lost from the onset to the end, 1 if those of dY are."""
+    """As of a `Finding`: 2 if most values of an X or W are lost from the onset to the end; 1 if many are, or most of a dY."""
     behind = run.steps >= since
     if behind.sum() < _LASTING:
         return 0
     lost = np.fmax(run.underflow[behind], run.overflow[behind])
     known = lost[np.isfinite(lost)]
-    if not len(known) or np.median(known) < _MOST_LOST or np.median(known[-_LASTING:]) < _MOST_LOST:
-        return 0
-    return 1 if run.role in GRADIENTS else 2
+    percent = min(float(np.median(known)), float(np.median(known[-_LASTING:]))) if len(known) else 0.0
+    if run.role in GRADIENTS:
+        return int(percent >= _MOST_LOST)
+    return 2 if percent >= _MOST_LOST else int(percent >= _MANY_LOST)
 
 
 def _usual(metric: Floats, otherwise: float = 0.0) -> float:
