@@ -207,7 +207,7 @@ class TestLikelyHarm:
         self, tmp_path: Path, models: int, percent: float, harm: str
     ) -> None:
         layers = LAYERS if models == 1 else [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
-        told = self.apart(tmp_path, percent, layers, lambda step: {**lost(step), "underflow_pct": 30.0} if lost(step) else {})
+        told = self.apart(tmp_path, percent, layers, lambda step: lost(step) and {**lost(step), "underflow_pct": 30.0})
         assert told.culprit and told.blame.finding and told.blame.finding.severity == 1 and told.harm == harm
 
     @pytest.mark.parametrize("change", ["recipe", "nonfinite"])

@@ -4,7 +4,7 @@ install scikit-learn==1.9.1`, then `fault_injection/harm_evidence.py`.
 What a GEMM weighs, times the share of values that an operand of it loses; and how far the gradient norm moves with the
 first thing that is found. Boosted trees get both beside what they get there. Printed are, for several limits of the chance
 that they give, how often they are right, how much of the harm they miss, and how many clean runs are above the limit: of the
-parts that set thresholds, cross-validated, and of the held-out ones, by trees that know the former alone.
+runs that set thresholds, cross-validated, and of the others, by trees that know the former alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import polars as pl
 from rich.console import Console
 from rich.table import Table
 
-from fault_injection.learned_limit import SEEDS, Runs, of_all, quantities
+from fault_injection.learned_limit import SEEDS, SETS, Runs, of_all, quantities
 from fault_injection.records import StoredRun
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
 from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
@@ -89,8 +89,9 @@ def main() -> None:
     crossed, fitted = (np.mean(each, axis=0) for each in zip(*by_seed, strict=True))
     table = Table("limit", "", "harm right", "harmed, not told", "clean, called harmed")
     for limit in LIMITS:
-        table.add_row(f"{limit:g}", "set thresholds", *runs.told(crossed > limit, ~runs.held_out).values())
-        table.add_row("", "held out", *runs.told(fitted > limit, runs.held_out).values())
+        for which, name in SETS.items():
+            chances = crossed if which == "tune" else fitted
+            table.add_row(f"{limit:g}", name, *runs.told(chances > limit, runs.of[which]).values())
     Console(width=130, highlight=False).print(table)
 
 

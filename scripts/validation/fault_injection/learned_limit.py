@@ -2,8 +2,9 @@
 scikit-learn==1.9.1`, then `fault_injection/learned_limit.py`. Results: learned_limit.json.
 
 Boosted trees get what `diagnose` says and what it goes by: gaps of the losses over several stretches, the farthest jump of
-the loss, the gradient norm, the cause, and how far out and how badly held operands are. They are trained on the parts that
-set thresholds and asked about the held-out ones, with several seeds; and cross-validated over the former. They are no bound,
+the loss, the gradient norm, the cause, and how far out and how badly held operands are. They are trained on the runs that
+set thresholds, with several seeds, and asked about the others: those judged once that never set any, of a family and of
+kinds of fault that they have not seen, and the held-out ones. Over the former they are cross-validated. They are no bound,
 but they show whether `diagnose` leaves much of what it sees unused. Others are also told what no reader of a record can be
 sure of: what was done to the run, where, when, how strongly, and to which model.
 """
@@ -30,7 +31,7 @@ from fault_injection.engines import ENGINES
 from fault_injection.families import FAMILIES
 from fault_injection.judge import Judged, baseline_of, runs_by_part, share
 from fault_injection.records import StoredRun, read_run, truths
-from fault_injection.sets import HELD_OUT
+from fault_injection.sets import set_of
 from fault_injection.training import STEPS
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
@@ -46,6 +47,8 @@ INTERVAL, SEEDS, FOLDS = 5, 5, 10
 STRETCHES, BEFORE = (30, 60, 120), 60
 #: percent beyond which a gap counts as that, and losses that stand for infinite ones
 MOST, LARGE = 200.0, 1e6
+#: sets of runs, and what they are called
+SETS = {"tune": "set thresholds", "spent": "judged once, set none", "held-out": "held out"}
 HARMS = ("unknown", "none", "harmless so far", "gap", "likely", "harmful")
 ROLES = ("input", "weight", "grad_output")
 #: metrics at the end, of the culprit and of the operands of each role
@@ -153,9 +156,7 @@ def main() -> None:
     runs = Runs(judged)
     faults = np.array([told_of(one.truth) for one in judged], np.float64)
     by_rules = np.array([one.harm in ("harmful", "likely") for one in judged])
-    results: dict[str, Any] = {
-        "diagnose": {"set thresholds": runs.told(by_rules, ~runs.held_out), "held out": runs.told(by_rules, runs.held_out)}
-    }
+    results: dict[str, Any] = {"diagnose": {SETS[which]: runs.told(by_rules, runs.of[which]) for which in SETS}}
     for name, values in (("trees", shown), ("trees that are told the fault", np.hstack([shown, faults]))):
         for seed in range(SEEDS):
             results[f"{name}, seed {seed}"] = runs.by_trees(values, seed)
@@ -171,7 +172,9 @@ class Runs:
         self.clean = np.array([one.is_clean for one in judged])
         self.clear = ~self.clean & np.array([one.harm_is_clear for one in judged])
         self.parts = np.array([one.truth["part"] for one in judged])
-        self.held_out = np.array([int(part.rpartition("-")[2]) >= HELD_OUT for part in self.parts])
+        sets = [set_of(one.truth["family"], int(one.truth["part"].rpartition("-")[2]), one.truth["kind"]) for one in judged]
+        #: by set
+        self.of = {which: np.array([each == which for each in sets]) for which in SETS}
 
     def told(self, said: Bools, among: Bools) -> dict[str, str]:
         """How often it is right that these runs are harmed, and the others are not."""
@@ -187,7 +190,7 @@ class Runs:
         trees = GradientBoostingClassifier(
             n_estimators=150, max_depth=4, learning_rate=0.05, subsample=0.5, max_features=0.4, random_state=seed
         )
-        known, crossed = ~self.held_out, np.zeros(len(self.parts))
+        known, crossed = self.of["tune"], np.zeros(len(self.parts))
         folds = {"groups": self.parts[known], "cv": GroupKFold(FOLDS), "method": "predict_proba"}
         crossed[known] = cross_val_predict(trees, values[known], self.harmed[known], **folds)[:, 1]
         return crossed, trees.fit(values[known], self.harmed[known]).predict_proba(values)[:, 1]
@@ -195,12 +198,12 @@ class Runs:
     def by_trees(self, values: Floats, seed: int) -> dict[str, dict[str, str]]:
         """How often trees are right that are given some values of each run."""
         crossed, chances = self.chances(values, seed)
-        asked = self.clear & self.held_out
+        asked = self.clear & self.of["held-out"]
         best = max(np.unique(chances), key=lambda least: ((chances > least) == self.harmed)[asked].mean())
         return {
-            "set thresholds, cross-validated": self.told(crossed > 0.5, ~self.held_out),
-            "held out": self.told(chances > 0.5, self.held_out),
-            "held out, with the best limit for them": self.told(chances > best, self.held_out),
+            f"{SETS['tune']}, cross-validated": self.told(crossed > 0.5, self.of["tune"]),
+            **{SETS[which]: self.told(chances > 0.5, self.of[which]) for which in ("spent", "held-out")},
+            "held out, with the best limit for them": self.told(chances > best, self.of["held-out"]),
         }
 
 

@@ -117,7 +117,7 @@ def why(run: Course, since: int, baseline: Course | None = None, samples: int = 
 
 
 def severity(run: Course, since: int) -> int:
-    """As of a `Finding`: 2 if most values of an X or W are lost from the onset to the end; 1 if many are, or most of a dY."""
+    """As of a `Finding`: 2 if an X or W loses most values from the onset to the end; 1 if it loses many, or a dY most."""
     behind = run.steps >= since
     if behind.sum() < _LASTING:
         return 0
