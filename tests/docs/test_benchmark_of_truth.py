@@ -27,9 +27,10 @@ def percents(trees: str, runs: str, asked: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("trees", "runs", "asked", "text"),
     [
-        ("trees", "held out", "harm right", "they are right in {} to {}%, where `diagnose`"),
+        ("trees", "held out", "harm right", "Of the held-out runs they are right in {} to {}%, where `diagnose`"),
         ("trees", "held out", "harmed, not told", "and do not tell {} to {}% of the harmed runs"),
-        ("trees", "set thresholds, cross-validated", "harm right", "they are right in {} to {}% (96.0%)"),
+        ("trees", "set thresholds, cross-validated", "harm right", "they are right in {} to {}% (`diagnose` in"),
+        ("trees", "judged once, set none", "harm right", "below 300, they are right in {} to {}% ("),
         ("trees", "held out, with the best limit for them", "harm right", "they reach {} to {}%, and call"),
         (TOLD, "held out", "harm right", "They are right in {} to {}% of the held-out runs"),
         (TOLD, "held out", "harmed, not told", "and do not tell {} to {}% of the harmed ones"),
@@ -37,6 +38,15 @@ def percents(trees: str, runs: str, asked: str) -> tuple[float, float]:
 )
 def test_trees_tell_harm_as_well_as_the_page_says(trees: str, runs: str, asked: str, text: str) -> None:
     assert text.format(*percents(trees, runs, asked)) in PAGE
+
+
+@pytest.mark.parametrize(
+    ("runs", "text"),
+    [("set thresholds", "(`diagnose` in {}%)"), ("judged once, set none", "({}%). Of the held-out runs")],
+)
+def test_diagnose_tells_harm_of_other_runs_as_well_as_the_page_says(runs: str, text: str) -> None:
+    share = re.findall(r"([\d.]+)% \[", MEASURED["diagnose"][runs]["harm right"])[0]
+    assert text.format(share) in PAGE
 
 
 def test_diagnose_tells_harm_as_well_as_the_page_says() -> None:
