@@ -76,6 +76,13 @@ def test_what_is_told_does_not_depend_on_how_much_is_held(
     assert json.dumps(needed, default=str) == json.dumps(tell(held()), default=str)
 
 
+@pytest.mark.parametrize("last", [{"n": 8}, {"n": 4, "ranks_missing": 1}, {"n": None}, {"layer": "fc2", "n": 2}])
+def test_a_weight_has_the_size_that_it_has_with_all_ranks(last: dict[str, Any]) -> None:
+    row = {"step": 0, "layer": "fc1", "role": "weight", "n": 8, "nan": 0, "inf": 0, "ranks_missing": 0}
+    sizes = Metrics.of(pl.DataFrame([row, row | {"step": 5} | last])).sizes_of_weights
+    assert sizes == {"fc1": 8} | ({"fc2": 2} if "layer" in last else {})
+
+
 def test_steps_layers_and_rows_can_be_chosen() -> None:
     needed, of_held = (Run.read(DEMO / "bad", held=rows).metrics for rows in (0, metrics.HELD))
     axis = pl.DataFrame({"step": needed.steps[::2], "sample": needed.steps[::2] * 64})

@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 
 #: seconds to wait for a scheduler of Dask
 PATIENCE = 20
-#: options of a cluster of Dask that is started here, whose processes share its cores with the work: it has no dashboard to
-#: profile workers for, gives each worker as much at once, and need not look after them many times a second
+#: options of a cluster of Dask that is started here, whose own processes share its cores with the work: no dashboard needs
+#: profiles of workers, each gets an equal share at once, and it is enough to look after them every second
 DASK = {
     "distributed.worker.profile.enabled": False,
     "distributed.scheduler.work-stealing": False,

@@ -274,8 +274,8 @@ class Metrics:
     def sizes_of_weights(self) -> dict[str, int]:
         """How many values W has, by layer, of those whose size is known."""
         weights = self.with_role("weight")
-        most = passes.largest(weights.at(np.arange(len(weights.steps))[-1:]))
-        if (most < 0).any():  # some are not in the last sample
+        most = passes.largest(weights.at(np.arange(len(weights.steps))[-1:]), whole=True)
+        if (most < 0).any():  # the last sample lacks some, or the part of a rank
             most = np.max(weights.over_steps(passes.largest), axis=0)
         return {layer: n for layer, n in zip(weights.tensors["layer"], most.tolist(), strict=True) if n >= 0}
 

@@ -42,11 +42,16 @@ def all_rows(columns: Sequence[str], metrics: Metrics) -> pl.DataFrame:
     return pl.concat([metrics.none(columns).drop("count"), *metrics.scan(columns)])
 
 
-def largest(weights: Metrics) -> Ints:
-    """How many values each operand has at the most; -1 where that is not known."""
+def largest(weights: Metrics, whole: bool = False) -> Ints:
+    """How many values each operand has at the most; -1 where that is not known.
+
+    Args:
+        whole: only samples that no rank is missing from count.
+    """
     most = np.full(len(weights.tensors), -1)
-    for rows in weights.scan(["n", "nan", "inf"]):
-        known = rows.select("tensor", n=pl.col("n") + pl.col("nan") + pl.col("inf")).drop_nulls()
+    for rows in weights.scan(["n", "nan", "inf", *(["ranks_missing"] if whole else [])]):
+        counted = rows.filter(ranks_missing=0) if whole else rows
+        known = counted.select("tensor", n=pl.col("n") + pl.col("nan") + pl.col("inf")).drop_nulls()
         np.maximum.at(most, known["tensor"].to_numpy(), known["n"].to_numpy())
     return most
 
