@@ -49,6 +49,13 @@ class TestGradientNorm:
         assert (told.cause, told.confidence) == ("multiplier", "medium") and where in told.verdict()
         assert told.blame.finding and told.blame.finding.since == ONSET
 
+    @pytest.mark.parametrize(("factor", "harm"), [(1 / FACTOR, "likely"), (FACTOR, "unknown")])
+    def test_clipping_takes_back_what_multiplies_and_not_what_divides(
+        self, tmp_path: Path, factor: float, harm: str
+    ) -> None:
+        told = diagnose(write(tmp_path / "run", grad_norm=norms(factor)))
+        assert (told.cause, told.harm) == ("multiplier", harm)
+
     def test_with_half_of_the_layers_does_not_tell(self, tmp_path: Path) -> None:
         run = write(tmp_path / "run", multiplied, grad_norm=norms(FACTOR), culprit=LAYERS[:2], changed="grad_output")
         rule = found(diagnose(run), "gradient norm")
@@ -227,10 +234,12 @@ class TestLikelyHarm:
         assert told.culprit and told.blame.finding and told.blame.finding.severity == 0 and told.harm == harm
 
     @pytest.mark.parametrize(("until", "harm"), [(N, "harmful"), (ONSET + 40, "unknown")])
-    def test_a_rise_that_is_gone_by_the_end_is_no_harm(self, tmp_path: Path, until: int, harm: str) -> None:
+    @pytest.mark.parametrize("above", [1.0, 1.02, 1.03])
+    def test_a_rise_that_is_gone_by_the_end_is_no_harm(self, tmp_path: Path, above: float, until: int, harm: str) -> None:
         noise = [np.random.default_rng(seed).normal(1, 0.03, N) for seed in (1, 2)]
         losses = [{i: loss * float(of[i]) for i, loss in falling().items()} for of in noise]
-        risen = {i: loss * (1.1 if ONSET <= i < until else 1) for i, loss in losses[0].items()}
+        losses[0] = {i: loss * above for i, loss in losses[0].items()}  # another seed, all along
+        risen = {i: loss * (1.08 if ONSET <= i < until else 1) for i, loss in losses[0].items()}
         told = diagnose(write(tmp_path / "run", corrupted, risen), write(tmp_path / "baseline", losses=losses[1]))
         assert told.culprit and told.harm == harm
 

@@ -106,7 +106,12 @@ def test_a_small_move_counts_if_the_loss_rises_with_it() -> None:
     assert not found_in(made(0.08, noise=0.03), made(seed=1, noise=0.03))
     (found,) = found_in(made(0.08, of_loss=0.1, noise=0.03), made(seed=1, noise=0.03))
     assert "and the loss rises by" in found.evidence and found.since == 185
-    assert not found_in(made(0.08, of_loss=0.1, noise=0.03), made(seed=1, noise=0.03), same_model=False)
+
+
+@pytest.mark.parametrize(("of_loss", "named"), [(0.02, False), (0.1, True)])
+def test_above_another_model_the_rise_must_be_surer(of_loss: float, named: bool) -> None:
+    run, baseline = made(0.06, of_loss=of_loss, noise=0.03, seed=4), made(seed=104, noise=0.03)
+    assert found_in(run, baseline) and bool(found_in(run, baseline, same_model=False)) == named
 
 
 @pytest.mark.parametrize(

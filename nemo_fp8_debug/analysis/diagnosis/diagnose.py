@@ -189,7 +189,7 @@ def _with_rise(loss: LossOutcome, findings: Sequence[Finding], sampled: Ints) ->
     ):
         return loss  # a rise that is gone by the end is no harm
     steps = sorted({f.since for f in findings if f.since is not None and f.confidence != "low"})
-    rises = [(step, rises_with(loss.run, loss.baseline, step, sampled)) for step in steps]
+    rises = [(step, rises_with(loss.run, loss.baseline, step, sampled, lasting=loss.max_gap)) for step in steps]
     harmful = [(step, rise) for step, rise in rises if rise is not None and rise > loss.max_gap]
     return replace(loss, rise=harmful[0]) if harmful else loss
 

@@ -18,10 +18,10 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
     """Whether harm is likely that the loss alone cannot tell.
 
     With a baseline of other batches two things must agree: a gap, which another seed may explain, and something that may
-    harm. To a baseline of the same model that is twice the limit beside what harmed up to half of the benchmark's runs that
-    had it, and three times the limit beside anything that is no change of recipe and no NaN that the loss got over. Beside
-    what harmed most of them it is enough that the run does not end below the baseline by more than the limit. Alone,
-    something that harmed most of them.
+    harm. To a baseline of the same model that is two and a half times the limit beside what harmed up to half of the
+    benchmark's runs that had it, and three times the limit beside anything that is no change of recipe and no NaN that the
+    loss got over. Beside what harmed most of them it is enough that the run does not end below the baseline by more than
+    the limit. Alone, something that harmed most of them.
 
     Args:
         blamed: what the verdict names; None: nothing.

@@ -46,8 +46,12 @@ class LossOutcome:
 
     @cached_property
     def since(self) -> int | None:
-        """First step from which the loss stays above the baseline's, or alone above its own minimum; None: it does not."""
-        found = (self._risen, self.run.lost_at, self.rise and self.rise[0], self.stepped_up and self.stepped_up[0])
+        """First step from which the loss stays above the baseline's, or alone above its own minimum; None: it does not.
+
+        Of one that rises at a known step it is that step: another seed explains that it lay above before.
+        """
+        stays = None if self.rise else self._risen
+        found = (stays, self.run.lost_at, self.rise and self.rise[0], self.stepped_up and self.stepped_up[0])
         return min((step for step in found if step is not None), default=None)
 
     @cached_property

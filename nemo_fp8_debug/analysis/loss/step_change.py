@@ -29,6 +29,8 @@ class Rise(NamedTuple):
     percent: float
     #: the chance with which noise makes as much
     chance: float
+    #: percent by which it lies higher above a baseline of other batches in the end than before; infinite without one
+    lasting: float
 
     @property
     def is_sure(self) -> bool:
@@ -55,12 +57,15 @@ def rises_at(run: LossCurve, baseline: LossCurve | None, step: int) -> float | N
     return found.percent if found is not None and found.is_sure else None
 
 
-def rises_with(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> float | None:
+def rises_with(
+    run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints, lasting: float = -np.inf
+) -> float | None:
     """The same of what a sample shows, which began between it and the sample before: the larger rise of those at either end.
 
     Args:
         step: at which it is seen.
         sampled: int64 [S], ascending; a step that is not among them is taken as it is.
+        lasting: percent by which the run must in the end lie higher above a baseline of other batches than before.
 
     Example:
         >>> losses = np.where(np.arange(200) < 116, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
@@ -68,7 +73,8 @@ def rises_with(run: LossCurve, baseline: LossCurve | None, step: int, sampled: I
         >>> round(rises_with(curve, None, 120, np.arange(0, 200, 5)))
         20
     """
-    return max((rise.percent for rise in _rises_with(run, baseline, step, sampled) if rise.is_sure), default=None)
+    rises = _rises_with(run, baseline, step, sampled)
+    return max((rise.percent for rise in rises if rise.is_sure and rise.lasting > lasting), default=None)
 
 
 def likeliest_rise(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> Rise | None:
@@ -93,17 +99,20 @@ def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | No
     before, after = losses[max(at - width, 0) : at], losses[at : at + width]
     if min(len(before), len(after)) < _FEWEST or not np.isfinite(before).all() or before.mean() <= 0:
         return None
-    back = after[np.isfinite(after)]  # one that was lost for a few steps has not risen by that
-    return _rise(before, back) if len(back) >= _FEWEST else Rise(float("inf"), 0.0)
+    back, end = (each[np.isfinite(each)] for each in (after, losses[-max(round(PART * len(steps)), _FEWEST) :]))
+    if len(back) < _FEWEST:  # one that was lost for a few steps has not risen by that
+        return Rise(np.inf, 0.0, np.inf)
+    lasts = baseline is not None and len(end) >= _FEWEST
+    return _rise(before, back, 100 * (float(end.mean() / before.mean()) - 1) if lasts else np.inf)
 
 
-def _rise(before: Floats, after: Floats) -> Rise:
+def _rise(before: Floats, after: Floats, lasting: float) -> Rise:
     apart = float(after.mean() - before.mean())
     errors = [standard_error(each) for each in (before, after)]
     error = float(np.hypot(errors[0][0], errors[1][0]))
     freedom = min(each[1] for each in errors)
     chance = float(stdtr(freedom, -apart / error)) if error else float(apart <= 0)
-    return Rise(100 * apart / float(before.mean()), chance)
+    return Rise(100 * apart / float(before.mean()), chance, lasting)
 
 
 def jumps_at(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:

@@ -78,6 +78,11 @@ class Judged:
         return (self.harm in _HARM) == self.truth["harmful"]
 
     @property
+    def harm_told(self) -> bool:
+        """Whether it says that the run is harmed, or that it is not; not that it cannot tell."""
+        return self.harm != "unknown"
+
+    @property
     def harm_is_clear(self) -> bool:
         """Whether its gap is not between half of what counts as harm and one and a half times that."""
         gap = self.truth["gap_pct"]
@@ -194,6 +199,11 @@ QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
     ),
     ("cause", lambda one: not one.is_clean, lambda one: one.cause_right),
     ("harm right", lambda one: not one.is_clean and one.harm_is_clear, lambda one: one.harm_right),
+    (
+        "harm right, of those it tells of",
+        lambda one: not one.is_clean and one.harm_is_clear and one.harm_told,
+        lambda one: one.harm_right,
+    ),
     ("harm right, 0 or > 10%", lambda one: not one.is_clean and one.harm_is_beyond_seeds, lambda one: one.harm_right),
     (
         "named before the loss diverges",
@@ -207,6 +217,11 @@ QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
         lambda one: one.culprit is not None,
     ),
     ("harmed, and cannot tell", lambda one: one.truth["harmful"], lambda one: one.cannot_tell),
+    (
+        "not harmed, and cannot tell",
+        lambda one: not one.is_clean and not one.truth["harmful"],
+        lambda one: not one.harm_told,
+    ),
     ("clean, accused", lambda one: one.is_clean, lambda one: one.accused),
     ("clean, called harmful", lambda one: one.is_clean, lambda one: one.harm in _HARM),
 )

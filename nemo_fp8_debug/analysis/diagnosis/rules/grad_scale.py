@@ -66,7 +66,7 @@ def _against_the_loss_scale(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> 
     facts = f"gradients are multiplied by {share * scale:.3g}, and a loss scale of {scale:.3g} is reported (medians)"
     since = int(scaled["step"][0])
     if share < _LEAST_SHARE:
-        return [_found("high", facts, "The loss scale that is reported is not applied.", since)]
+        return [_found("high", facts, "The loss scale that is reported is not applied.", since, share)]
     if not _differ(share, scale):
         return [_found("high", facts, "The loss scale is applied twice.", since)]
     return [_found("low", facts, "A loss that is summed over tokens explains that; otherwise it is scaled twice.", since)]
@@ -84,7 +84,8 @@ def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> list[Finding]:
         f"the gradients' multiplier is {values[at]:.3g} of the loss scale from step {step} on and was "
         f"{_usual(values):.3g}, and neither the loss scale nor accumulation tells why"
     )
-    return [_found("high", facts, "Look at what divides the loss: accumulation, tokens, data-parallel averaging.", step)]
+    advice = "Look at what divides the loss: accumulation, tokens, data-parallel averaging."
+    return [_found("high", facts, advice, step, values[at] / _usual(values))]
 
 
 def _leaves(values: Floats) -> int | None:
@@ -114,7 +115,7 @@ def _against_the_good_run(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> li
     scale = common_loss_scale(mine, theirs)
     if scale is not None and here != 0 and not _differ(here * scale, there, _EXACT):
         facts += f", and a loss scale of {scale:.3g} is reported of both"
-        return [_found("high", facts, "The loss scale that is reported is not applied.", int(mine["step"][0]))]
+        return [_found("high", facts, "The loss scale that is reported is not applied.", int(mine["step"][0]), 1 / scale)]
     advice = "Other numbers of ranks or tokens explain that; otherwise the loss is divided twice, or not at all."
     return [_found("low", facts, advice, int(mine["step"][0]))]
 
@@ -144,5 +145,11 @@ def _median(values: pl.Series) -> float:
     return median
 
 
-def _found(confidence: str, evidence: str, advice: str, since: int) -> Finding:
-    return Finding("multiplier", "multiplier", confidence, evidence, advice, since=since)
+def _found(confidence: str, evidence: str, advice: str, since: int, factor: float = 1.0) -> Finding:
+    severity = severity_of(factor)
+    return Finding("multiplier", "multiplier", confidence, evidence, advice, since=since, severity=severity)
+
+
+def severity_of(factor: float) -> int:
+    """Of gradients that are multiplied: clipping takes a norm back that is too large, and does nothing for one too small."""
+    return 2 if abs(factor) < 1 else 0

@@ -18,7 +18,7 @@ from ...loss.step_change import rises_at
 from ...runs.grid import Floats, Ints
 from ...runs.run import Run
 from .finding import Finding
-from .grad_scale import common_loss_scale
+from .grad_scale import common_loss_scale, severity_of
 
 #: factor between gradient norms that counts as growth
 _LARGER = 4.0
@@ -70,7 +70,8 @@ def gradient_norm(run: Run, baseline: Run | None) -> list[Finding]:
     where = _where(run, move)
     if where is None:
         return [Finding("gradient norm", "unknown", "low", facts, _GROWS, since=move.step)]
-    return [Finding("gradient norm", "multiplier", "medium", f"{facts}; {where}", _FACTOR, since=move.step)]
+    facts, severity = f"{facts}; {where}", severity_of(times)
+    return [Finding("gradient norm", "multiplier", "medium", facts, _FACTOR, since=move.step, severity=severity)]
 
 
 def _usable(run: Run) -> pl.DataFrame:

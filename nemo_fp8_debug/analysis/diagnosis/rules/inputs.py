@@ -36,8 +36,8 @@ _WEIGHTS = (_SIDE - np.abs(np.arange(1 - _SIDE, _SIDE))) / _SIDE
 #: part of a run's samples that is its start, in which all moves
 _START = 0.2
 #: how many such moves noise makes in a run, at the most, of what is told, times the chance of the loss's rise if there is
-#: one; of what is looked at; and the chance of a rise that is one
-_BY_NOISE, _LOOKED_AT, _RISES = 0.001, 0.5, 0.05
+#: one; of what is looked at; and the chance of a rise that is one, which counts as so many times as much above another model
+_BY_NOISE, _LOOKED_AT, _RISES, _OTHER_MODEL = 0.001, 0.5, 0.05, 5.0
 #: kinds of GEMMs that a model has, at the most
 _MOST_KINDS = 256
 _ADVICE = (
@@ -61,10 +61,10 @@ def inputs(run: Run, baseline: Run | None, loss: LossOutcome) -> list[Finding]:
 
 
 def _rise_with(move: _Move, loss: LossOutcome, sampled: Ints) -> Rise | None:
-    """That of the loss, by more than the limit; None: there is none, or another model's loss is all to tell it by."""
-    if loss.baseline is not None and not loss.same_model:
-        return None  # losses of two models part for many reasons
+    """That of the loss, by more than the limit; None: there is none. Losses of two models part for more reasons."""
     rise = likeliest_rise(loss.run, loss.baseline, move.step, sampled)
+    if rise is not None and loss.baseline is not None and not loss.same_model:
+        rise = rise._replace(chance=_OTHER_MODEL * rise.chance)
     return rise if rise is not None and rise.percent > loss.max_gap and rise.chance < _RISES else None
 
 
