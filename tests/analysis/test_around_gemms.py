@@ -192,3 +192,12 @@ def test_the_channel_that_an_outlier_comes_from_is_named(run_of: Callable[..., P
         assert found and (found.layer, found.role, found.since) == ("norm", "norm_input", ONSET)
         assert "channel 5 of the input of norm" in found.evidence and "4 steps before X of out" in found.evidence
     assert channels(Run.read(run_of(nothing)), None, culprit, None) is None
+
+
+@pytest.mark.long
+def test_a_channel_is_told_where_nothing_else_is_wrong_if_the_baseline_has_none(run_of: Callable[..., Path]) -> None:
+    run, baseline = Run.read(run_of(louder_channel)), Run.read(run_of(nothing, 1))
+    found = channels(run, baseline, None, None)
+    assert found and (found.layer, found.since, found.confidence) == ("norm", ONSET, "low")
+    assert found.evidence.endswith(" at the most")
+    assert channels(run, None, None, None) is None and channels(run, run, None, None) is None

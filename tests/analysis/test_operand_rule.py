@@ -107,6 +107,15 @@ class TestOperand:
         scale[[AT - 1, AT + 1]] = np.nan
         assert said(why(course(scale=scale), ONSET, course())) == ("corrupted_scale", "high")
 
+    @pytest.mark.parametrize(("off", "usual"), [(-0.5, -3.0), (0.0, -3.0), (0.5, 3.0), (0.0, 3.0)])
+    def test_a_scale_that_is_less_far_off_than_usual_neither_clips_nor_underflows(self, off: float, usual: float) -> None:
+        found = why(course(scale=6 + off), ONSET, course(scale=6 + usual))
+        assert said(found) == ("unknown", "low")
+
+    @pytest.mark.parametrize(("off", "usual", "cause"), [(0.5, -3.0, "clipping"), (-0.5, 3.0, "underflow")])
+    def test_one_that_is_off_on_the_other_side_does(self, off: float, usual: float, cause: str) -> None:
+        assert why(course(scale=6 + off), ONSET, course(scale=6 + usual)).cause == cause
+
     def test_what_is_usual_is_no_cause(self) -> None:
         """Infinities of a mask, an operand of zeros."""
         assert why(course(inf=3), ONSET, course(inf=3)).cause == "unknown"

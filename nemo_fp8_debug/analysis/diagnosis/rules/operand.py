@@ -110,8 +110,8 @@ def why(run: Course, since: int, baseline: Course | None = None, samples: int = 
     usual = _usual(reference.off[before])
     error = _farthest(run.off[behind] - usual)
     higher = _highest(run.outlier[behind]) - _usual_outlier(run, at, baseline, outlier)
-    # A scale lags behind an outlier that has just come up.
-    if abs(error) > OFF and not higher > max(HIGHER, abs(error)):
+    # A scale lags behind an outlier that has just come up. One that is less far off than usual holds the values better.
+    if abs(error) > OFF and error * (error + usual) > 0 and not higher > max(HIGHER, abs(error)):
         return _of_the_scale(run, since, slice(at, behind.stop), error, usual)
     return replace(_of_the_values(run, since, at, baseline, np.isfinite(error), outlier), may_follow_the_loss=True)
 
