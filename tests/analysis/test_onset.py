@@ -179,6 +179,16 @@ def test_a_scale_that_is_far_too_small_is_out(bits: float, samples: int, out: bo
     assert found["onset"].to_list() == [200] * (3 if out else 0)
 
 
+@pytest.mark.parametrize(
+    ("usual", "bits", "out"), [(-3.0, -0.5, False), (-3.0, 0.5, False), (-3.0, 1.5, True), (0.5, 1.7, True)]
+)
+def test_a_scale_that_comes_nearer_to_what_values_ask_for_clips_none(usual: float, bits: float, out: bool) -> None:
+    then = pl.col("step") >= 200
+    baseline, bad = (run(seed).with_columns(scale_ratio_log2=pl.lit(usual)) for seed in (0, 1))
+    bad = bad.with_columns(scale_ratio_log2=pl.when(then).then(bits).otherwise("scale_ratio_log2"))
+    assert onsets(baseline, bad).is_empty() != out
+
+
 def test_a_scale_that_was_as_small_in_the_baseline_is_not() -> None:
     then = pl.col("step").is_between(180, 220)
     both = [

@@ -25,6 +25,8 @@ class Evidence:
     log2: bool = False
     #: what is less is rounding, on a log2 scale
     floor: float = 0.01
+    #: scaled values up to here are as good as any
+    good: float = -np.inf
     #: 1: a rise counts; -1: a fall
     sign: int = 1
     #: how many times the least rise a sample must show, to be told as a transient if fewer than three in a row do
@@ -41,7 +43,7 @@ class Evidence:
 
     def scaled(self, x: Floats) -> Floats:
         """To a scale on which equal steps mean the same."""
-        return self.sign * (np.log2(np.maximum(x, self.floor)) if self.log2 else x)
+        return np.maximum(self.sign * (np.log2(np.maximum(x, self.floor)) if self.log2 else x), self.good)
 
     def unscaled(self, x: Floats) -> Floats:
         """Back from it."""
@@ -53,7 +55,7 @@ OF_GRADIENTS = 4.0
 #: in the order in which one explains the next: a stale scale clips, and clipping is an error
 EVIDENCE = (
     Evidence("nonfinite", 0.5),
-    Evidence("scale_ratio_log2", 1.0),
+    Evidence("scale_ratio_log2", 1.0, good=0.0),  # no value is clipped
     Evidence("scale_ratio_log2", 6.0, sign=-1, transient=2.0),
     Evidence("overflow_pct", 0.05, of_error=True, least_values=LEAST_VALUES, least_part=0.5),
     Evidence("underflow_pct", 1.0, of_error=True, least_part=0.5),
