@@ -56,6 +56,18 @@ class TestGradientNorm:
         told = diagnose(write(tmp_path / "run", grad_norm=norms(factor)))
         assert (told.cause, told.harm) == ("multiplier", harm)
 
+    def test_a_baseline_of_other_batches_hides_nothing_with_its_noise(self, tmp_path: Path) -> None:
+        noise = np.random.default_rng(9).lognormal(0, 0.8, N)
+        noisy = {i: float(norm * by) for (i, norm), by in zip(norms().items(), noise, strict=True)}
+        baseline = write(tmp_path / "baseline", grad_norm=noisy)
+        told = found(diagnose(write(tmp_path / "run", grad_norm=norms(FACTOR)), baseline), "gradient norm")
+        assert told and told.since == ONSET and 0.8 * FACTOR < float(told.evidence.split()[4]) < 1.2 * FACTOR
+        assert not found(diagnose(write(tmp_path / "usual", grad_norm=norms()), baseline), "gradient norm")
+
+    def test_what_the_baseline_does_too_is_not_told(self, tmp_path: Path) -> None:
+        run, baseline = (write(tmp_path / name, grad_norm=norms(FACTOR)) for name in ("run", "baseline"))
+        assert not found(diagnose(run, baseline), "gradient norm")
+
     def test_with_half_of_the_layers_does_not_tell(self, tmp_path: Path) -> None:
         run = write(tmp_path / "run", multiplied, grad_norm=norms(FACTOR), culprit=LAYERS[:2], changed="grad_output")
         rule = found(diagnose(run), "gradient norm")

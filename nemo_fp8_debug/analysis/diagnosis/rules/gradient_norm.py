@@ -27,7 +27,7 @@ _LEVEL, _CLOSE = 10, 3
 #: bits between two levels, at least, and in standard deviations of what the norm moves by from step to step; part of them
 #: that come at once
 _BITS, _SIGMAS, _AT_ONCE = 0.85, 6.0, 0.8
-#: part of a move against a baseline that the run's own norm must make
+#: part of a move that both the run's own norm and that in units of the baseline's must make
 _OWN = 0.5
 #: part of a run without a baseline in which the norm falls as the model begins to learn
 _BEGINNING = 0.1
@@ -61,8 +61,8 @@ def norms(run: Run) -> pl.DataFrame:
 
 def gradient_norm(run: Run, baseline: Run | None) -> list[Finding]:
     """That it moves at once to a level that it keeps, or that it grows beyond the baseline's."""
-    move = _move(*_levels(run, baseline))
-    if move is None or _is_the_baselines(run, move) or _follows_the_loss(run, baseline, move):
+    move = _move_of(run, baseline)
+    if move is None or _follows_the_loss(run, baseline, move):
         return _grows(run, baseline)
     times = 2**move.bits
     what = f"{times:.3g} times" if times > 1 else f"1/{1 / times:.3g} of"
@@ -74,19 +74,33 @@ def gradient_norm(run: Run, baseline: Run | None) -> list[Finding]:
     return [Finding("gradient norm", "multiplier", "medium", facts, _FACTOR, since=move.step, severity=severity)]
 
 
+def _move_of(run: Run, baseline: Run | None) -> _Move | None:
+    """That of the norm or of the norm in units of the baseline's, whichever has less noise: the same batches take noise out,
+    and others add theirs. Both must move."""
+    own = _bits(_usable(run), "grad_norm")
+    apart = None if baseline is None else _apart(run, baseline)
+    first = int(_BEGINNING * len(own[0]))
+    behind = own[0][first:], own[1][first:]
+    for steps, bits in sorted((each for each in (behind, apart) if each is not None), key=lambda each: _noise(each[1])):
+        move = _move(steps, bits)
+        if move is not None and all(_part(move, *each) > _OWN for each in (own, apart) if each is not None):
+            return move
+    return None
+
+
 def _usable(run: Run) -> pl.DataFrame:
     return norms(run).filter(pl.col("grad_norm").is_finite() & (pl.col("grad_norm") > 0))
 
 
-def _levels(run: Run, baseline: Run | None) -> tuple[Ints, Floats]:
-    """Steps, and log2 of the norm, in units of the baseline's; alone, behind the beginning."""
-    mine = _usable(run)
-    theirs = _usable(baseline) if baseline is not None else None
-    both = None if theirs is None else mine.join(theirs, on="step", suffix="_baseline").sort("step")
-    if both is not None and len(both) > 2 * _LEVEL:
-        return both["step"].to_numpy(), np.log2(both["grad_norm"].to_numpy() / both["grad_norm_baseline"].to_numpy())
-    kept = mine[int(_BEGINNING * len(mine)) :]
-    return kept["step"].to_numpy(), np.log2(kept["grad_norm"].to_numpy())
+def _apart(run: Run, baseline: Run) -> tuple[Ints, Floats] | None:
+    """Steps, and log2 of the norm in units of the baseline's; None: they have too few steps in common."""
+    both = _usable(run).join(_usable(baseline), on="step", suffix="_baseline").sort("step")
+    both = both.with_columns(ratio=pl.col("grad_norm") / pl.col("grad_norm_baseline"))
+    return _bits(both, "ratio") if len(both) > 2 * _LEVEL else None
+
+
+def _bits(rows: pl.DataFrame, name: str) -> tuple[Ints, Floats]:
+    return rows["step"].to_numpy(), np.log2(rows[name].to_numpy())
 
 
 def _move(steps: Ints, bits: Floats) -> _Move | None:
@@ -100,20 +114,23 @@ def _move(steps: Ints, bits: Floats) -> _Move | None:
     near = np.flatnonzero(np.abs(apart) >= _AT_ONCE * best) + _LEVEL
     at = int(near[np.argmax(np.abs(bits[near] - bits[near - 1]))])
     move = float(np.median(bits[at : at + _LEVEL]) - np.median(bits[at - _LEVEL : at]))
-    noise = 1.4826 * float(np.median(np.abs(np.diff(bits)))) / np.sqrt(2)
     close = float(np.median(bits[at : at + _CLOSE]) - np.median(bits[at - _CLOSE : at]))
     lasting = float(np.median(bits[at:]) - np.median(bits[max(0, at - len(bits[at:])) : at]))
-    least = max(_BITS, _SIGMAS * noise)
+    least = max(_BITS, _SIGMAS * _noise(bits))
     kept = min(close / move, lasting / move) >= _AT_ONCE if move else False
     return _Move(int(steps[at]), move) if abs(move) >= least and kept else None
 
 
-def _is_the_baselines(run: Run, move: _Move) -> bool:
-    """Whether the run's own norm does not move there."""
-    rows = _usable(run)
-    before = rows.filter(pl.col("step") < move.step).tail(_LEVEL)["grad_norm"].log(2).median()
-    after = rows.filter(pl.col("step") >= move.step).head(_LEVEL)["grad_norm"].log(2).median()
-    return not (isinstance(before, float) and isinstance(after, float) and (after - before) / move.bits > _OWN)
+def _noise(bits: Floats) -> float:
+    """Its standard deviation, from what they move by from step to step."""
+    return 1.4826 * float(np.median(np.abs(np.diff(bits)))) / 2**0.5 if len(bits) > 1 else 0.0
+
+
+def _part(move: _Move, steps: Ints, bits: Floats) -> float:
+    """How far a norm goes at that step, in units of the move; 0 where it is not known."""
+    at = int(np.searchsorted(steps, move.step))
+    before, after = bits[max(at - _LEVEL, 0) : at], bits[at : at + _LEVEL]
+    return float(np.median(after) - np.median(before)) / move.bits if len(before) and len(after) else 0.0
 
 
 def _follows_the_loss(run: Run, baseline: Run | None, move: _Move) -> bool:
