@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,17 @@ class TestJudged:
     def test_an_outlier_that_costs_no_values_is_none(self, tmp_path: Path, bands: Bands) -> None:
         run = write(tmp_path / "run", lambda step: late(step, {"outlier_log2": 12.0}))
         assert judge(Run.read(run), bands).beyond.is_empty()
+
+    @pytest.mark.parametrize(("off", "beyond"), [(-0.5, False), (2.5, True)])
+    def test_a_scale_that_clips_nothing_is_within_bands_of_smaller_ones(
+        self, tmp_path: Path, bands: Bands, off: float, beyond: bool
+    ) -> None:
+        """As files of earlier releases have them."""
+        too_large = (pl.col("metric") == "scale_ratio_log2") & (pl.col("sign") == 1)
+        kept = (pl.when(too_large).then(-3.0).otherwise(name).alias(name) for name in ("median", "lasting"))
+        smaller = replace(bands, table=bands.table.with_columns(kept))
+        run = Run.read(write(tmp_path / "run", lambda step: late(step, {"scale_ratio_log2": off})))
+        assert judge(run, smaller).beyond.is_empty() != beyond
 
     def test_a_trend_within_them_is_no_hint(self, tmp_path: Path) -> None:
         runs = [write(tmp_path / str(i), trending, culprit=LAYERS, lr=RATES) for i in range(FEWEST)]

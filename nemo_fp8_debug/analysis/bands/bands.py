@@ -118,13 +118,15 @@ class Bands:
         """Whether they were learned from models of this class."""
         return family_of(run) in self.families
 
-    def of(self, tensors: pl.DataFrame, metric: str, sign: int, phase: str) -> pl.DataFrame:
+    def of(self, tensors: pl.DataFrame, evidence: Evidence, phase: str) -> pl.DataFrame:
         """`tensors` in their order with the median and lasting of their bands; null where they have none that was
         learned from enough runs with weights of such a size."""
-        rows = self.table.filter(metric=metric, sign=sign, phase=phase).filter(pl.col("runs") >= FEWEST)
+        rows = self.table.filter(metric=evidence.metric, sign=evidence.sign, phase=phase).filter(pl.col("runs") >= FEWEST)
         joined = tensors.join(rows, on=["purpose", "role", "recipe", "part"], how="left", maintain_order="left")
         fits = pl.col("n").is_between(pl.col("smallest") / _SIZES, pl.col("largest") * _SIZES)
-        return joined.select(pl.when(fits).then(name).alias(name) for name in ("median", "lasting"))
+        # Files of earlier releases also tell values apart that are all good.
+        known = (pl.col(name).clip(lower_bound=evidence.good) for name in ("median", "lasting"))
+        return joined.select(pl.when(fits).then(each) for each in known)
 
 
 _SCHEMA: Mapping[str, Any] = {

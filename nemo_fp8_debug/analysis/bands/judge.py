@@ -81,7 +81,7 @@ def _judge(bands: Bands, kinds: OfKinds) -> tuple[pl.DataFrame, pl.DataFrame]:
         if evidence.metric == "outlier_log2":  # one that costs no values is no loss
             values = np.where(kinds.lost() > _COSTS, values, np.nan)
         for phase, samples in kinds.phases():
-            band = bands.of(kinds.tensors, evidence.metric, evidence.sign, phase)
+            band = bands.of(kinds.tensors, evidence, phase)
             known = band["lasting"].is_not_null().to_numpy()
             covered |= known & (phase == "later")
             if not samples.any():
