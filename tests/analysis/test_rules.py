@@ -75,6 +75,7 @@ class TestMultiplier:
             ([1.0] * 10 + [0.125] * 10, None, "divides the loss"),
             ([2.0**16] * 10 + [2.0**10] * 10, 2.0**16, "divides the loss"),
             ([1.0] * 10 + [0.0] * 10, None, "divides the loss"),
+            ([0.0] * 10 + [1.0] * 10, None, "divides the loss"),
             ([1.0] * 10 + [-1.0] * 10, None, "divides the loss"),
         ],
     )

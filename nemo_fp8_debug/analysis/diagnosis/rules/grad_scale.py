@@ -78,14 +78,15 @@ def _moved(mine: pl.DataFrame, theirs: pl.DataFrame | None) -> list[Finding]:
     if None in places or (theirs is not None and None not in [_leaves(theirs[unit].to_numpy()) for unit in _UNITS]):
         return []
     values = mine["per_scale"].to_numpy()
+    usual = _usual(values)
     at = max(place for place in places if place is not None)
     step = int(mine["step"][at])
     facts = (
         f"the gradients' multiplier is {values[at]:.3g} of the loss scale from step {step} on and was "
-        f"{_usual(values):.3g}, and neither the loss scale nor accumulation tells why"
+        f"{usual:.3g}, and neither the loss scale nor accumulation tells why"
     )
     advice = "Look at what divides the loss: accumulation, tokens, data-parallel averaging."
-    return [_found("high", facts, advice, step, values[at] / _usual(values))]
+    return [_found("high", facts, advice, step, values[at] / usual if usual else np.inf)]
 
 
 def _leaves(values: Floats) -> int | None:
