@@ -124,7 +124,7 @@ class Bands:
         rows = self.table.filter(metric=evidence.metric, sign=evidence.sign, phase=phase).filter(pl.col("runs") >= FEWEST)
         joined = tensors.join(rows, on=["purpose", "role", "recipe", "part"], how="left", maintain_order="left")
         fits = pl.col("n").is_between(pl.col("smallest") / _SIZES, pl.col("largest") * _SIZES)
-        # Files of earlier releases also tell values apart that are all good.
+        # Files of earlier releases hold values below that, too.
         known = (pl.col(name).clip(lower_bound=evidence.good) for name in ("median", "lasting"))
         return joined.select(pl.when(fits).then(each) for each in known)
 

@@ -25,7 +25,7 @@ class Evidence:
     log2: bool = False
     #: what is less is rounding, on a log2 scale
     floor: float = 0.01
-    #: scaled values up to here are as good as any
+    #: scaled values below this count as this: they are all equally good
     good: float = -np.inf
     #: 1: a rise counts; -1: a fall
     sign: int = 1

@@ -200,7 +200,7 @@ QUESTIONS: Sequence[tuple[str, Chosen, Chosen]] = (
     ("cause", lambda one: not one.is_clean, lambda one: one.cause_right),
     ("harm right", lambda one: not one.is_clean and one.harm_is_clear, lambda one: one.harm_right),
     (
-        "harm right, of those it tells of",
+        "harm right, cannot tell left out",
         lambda one: not one.is_clean and one.harm_is_clear and one.harm_told,
         lambda one: one.harm_right,
     ),

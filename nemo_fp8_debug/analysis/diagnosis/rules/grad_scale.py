@@ -152,5 +152,5 @@ def _found(confidence: str, evidence: str, advice: str, since: int, factor: floa
 
 
 def severity_of(factor: float) -> int:
-    """Of gradients that are multiplied: clipping takes a norm back that is too large, and does nothing for one too small."""
+    """Of gradients that are multiplied by a factor. Runs of the benchmark clip, which undoes a factor above 1 alone."""
     return 2 if abs(factor) < 1 else 0

@@ -75,8 +75,8 @@ def gradient_norm(run: Run, baseline: Run | None) -> list[Finding]:
 
 
 def _move_of(run: Run, baseline: Run | None) -> _Move | None:
-    """That of the norm or of the norm in units of the baseline's, whichever has less noise: the same batches take noise out,
-    and others add theirs. Both must move."""
+    """The move of the norm or of its ratio to the baseline's: of whichever has less noise, or else of the other. Both must
+    move."""
     own = _bits(_usable(run), "grad_norm")
     apart = None if baseline is None else _apart(run, baseline)
     first = int(_BEGINNING * len(own[0]))
