@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 import torch
 from banded_runs import CHANCE, FAR, MOVED, NOT_QUANTIZED, ONSET, SELDOM, write_runs
+from runs_of_depth import of_depth, write_of_depth
 from tab import Tab
 
 from nemo_fp8_debug import Monitor
@@ -170,3 +171,13 @@ def test_dumps_of_a_tensor_are_listed(tmp_path: Path) -> None:
 def test_bands_are_answered_without_torch() -> None:
     code = "import sys, nemo_fp8_debug.tensorboard_plugin.plugin; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_gradients_beside_another_depth_are_those_of_compare(tmp_path: Path) -> None:
+    """Out by name alone, out beside the layer as far from the output too, and out in neither."""
+    write_of_depth(tmp_path / "good", 2)
+    write_of_depth(tmp_path / "bad", 4, extra={0: 20.0})
+    found = compare(tmp_path / "good", tmp_path / "bad")
+    assert found.out_of_band["layer"].to_list() == [of_depth(0)]
+    told = check_onsets(Tab(tmp_path), found)
+    assert len(told) == 2 and told[of_depth(1), "grad_output"]["metrics"]["outlier_log2"]["beyond"] > 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import polars as pl
 
-from ...core.keys import GRADIENTS, MIXED
+from ...core.keys import MIXED
 from ...core.layer_names import aggregate_of, is_aggregate
 from ...core.scale_sources import ENGINE
 from ..loss.divergence import above
@@ -17,10 +17,9 @@ from ..runs.run import Run
 from ..runs.settings import coverage_notes, remarks
 from .comparison import Comparison
 from .drift import drifts
-from .evidence import OF_GRADIENTS
-from .groups import depth_of
 from .layer_matching import named_alike
 from .onset import IN_A_ROW, onsets
+from .other_depth import as_far_from_the_output, depths_of, differ_in_depth, that_count
 
 
 def compare(
@@ -67,9 +66,8 @@ def compare(
     assert first and second
     second, notes = named_alike(first, second, renames)
     ranked = drifts(first, second)
-    out_of_band = onsets(first.metrics, quantized(second.metrics))
     depths = _depths(first, second)
-    out_of_band = _with_lead(that_count(out_of_band, bool(depths)), above(second.loss, first.loss))
+    out_of_band = _with_lead(_out_of_band(first, second), above(second.loss, first.loss))
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = split_experts(ranked)
@@ -78,10 +76,24 @@ def compare(
     return Comparison(first, second, other, tensors, experts, *split_experts(out_of_band), tuple(notes), max_gap)
 
 
-def that_count(out_of_band: pl.DataFrame, other_depths: bool) -> pl.DataFrame:
-    """Gradients of a layer at another depth differ more."""
-    weak = pl.col("role").is_in(GRADIENTS) & (pl.col("metric") != "nonfinite") & (pl.col("excess") < OF_GRADIENTS)
-    return out_of_band.filter(~weak) if other_depths else out_of_band
+def _out_of_band(baseline: Run, run: Run) -> pl.DataFrame:
+    """Of the tensors that an engine quantizes, those that count as out of the baseline's band."""
+    expected, judged = baseline.metrics, quantized(run.metrics)
+    found, layers = onsets(expected, judged), _layers_of(baseline, run)
+    if not differ_in_depth(*layers):
+        return found
+    names = as_far_from_the_output(*layers)
+
+    def beside(tensors: pl.DataFrame) -> pl.DataFrame:
+        theirs = tensors.with_columns(pl.col("layer").cast(pl.String).replace_strict(names))
+        mine = {other: name for name, other in names.items()}
+        return onsets(expected.within(theirs).renamed(mine), judged.within(tensors))
+
+    return that_count(found, names, beside)
+
+
+def _layers_of(baseline: Run, run: Run) -> tuple[pl.Series, pl.Series]:
+    return baseline.metrics.tensors["layer"].unique(), run.metrics.tensors["layer"].unique()
 
 
 def _with_lead(out_of_band: pl.DataFrame, divergence_step: int | None) -> pl.DataFrame:
@@ -100,18 +112,14 @@ def _mistaken(baseline: Run, run: Run) -> list[str]:
 
 def _depths(baseline: Run, run: Run) -> list[str]:
     """That the models are of another depth, which no name tells."""
-    counts = [depths_of(each.metrics.tensors["layer"].unique()) for each in (baseline, run)]
-    if not all(counts) or counts[0] == counts[1]:
+    layers = _layers_of(baseline, run)
+    if not differ_in_depth(*layers):
         return []
+    counts = list(map(depths_of, layers))
     return [
         f"The baseline has {counts[0]} layers and the run {counts[1]}: layers of one name lie at other depths, so "
         "what sets them apart may be that."
     ]
-
-
-def depths_of(layers: Iterable[str]) -> int:
-    """How many layers deep the model is whose GEMMs have these names; 0 if they do not tell."""
-    return len({depth_of(name) for name in layers} - {None})
 
 
 def _coverage(baseline: Run, run: Run) -> list[str]:

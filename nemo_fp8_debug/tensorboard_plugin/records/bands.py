@@ -9,8 +9,9 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from ...analysis.comparison.compare import depths_of, that_count
 from ...analysis.comparison.evidence import EVIDENCE
+from ...analysis.comparison.onset import all_onsets
+from ...analysis.comparison.other_depth import as_far_from_the_output, differ_in_depth, that_count
 from ...analysis.comparison.tensor_band import MetricBand, TensorBand, tensor_band
 from ...analysis.loss.curve import LossCurve
 from ...analysis.loss.outcome import LossOutcome
@@ -97,15 +98,23 @@ class Bands:
 
     def _judged(self, run: Storage, baseline: Storage, key: tuple[str, str]) -> dict[str, Any]:
         names = self._names.of_run(run, baseline)
-        layer, role = key
-        reference = self._grid(baseline, (names.get(layer, layer), role))
+        layer, role = names.get(key[0], key[0]), key[1]
+        reference = self._grid(baseline, (layer, role))
         grid = self._grid(run, key, only_quantized=True)
         if not grid.sampled.any():
             return _not_judged("The engine does not quantize this tensor, so it cannot have done harm by that.")
         tensors = [self._tensors(baseline), {(names.get(name, name), role) for name, role in self._tensors(run)}]
         found = tensor_band(reference, grid, len(tensors[0] & tensors[1]))
-        depths = [depths_of({layer for layer, _ in each}) for each in tensors]
-        return _told(found, that_count(found.onsets, all(depths) and depths[0] != depths[1]))
+        layers = [{name for name, _ in each} for each in tensors]
+        if not differ_in_depth(*layers):
+            return _told(found, found.onsets)
+        others = as_far_from_the_output(*layers)
+
+        def beside(_: pl.DataFrame) -> pl.DataFrame:
+            onsets = all_onsets(self._grid(baseline, (others[layer], role)), grid)
+            return onsets.with_columns(layer=pl.lit(layer))
+
+        return _told(found, that_count(found.onsets, others, beside))
 
     def _grid(self, run: Storage, key: tuple[str, str], only_quantized: bool = False) -> Grid:
         """A tensor over all samples of a run that `compare` goes by."""
