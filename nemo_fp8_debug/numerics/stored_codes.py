@@ -53,6 +53,7 @@ def is_cast_of(decoded: Decoded, x: torch.Tensor, dtype: torch.dtype) -> torch.T
         dtype: of the weight without codes.
 
     Example:
+        >>> from nemo_fp8_debug.numerics.formats import E4M3
         >>> x = torch.linspace(-1, 1, 9)
         >>> codes = Decoded(x.to(torch.float8_e4m3fn).float(), x > 448, E4M3, lambda: torch.tensor(1.0))
         >>> bool(is_cast_of(codes, x, torch.bfloat16)), bool(is_cast_of(codes, 1.1 * x, torch.bfloat16))

@@ -69,8 +69,8 @@ def outline_of(table: pa.Table) -> Outline:
 
     Example:
         >>> table = pa.table({"step": [0, 0], "layer": ["a", "b"], "role": ["input"] * 2, "format": ["e4m3", None]})
-        >>> outline_of(table).texts, outline_of(table).same
-        ({'format': ['e4m3', None]}, {'step': 0, 'role': 'input'})
+        >>> outline_of(table).texts["format"], outline_of(table).same
+        (['e4m3', None], {'role': 'input', 'step': 0})
     """
     names = [field.name for field in table.schema if field.type == pa.string() and field.name not in _MANY]
     values = {name: pc.unique(table[name]).to_pylist() for name in names}

@@ -188,11 +188,21 @@ class TestLikelyHarm:
         assert told.culprit and told.harm == harm
 
     @staticmethod
-    def apart(folder: Path, percent: float, layers: list[str] = LAYERS, change: Any = lost) -> Diagnosis:
-        """Two runs of other batches, of which one lies above the other all along."""
+    def apart(
+        folder: Path, percent: float, layers: list[str] = LAYERS, change: Any = lost, since: int = -N, steps: int = 1
+    ) -> Diagnosis:
+        """Two runs of other batches, of which one lies above the other.
+
+        Args:
+            since: step from which on it comes to that; it does so all along unless told otherwise.
+            steps: in which it does.
+        """
         noise = [np.random.default_rng(seed).normal(1, 0.02, N) for seed in (1, 2)]
-        by = 1 + percent / 100
-        losses = [{i: by ** (1 - k) * loss * float(of[i]) for i, loss in falling().items()} for k, of in enumerate(noise)]
+        above = 1 + np.clip((np.arange(N) - since) / steps, 0, 1) * percent / 100
+        by = above, np.ones(N)
+        losses = [
+            {i: float(above[i] * of[i]) * loss for i, loss in falling().items()} for above, of in zip(by, noise, strict=True)
+        ]
         baseline = write(folder / "baseline", losses=losses[1], layers=layers)
         return diagnose(write(folder / "run", change, losses[0]), baseline)
 
@@ -240,9 +250,17 @@ class TestLikelyHarm:
         expected = {"recipe": "changed_recipe", "nonfinite": "nonfinite"}[change]
         assert (told.cause, told.harm) == (expected, "unknown")
 
-    @pytest.mark.parametrize(("percent", "harm"), [(8, "likely"), (5, "unknown")])
-    def test_what_may_do_nothing_needs_a_larger_gap(self, tmp_path: Path, percent: float, harm: str) -> None:
-        told = self.apart(tmp_path, percent, change=lambda step: lost(step) if step < ONSET + 3 * EVERY else {})
+    @pytest.mark.parametrize(
+        ("percent", "since", "harm"),
+        [(8, ONSET, "likely"), (5, ONSET, "unknown"), (8, -N, "unknown"), (8, ONSET - 60, "unknown")],
+    )
+    def test_what_may_do_nothing_needs_a_larger_gap_that_came_with_it(
+        self, tmp_path: Path, percent: float, since: int, harm: str
+    ) -> None:
+        def once(step: int) -> Mapping[str, Any]:
+            return lost(step) if step < ONSET + 3 * EVERY else {}
+
+        told = self.apart(tmp_path, percent, change=once, since=since, steps=40)
         assert told.culprit and told.blame.finding and told.blame.finding.severity == 0 and told.harm == harm
 
     @pytest.mark.parametrize(("until", "harm"), [(N, "harmful"), (ONSET + 40, "unknown")])

@@ -26,7 +26,7 @@ from nemo_fp8_debug import ConfigError, Monitor, RecordError, replay
 from nemo_fp8_debug.analysis.replay.replay import add_to_record
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.record import compaction, copying, expert_histograms, merging, thinning
+from nemo_fp8_debug.record import compaction, copying, merging
 from nemo_fp8_debug.record.compaction import compact
 from nemo_fp8_debug.record.reader import read_table
 from nemo_fp8_debug.record.schema import SCHEMAS
@@ -71,12 +71,6 @@ def same(found: dict[str, pl.DataFrame], expected: dict[str, pl.DataFrame]) -> b
 
 def parts(run: Path, table: str) -> list[Path]:
     return sorted((run / table).iterdir())
-
-
-@pytest.mark.parametrize("module", [expert_histograms, thinning])
-def test_examples(module: object) -> None:
-    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
-    assert doctest.testmod(module).attempted > 0  # type: ignore[arg-type]
 
 
 def test_the_example_of_compact(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

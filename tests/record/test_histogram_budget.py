@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug import Config, ConfigError, Monitor, replay
-from nemo_fp8_debug.record import histogram_budget
 from nemo_fp8_debug.record.reader import read_table
 
 EXPERTS = 5
@@ -38,10 +36,6 @@ def record(run: Path, model: nn.Module, steps: range, nan_at: int | None = None,
         with monitor.step(step):
             (model(x) * (torch.nan if step == nan_at else 1)).sum().backward()
     monitor.close()
-
-
-def test_example() -> None:
-    assert doctest.testmod(histogram_budget) == (0, 2)
 
 
 def test_each_role_has_an_interval_and_what_has_nan_is_kept(tmp_path: Path) -> None:

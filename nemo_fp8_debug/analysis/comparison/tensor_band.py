@@ -53,6 +53,7 @@ def tensor_band(baseline: Grid, run: Grid, tensors: int) -> TensorBand:
         tensors: that both runs have; of many a few are out by chance.
 
     Example:
+        >>> from nemo_fp8_debug.analysis.runs.metrics import Metrics
         >>> rows = pl.DataFrame({"step": range(40), "layer": "fc1", "role": "input", "mse": 1e-3, "underflow_pct": 0.0})
         >>> risen = rows.with_columns((pl.col("underflow_pct", "mse") + pl.when(pl.col("step") < 20).then(0).otherwise(9.0)))
         >>> found = tensor_band(Metrics.of(rows).grid, Metrics.of(risen).grid, tensors=1)

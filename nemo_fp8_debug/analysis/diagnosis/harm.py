@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from ..loss.outcome import LossOutcome
+from ..loss.step_change import higher_in_the_end
 from .rules.finding import Finding
 
 #: how many times the limit a gap must be that another seed may explain, by the severity of what is found too; the same of a
@@ -19,9 +20,9 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
 
     With a baseline of other batches two things must agree: a gap, which another seed may explain, and something that may
     harm. To a baseline of the same model that is two and a half times the limit beside what harmed up to half of the
-    benchmark's runs that had it, and three times the limit beside anything that is no change of recipe and no NaN that the
-    loss got over. Beside what harmed most of them it is enough that the run does not end below the baseline by more than
-    the limit. Alone, something that harmed most of them.
+    benchmark's runs that had it. It is three times the limit beside anything that is no change of recipe and no NaN that the
+    loss got over, unless the run lay as high above the baseline before that. Beside what harmed most of them it is enough
+    that the run does not end below the baseline by more than the limit. Alone, something that harmed most of them.
 
     Args:
         blamed: what the verdict names; None: nothing.
@@ -35,4 +36,11 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
     if blamed.severity == 0 and blamed.cause in _NO_EVIDENCE:
         return False
     times = _TIMES if loss.same_model else _OTHER_MODELS
-    return loss.gap.percent > times[blamed.severity] * loss.max_gap
+    return loss.gap.percent > times[blamed.severity] * loss.max_gap and (blamed.severity > 0 or _came_with(loss, blamed))
+
+
+def _came_with(loss: LossOutcome, blamed: Finding) -> bool:
+    """Whether the run lies higher above the baseline than before what is blamed, or that cannot be told."""
+    if loss.baseline is None or blamed.since is None:
+        return True
+    return higher_in_the_end(loss.run, loss.baseline, blamed.since) > loss.max_gap

@@ -68,13 +68,30 @@ def rises_with(
         lasting: percent by which the run must in the end lie higher above a baseline of other batches than before.
 
     Example:
+        >>> import polars as pl
         >>> losses = np.where(np.arange(200) < 116, 2.0, 2.4) + np.random.default_rng(0).normal(0, 0.05, 200)
         >>> curve = LossCurve.of(pl.DataFrame({"step": range(200), "loss": losses}))
         >>> round(rises_with(curve, None, 120, np.arange(0, 200, 5)))
-        20
+        21
     """
     rises = _rises_with(run, baseline, step, sampled)
     return max((rise.percent for rise in rises if rise.is_sure and rise.lasting > lasting), default=None)
+
+
+def higher_in_the_end(run: LossCurve, baseline: LossCurve, step: int) -> float:
+    """Percent by which a run lies higher above a baseline of other batches in the end than before a step; infinite where too
+    little is known of what was before.
+
+    Example:
+        >>> import polars as pl
+        >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
+        >>> losses[0, 200:] += 0.2
+        >>> bad, good = (LossCurve.of(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
+        >>> round(higher_in_the_end(bad, good, 200)), round(higher_in_the_end(bad, good, 270))
+        (10, 0)
+    """
+    found = _rise_at(run, baseline, step)
+    return np.inf if found is None else found.lasting
 
 
 def likeliest_rise(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> Rise | None:

@@ -19,8 +19,10 @@ def story_markdown(told: Mapping[str, Any]) -> str:
         told: as of `story`.
 
     Example:
-        >>> print(story_markdown(story(diagnose("runs/bad", "runs/baseline"))))
-        - **Why**: Values of X of `fc1` are clipped ...
+        >>> from nemo_fp8_debug.analysis.story.story import story
+        >>> told = story_markdown(story(diagnose("runs/bad", "runs/baseline")))
+        >>> print(told.splitlines()[0])
+        - **Why (high confidence)**: The learning rate is the cause: it departs from the baseline's after step 59, ...
     """
     return "\n".join([*_facts(told["headline"]), *_events(told), *_tensors(told["tensors"])])
 

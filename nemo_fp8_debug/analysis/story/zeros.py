@@ -16,6 +16,7 @@ def zero_since(metrics: Metrics) -> dict[Key, int]:
     """By tensor, the first sample from which on all its values are zero, to the end; others are left out.
 
     Example:
+        >>> import polars as pl
         >>> rows = {"step": [0, 10, 20], "layer": ["fc1"] * 3, "role": ["input"] * 3, "amax": [0.5, 0.0, 0.0]}
         >>> zero_since(Metrics.of(pl.DataFrame(rows | {"nan": [0] * 3, "inf": [0] * 3})))
         {('fc1', 'input'): 10}
