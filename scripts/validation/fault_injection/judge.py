@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import binomtest
 
-from fault_injection.records import read_run, truths
+from fault_injection.records import FOLDER, read_run, truths
 from fault_injection.right_causes import is_sampled, right_causes
 from fault_injection.sets import LEARNED_FROM
 from fault_injection.truth import HARM
@@ -122,10 +122,10 @@ def baseline_of(told: Truth, kind: str) -> str | None:
 
 
 @cache
-def runs_by_part() -> dict[str, dict[str, Truth]]:
+def runs_by_part(folder: Path = FOLDER) -> dict[str, dict[str, Truth]]:
     """By file and name."""
     found: dict[str, dict[str, Truth]] = defaultdict(dict)
-    for told in truths("all"):
+    for told in truths("all", folder):
         found[told["path"]][told["name"]] = told
     return found
 
@@ -152,7 +152,7 @@ def judged(told: Truth, baseline: str, interval: int) -> Judged | None:
         name = baseline_of(told, baseline)
         if name is None:
             return None
-        other = read_run(runs_by_part()[told["path"]][name], interval)
+        other = read_run(runs_by_part(Path(told["path"]).parent)[told["path"]][name], interval)
     said = diagnose(read_run(told, interval), other, bands=bands)
     found = said.culprit
     culprit = (found.layer, found.role) if found and found.layer and found.role else None

@@ -9,10 +9,12 @@ from fault_injection.families.family import Family
 
 _MODULES = {"llama": "huggingface", "moe": "huggingface", "vit": "vision", "gpt": "megatron", "te": "transformer_engine"}
 FAMILIES = tuple(_MODULES)
+#: models that the benchmark was not made with
+OTHERS = ("neox", "gemma", "qwen", "roberta", "t5", "deepseek", "mamba")
 
 
 @cache
 def family(name: str) -> Family:
     """The family of that name; only its framework is imported."""
-    made: Family = importlib.import_module(f"fault_injection.families.{_MODULES[name]}").FAMILIES[name]
+    made: Family = importlib.import_module(f"fault_injection.families.{_MODULES.get(name, 'others')}").FAMILIES[name]
     return made

@@ -1,0 +1,91 @@
+"""What `diagnose` says of models that the benchmark was not made with: `fault_injection/other_models.py --model neox`.
+
+Their runs are drawn and trained as those of a part of the benchmark, and set nothing. What is true of each run, and what was
+said of it, is kept in other_models/, a file a model; without arguments that is shown. Records are not kept, unless a folder
+for them is given: runs that are there are not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import torch
+from rich.console import Console
+
+from fault_injection.families import OTHERS
+from fault_injection.judge import INTERVALS, Judged, failure, judge, tables
+from fault_injection.records import truths
+from fault_injection.run_part import run_part
+
+RESULTS = Path(__file__).with_suffix("")
+#: each of another engine: delayed, current, blockwise, MXFP8, NVFP4
+PARTS = (300, 301, 304, 305, 308)
+BASELINES = ("near", "other", "depth", "none")
+
+
+def judged_anew(model: str, parts: Sequence[int], records: Path, jobs: int) -> list[Judged]:
+    """Train parts of a model, and judge their runs."""
+    for part in parts:
+        run_part(model, part, records)
+    runs = [told for told in truths("all", records) if told["family"] == model and int(told["part"][-3:]) in parts]
+    return list(judge(runs, BASELINES, INTERVALS, jobs))
+
+
+def keep(model: str, found: Sequence[Judged]) -> None:
+    """What is true and what was said, by which commit."""
+    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=RESULTS.parent).stdout.strip()
+    rows = [asdict(one) for one in found]
+    truth = {f"{row['truth']['part']}/{row['truth']['name']}": row["truth"] for row in rows}
+    for row in truth.values():
+        del row["path"], row["row"]
+    said = [{**row, "truth": f"{row['truth']['part']}/{row['truth']['name']}"} for row in rows]
+    RESULTS.mkdir(exist_ok=True)
+    lines = ",\n".join(map(json.dumps, said))
+    text = f'{{"commit": "{commit}",\n"truth": {json.dumps(truth)},\n"said": [\n{lines}\n]}}\n'
+    (RESULTS / f"{model}.json").write_text(text)
+
+
+def kept(models: Sequence[str] = OTHERS) -> Iterator[Judged]:
+    """All that was said of the runs of some models."""
+    for path in (RESULTS / f"{model}.json" for model in models):
+        if path.exists():
+            found: dict[str, Any] = json.loads(path.read_text())
+            for row in found["said"]:
+                culprit = tuple(row["culprit"]) if row["culprit"] else None
+                yield Judged(**{**row, "truth": found["truth"][row["truth"]], "culprit": culprit})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=OTHERS, nargs="+", default=())
+    parser.add_argument("--part", type=int, nargs="+", default=PARTS)
+    parser.add_argument("--records", type=Path, help="folder in which records are kept")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        for model in options.model:
+            keep(model, judged_anew(model, options.part, options.records or Path(temporary), options.jobs))
+    out, found = Console(width=170, highlight=False), list(kept(options.model or OTHERS))
+    for table in tables(found):
+        out.print(table)
+    for one in found:
+        if wrong := failure(one):
+            out.print(f"{one.truth['part']}/{one.truth['name']} {one.baseline} {one.interval}: {wrong}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
