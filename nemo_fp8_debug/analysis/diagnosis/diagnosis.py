@@ -72,7 +72,7 @@ class Diagnosis:
         `harmless so far`: something is out of order and the loss follows the baseline's; `none`; `unknown`."""
         if self.loss.harm == "harmful" or self.stopped_at is not None:
             return "harmful"
-        if self.loss.harm == "likely" or is_likely(self.loss, self.blame.finding):
+        if self.loss.harm == "likely" or is_likely(self.loss, self.blame.finding, self.run.metrics.steps):
             return "likely"
         if self.loss.harm != "none":
             return self.loss.harm

@@ -6,6 +6,7 @@ from math import inf
 
 from ..loss.outcome import LossOutcome
 from ..loss.step_change import higher_in_the_end
+from ..runs.grid import Ints
 from .rules.finding import Finding
 
 #: how many times the limit a gap must be that another seed may explain, by the severity of what is found too; the same of a
@@ -15,7 +16,7 @@ _TIMES, _OTHER_MODELS = (3.0, 2.5, -1.0), (inf, 2.5, 1.0)
 _NO_EVIDENCE = ("changed_recipe", "nonfinite")
 
 
-def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
+def is_likely(loss: LossOutcome, blamed: Finding | None, sampled: Ints) -> bool:
     """Whether harm is likely that the loss alone cannot tell.
 
     With a baseline of other batches two things must agree: a gap, which another seed may explain, and something that may
@@ -26,6 +27,7 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
 
     Args:
         blamed: what the verdict names; None: nothing.
+        sampled: int64 [S]: steps of the samples, ascending.
     """
     if loss.harm != "unknown" or blamed is None or blamed.confidence == "low":
         return False
@@ -36,11 +38,13 @@ def is_likely(loss: LossOutcome, blamed: Finding | None) -> bool:
     if blamed.severity == 0 and blamed.cause in _NO_EVIDENCE:
         return False
     times = _TIMES if loss.same_model else _OTHER_MODELS
-    return loss.gap.percent > times[blamed.severity] * loss.max_gap and (blamed.severity > 0 or _came_with(loss, blamed))
+    if loss.gap.percent <= times[blamed.severity] * loss.max_gap:
+        return False
+    return blamed.severity > 0 or _came_with(loss, blamed, sampled)
 
 
-def _came_with(loss: LossOutcome, blamed: Finding) -> bool:
+def _came_with(loss: LossOutcome, blamed: Finding, sampled: Ints) -> bool:
     """Whether the run lies higher above the baseline than before what is blamed, or that cannot be told."""
     if loss.baseline is None or blamed.since is None:
         return True
-    return higher_in_the_end(loss.run, loss.baseline, blamed.since) > loss.max_gap
+    return higher_in_the_end(loss.run, loss.baseline, blamed.since, sampled) > loss.max_gap

@@ -78,20 +78,21 @@ def rises_with(
     return max((rise.percent for rise in rises if rise.is_sure and rise.lasting > lasting), default=None)
 
 
-def higher_in_the_end(run: LossCurve, baseline: LossCurve, step: int) -> float:
-    """Percent by which a run lies higher above a baseline of other batches in the end than before a step; infinite where too
-    little is known of what was before.
+def higher_in_the_end(run: LossCurve, baseline: LossCurve, step: int, sampled: Ints) -> float:
+    """Percent by which a run lies higher above a baseline of other batches in the end than before what a sample shows, which
+    may have begun at once behind the sample before; infinite where too little is known of what was before.
 
     Example:
         >>> import polars as pl
         >>> losses = 2 + np.random.default_rng(0).normal(0, 0.05, (2, 300))
         >>> losses[0, 200:] += 0.2
         >>> bad, good = (LossCurve.of(pl.DataFrame({"step": range(300), "loss": each})) for each in losses)
-        >>> round(higher_in_the_end(bad, good, 200)), round(higher_in_the_end(bad, good, 270))
-        (10, 0)
+        >>> [round(higher_in_the_end(bad, good, step, np.arange(0, 300, 10))) for step in (210, 280)]
+        [10, 0]
     """
-    found = _rise_at(run, baseline, step)
-    return np.inf if found is None else found.lasting
+    if _rise_at(run, baseline, _may_have_begun(step, sampled)) is None:
+        return np.inf
+    return max((rise.lasting for rise in _rises_with(run, baseline, step, sampled)), default=np.inf)
 
 
 def likeliest_rise(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> Rise | None:
@@ -100,9 +101,14 @@ def likeliest_rise(run: LossCurve, baseline: LossCurve | None, step: int, sample
 
 
 def _rises_with(run: LossCurve, baseline: LossCurve | None, step: int, sampled: Ints) -> list[Rise]:
-    before = sampled[sampled < step]
-    places = {step, int(before[-1]) + 1} if step in sampled and len(before) else {step}
+    places = {step, _may_have_begun(step, sampled)}
     return [rise for each in sorted(places) if (rise := _rise_at(run, baseline, each)) is not None]
+
+
+def _may_have_begun(step: int, sampled: Ints) -> int:
+    """The first step at which what a sample shows may have begun."""
+    before = sampled[sampled < step]
+    return int(before[-1]) + 1 if step in sampled and len(before) else step
 
 
 def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | None:
