@@ -22,8 +22,19 @@ def kind_of(layer: str) -> str:
 
 def depth_of(layer: str) -> int | None:
     """Index of the layer of the model that a GEMM is in; None for one that is outside of them, as an output layer."""
+    found = around_depth(layer)
+    return found[1] if found else None
+
+
+def around_depth(layer: str) -> tuple[str, int, str] | None:
+    """What comes before that index in a name, the index, and what comes behind it; None: the name has none.
+
+    Example:
+        >>> around_depth("decoder.layers.3.mlp.linear_fc2")
+        ('decoder.layers.', 3, '.mlp.linear_fc2')
+    """
     found = _NUMBER.search(layer)
-    return int(found[1]) if found else None
+    return (layer[: found.start(1)], int(found[1]), layer[found.end(1) :]) if found else None
 
 
 def placed(tensors: pl.DataFrame) -> pl.DataFrame:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 
 import polars as pl
 
 from ...core.keys import GRADIENTS
 from .evidence import OF_GRADIENTS
-from .groups import depth_of
+from .groups import around_depth, depth_of
 
 _KEY = ["layer", "role"]
-#: what comes before the index of a layer of the model, that index, and what comes behind it
-_PARTS = re.compile(r"((?:.*?\.)??)(\d{1,18})((?:\..*)?)")
 
 
 def depths_of(layers: Iterable[str]) -> int:
@@ -38,11 +35,11 @@ def as_far_from_the_output(baseline: Iterable[str], run: Iterable[str]) -> dict[
     last = [_last_of(each) for each in (theirs, mine)]
     found = {}
     for name in mine:
-        if (parts := _PARTS.fullmatch(name)) is None:
+        if (parts := around_depth(name)) is None:
             continue
-        before, at, behind = parts.groups()
+        before, at, behind = parts
         shift = last[0].get(before, 0) - last[1][before]
-        other = f"{before}{int(at) + shift}{behind}"
+        other = f"{before}{at + shift}{behind}"
         if shift and other in theirs:
             found[name] = other
     return found
@@ -52,8 +49,8 @@ def _last_of(layers: Iterable[str]) -> dict[str, int]:
     """The highest index of each stack of layers, by what comes before it."""
     last: dict[str, int] = {}
     for name in layers:
-        if (parts := _PARTS.fullmatch(name)) is not None:
-            last[parts[1]] = max(last.get(parts[1], 0), int(parts[2]))
+        if (parts := around_depth(name)) is not None:
+            last[parts[0]] = max(last.get(parts[0], 0), parts[1])
     return last
 
 

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 
 from fault_injection.families import OTHERS
-from fault_injection.judge import INTERVALS, Judged, failure, judge, tables
+from fault_injection.judge import INTERVALS, QUESTIONS, Judged, failure, judge, share, tables
 from fault_injection.records import truths
 from fault_injection.run_part import run_part
 
@@ -67,6 +67,29 @@ def kept(models: Sequence[str] = OTHERS) -> Iterator[Judged]:
                 yield Judged(**{**row, "truth": found["truth"][row["truth"]], "culprit": culprit})
 
 
+def summary(found: Sequence[Judged]) -> Iterator[str]:
+    """Rows of a table: of each model, and of all, what is right with a baseline of another seed, and which clean runs are
+    accused with any; sampled every 5th step."""
+    yield "| model | culprit | cause | harm right | harmed, and cannot tell | clean, accused: near, other, depth, none |"
+    yield "|---|---|---|---|---|---|"
+    here = [one for one in found if one.interval == INTERVALS[0]]
+    for model in OTHERS:
+        yield _row(model, [one for one in here if one.truth["family"] == model])
+    yield _row("all", here)
+
+
+def _row(name: str, of: Sequence[Judged]) -> str:
+    asked = {title: (chosen, answer) for title, chosen, answer in QUESTIONS}
+    shares = []
+    for title in ("culprit first", "cause", "harm right", "harmed, and cannot tell"):
+        chosen, answer = asked[title]
+        right = [answer(one) for one in of if one.baseline == "other" and chosen(one)]
+        shares.append(share(right) if name == "all" else f"{sum(right)} of {len(right)}")
+    accused = [[one.accused for one in of if one.is_clean and one.baseline == baseline] for baseline in BASELINES]
+    shares.append(", ".join(f"{sum(those)} of {len(those)}" for those in accused))
+    return f"| {' | '.join([name, *shares])} |"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=OTHERS, nargs="+", default=())
@@ -81,6 +104,7 @@ def main() -> int:
     out, found = Console(width=170, highlight=False), list(kept(options.model or OTHERS))
     for table in tables(found):
         out.print(table)
+    print("\n".join(summary(found)))
     for one in found:
         if wrong := failure(one):
             out.print(f"{one.truth['part']}/{one.truth['name']} {one.baseline} {one.interval}: {wrong}", soft_wrap=True)
