@@ -37,6 +37,20 @@ class TestAPair:
         assert found.divergence_step is not None and found.lead == found.divergence_step - ONSET > 0
         assert f"X of {CULPRIT} at step {ONSET}, {found.lead} steps before it" in found.verdict()
 
+    @pytest.mark.parametrize(("later", "named"), [(5.0, True), (0.3, False)])
+    def test_an_outlier_that_costs_values_only_later_is_named(self, tmp_path: Path, later: float, named: bool) -> None:
+        def growing(step: int) -> Mapping[str, Any]:
+            grown = {"outlier_log2": 4.0 + max(0.0, (step - ONSET + EVERY) / EVERY), "mse": 1e-3 if step >= ONSET else 1e-4}
+            return grown | {"underflow_pct": later if step >= ONSET + 8 * EVERY else 0.0}
+
+        def usual(step: int) -> Mapping[str, Any]:
+            return {"outlier_log2": 4.0, "underflow_pct": 0.0, "mse": 1e-4}
+
+        found = diagnose(write(tmp_path / "bad", growing), write(tmp_path / "good", usual))
+        assert (found.culprit is not None, found.cause) == (named, "outlier" if named else "none")
+        if found.culprit:
+            assert "underflow 0%, overflow 0%; underflow 5% instead of 0%" in found.culprit.evidence
+
     def test_another_scale_that_went_wrong_is_told_too(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120), culprit=[LAYERS[0], CULPRIT]), baseline)
         assert found.culprit and found.culprit.layer == LAYERS[0]

@@ -16,6 +16,7 @@ from ..bands.judge import Judged
 from ..comparison.compare import quantized, split_experts
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW, onsets
+from ..formatting import number
 from ..runs.casts import usual_casts
 from ..runs.median_of import median_of
 from ..runs.metrics import Metrics
@@ -40,6 +41,8 @@ _BEFORE = 4
 _OTHERS = 4.0
 #: metrics that no recipe changes
 _OF_VALUES = ("nonfinite", "outlier_log2")
+#: metrics that say how many values are lost, and what they are called
+_LOST = {"underflow_pct": "underflow", "overflow_pct": "overflow"}
 #: causes that need no other run to be seen
 _PLAIN = ("nonfinite", "dead")
 
@@ -57,6 +60,7 @@ def against_baseline(comparison: Comparison) -> list[Finding]:
         course = Course.of(rows[0], layer, role)
         cause = why(course, since, Course.of(rows[1], layer, role), samples)
         cause = _as_transient(cause, samples) if samples < IN_A_ROW and cause.cause != "nonfinite" else cause
+        cause = _that_grew(cause, comparison.out_of_band)
         found.append(replace(cause, excess=excess, severity=severity(course, since)))
     # What the run alone has, or the run alone in FP8, has nothing to be compared with.
     only = run.metrics.outside(baseline.metrics.tensors)
@@ -80,6 +84,16 @@ def _as_transient(found: Finding, samples: int) -> Finding:
     told = f"{found.evidence}; it lasts for {samples} sample{'s' if samples > 1 else ''}, a transient"
     lags = found.role in GRADIENTS and found.cause in ("clipping", "underflow")
     return replace(found, evidence=told, confidence="low" if lags else found.confidence)
+
+
+def _that_grew(found: Finding, out_of_band: pl.DataFrame) -> Finding:
+    """An outlier that costs no values yet, and does later, is more than a hint."""
+    lost = out_of_band.filter(pl.col("metric").is_in(_LOST), layer=found.layer, role=found.role)
+    if (found.cause, found.confidence) != ("outlier", "low") or lost.is_empty():
+        return found
+    row = lost.sort("onset").row(0, named=True)
+    later = f"{_LOST[row['metric']]} {number(row['value'], '%')} instead of {number(row['expected'], '%')} at {row['onset']}"
+    return replace(found, evidence=f"{found.evidence}; {later}", confidence="high")
 
 
 def _comparable(comparison: Comparison) -> pl.DataFrame:
