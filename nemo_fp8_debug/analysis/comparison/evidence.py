@@ -50,8 +50,9 @@ class Evidence:
         return np.exp2(self.sign * x) if self.log2 else self.sign * x
 
 
-#: how many times the least rise counts of gradients, against healthy ones of another model: they differ from task to task
-OF_GRADIENTS = 4.0
+#: how many times the least rise counts against healthy operands of another model; of gradients more, which differ from task
+#: to task
+OF_OTHER_MODELS, OF_GRADIENTS = 2.0, 4.0
 #: in the order in which one explains the next: a stale scale clips, and clipping is an error
 EVIDENCE = (
     Evidence("nonfinite", 0.5),

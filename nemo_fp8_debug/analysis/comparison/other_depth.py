@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import polars as pl
 
 from ...core.keys import GRADIENTS
-from .evidence import OF_GRADIENTS
+from .evidence import OF_GRADIENTS, OF_OTHER_MODELS
 from .groups import around_depth, depth_of
 
 _KEY = ["layer", "role"]
@@ -80,4 +80,5 @@ _OF_GRADIENTS = pl.col("role").is_in(GRADIENTS) & (pl.col("metric") != "nonfinit
 
 
 def _strong(rows: pl.DataFrame) -> pl.DataFrame:
-    return rows.filter(~(_OF_GRADIENTS & (pl.col("excess") < OF_GRADIENTS)))
+    least = pl.when(pl.col("role").is_in(GRADIENTS)).then(OF_GRADIENTS).otherwise(OF_OTHER_MODELS)
+    return rows.filter((pl.col("metric") == "nonfinite") | (pl.col("excess") >= least))

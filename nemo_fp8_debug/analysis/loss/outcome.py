@@ -13,9 +13,9 @@ from .step_change import jumps_at, rises_at
 
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
 MAX_GAP = 2.0
-#: how many times that a run of other batches may lie above all along before another seed does not explain it, of the same
-#: model and of another; and, of the same model, rise by at a step that was searched for
-OTHER_SEEDS, OTHER_MODELS, SEARCHED = 6.0, 10.0, 5.0
+#: how many times that a run of other batches may lie above all along before another seed does not explain it, and before
+#: another model does not; and rise by at a step that was searched for, of the same model and of another
+OTHER_SEEDS, OTHER_MODELS, SEARCHED, OF_OTHER_MODELS = 6.0, 20.0, 5.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,12 @@ class LossOutcome:
             return "harmful"
         assert self.since is not None
         rise = rises_at(self.run, self.baseline, self.since)
-        least = SEARCHED if self.same_model else OTHER_MODELS
+        least = SEARCHED if self.same_model else OF_OTHER_MODELS
         if rise is not None and rise > least * self.max_gap:
+            return "harmful"
+        # The loss of a deeper model falls farther, but neither rises by itself nor at a step.
+        moved = rise is not None or self.run.diverged_at is not None or self.run.stepped_up is not None
+        if moved and found.percent > OF_OTHER_MODELS * self.max_gap:
             return "harmful"
         return "unknown" if self.stepped_up is None else "likely"
 
