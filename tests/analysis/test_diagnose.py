@@ -23,6 +23,14 @@ from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError, RecordError
 from nemo_fp8_debug.record.writer import RunRecord
 
+#: role, bits by which its largest value rises, whether the baseline saw the same batches, whether it is named
+DY_BY_VALUES = [
+    ("grad_output", 9.0, False, False),
+    ("grad_output", 9.0, True, True),
+    ("grad_output", 27.0, False, True),
+    ("input", 9.0, False, True),
+]
+
 
 @pytest.fixture
 def baseline(tmp_path: Path) -> Path:
@@ -50,6 +58,20 @@ class TestAPair:
         assert (found.culprit is not None, found.cause) == (named, "outlier" if named else "none")
         if found.culprit:
             assert "underflow 0%, overflow 0%; underflow 5% instead of 0%" in found.culprit.evidence
+
+    @pytest.mark.parametrize(("role", "bits", "same", "named"), DY_BY_VALUES)
+    def test_a_gradient_by_its_values_is_a_hint_beside_other_batches(
+        self, tmp_path: Path, role: str, bits: float, same: bool, named: bool
+    ) -> None:
+        def outlier(step: int) -> Mapping[str, Any]:
+            wrong = {"outlier_log2": 4.0 + bits, "underflow_pct": 5.0, "mse": 1.0}
+            return wrong if step >= ONSET else {"outlier_log2": 4.0}
+
+        run = write(tmp_path / "run", outlier, changed=role)
+        good = write(tmp_path / "good", lambda step: {"outlier_log2": 4.0}, falling(0 if same else 1), changed=role)
+        found = diagnose(run, good)
+        assert found.comparison and not found.comparison.out_of_band.is_empty()
+        assert (found.culprit is not None) == named
 
     def test_another_scale_that_went_wrong_is_told_too(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120), culprit=[LAYERS[0], CULPRIT]), baseline)

@@ -220,6 +220,17 @@ class TestLikelyHarm:
         blind = [replace(run, metrics=run.metrics.with_role("input", "grad_output")) for run in runs]
         assert compare(*runs).loss.same_model and not compare(*blind).loss.same_model
 
+    @pytest.mark.parametrize(("percent", "harm"), [(30, "unknown"), (60, "harmful")])
+    def test_the_loss_of_another_model_may_fall_farther_from_the_start_on(
+        self, tmp_path: Path, percent: float, harm: str
+    ) -> None:
+        deeper = [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
+        assert self.apart(tmp_path, percent, deeper, nothing).harm == harm
+
+    def test_a_loss_that_rises_from_that_of_another_model_is_harmful(self, tmp_path: Path) -> None:
+        deeper = [*LAYERS, "decoder.layers.2.mlp.linear_fc1"]
+        assert self.apart(tmp_path, 30, deeper, nothing, since=ONSET).harm == "harmful"
+
     @pytest.mark.parametrize("percent", [4, 1.8, 0.7])
     def test_what_harms_most_runs_needs_no_gap_that_is_seen(self, tmp_path: Path, percent: float) -> None:
         told = self.apart(tmp_path, percent)
@@ -294,14 +305,21 @@ class TestLikelyHarm:
 
 
 class TestOtherDepth:
-    """Gradients of a layer at another depth differ more, and count from four times the least rise on."""
+    """Operands of a layer at another depth differ more: X and W count from twice the least rise on, dY from four times."""
 
     @pytest.mark.parametrize(
-        ("role", "bits", "named"), [("grad_output", 9.0, False), ("grad_output", 15.0, True), ("input", 9.0, True)]
+        ("role", "bits", "named"),
+        [
+            ("grad_output", 9.0, False),
+            ("grad_output", 15.0, True),
+            ("input", 9.0, True),
+            ("input", 5.0, False),
+            ("weight", 9.0, True),
+        ],
     )
-    def test_a_gradient_must_be_farther_out(self, tmp_path: Path, role: str, bits: float, named: bool) -> None:
+    def test_an_operand_must_be_farther_out(self, tmp_path: Path, role: str, bits: float, named: bool) -> None:
         def outlier(step: int) -> Mapping[str, Any]:
-            wrong = {"outlier_log2": 4.0 + bits, "underflow_pct": 1.0}
+            wrong = {"outlier_log2": 4.0 + bits, "underflow_pct": 1.0, "mse": 1.0}
             return wrong if step >= ONSET else {"outlier_log2": 4.0}
 
         def usual(step: int) -> Mapping[str, Any]:
