@@ -236,7 +236,8 @@ def test_the_memory_of_a_process_is_what_it_fills() -> None:
             child.stdout.readline()
             found.append(memory.memory_of(child.pid))
             child.communicate()
-    assert (1 << 28) <= found[0] - found[1] < (1 << 28) + (1 << 24)
+    # Pages that processes share count in part, so what another one does moves both.
+    assert abs(found[0] - found[1] - (1 << 28)) < 1 << 24
     assert memory.memory_of(child.pid) == 0
 
 
