@@ -1,8 +1,8 @@
 """What `diagnose` says of models that the benchmark was not made with: `fault_injection/other_models.py --model neox`.
 
-Their runs are drawn and trained as those of a part of the benchmark, and set nothing. What is true of each run, and what was
-said of it, is kept in other_models/, a file a model; without arguments that is shown. Records are not kept, unless a folder
-for them is given: runs that are there are not trained again.
+Their runs are drawn and trained as those of a part of the benchmark. What is true of each run, and what was said of it, is
+kept in other_models/, a file a model; without arguments that is shown. Records are not kept, unless a folder for them is
+given: runs that are there are not trained again.
 """
 
 from __future__ import annotations

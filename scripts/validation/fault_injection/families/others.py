@@ -1,4 +1,4 @@
-"""Families that the benchmark was not made with, and that set nothing: of Hugging Face, each tiny.
+"""Families that the benchmark was not made with: of Hugging Face, each tiny.
 
 They differ in what a GEMM reads and what its output becomes: attention and MLP side by side (GPT-NeoX), norms on either side
 and logits that are capped (Gemma 2), normalized queries and keys (Qwen3), a bidirectional encoder (RoBERTa with norms
