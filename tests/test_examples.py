@@ -1,9 +1,11 @@
-"""The public face: each name is documented, down to its parameters, and each example does what it says."""
+"""The public face: each name is documented, down to its parameters. Each example of the package does what it says."""
 
 from __future__ import annotations
 
 import doctest
+import importlib
 import inspect
+import pkgutil
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +26,8 @@ RECORDS = Path(__file__).parent / "record" / "old" / "schema_3"
 FOLDERS = {"baseline": "good", "bad": "bad", "reference": "twin"}
 NAMES = [name for name in nemo_fp8_debug.__all__ if name not in ("__version__", "inspection")]
 FUNCTIONS = [name for name in NAMES if name.islower()]
+#: internal, and run in test_compaction.py and test_sql.py
+ELSEWHERE = ("nemo_fp8_debug.record.compaction.compact", "nemo_fp8_debug.record.views.sql_views")
 SECTIONS = ("Args:", "Returns:", "Raises:", "Example:")
 
 
@@ -58,6 +62,30 @@ def test_its_example_does_what_it_says(name: str) -> None:
 @pytest.mark.skipif(bool(find_spec("transformer_engine")), reason="the example is for a process without it")
 def test_examples_of_inspection(name: str) -> None:
     assert failures_of(getattr(nemo_fp8_debug.inspection, name), name) == 0
+
+
+def modules() -> Iterator[str]:
+    """With an example; but for what runs inside of Transformer Engine alone."""
+    for found in pkgutil.walk_packages(nemo_fp8_debug.__path__, "nemo_fp8_debug."):
+        source = find_spec(found.name)
+        told = Path(source.origin).read_text() if source and source.origin else ""
+        if ">>> " in told and ".inspection." not in found.name:
+            yield found.name
+
+
+def is_run_elsewhere(example: str) -> bool:
+    """Whether it is that of a public name, or needs a record that another test makes for it."""
+    names = [f"{public(name).__module__}.{name}" for name in NAMES] + [*ELSEWHERE]
+    return any(example == name or example.startswith(f"{name}.") for name in names)
+
+
+@pytest.mark.usefixtures("with_runs")
+@pytest.mark.parametrize("name", [*modules()])
+def test_examples_of_what_is_internal(name: str) -> None:
+    module, runner = importlib.import_module(name), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    globs = {other: public(other) for other in NAMES} | vars(module)
+    for example in doctest.DocTestFinder().find(module, name, extraglobs=globs):
+        assert is_run_elsewhere(example.name) or runner.run(example).failed == 0, example.name
 
 
 @pytest.mark.parametrize("name", ["folders_of", "with_earlier_names", "values_of", "fingerprint"])

@@ -57,7 +57,10 @@ class TestAPair:
         found = diagnose(write(tmp_path / "bad", growing), write(tmp_path / "good", usual))
         assert (found.culprit is not None, found.cause) == (named, "outlier" if named else "none")
         if found.culprit:
-            assert "underflow 0%, overflow 0%; underflow 5% instead of 0%" in found.culprit.evidence
+            assert (
+                f"underflow 0%, overflow 0%; from {ONSET + 8 * EVERY} on underflow 5% instead of 0%"
+                in found.culprit.evidence
+            )
 
     @pytest.mark.parametrize(("role", "bits", "same", "named"), DY_BY_VALUES)
     def test_a_gradient_by_its_values_is_a_hint_beside_other_batches(

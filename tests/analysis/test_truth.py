@@ -13,8 +13,9 @@ import torch
 from fault_injection import rescue
 from fault_injection.cases import cases
 from fault_injection.draws import OPERAND_KINDS, SOFTWARE_KINDS, Draw, drawn, possible
-from fault_injection.families import family
+from fault_injection.families import OTHERS, family
 from fault_injection.fault import Fault, Together
+from fault_injection.faults_of_operands import OutlierChannel, StuckScale
 from fault_injection.judge import BASELINES, LOG, bands_without, baseline_of, judge, main
 from fault_injection.recorder import InMemory
 from fault_injection.records import FOLDER, Recorded, read_run, truths, write_part
@@ -67,6 +68,23 @@ def test_a_fault_of_an_operand_is_none_in_high_precision(
     assert losses(setup, fault(kind, setup), fp8=False) == clean[name, False]
     harmed = losses(setup, fault(kind, setup), fp8=True)
     assert harmed[0] == clean[name, True][0] and harmed != clean[name, True]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_x_of_other_models_can_be_changed_without_changing_high_precision(name: str) -> None:
+    of = family(name)
+    setup = Setup(name, "delayed", 1, 1, of.depth)
+    gemms = [gemm.name for gemm in select(find_gemms([of.build(0, of.depth, "delayed")]), list(of.layers))]
+    one_of_each = {gemm.rpartition(".")[2]: gemm for gemm in gemms if gemm.rpartition(".")[2] in of.changeable}
+    assert {*one_of_each} == {*of.changeable}
+    clean = losses(setup, Fault(), fp8=False)
+    for gemm in one_of_each.values():
+        readers = tuple((reader, "input") for reader in of.site_of(gemm).readers)
+        for made in (
+            StuckScale("stale", 1, readers, growth=6),
+            OutlierChannel("outlier", 1, readers, height=16.0, over=1),
+        ):
+            assert losses(setup, made, fp8=False) == clean, (gemm, made.kind)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SOFTWARE_KINDS if kind not in ("gradient_sum", "repeated_data")])

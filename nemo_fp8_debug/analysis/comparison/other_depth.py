@@ -68,15 +68,15 @@ def that_count(
         beside: of some tensors (layer, role; names of the run) what is out of the band of those layers.
     """
     strong = _strong(out_of_band)
-    asked = strong.filter(_OF_GRADIENTS, pl.col("layer").cast(pl.String).is_in(list(names))).select(_KEY).unique()
+    asked = strong.filter(_IS_GRADIENT, pl.col("layer").cast(pl.String).is_in(list(names))).select(_KEY).unique()
     if asked.is_empty():
         return strong
     within = asked.join(_strong(beside(asked)), on=_KEY, how="anti").select(*_KEY, within=True)
     told = strong.join(within, on=_KEY, how="left", maintain_order="left")
-    return told.filter(pl.col("within").is_null() | ~_OF_GRADIENTS).drop("within")
+    return told.filter(pl.col("within").is_null() | ~_IS_GRADIENT).drop("within")
 
 
-_OF_GRADIENTS = pl.col("role").is_in(GRADIENTS) & (pl.col("metric") != "nonfinite")
+_IS_GRADIENT = pl.col("role").is_in(GRADIENTS) & (pl.col("metric") != "nonfinite")
 
 
 def _strong(rows: pl.DataFrame) -> pl.DataFrame:

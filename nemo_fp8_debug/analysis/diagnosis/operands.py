@@ -95,13 +95,13 @@ def _that_grew(found: Finding, out_of_band: pl.DataFrame) -> Finding:
     if (found.cause, found.confidence) != ("outlier", "low") or lost.is_empty():
         return found
     row = lost.sort("onset").row(0, named=True)
-    later = f"{_LOST[row['metric']]} {number(row['value'], '%')} instead of {number(row['expected'], '%')} at {row['onset']}"
-    return replace(found, evidence=f"{found.evidence}; {later}", confidence="high")
+    more = f"{_LOST[row['metric']]} {number(row['value'], '%')} instead of {number(row['expected'], '%')}"
+    return replace(found, evidence=f"{found.evidence}; from {row['onset']} on {more}", confidence="high")
 
 
 def _of_other_batches(found: Finding, comparison: Comparison) -> Finding:
     """Gradients that are held worse because of their values are no more than a hint, unless they are far out: those of a
-    cross-attention differ that much from seed to seed."""
+    cross-attention differ by nearly as much from seed to seed."""
     gap = comparison.loss.gap
     by_values = found.role in GRADIENTS and found.may_follow_the_loss and found.cause not in _PLAIN
     if not by_values or (gap is not None and gap.paired) or (found.excess or 0.0) >= _FAR:

@@ -13,9 +13,12 @@ from .step_change import jumps_at, rises_at
 
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
 MAX_GAP = 2.0
-#: how many times that a run of other batches may lie above all along before another seed does not explain it, and before
-#: another model does not; and rise by at a step that was searched for, of the same model and of another
-OTHER_SEEDS, OTHER_MODELS, SEARCHED, OF_OTHER_MODELS = 6.0, 20.0, 5.0, 10.0
+#: how many times that a run of other batches may lie above all along before another seed, or another model, does not
+#: explain it
+OTHER_SEEDS, OTHER_MODELS = 6.0, 20.0
+#: how many times that it may rise by at a step that was searched for, if the models are the same, and if they are not; the
+#: latter is also how far above another model it may lie once it has risen at all
+SEARCHED, RISEN = 5.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,12 @@ class LossOutcome:
             return "harmful"
         assert self.since is not None
         rise = rises_at(self.run, self.baseline, self.since)
-        least = SEARCHED if self.same_model else OF_OTHER_MODELS
+        least = SEARCHED if self.same_model else RISEN
         if rise is not None and rise > least * self.max_gap:
             return "harmful"
         # The loss of a deeper model falls farther, but neither rises by itself nor at a step.
         moved = rise is not None or self.run.diverged_at is not None or self.run.stepped_up is not None
-        if moved and found.percent > OF_OTHER_MODELS * self.max_gap:
+        if moved and found.percent > RISEN * self.max_gap:
             return "harmful"
         return "unknown" if self.stepped_up is None else "likely"
 

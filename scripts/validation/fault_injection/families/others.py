@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -33,6 +34,7 @@ _WIDTHS = {
     "initializer_range": HIDDEN**-0.5,  # so that each layer counts
 }
 _COMMON = {"use_cache": False, "attn_implementation": "eager"}
+_GROUPED = {"num_key_value_heads": 2, "head_dim": HIDDEN // HEADS}
 #: reader of an X, or several with commas, and its producer, each behind the name of their layer
 Sites = Mapping[str, str]
 
@@ -117,98 +119,86 @@ def _without_attention(model: nn.Module, tokens: torch.Tensor, masked: bool) -> 
     return logits
 
 
-def _neox(depth: int) -> nn.Module:
-    config = transformers.GPTNeoXConfig(
-        **_WIDTHS, **_COMMON, num_hidden_layers=depth, max_position_embeddings=SEQUENCE, attention_bias=False
-    )
-    return transformers.GPTNeoXForCausalLM(config)
+def _made(model: str, depth_option: str, **options: Any) -> Callable[[int], nn.Module]:
+    """Builds models of Hugging Face.
+
+    Args:
+        model: the name of a class, whose configuration it tells.
+        depth_option: what the number of layers is called.
+    """
+
+    def build(depth: int) -> nn.Module:
+        made: type[nn.Module] = getattr(transformers, model)
+        config: Any = made.config_class
+        return made(config(**options, **{depth_option: depth}))
+
+    return build
 
 
-def _gemma(depth: int) -> nn.Module:
-    config = transformers.Gemma2Config(
-        **_WIDTHS,
-        **_COMMON,
-        num_hidden_layers=depth,
-        num_key_value_heads=2,
-        head_dim=HIDDEN // HEADS,
-        query_pre_attn_scalar=16,
-    )
-    return transformers.Gemma2ForCausalLM(config)
-
-
-def _qwen(depth: int) -> nn.Module:
-    config = transformers.Qwen3Config(
-        **_WIDTHS, **_COMMON, num_hidden_layers=depth, num_key_value_heads=2, head_dim=HIDDEN // HEADS
-    )
-    return transformers.Qwen3ForCausalLM(config)
-
-
-def _roberta(depth: int) -> nn.Module:
-    config = transformers.RobertaPreLayerNormConfig(
-        **_WIDTHS,
-        attn_implementation="eager",
-        num_hidden_layers=depth,
-        max_position_embeddings=SEQUENCE + 2,
-        type_vocab_size=1,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        is_decoder=False,
-    )
-    return transformers.RobertaPreLayerNormForMaskedLM(config)
-
-
-def _t5(depth: int) -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=HIDDEN,
-        d_kv=HIDDEN // HEADS,
-        d_ff=FFN,
-        num_layers=depth,
-        num_heads=HEADS,
-        dropout_rate=0.0,
-        feed_forward_proj="gated-gelu",
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def _deepseek(depth: int) -> nn.Module:
-    config = transformers.DeepseekV3Config(
-        **_WIDTHS,
-        **_COMMON,
-        num_hidden_layers=depth,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=SEQUENCE,
-        moe_intermediate_size=HIDDEN,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-    )
-    return transformers.DeepseekV3ForCausalLM(config)
-
-
-def _mamba(depth: int) -> nn.Module:
-    config = transformers.MambaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        state_size=8,
-        num_hidden_layers=depth,
-        initializer_range=HIDDEN**-0.5,
-        use_cache=False,
-        use_mambapy=False,
-    )
-    return transformers.MambaForCausalLM(config)
-
-
+_neox = _made(
+    "GPTNeoXForCausalLM",
+    "num_hidden_layers",
+    **_WIDTHS,
+    **_COMMON,
+    max_position_embeddings=SEQUENCE,
+    attention_bias=False,
+)
+_gemma = _made("Gemma2ForCausalLM", "num_hidden_layers", **_WIDTHS, **_COMMON, **_GROUPED, query_pre_attn_scalar=16)
+_qwen = _made("Qwen3ForCausalLM", "num_hidden_layers", **_WIDTHS, **_COMMON, **_GROUPED)
+_roberta = _made(
+    "RobertaPreLayerNormForMaskedLM",
+    "num_hidden_layers",
+    **_WIDTHS,
+    attn_implementation="eager",
+    max_position_embeddings=SEQUENCE + 2,
+    type_vocab_size=1,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    is_decoder=False,
+)
+_t5 = _made(
+    "T5ForConditionalGeneration",
+    "num_layers",
+    vocab_size=VOCABULARY,
+    d_model=HIDDEN,
+    d_kv=HIDDEN // HEADS,
+    d_ff=FFN,
+    num_heads=HEADS,
+    dropout_rate=0.0,
+    feed_forward_proj="gated-gelu",
+    use_cache=False,
+    tie_word_embeddings=False,
+)
+_deepseek = _made(
+    "DeepseekV3ForCausalLM",
+    "num_hidden_layers",
+    **_WIDTHS,
+    **_COMMON,
+    num_key_value_heads=HEADS,
+    max_position_embeddings=SEQUENCE,
+    moe_intermediate_size=HIDDEN,
+    n_routed_experts=EXPERTS,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+)
+_mamba = _made(
+    "MambaForCausalLM",
+    "num_hidden_layers",
+    vocab_size=VOCABULARY,
+    hidden_size=HIDDEN,
+    state_size=8,
+    initializer_range=HIDDEN**-0.5,
+    use_cache=False,
+    use_mambapy=False,
+)
 _GATED = {"mlp.gate_proj,mlp.up_proj": "post_attention_layernorm", "mlp.down_proj": "mlp.up_proj"}
 _ATTENTION = {
     "self_attn.q_proj,self_attn.k_proj,self_attn.v_proj": "input_layernorm",
