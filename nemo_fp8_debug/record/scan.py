@@ -222,11 +222,14 @@ class Scan:
         known = self._outlines[part].same
         same = {name: known[name] for name in columns if name in known}
         check(pa.table({each.name: pa.array([same[each.name]], each.type) for each in arrow_schema(self._table, same)}))
-        varied = [name for name in columns if name not in same]
-        rows = pl.DataFrame(height=sum(len(some.operands) for _, some in kept))
-        if varied:
+        if varied := [name for name in columns if name not in same]:
             rows = self._varied(part, varied, kept)
-        return rows.with_columns(pl.lit(value, self.schema[name]).alias(name) for name, value in same.items())
+        else:
+            name, value = same.popitem()
+            count = sum(len(some.operands) for _, some in kept)
+            rows = pl.select(pl.repeat(value, count, dtype=self.schema[name]).alias(name))
+        constant = [pl.lit(value, self.schema[name]).alias(name) for name, value in same.items()]
+        return rows.with_columns(constant).select(columns)
 
     def _varied(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pl.DataFrame:
         """Of columns whose rows differ; arguments are those of `_read`."""
