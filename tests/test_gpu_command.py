@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from gpu import tables
+from gpu.part import add
 from gpu.parts import PARTS
 from gpu.processes import marked, run_limited
 from gpu.results import Refused, Results, read
@@ -182,6 +183,13 @@ def test_the_page_says_whether_it_was_run_on_a_gpu(tmp_path: Path) -> None:
     shutil.copy(ROOT / "scripts/validation/gpu/results/emulated.json", tmp_path)
     tables.rewrite(page, tmp_path)
     assert "**None of this was run on a GPU yet.**" in page.read_text()
+
+
+def test_pieces_of_a_part_are_put_together() -> None:
+    results: dict[str, Any] = {"measures": []}
+    for piece in ({"lines": [1]}, {"measures": [2], "verdict": "a"}, {"lines": [3, 4]}):
+        add(results, piece)
+    assert results == {"measures": [2], "lines": [1, 3, 4], "verdict": "a"}
 
 
 def test_every_part_has_less_than_nine_minutes() -> None:

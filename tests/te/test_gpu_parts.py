@@ -17,7 +17,7 @@ KEPT = (
     "metrics from histograms that are the CPU's, bit by bit",
     "the others, relative",
     "products that are within their bounds",
-    "a product that is wrong by a factor of 1 + 2^-5 is named, and no other",
+    *(f"{product} that is wrong by a factor is named, and no other" for product in ("fprop", "dgrad", "wgrad")),
     "hooks in unsampled steps",
     "amax that is theirs",
     "scale and theirs, relative",

@@ -106,12 +106,13 @@ def attempted(part: Part, machine: Machine, limit: float) -> dict[str, Any]:
         file = Path(folder) / "found.json"
         command = [machine.python, "-W", "ignore", "-m", "gpu.part", part.name, str(file)]
         ended = run_limited([*command, *(["--emulate"] if machine.emulate else [])], environment(machine), limit)
-        noted |= {"seconds": round(ended.seconds, 1), "limit": limit}
+        status = "timed out" if ended.status is None else "failed"
+        noted |= {"seconds": round(ended.seconds, 1), "limit": limit, "status": status}
         try:
-            return noted | json.loads(file.read_text())
-        except (OSError, ValueError):  # it did not come to write it
-            status = "timed out" if ended.status is None else "failed"
-            return noted | {"status": status, "reason": ended.reason or "wrote nothing"}
+            found = json.loads(file.read_text())
+        except (OSError, ValueError):
+            found = {}  # it did not come to write anything
+        return noted | ({} if "status" in found else {"reason": ended.reason or "wrote nothing"}) | found
 
 
 def _tell(machine: Machine) -> None:

@@ -37,7 +37,7 @@ class Setup:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
         from megatron.core.transformer import TransformerConfig
 
-        torch.manual_seed(0)
+        seed(self.device)
         layers, hidden, sequence, _ = SIZES[self.size]
         config = TransformerConfig(
             num_layers=layers,
@@ -64,6 +64,15 @@ class Setup:
         seed = torch.Generator().manual_seed(step)
         tokens = torch.randint(VOCABULARY[self.size] // 8, (rows, sequence), generator=seed).to(self.device)
         return tokens, torch.arange(sequence, device=self.device).expand(rows, sequence)
+
+
+def seed(device: str) -> None:
+    """Let every model begin with the same weights; Megatron draws them on a device from states of its own."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(0)
+    if device != "cpu":
+        model_parallel_cuda_manual_seed(0)
 
 
 class GPT:
@@ -103,15 +112,12 @@ def megatron(emulate: bool) -> Iterator[str]:
             import emulated_te  # noqa: F401
             from megatron_on_cpu import megatron_on_cpu
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         backend = "gloo" if emulate else "nccl"
         torch.distributed.init_process_group(backend, init_method=f"file://{store}/store", rank=0, world_size=1)
         if emulate:
             stack.enter_context(megatron_on_cpu())
         parallel_state.initialize_model_parallel()
-        if not emulate:
-            model_parallel_cuda_manual_seed(0)
         try:
             yield "cpu" if emulate else "cuda"
         finally:

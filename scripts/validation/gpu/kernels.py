@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -20,12 +20,13 @@ from nemo_fp8_debug.numerics.histogram import BINS, Histogram, infinity_bin
 from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 
-from .measures import Measure, all_of, measure
+from .measures import Measure, Piece, all_of, measure
 from .parts import Part
 from .tensors import KINDS, normal
 
 RAN = "what ran"
-ROUNDS = 30
+#: calls that are timed, and of plain torch operations, which take long
+ROUNDS, PLAIN_ROUNDS = 30, 3
 MIB = (64, 256, 1024)
 RECIPES = ("blockwise", "mxfp8", "nvfp4")
 SCALE = 3.7
@@ -61,7 +62,7 @@ class Engine(Protocol):
     def sums(self, x: torch.Tensor, scale: torch.Tensor) -> QuantizationSums:
         """Sums of a float32 tensor under one scale."""
 
-    def milliseconds(self, call: Callable[[], object]) -> float:
+    def milliseconds(self, call: Callable[[], object], rounds: int = ROUNDS) -> float:
         """Median time of a call on the device."""
 
     def host_microseconds(self, call: Callable[[], object]) -> float:
@@ -93,11 +94,11 @@ class Device:
     def sums(self, x: torch.Tensor, scale: torch.Tensor) -> QuantizationSums:
         return quantization_sums(x, scale, "input", E4M3)
 
-    def milliseconds(self, call: Callable[[], object]) -> float:
+    def milliseconds(self, call: Callable[[], object], rounds: int = ROUNDS) -> float:
         call()
         swept = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
         found = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             swept.zero_()  # and the device is busy until all that is timed has been launched
             start.record()
@@ -150,7 +151,7 @@ class Simulator:
 
         return float32_sums(x, float(scale), E4M3, self.grid)
 
-    def milliseconds(self, call: Callable[[], object]) -> float:
+    def milliseconds(self, call: Callable[[], object], rounds: int = ROUNDS) -> float:
         start = time.perf_counter()
         call()
         return 1e3 * (time.perf_counter() - start)
@@ -159,7 +160,7 @@ class Simulator:
         return 1e3 * self.milliseconds(call)
 
 
-def run(part: Part, emulate: bool) -> dict[str, Any]:
+def run(part: Part, emulate: bool) -> Iterator[Piece]:
     """Lines of every tensor; promised is that each finds what a CPU does."""
     engine: Engine = Simulator() if emulate else Device()
     torch.manual_seed(0)
@@ -168,12 +169,12 @@ def run(part: Part, emulate: bool) -> dict[str, Any]:
         "block-sums": ("blocks", blocks, f"counts equal, sums within {CLOSE}"),
         "float32": ("float32", float32, f"counts and extremes equal, sums within {CLOSE}"),
     }[part.name]
-    lines = list(of(engine))
-    measures = [
-        engine.ran(kernel),
-        all_of(f"tensors in which it finds what a CPU does ({exact})", sum(line["equal"] for line in lines), len(lines)),
-    ]
-    return {"measures": measures, "lines": lines}
+    yield {"measures": [engine.ran(kernel)]}
+    equal = []
+    for line in of(engine):
+        yield {"lines": [line]}
+        equal.append(line["equal"])
+    yield {"measures": [all_of(f"tensors in which it finds what a CPU does ({exact})", sum(equal), len(equal))]}
 
 
 def counts(engine: Engine) -> Iterable[dict[str, Any]]:
@@ -258,7 +259,7 @@ def rates(engine: Engine, x: torch.Tensor, kernel: Callable[[], object], plain: 
 def _if_it_fits(engine: Engine, plain: Callable[[], object]) -> float | None:
     """Plain torch operations keep float64 copies, for which a device may be too small."""
     try:
-        return engine.milliseconds(plain)
+        return engine.milliseconds(plain, PLAIN_ROUNDS)
     except torch.cuda.OutOfMemoryError:
         return None
 

@@ -7,6 +7,8 @@ from typing import Any
 from benchmarks.common.paired import Estimate
 
 Measure = dict[str, Any]
+#: what a part has found since its last piece: measures, lines, ...
+Piece = dict[str, Any]
 
 
 def measure(

@@ -28,7 +28,7 @@ from nemo_fp8_debug.record.imports import import_logs
 from nemo_fp8_debug.record.reader import read_table
 
 from .gpt import GPT, Setup, forget_models, megatron
-from .measures import Measure, all_of, measure
+from .measures import Measure, Piece, all_of, measure
 from .parts import Part
 
 #: steps from one that is looked at to the next
@@ -68,25 +68,23 @@ SHARED = {
 }
 
 
-def run(part: Part, emulate: bool) -> dict[str, Any]:
+def run(part: Part, emulate: bool) -> Iterator[Piece]:
     """A line for each tool, and one for each metric that both have."""
     groups, pairs = (EMULATED_GROUPS, EMULATED_PAIRS) if emulate else (GROUPS, PAIRS)
     with megatron(emulate) as device:
         setup = Setup.of(part, device)
-        lines, measures = [of_ours(setup, pairs, groups)], []
+        yield {"lines": [of_ours(setup, pairs, groups)]}
         for tool in TOOLS:
             try:
-                lines.append(of_theirs(setup, tool, groups))
+                yield {"lines": [of_theirs(setup, tool, groups)]}
             except Exception as error:  # whatever another release of theirs raises
-                measures.append(_does_not_run(tool, error))
+                yield {"measures": [_does_not_run(tool, error)]}
         forget_models()
-        equality: list[dict[str, Any]] = []
         try:
             equality = compared(setup)
-            measures += agreed(equality)
-        except Exception as error:  # likewise; what was measured is kept
-            measures.append(_does_not_run("the comparison", error))
-    return {"measures": measures, "lines": lines, "equality": equality}
+            yield {"measures": agreed(equality), "equality": equality}
+        except Exception as error:  # likewise
+            yield {"measures": [_does_not_run("the comparison", error)]}
 
 
 def _does_not_run(what: str, error: Exception) -> Measure:

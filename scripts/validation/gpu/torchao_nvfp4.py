@@ -6,6 +6,7 @@ differ, and a scale of a block. How many do is measured; promised is that all ot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from nemo_fp8_debug.numerics.block_scaling import BlockQuantized
 from nemo_fp8_debug.numerics.formats import E2M1
 from nemo_fp8_debug.numerics.torchao_nvfp4 import TorchaoNVFP4Scaling
 
-from .measures import all_of
+from .measures import Piece, all_of
 from .parts import Part
 from .tensors import KINDS
 
@@ -25,14 +26,14 @@ _SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def run(part: Part, emulate: bool) -> dict[str, Any]:
+def run(part: Part, emulate: bool) -> Iterator[Piece]:
     """A line for each tensor and role; kernels of Triton run on no CPU."""
     torch.manual_seed(0)
     lines = [
         _line(kind.__name__, kind(ROWS * COLUMNS, "cuda").view(ROWS, COLUMNS), role) for kind in KINDS for role in _CAST
     ]
     equal = sum(line["equal"] for line in lines)
-    return {"measures": [all_of(f"tensors of which at most {AT_MOST:g} differ", equal, len(lines))], "lines": lines}
+    yield {"measures": [all_of(f"tensors of which at most {AT_MOST:g} differ", equal, len(lines))], "lines": lines}
 
 
 def _line(name: str, x: torch.Tensor, role: str) -> dict[str, Any]:

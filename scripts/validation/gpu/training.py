@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from nemo_fp8_debug.record.reader import read_table
 from .dumped import Operands, compare_with_cpu
 from .gpt import GPT, SIZES, Setup, forget_models, megatron
 from .kernels import CLOSE
-from .measures import Measure, all_of, measure
+from .measures import Measure, Piece, all_of, measure
 from .parts import Part
 
 RATE, BAD_RATES = 1e-4, {"1b": 3e-2, "tiny": 0.3}
@@ -38,22 +38,31 @@ PER_TENSOR = ("delayed", "tensorwise")
 Watch = Callable[[Any], Monitor]
 
 
-def run(part: Part, emulate: bool) -> dict[str, Any]:
+def run(part: Part, emulate: bool) -> Iterator[Piece]:
     """Promises about one recipe, and what was trained."""
     steps = EMULATED_STEPS if emulate else STEPS
     with megatron(emulate) as device, tempfile.TemporaryDirectory() as folder:
         setup, root = Setup.of(part, device), Path(folder)
         train(setup, 3, RATE)  # the first steps compile and allocate
-        plain = train(setup, steps, RATE)
+        plain, again = train(setup, steps, RATE), train(setup, steps, RATE)
         watched = train(setup, steps, RATE, watch(root / "every", interval=1))
-        same = sum(a == b for a, b in zip(plain, watched, strict=True))
-        measures = [
-            all_of("losses with the monitor that are those without, bit by bit", same, steps),
-            *of_scales(setup, root / "scales"),
-            *of_operands(setup, root / "dumped"),
-        ]
+        yield {"measures": of_losses(plain, again, watched), "losses": plain}
+        yield {"measures": of_scales(setup, root / "scales")}
+        yield {"measures": of_operands(setup, root / "dumped")}
         rates, verdict = of_rates(setup, root, 8 * steps)
-    return {"measures": [*measures, *rates], "losses": plain, "verdict": verdict}
+        yield {"measures": rates, "verdict": verdict}
+
+
+def of_losses(plain: list[float], again: list[float], watched: list[float]) -> list[Measure]:
+    """Of steps without the monitor, of the same once more, and of the same with it."""
+
+    def same(losses: list[float]) -> int:
+        return sum(a == b for a, b in zip(plain, losses, strict=True))
+
+    return [
+        measure("losses of two runs without the monitor that are the same", same(again), of=len(plain)),
+        all_of("losses with the monitor that are those without, bit by bit", same(watched), len(plain)),
+    ]
 
 
 def watch(folder: Path, **options: Any) -> Watch:

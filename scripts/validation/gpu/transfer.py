@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,22 +11,20 @@ from benchmarks.device_to_host import VALUES, copy_to_host, launches, millisecon
 from nemo_fp8_debug.kernels import histogram_of
 from nemo_fp8_debug.numerics.histogram import Histogram
 
-from .measures import all_of
+from .measures import Piece, all_of
 from .parts import Part
 
 OPERANDS, EMULATED_OPERANDS = (60, 240), (6, 12)
 
 
-def run(part: Part, emulate: bool) -> dict[str, Any]:
+def run(part: Part, emulate: bool) -> Iterator[Piece]:
     """A line for each number of histograms."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     lines = [_line(n, "cpu" if emulate else "cuda") for n in (EMULATED_OPERANDS if emulate else OPERANDS)]
     equal = sum(line["equal"] for line in lines)
-    return {
-        "measures": [all_of("lines in which all is the device's, bit by bit", equal, len(lines))],
-        "lines": lines,
-    }
+    measures = [all_of("lines in which all is the device's, bit by bit", equal, len(lines))]
+    yield {"measures": measures, "lines": lines}
 
 
 def _line(operands: int, device: str) -> dict[str, Any]:
