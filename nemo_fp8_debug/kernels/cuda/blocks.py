@@ -17,7 +17,7 @@ from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
 from ...numerics.metrics import QuantizationSums
 from ..memory import DeviceMemory
 from .format_constants import Codes, Values
-from .histogram import cuda
+from .histogram import LEAST_BLOCKS, cuda
 from .sums import SUMS, total
 from .tile import STRIP, THREADS, TILE, sums_of
 
@@ -82,7 +82,8 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
     if not rows.data_ptr():
         raise ValueError("it has no memory any longer")
     (high, across), n = (math.ceil(size / TILE) for size in rows.shape), rows.numel()
-    blocks = min(RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count, high * across)
+    room = RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+    blocks = max(LEAST_BLOCKS, min(room, high * across))
     known = arguments(rows.shape, rule.block(role), x.dtype, fmt)
     values = DeviceMemory(rows, "u2", n)
     words = DeviceMemory(rows, "u8", n // 4 if whole_words(rows.data_ptr(), rows.shape[1]) else 0)

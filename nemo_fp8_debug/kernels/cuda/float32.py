@@ -19,7 +19,7 @@ from ...numerics.formats import BF16, E4M3, FloatFormat
 from ...numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
 from ..memory import DeviceMemory
 from .format_constants import Codes
-from .histogram import cuda, kernel, on_device
+from .histogram import LEAST_BLOCKS, cuda, kernel, on_device
 from .sums import SUMS, fold, keep, nearest, total
 
 #: threads of a block: a power of two
@@ -231,7 +231,7 @@ def _values(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     if not values.data_ptr():
         raise ValueError("it has no memory any longer")
     most = RESIDENT * torch.cuda.get_device_properties(x.device).multi_processor_count
-    return values, min(most, math.ceil(x.numel() / (AT_ONCE * THREADS)))
+    return values, max(LEAST_BLOCKS, min(most, math.ceil(x.numel() / (AT_ONCE * THREADS))))
 
 
 def _grid(blocks: int, device: torch.device) -> tuple[Any, ...]:

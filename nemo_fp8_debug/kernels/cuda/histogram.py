@@ -26,6 +26,8 @@ SPARE = 1 << 10
 THREADS = 512
 #: blocks that a multiprocessor has room for, of 64 Ki registers and 228 KiB of shared memory (164 KiB will do)
 RESIDENT = 3
+#: blocks that are started at the least: of fewer Numba warns that they keep no device busy
+LEAST_BLOCKS = 128
 #: words that a thread requests for before it counts the first of them, so that enough of them are under way
 AT_ONCE = 4
 
@@ -167,12 +169,12 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) ->
     if not start:
         raise ValueError("it has no memory any longer")
     head, body = words_of(start, n)
-    multiprocessors = torch.cuda.get_device_properties(values.device).multi_processor_count
+    blocks = max(LEAST_BLOCKS, RESIDENT * torch.cuda.get_device_properties(values.device).multi_processor_count)
     with cuda.gpus[values.device.index]:
         stream = cuda.external_stream(torch.cuda.current_stream(values.device).cuda_stream)
         bits, words = DeviceMemory(values, "u2", n), DeviceMemory(values, "u8", body, 2 * head)
         into = DeviceMemory(counts, "i8", counts.numel())
-        launch(bits, words, (head, body), infinity, into, (RESIDENT * multiprocessors, THREADS, stream))
+        launch(bits, words, (head, body), infinity, into, (blocks, THREADS, stream))
 
 
 def try_out(device: torch.device) -> None:
