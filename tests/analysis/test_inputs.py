@@ -108,9 +108,12 @@ def test_a_small_move_counts_if_the_loss_rises_with_it() -> None:
     assert "and the loss rises by" in found.evidence and found.since == 185
 
 
-@pytest.mark.parametrize(("of_loss", "named"), [(0.02, False), (0.1, True)])
-def test_above_another_model_the_rise_must_be_surer(of_loss: float, named: bool) -> None:
-    run, baseline = made(0.06, of_loss=of_loss, noise=0.03, seed=4), made(seed=104, noise=0.03)
+@pytest.mark.parametrize(
+    ("changed", "of_loss", "named"),
+    [(0.07, 0.02, False), (0.07, 0.1, True), (0.06, 0.1, False), (0.14, 0.0, False), (0.2, 0.0, True)],
+)
+def test_beside_another_model_the_move_and_the_rise_must_be_surer(changed: float, of_loss: float, named: bool) -> None:
+    run, baseline = made(changed, of_loss=of_loss, noise=0.03, seed=4), made(seed=104, noise=0.03)
     assert found_in(run, baseline) and bool(found_in(run, baseline, same_model=False)) == named
 
 

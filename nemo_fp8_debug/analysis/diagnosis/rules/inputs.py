@@ -36,8 +36,10 @@ _WEIGHTS = (_SIDE - np.abs(np.arange(1 - _SIDE, _SIDE))) / _SIDE
 #: part of a run's samples that is its start, in which all moves
 _START = 0.2
 #: how many such moves noise makes in a run, at the most, of what is told, times the chance of the loss's rise if there is
-#: one; of what is looked at; and the chance of a rise that is one, which counts as so many times as much above another model
-_BY_NOISE, _LOOKED_AT, _RISES, _OTHER_MODEL = 0.001, 0.5, 0.05, 5.0
+#: one; of what is looked at; and the chance of a rise that is one
+_BY_NOISE, _LOOKED_AT, _RISES = 0.001, 0.5, 0.05
+#: beside another model, whose own moves excuse less: how many times as seldom it has to be, and what is looked at
+_OTHER_MODEL, _LOOKED_AT_BESIDE_IT = 5.0, 0.25
 #: kinds of GEMMs that a model has, at the most
 _MOST_KINDS = 256
 _ADVICE = (
@@ -51,21 +53,21 @@ def inputs(run: Run, baseline: Run | None, loss: LossOutcome) -> list[Finding]:
     does not make."""
     found = _moves(run)
     usual = _levels(baseline, ROOT_MEAN_SQUARE) if baseline is not None and found else None
+    other_model = baseline is not None and not loss.same_model
+    times, looked_at = (_OTHER_MODEL, _LOOKED_AT_BESIDE_IT) if other_model else (1.0, _LOOKED_AT)
     for move in found:
-        if usual is not None and abs(_part_of(move, *usual)) > _HALF:
+        if move.by_noise > looked_at or (usual is not None and abs(_part_of(move, *usual)) > _HALF):
             continue
-        rise = _rise_with(move, loss, run.metrics.steps)
-        if move.by_noise * (1.0 if rise is None else rise.chance) < _BY_NOISE:
+        rise = _rise_with(move, loss, run.metrics.steps, times)
+        if times * move.by_noise * (1.0 if rise is None else rise.chance) < _BY_NOISE:
             return [_told(run, move, rise)]
     return []
 
 
-def _rise_with(move: _Move, loss: LossOutcome, sampled: Ints) -> Rise | None:
-    """That of the loss, by more than the limit; None: there is none. Losses of two models part for more reasons."""
+def _rise_with(move: _Move, loss: LossOutcome, sampled: Ints, times: float) -> Rise | None:
+    """That of the loss, by more than the limit and so many times as seldom as has to be; None: there is none."""
     rise = likeliest_rise(loss.run, loss.baseline, move.step, sampled)
-    if rise is not None and loss.baseline is not None and not loss.same_model:
-        rise = rise._replace(chance=_OTHER_MODEL * rise.chance)
-    return rise if rise is not None and rise.percent > loss.max_gap and rise.chance < _RISES else None
+    return rise if rise is not None and rise.percent > loss.max_gap and times * rise.chance < _RISES else None
 
 
 @dataclass(frozen=True)
