@@ -124,9 +124,11 @@ def _blamed(evidence: Evidence) -> Blame:
     if evidence.of("reference") is not None:
         # A scale that went wrong before is evidence to the contrary.
         return Blame(None, "software", "medium" if any(f.confidence == "high" for f in before) else "high")
-    # Without a baseline a hint is no more than what metrics of runs that go well do, too.
-    hints = evidence.paired and evidence.harmed_since is not None
-    first = next((f for f in before if f.confidence != "low"), None) or (next(iter(before), None) if hints else None)
+    # Without a baseline a hint is no more than what metrics of runs that go well do, too; and gradients follow the loss.
+    hinted = [f for f in before if not (f.role in GRADIENTS and f.may_follow_the_loss)]
+    explain = evidence.paired and evidence.harmed_since is not None
+    sure = [f for f in before if f.confidence != "low"]
+    first = next(iter([*sure, *(hinted if explain else [])]), None)
     lost, other = evidence.of("nonfinite"), _besides_operands(evidence, first)
     if other is not None and not (lost is not None and _is_earlier(lost, other)):
         return Blame(other, other.cause, other.confidence)
