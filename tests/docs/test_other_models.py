@@ -18,9 +18,11 @@ def test_a_row_of_the_table_is_what_was_measured(row: str) -> None:
     assert row in PAGE
 
 
-def test_clean_runs_are_called_harmful_as_rarely_as_the_page_says() -> None:
-    clean = [one for one in FOUND if one.is_clean and one.interval == INTERVALS[0]]
+def test_clean_runs_are_accused_as_rarely_as_the_page_says() -> None:
+    clean = [one for one in FOUND if one.is_clean]
     assert {one.truth["family"] for one in clean} == {*OTHERS}
-    called = [one for one in clean if one.harm in ("harmful", "likely")]
-    assert [(one.truth["family"], one.baseline) for one in called] == [("mamba", "depth")]
-    assert "One Mamba is still called harmful" in " ".join(PAGE.split())
+    assert {one.interval for one in clean} == {*INTERVALS}
+    assert not [one for one in clean if one.harm in ("harmful", "likely")]
+    accused = [(one.truth["family"], one.baseline, one.interval) for one in clean if one.accused]
+    assert accused == [("roberta", "depth", 50)]
+    assert "every 50th step one: X of a RoBERTa in NVFP4 beside a deeper one" in " ".join(PAGE.split())
