@@ -3,6 +3,8 @@
 They differ in what a GEMM reads and what its output becomes: attention and MLP side by side (GPT-NeoX), norms on either side
 and logits that are capped (Gemma 2), normalized queries and keys (Qwen3), a bidirectional encoder (RoBERTa with norms
 first), an encoder and a decoder (T5), latent attention and shared experts (DeepSeek-V3), and no attention at all (Mamba).
+Added later: norms behind each block (OLMo 2), one norm before attention and MLP (Phi), an encoder whose Q, K and V are one
+GEMM (ModernBERT), and an encoder and a decoder of another kind (mBART).
 """
 
 from __future__ import annotations
@@ -119,18 +121,18 @@ def _without_attention(model: nn.Module, tokens: torch.Tensor, masked: bool) -> 
     return logits
 
 
-def _made(model: str, depth_option: str, **options: Any) -> Callable[[int], nn.Module]:
+def _made(model: str, *depth_options: str, **options: Any) -> Callable[[int], nn.Module]:
     """Builds models of Hugging Face.
 
     Args:
         model: the name of a class, whose configuration it tells.
-        depth_option: what the number of layers is called.
+        depth_options: what the number of layers is called.
     """
 
     def build(depth: int) -> nn.Module:
         made: type[nn.Module] = getattr(transformers, model)
         config: Any = made.config_class
-        return made(config(**options, **{depth_option: depth}))
+        return made(config(**options, **dict.fromkeys(depth_options, depth)))
 
     return build
 
@@ -198,6 +200,35 @@ _mamba = _made(
     initializer_range=HIDDEN**-0.5,
     use_cache=False,
     use_mambapy=False,
+)
+_olmo = _made("Olmo2ForCausalLM", "num_hidden_layers", **_WIDTHS, **_COMMON, num_key_value_heads=HEADS)
+_phi = _made("PhiForCausalLM", "num_hidden_layers", **_WIDTHS, **_COMMON, max_position_embeddings=SEQUENCE)
+_modernbert = _made(
+    "ModernBertForMaskedLM",
+    "num_hidden_layers",
+    **_WIDTHS,
+    attn_implementation="eager",
+    max_position_embeddings=SEQUENCE,
+    initializer_cutoff_factor=2.0,
+    pad_token_id=1,
+)
+_mbart = _made(
+    "MBartForConditionalGeneration",
+    "encoder_layers",
+    "decoder_layers",
+    **_COMMON,
+    vocab_size=VOCABULARY,
+    d_model=HIDDEN,
+    encoder_ffn_dim=FFN,
+    decoder_ffn_dim=FFN,
+    encoder_attention_heads=HEADS,
+    decoder_attention_heads=HEADS,
+    max_position_embeddings=SEQUENCE,
+    init_std=HIDDEN**-0.5,
+    dropout=0.0,
+    attention_dropout=0.0,
+    activation_dropout=0.0,
+    tie_word_embeddings=False,
 )
 _GATED = {"mlp.gate_proj,mlp.up_proj": "post_attention_layernorm", "mlp.down_proj": "mlp.up_proj"}
 _ATTENTION = {
@@ -291,6 +322,54 @@ _ALL = (
         {"mixer.in_proj": "norm"},
         ("in_proj",),
         _without_attention,
+    ),
+    Other(
+        "olmo",
+        _olmo,
+        ("model.layers.*",),
+        "model.layers.{}.",
+        {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"},
+        ("o_proj", "down_proj"),
+        _of_decoder,
+    ),
+    Other(
+        "phi",
+        _phi,
+        ("model.layers.*",),
+        "model.layers.{}.",
+        {
+            "self_attn.q_proj,self_attn.k_proj,self_attn.v_proj,mlp.fc1": "input_layernorm",
+            "self_attn.dense": "self_attn.v_proj",
+            "mlp.fc2": "mlp.activation_fn",
+        },
+        ("q_proj", "dense", "fc1", "fc2"),
+        _of_decoder,
+    ),
+    Denoiser(
+        "modernbert",
+        _modernbert,
+        ("model.layers.*",),
+        "model.layers.{}.",
+        {"attn.Wqkv": "attn_norm", "mlp.Wi": "mlp_norm"},
+        ("Wqkv", "Wi"),
+        _of_encoder,
+    ),
+    Denoiser(
+        "mbart",
+        _mbart,
+        ("model.encoder.layers.*", "model.decoder.layers.*"),
+        "model.decoder.layers.{}.",
+        {
+            "self_attn.q_proj,self_attn.k_proj,self_attn.v_proj": "self_attn_layer_norm",
+            "self_attn.out_proj": "self_attn.v_proj",
+            "encoder_attn.q_proj": "encoder_attn_layer_norm",
+            "encoder_attn.out_proj": "encoder_attn.v_proj",
+            "fc1": "final_layer_norm",
+            "fc2": "activation_fn",
+        },
+        ("q_proj", "out_proj", "fc1", "fc2"),
+        _of_both,
+        tells_all=True,
     ),
 )
 FAMILIES: dict[str, Family] = {one.name: one for one in _ALL}
