@@ -158,6 +158,14 @@ def test_logits_that_explode_before_the_loss_diverges_are_the_cause(run_of: Call
     assert any("QK-norm" in advice for advice in told.advice)
 
 
+def test_logits_that_explode_are_the_cause_without_harm_too_if_a_baseline_has_none(run_of: Callable[..., Path]) -> None:
+    told = diagnose(run_of(louder_queries), run_of(nothing, 1))
+    assert (told.harm, told.cause) == ("harmless so far", "attention_logits")
+    assert told.blame.finding == named(told)["attention"]
+    alone = diagnose(run_of(louder_queries))
+    assert named(alone) and alone.cause == "unknown" and "nothing wrong" not in alone.verdict()
+
+
 @pytest.mark.long
 def test_a_weight_with_another_learning_rate_is_named(run_of: Callable[..., Path]) -> None:
     told = named(diagnose(run_of(nothing, 0, False, 2.0)))["steps of weights"]

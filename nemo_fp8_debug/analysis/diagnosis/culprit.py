@@ -11,6 +11,8 @@ from .rules.finding import Finding
 #: how many times as far out as others an operand must be, to be blamed if it is first seen with the loss; and how many may
 #: be as far out as it, of those that are first seen with it
 STANDS_OUT, TOGETHER = 4.0, 1
+#: rules about what lies between GEMMs, and about steps of weights
+BETWEEN = ("attention", "router", "steps of weights")
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _blamed(evidence: Evidence) -> Blame:
         # A scale that went wrong before is evidence to the contrary.
         return Blame(None, "software", "medium" if any(f.confidence == "high" for f in before) else "high")
     # Without a baseline a hint is no more than what metrics of runs that go well do, too; and gradients follow the loss.
-    hinted = [f for f in before if not (f.role in GRADIENTS and f.may_follow_the_loss)]
+    hinted = [f for f in before if not _follows(f)]
     explain = evidence.paired and evidence.harmed_since is not None
     sure = [f for f in before if f.confidence != "low"]
     first = next(iter([*sure, *(hinted if explain else [])]), None)
@@ -133,7 +135,8 @@ def _blamed(evidence: Evidence) -> Blame:
     if other is not None and not (lost is not None and _is_earlier(lost, other)):
         return Blame(other, other.cause, other.confidence)
     if first is not None and not (lost is not None and _is_earlier(lost, first)):
-        return Blame(first, first.cause, first.confidence)
+        told = _behind_gradients(evidence, first) or first
+        return Blame(told, told.cause, told.confidence)
     if lost is not None:
         return Blame(lost, lost.cause, lost.confidence)
     stopped = evidence.of("optimizer steps")
@@ -203,18 +206,31 @@ def _is_earlier(lost: Finding, first: Finding) -> bool:
     return lost.since < first.since or (lost.since == first.since and first.cause == "nonfinite")
 
 
-def _between_gemms(evidence: Evidence, latest: int) -> Finding | None:
-    """What went wrong first between GEMMs, or with the steps of a weight, if it did by then."""
-    found = [f for f in evidence.findings if f.rule in ("attention", "router", "steps of weights") and f.since is not None]
-    in_time = [f for f in found if f.since is not None and f.since <= latest]
+def _behind_gradients(evidence: Evidence, first: Finding) -> Finding | None:
+    """What went wrong between GEMMs by then, if all that operands show is gradients held worse because of their values."""
+    if not _follows(first):
+        return None
+    return _between_gemms(evidence, first.since)
+
+
+def _follows(found: Finding) -> bool:
+    """Whether it is about gradients whose values make them be held worse: they follow from much."""
+    return found.role in GRADIENTS and found.may_follow_the_loss
+
+
+def _between_gemms(evidence: Evidence, latest: int | None) -> Finding | None:
+    """What went wrong first between GEMMs, or with the steps of a weight, if it did by then; None: whenever it did."""
+    found = [f for f in evidence.findings if f.rule in BETWEEN and f.since is not None]
+    in_time = [f for f in found if latest is None or (f.since or 0) <= latest]
     return min(in_time, key=lambda f: f.since or 0, default=None)
 
 
 def _nothing_found(evidence: Evidence, hints: bool) -> Blame:
-    harmed_since = evidence.harmed_since
-    if harmed_since is not None and (found := _between_gemms(evidence, harmed_since - 1)) is not None:
+    found = _between_gemms(evidence, None if evidence.harmed_since is None else evidence.harmed_since - 1)
+    # Without a baseline and without harm, logits may grow and weights stand still in a run that goes well, too.
+    if found is not None and (evidence.paired or evidence.harmed_since is not None):
         return Blame(found, found.cause, found.confidence)
-    if not evidence.judged or (hints and not evidence.paired):
+    if not evidence.judged or (not evidence.paired and (hints or found is not None)):
         return Blame(None, "unknown", "low")
     if evidence.harmed_since is None:
         return Blame(None, "none", "high" if evidence.paired else "medium" if evidence.covered else "low")
