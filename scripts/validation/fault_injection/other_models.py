@@ -23,7 +23,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import torch
 from rich.console import Console
 
-from fault_injection.families import OTHERS
+from fault_injection.families import LATER, OTHERS
 from fault_injection.judge import INTERVALS, QUESTIONS, Judged, failure, judge, share, tables
 from fault_injection.records import truths
 from fault_injection.run_part import run_part
@@ -68,14 +68,19 @@ def kept(models: Sequence[str] = OTHERS) -> Iterator[Judged]:
 
 
 def summary(found: Sequence[Judged]) -> Iterator[str]:
-    """Rows of a table: of each model, and of all, what is right with a baseline of another seed, and which clean runs are
-    accused with any; sampled every 5th step."""
+    """Rows of a table: of each model, and of all that were there when limits were set and of the others, what is right with a
+    baseline of another seed, and which clean runs are accused with any; sampled every 5th step."""
     yield "| model | culprit | cause | harm right | harmed, and cannot tell | clean, accused: near, other, depth, none |"
     yield "|---|---|---|---|---|---|"
     here = [one for one in found if one.interval == INTERVALS[0]]
-    for model in OTHERS:
-        yield _row(model, [one for one in here if one.truth["family"] == model])
-    yield _row("all", here)
+    for models in (tuple(model for model in OTHERS if model not in LATER), LATER):
+        of = {model: [one for one in here if one.truth["family"] == model] for model in models}
+        yield from (_row(model, those) for model, those in of.items())
+        yield _row("all of these", [one for those in of.values() for one in those])
+
+
+def _models(of: Sequence[Judged]) -> set[str]:
+    return {one.truth["family"] for one in of}
 
 
 def _row(name: str, of: Sequence[Judged]) -> str:
@@ -84,7 +89,7 @@ def _row(name: str, of: Sequence[Judged]) -> str:
     for title in ("culprit first", "cause", "harm right", "harmed, and cannot tell"):
         chosen, answer = asked[title]
         right = [answer(one) for one in of if one.baseline == "other" and chosen(one)]
-        shares.append(share(right) if name == "all" else f"{sum(right)} of {len(right)}")
+        shares.append(share(right) if len(_models(of)) > 1 else f"{sum(right)} of {len(right)}")
     accused = [[one.accused for one in of if one.is_clean and one.baseline == baseline] for baseline in BASELINES]
     shares.append(", ".join(f"{sum(those)} of {len(those)}" for those in accused))
     return f"| {' | '.join([name, *shares])} |"
