@@ -68,8 +68,8 @@ def kept(models: Sequence[str] = OTHERS) -> Iterator[Judged]:
 
 
 def summary(found: Sequence[Judged]) -> Iterator[str]:
-    """Rows of a table: of each model, and of all that were there when limits were set and of the others, what is right with a
-    baseline of another seed, and which clean runs are accused with any; sampled every 5th step."""
+    """Rows of a table, sampled every 5th step: what is right with a baseline of another seed, and which clean runs are
+    accused with any; of each model, of all that were there when limits were set, and of the others."""
     yield "| model | culprit | cause | harm right | harmed, and cannot tell | clean, accused: near, other, depth, none |"
     yield "|---|---|---|---|---|---|"
     here = [one for one in found if one.interval == INTERVALS[0]]
