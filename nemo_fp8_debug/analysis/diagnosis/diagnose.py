@@ -147,8 +147,7 @@ def _added_up(
         *nonfinite(run, baseline),
         *inputs(run, baseline, loss),
     ]
-    between = [*steps_of_weights(run, baseline), *activations(run, baseline)]
-    loss = _with_rise(loss, [*operands, *around, *between], run.metrics.steps)
+    loss = _with_rise(loss, [*operands, *around], run.metrics.steps)
     stopped = stopped_at(run)
     harmed_since = min((step for step in (loss.harmful_since, stopped) if step is not None), default=None)
     start = diverged_at_the_start(run.loss, harmed_since)
@@ -163,7 +162,8 @@ def _added_up(
         *gradient_norm(run, baseline),
         *weights(run, baseline),
         *still_weights(run, baseline),
-        *between,
+        *steps_of_weights(run, baseline),
+        *activations(run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
         *filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)]),
         *multiplier(run, baseline),

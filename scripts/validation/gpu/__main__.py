@@ -105,7 +105,7 @@ def attempted(part: Part, machine: Machine, limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         command = [machine.python, "-W", "ignore", "-m", "gpu.part", part.name, str(file)]
-        ended = run_limited([*command, *(["--emulate"] if machine.emulate else [])], environment(machine), limit)
+        ended = run_limited([*command, *(["--emulate"] if machine.emulate else [])], environment(machine, part), limit)
         status = "timed out" if ended.status is None else "failed"
         noted |= {"seconds": round(ended.seconds, 1), "limit": limit, "status": status}
         try:

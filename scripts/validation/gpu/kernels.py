@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -197,7 +198,7 @@ def calls(engine: Engine, part: str) -> Iterable[tuple[str, Callable[[], object]
         for recipe in map(parse_recipe, RECIPES):
             rule, fmt = recipe.scaling, recipe.format_of("input")
             assert isinstance(rule, BlockRule)
-            yield recipe.name, lambda rule=rule, fmt=fmt: engine.block_sums(x, rule, "input", fmt, counted)  # type: ignore[misc]
+            yield recipe.name, partial(engine.block_sums, x, rule, "input", fmt, counted)
 
 
 def profile(call: Callable[[], object], rounds: int) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from .results import Refused
 ROOT = Path(__file__).parents[3]
 #: modules whose name is not that of their distribution
 MODULES = {"pyyaml": "yaml"}
-#: of two runs without the monitor all losses have to be the same, or nothing can be said of one with it
+#: where losses are compared those of two runs without the monitor have to be the same; elsewhere it would only slow steps
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 #: what is measured, and what measures it; tables are printed from the JSON
 SOURCES = (
@@ -132,10 +132,10 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
-def environment(machine: Machine) -> dict[str, str]:
+def environment(machine: Machine, part: Part) -> dict[str, str]:
     """For the process of a part."""
     path = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *machine.found["path"]]
-    values = {**os.environ, "PYTHONUNBUFFERED": "1", **DETERMINISTIC}
+    values = {**os.environ, "PYTHONUNBUFFERED": "1", **(DETERMINISTIC if part.compares_losses else {})}
     if machine.emulate:
         path.append(str(ROOT / "recipes"))  # lets Megatron train on a CPU
         values |= {

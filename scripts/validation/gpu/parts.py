@@ -39,6 +39,11 @@ class Part:
         """Its name, whatever the recipe."""
         return self.name.replace(f"-{self.recipe}", "-RECIPE")
 
+    @property
+    def compares_losses(self) -> bool:
+        """Whether it asks for losses that are the same bit by bit."""
+        return self.module == "training"
+
     def needed(self, emulate: bool) -> tuple[str, ...]:
         """What it needs on a GPU, or on a CPU; kernels run in Numba's simulator there."""
         if emulate and self.recipe not in (None, *EMULATED_RECIPES):
