@@ -13,7 +13,7 @@ from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums
 from ..numerics.tensor_scaling import CurrentScaling, scales_of
 from .backends.base import ScaleInUse
-from .operands import Operand
+from .operands import Operand, Sums
 
 
 def collect(operands: Sequence[Operand]) -> list[OperandStats]:
@@ -25,7 +25,7 @@ def collect(operands: Sequence[Operand]) -> list[OperandStats]:
 
 def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
     total = operand.total
-    moments = metrics.merge(Moments.concat(operand.moments).cpu()) if operand.moments else None
+    moments = metrics.merge(Moments.concat([m.whole for m in operand.moments]).cpu()) if operand.moments else None
     cast = cast_of(operand.casts[0], operand)
     mine = known.of.get(operand.key)
     return OperandStats(
@@ -64,8 +64,8 @@ def _copy(operand: Operand) -> dict[str, QuantizationSums]:
     return {COPY: _total(operand.copy_sums)} if _copy_is_known(operand) else {}
 
 
-def _total(parts: Sequence[QuantizationSums]) -> QuantizationSums:
-    return QuantizationSums.concat([part.cpu() for part in parts]).total()
+def _total(parts: Sequence[Sums]) -> QuantizationSums:
+    return QuantizationSums.concat([part.whole.cpu() for part in parts]).total()
 
 
 Parts = list[tuple[Cast, float | None, Histogram]]
@@ -106,7 +106,7 @@ def _amax(operands: Sequence[Operand], histograms: Histograms, uses: Sequence[Sc
     amax, inf, i = histograms.amax(), histograms.moments.inf.clone(), 0
     for operand in operands:
         if len(operand.moments) == len(operand.histograms):
-            for direct in operand.moments:
+            for direct in (m.whole for m in operand.moments):
                 amax[i], inf[i] = direct.amax.float(), direct.inf
                 i += 1
         else:

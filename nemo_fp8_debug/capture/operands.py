@@ -13,6 +13,7 @@ from ..numerics import metrics
 from ..numerics.block_scale_counts import count_block_scales
 from ..numerics.block_scaling import BlockRule, matrix
 from ..numerics.histogram import DTYPES, Histogram
+from ..numerics.metrics import InParts, Moments, QuantizationSums
 from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe
 from ..numerics.stored_codes import quantization_sums_of_codes
@@ -25,6 +26,8 @@ from .gemms import Gemm
 #: measured as it passes, so that many micro-batches take no more of a device's memory
 KEPT_APART = 2
 MEASURED = (*DTYPES, torch.float32)
+
+Sums = QuantizationSums | InParts[QuantizationSums]
 
 
 @dataclass
@@ -48,17 +51,17 @@ class Operand:
     #: calls beyond those, counted into one histogram: the cast of each, and its sums under its scale
     rest: Histogram | None = None
     rest_casts: list[ScaleInUse] = field(default_factory=list)
-    rest_sums: list[metrics.QuantizationSums] = field(default_factory=list)
+    rest_sums: list[QuantizationSums] = field(default_factory=list)
     #: float32 operands only: what was measured directly, a row a call
-    moments: list[metrics.Moments] = field(default_factory=list)
+    moments: list[Moments | InParts[Moments]] = field(default_factory=list)
     #: the same, of float32 operands and under block recipes
-    sums: list[metrics.QuantizationSums] = field(default_factory=list)
+    sums: list[Sums] = field(default_factory=list)
     #: the same under what-if recipes, by their names
-    what_if_sums: dict[str, list[metrics.QuantizationSums]] = field(default_factory=dict)
+    what_if_sums: dict[str, list[Sums]] = field(default_factory=dict)
     #: whether the copy that another product multiplies is measured too: by call its cast, and its sums under it
     measures_copies: bool = False
     copy_casts: list[ScaleInUse] = field(default_factory=list)
-    copy_sums: list[metrics.QuantizationSums] = field(default_factory=list)
+    copy_sums: list[Sums] = field(default_factory=list)
     #: whether the scales of blocks are counted, and how many there were of each, as `numerics.block_scale_counts` has them
     counts_block_scales: bool = False
     block_scales: torch.Tensor | None = None
@@ -67,8 +70,9 @@ class Operand:
     calls: int = 0
     #: calls with a copy of what another rank counts
     copies: int = 0
-    #: of each call its place in the order of execution, and how many values that were not finite it brought, or all so far
-    _nonfinite: list[tuple[int, torch.Tensor | int]] = field(default_factory=list)
+    #: of each call its place in the order of execution, and how many values that were not finite it brought, or all so far;
+    #: None: that is what its moments say, or the histogram of the only call
+    _nonfinite: list[tuple[int, torch.Tensor | int | None]] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -94,11 +98,12 @@ class Operand:
             raise TypeError(f"it is {self.dtype} in one call and {x.dtype} in another of the same step")
         x = local(x)
         use = use or self.in_use
+        self._count_nonfinite()
         counted = self._count(x.detach(), replace(use, decoded=None))
         self._measure_directly(x.detach(), use, counted)
         if self.measures_copies and use.columnwise is not None and use.decoded is None:
             self._measure_copy(x.detach(), use.columnwise)
-        self._nonfinite.append((order, self._nonfinite_count(counted)))
+        self._nonfinite.append((order, nonfinite(counted) if self.calls and not self.moments else None))
         self.dtype = x.dtype
         self.calls += 1
 
@@ -131,14 +136,19 @@ class Operand:
             self.rest = mine
         return mine
 
-    def _nonfinite_count(self, counted: Histogram) -> torch.Tensor | int:
-        """Of a call, or of all so far; without host synchronization."""
-        return self.moments[-1].nan + self.moments[-1].inf if self.moments else nonfinite(counted)
+    def _count_nonfinite(self) -> None:
+        """What the first call's histogram says of it, before others may be counted into that one; without host
+        synchronization."""
+        if self.calls == 1 and not self.moments:
+            self._nonfinite = [(order, nonfinite(self.histograms[0])) for order, _ in self._nonfinite]
 
     @property
     def nonfinite_order(self) -> int | None:
         """Storage in the order of execution of the first call that held NaN or infinity; None where none did."""
-        return min((order for order, count in self._nonfinite if count > 0), default=None)
+        self._count_nonfinite()
+        direct = [m.whole for m in self.moments]
+        counts = [(order, direct[i].nan + direct[i].inf if n is None else n) for i, (order, n) in enumerate(self._nonfinite)]
+        return min((order for order, count in counts if count > 0), default=None)
 
     def _measure_directly(self, x: torch.Tensor, use: ScaleInUse, counted: Histogram) -> None:
         """What histograms cannot answer: anything of float32, and block recipes."""
@@ -162,7 +172,7 @@ class Operand:
     def _scale_of(self, x: torch.Tensor, use: ScaleInUse) -> torch.Tensor | BlockRule:
         """As `use.scale_of`; the amax of finite values has been found already where moments were."""
         if self.moments and isinstance(use.scale, CurrentScaling) and not use.sees_infinity:
-            return use.scale.scale(self.moments[-1].amax[0].float(), use.format.max)
+            return use.scale.scale(self.moments[-1].whole.amax[0].float(), use.format.max)
         return use.scale_of(x)
 
     def _measure_copy(self, x: torch.Tensor, use: ScaleInUse) -> None:

@@ -23,6 +23,6 @@ class UncastOperand(Operand):
         for recipe in self.what_if if x.dtype == torch.float32 else ():
             if isinstance(recipe.scaling, CurrentScaling):
                 fmt = recipe.format_of(self.role)
-                scale = recipe.scaling.scale(self.moments[-1].amax[0].float(), fmt.max)
+                scale = recipe.scaling.scale(self.moments[-1].whole.amax[0].float(), fmt.max)
                 sums = quantization_sums(x, scale, self.role, fmt, counted)
                 self.what_if_sums.setdefault(recipe.name, []).append(sums)

@@ -13,7 +13,7 @@ from ..numerics import tensor_scaling
 from ..numerics.block_scaling import CHUNK, WHOLE_ROW, BlockRule, quantization_sums_in_blocks
 from ..numerics.formats import FloatFormat
 from ..numerics.histogram import BINS, DTYPES, Histogram, infinity_bin
-from ..numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from ..numerics.metrics import InParts, Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
 from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of, finite_amax_of
 from . import torch_fallback
 from .cpu import blocks, quantize
@@ -52,7 +52,7 @@ def count_into(histogram: Histogram, x: torch.Tensor) -> None:
     contiguous = values.is_contiguous()
     if x.device.type != "cpu":
         values = values if contiguous else _in_order_of_memory(values).contiguous()
-        _count_on_device(values.reshape(-1).view(torch.int16), histogram)
+        _count_on_device(values, histogram)
     elif contiguous and (n := values.numel()) < cpu_histogram.SMALL and (address := values.data_ptr()):
         cpu_histogram.count_few(address, n, histogram.counts.data_ptr())
     else:
@@ -60,11 +60,11 @@ def count_into(histogram: Histogram, x: torch.Tensor) -> None:
         cpu_histogram.count_patterns(bits_of(rows), histogram.counts.numpy(), torch.get_num_threads())
 
 
-def _count_on_device(patterns: torch.Tensor, histogram: Histogram) -> None:
-    if kernel := _kernel_on(patterns.device, "histogram"):
-        kernel.count_patterns(patterns, histogram.counts, infinity_bin(histogram.dtype))
+def _count_on_device(values: torch.Tensor, histogram: Histogram) -> None:
+    if kernel := _kernel_on(values.device, "histogram"):
+        kernel.count_patterns(values, histogram.counts, infinity_bin(histogram.dtype))
     else:
-        torch_fallback.count_patterns(patterns, histogram.counts)
+        torch_fallback.count_patterns(values.reshape(-1).view(torch.int16), histogram.counts)
 
 
 def nonfinite(histogram: Histogram) -> torch.Tensor | int:
@@ -101,10 +101,10 @@ def _cuda_kernel(name: str) -> Any:
     return {"histogram": histogram, "blocks": blocks, "float32": float32}[name]
 
 
-def moments(x: torch.Tensor) -> Moments:
+def moments(x: torch.Tensor) -> Moments | InParts[Moments]:
     """Moments (one row, on x's device) of a float32 tensor; no host synchronization. The median is NaN."""
     kernel = _kernel_on(x.device, "float32")
-    found: Moments = (kernel.moments if kernel else moments_of_float32)(x)
+    found: Moments | InParts[Moments] = (kernel.moments if kernel else moments_of_float32)(x)
     return found
 
 
@@ -114,7 +114,7 @@ def quantization_sums(
     role: str,
     fmt: FloatFormat,
     counted: Histogram | None = None,
-) -> QuantizationSums:
+) -> QuantizationSums | InParts[QuantizationSums]:
     """Sums (one row, on x's device) of an operand, straight from its values; no host synchronization.
 
     Args:
@@ -138,9 +138,8 @@ def quantization_sums(
     if isinstance(scale, CurrentScaling):
         scale = scale.scale(finite_amax_of(x), fmt.max)
     kernel = _kernel_on(x.device, "float32")
-    found: QuantizationSums = (kernel.quantization_sums if kernel else quantization_sums_of_float32)(
-        x.float(), scale.to(x.device), fmt
-    )
+    sums_of = kernel.quantization_sums if kernel else quantization_sums_of_float32
+    found: QuantizationSums | InParts[QuantizationSums] = sums_of(x.float(), scale.to(x.device), fmt)
     return found
 
 

@@ -24,10 +24,9 @@ class _Memory:
 
 
 class DeviceMemory:
-    """Part of a tensor's memory on a CUDA device, as Numba takes it; the tensor has to live until it was taken.
+    """Part of a tensor's memory on a CUDA device, as kernels take it; the tensor has to live until it was taken."""
 
-    Torch's own `__cuda_array_interface__` knows no bfloat16. No stream is named: a reader that was told one waits for it.
-    """
+    __slots__ = ("address", "itemsize", "length", "typestr")
 
     def __init__(self, x: torch.Tensor, typestr: str, length: int, offset: int = 0) -> None:
         """
@@ -37,11 +36,18 @@ class DeviceMemory:
             length: so many of these,
             offset: from so many bytes behind the tensor's start.
         """
-        self.__cuda_array_interface__ = {
+        self.typestr, self.length = typestr, length
+        self.address = x.data_ptr() + (offset if length else 0)  # an address of the device in any case
+        self.itemsize = int(typestr[1:])
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """For Numba. Torch's own knows no bfloat16. No stream is named: a reader that was told one waits for it."""
+        return {
             "version": 3,
-            "shape": (length,),
-            "typestr": np.dtype(typestr).str,
-            "data": (x.data_ptr() + (offset if length else 0), False),  # an address of the device in any case
+            "shape": (self.length,),
+            "typestr": np.dtype(self.typestr).str,
+            "data": (self.address, False),
             "strides": None,
             "stream": None,
         }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -46,6 +46,28 @@ class _Columns:
     def moved(self: _T, to: Callable[[torch.Tensor], torch.Tensor]) -> _T:
         """The same rows in what `to` gives for each column."""
         return type(self)(*(to(getattr(self, f.name)) for f in fields(self)))
+
+    @property
+    def whole(self: _T) -> _T:
+        """Itself: nothing is left to add up."""
+        return self
+
+
+@dataclass(frozen=True)
+class InParts(Generic[_T]):
+    """One row as a device found it, in parts: each operation there would cost the host as much as the kernel's launch."""
+
+    parts: torch.Tensor
+    add_up: Callable[[torch.Tensor], _T]
+
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> InParts[_T]:
+        """The same in what `to` gives for the parts."""
+        return InParts(to(self.parts), self.add_up)
+
+    @property
+    def whole(self) -> _T:
+        """The row, added up where the parts are."""
+        return self.add_up(self.parts)
 
 
 @dataclass(frozen=True)

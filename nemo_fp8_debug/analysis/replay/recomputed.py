@@ -135,7 +135,7 @@ def of_tensors(parts: Sequence[Part], job: Job) -> Recomputed:
     scale, formats = _casts(parts, amax.float(), job)
     casts = [recipe.scaling] * len(parts) if recipe else scale
     sums = QuantizationSums.concat(
-        [quantization_sums(x, by, role, fmt) for x, by, fmt in zip(tensors, casts, formats, strict=True)]
+        [quantization_sums(x, by, role, fmt).whole for x, by, fmt in zip(tensors, casts, formats, strict=True)]
     )
     recipes = [_recipe_of(parts[0], job)]
     return Recomputed([parts[0].key], recipes, [total], whole, sums.total(), scale.amin()[None], formats[:1])

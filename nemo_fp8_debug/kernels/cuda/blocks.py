@@ -14,10 +14,11 @@ import torch
 from ...numerics.block_scaling import Block, BlockRule, MXFP8Scaling, matrix, scales_of_amax
 from ...numerics.formats import E4M3, FloatFormat
 from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
-from ...numerics.metrics import QuantizationSums
+from ...numerics.metrics import InParts, QuantizationSums
 from ..memory import DeviceMemory
 from .format_constants import Codes, Values
-from .histogram import LEAST_BLOCKS, cuda
+from .histogram import LEAST_BLOCKS
+from .launches import Grid, Stream, multiprocessors
 from .sums import SUMS, total
 from .tile import STRIP, THREADS, TILE, sums_of
 
@@ -36,9 +37,7 @@ def whole_words(address: int, columns: int) -> bool:
     return address % 8 == 0 and columns % 4 == 0 and columns < 1 << 26
 
 
-def launch(
-    values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, Any], out: Any, grid: tuple[Any, ...]
-) -> None:
+def launch(values: Any, words: Any, known: tuple[Any, ...], scales: tuple[Any, Any], out: Any, grid: Grid) -> None:
     """Start the kernel and do not wait for it.
 
     Args:
@@ -47,10 +46,10 @@ def launch(
         known: `arguments` of it.
         scales: float32 and float64 [32768], scale and scale_inv that each amax leads to.
         out: float64 [blocks of threads * 5], the sums that each has taken.
-        grid: how many blocks of threads, how many threads each has, and where there are streams the one to run in.
+        grid: where to run.
     """
     shape, block, kind, codes = known
-    sums_of(kind, grid[1])[grid](values, words, shape, block, *scales, codes, out)
+    sums_of(kind, grid[1]).start(grid, values, words, shape, block, *scales, codes, out)
 
 
 def amax_of(histogram: Histogram) -> torch.Tensor:
@@ -60,7 +59,9 @@ def amax_of(histogram: Histogram) -> torch.Tensor:
     return torch.where(histogram.counts[:end] > 0, magnitudes_of(histogram.dtype, histogram.counts.device)[:end], 0.0).amax()
 
 
-def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> QuantizationSums:
+def block_sums(
+    x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram
+) -> QuantizationSums | InParts[QuantizationSums]:
     """As `numerics.blocks.quantization_sums_in_blocks`, in torch's current stream; sums are added up in another order.
 
     The first call on a device compiles.
@@ -82,21 +83,23 @@ def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, co
     if not rows.data_ptr():
         raise ValueError("it has no memory any longer")
     (high, across), n = (math.ceil(size / TILE) for size in rows.shape), rows.numel()
-    room = RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
-    blocks = max(LEAST_BLOCKS, min(room, high * across))
+    blocks = max(LEAST_BLOCKS, min(RESIDENT * multiprocessors(device), high * across))
     known = arguments(rows.shape, rule.block(role), x.dtype, fmt)
     values = DeviceMemory(rows, "u2", n)
     words = DeviceMemory(rows, "u8", n // 4 if whole_words(rows.data_ptr(), rows.shape[1]) else 0)
     parts = torch.empty(blocks, SUMS, dtype=torch.float64, device=device)
-    stream = torch.cuda.current_stream(device)
-    stream.wait_event(_kept(rule, fmt, x.dtype, device))
-    with cuda.gpus[device.index]:
-        running = cuda.external_stream(stream.cuda_stream)
-        whole = amax_of(counted) if rule.two_level else torch.zeros((), device=device)
-        _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
-        scales = DeviceMemory(scale, "f4", len(scale)), DeviceMemory(scale_inv, "f8", len(scale_inv))
-        launch(values, words, known, scales, DeviceMemory(parts, "f8", parts.numel()), (blocks, THREADS, running))
-    return total(parts)
+    torch.cuda.current_stream(device).wait_event(_kept(rule, fmt, x.dtype, device))
+    whole = amax_of(counted) if rule.two_level else _no_amax(device)
+    _, scale, scale_inv = scales_of_amax(rule, whole, fmt, x.dtype)
+    scales = DeviceMemory(scale, "f4", len(scale)), DeviceMemory(scale_inv, "f8", len(scale_inv))
+    grid = blocks, THREADS, Stream.current(device)
+    launch(values, words, known, scales, DeviceMemory(parts, "f8", parts.numel()), grid)
+    return InParts(parts, total)
+
+
+@functools.cache
+def _no_amax(device: torch.device) -> torch.Tensor:
+    return torch.zeros((), device=device)
 
 
 @functools.cache

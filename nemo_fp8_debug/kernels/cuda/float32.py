@@ -16,10 +16,11 @@ import torch
 from numba import uint32, uint64
 
 from ...numerics.formats import BF16, E4M3, FloatFormat
-from ...numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from ...numerics.metrics import InParts, Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
 from ..memory import DeviceMemory
 from .format_constants import Codes
-from .histogram import LEAST_BLOCKS, cuda, kernel, on_device
+from .histogram import LEAST_BLOCKS
+from .launches import Grid, Kernel, Stream, cuda, multiprocessors, on_device
 from .sums import SUMS, fold, keep, nearest, total
 
 #: threads of a block: a power of two
@@ -74,7 +75,7 @@ def _add_up(mine: Any, room: Any, threads: Any, out: Any) -> None:
             out[cuda.blockIdx.x * len(mine) + i] = room[i * threads].view(np.float64)
 
 
-@kernel
+@Kernel
 def _moments(values: Any, out: Any) -> None:
     room = cuda.shared.array(_MOMENTS_ROOM, uint64)
     extremes = cuda.shared.array(2, uint32)
@@ -122,7 +123,7 @@ def _sums_of(is_bfloat16: bool) -> Any:
         error = x - q
         return underflows, overflows, error2 + error * error, xq + x * q, q2 + q * q
 
-    @kernel
+    @Kernel
     def sums(values: Any, scales: Any, codes: Any, out: Any) -> None:
         room = cuda.shared.array(_SUMS_ROOM, uint64)
         scale, inverse = scales[0], 1 / np.float64(scales[0])
@@ -143,19 +144,19 @@ def _sums_of(is_bfloat16: bool) -> Any:
     return sums
 
 
-def launch_moments(values: Any, out: Any, grid: tuple[Any, ...]) -> None:
+def launch_moments(values: Any, out: Any, grid: Grid) -> None:
     """Start the kernel of moments and do not wait for it.
 
     Args:
         values: uint32 [n], the patterns.
         out: float64 [blocks of threads * 6], what each has found: rows of 4 sums, then the largest magnitude of each, then
             the smallest of each that is not zero, infinity where there is none.
-        grid: how many blocks of threads, how many threads each has, and where there are streams the one to run in.
+        grid: where to run.
     """
-    _moments[grid](values, out)
+    _moments.start(grid, values, out)
 
 
-def launch_sums(values: Any, scale: Any, fmt: FloatFormat, out: Any, grid: tuple[Any, ...]) -> None:
+def launch_sums(values: Any, scale: Any, fmt: FloatFormat, out: Any, grid: Grid) -> None:
     """Start the kernel of sums and do not wait for it.
 
     Args:
@@ -163,9 +164,9 @@ def launch_sums(values: Any, scale: Any, fmt: FloatFormat, out: Any, grid: tuple
         scale: float32 [1].
         fmt: format of the codes.
         out: float64 [blocks of threads * 5], the sums that each has taken.
-        grid: as of `launch_moments`.
+        grid: where to run.
     """
-    _sums_of(fmt == BF16)[grid](values, scale, Codes.of(fmt), out)
+    _sums_of(fmt == BF16).start(grid, values, scale, Codes.of(fmt), out)
 
 
 def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
@@ -185,7 +186,7 @@ def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
     )
 
 
-def moments(x: torch.Tensor) -> Moments:
+def moments(x: torch.Tensor) -> Moments | InParts[Moments]:
     """As `numerics.metrics.moments_of_float32`, in torch's current stream. The first call on a device compiles.
 
     Args:
@@ -198,12 +199,14 @@ def moments(x: torch.Tensor) -> Moments:
         return moments_of_float32(x)
     values, blocks = _values(x)
     parts = torch.empty(blocks * (MOMENTS + 2), dtype=torch.float64, device=x.device)
-    with cuda.gpus[x.device.index]:
-        launch_moments(DeviceMemory(values, "u4", x.numel()), DeviceMemory(parts, "f8", len(parts)), _grid(blocks, x.device))
-    return moments_of_parts(parts, x.numel())
+    grid = blocks, THREADS, Stream.current(x.device)
+    launch_moments(DeviceMemory(values, "u4", x.numel()), DeviceMemory(parts, "f8", len(parts)), grid)
+    return InParts(parts, functools.partial(moments_of_parts, n=x.numel()))
 
 
-def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> QuantizationSums:
+def quantization_sums(
+    x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat
+) -> QuantizationSums | InParts[QuantizationSums]:
     """As `numerics.metrics.quantization_sums_of_float32`, in torch's current stream. The first call on a device compiles.
 
     Args:
@@ -219,10 +222,9 @@ def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) ->
     values, blocks = _values(x)
     parts = torch.empty(blocks, SUMS, dtype=torch.float64, device=x.device)
     scale = scale.float()
-    with cuda.gpus[x.device.index]:
-        patterns, out = DeviceMemory(values, "u4", x.numel()), DeviceMemory(parts, "f8", parts.numel())
-        launch_sums(patterns, DeviceMemory(scale, "f4", 1), fmt, out, _grid(blocks, x.device))
-    return total(parts)
+    patterns, out = DeviceMemory(values, "u4", x.numel()), DeviceMemory(parts, "f8", parts.numel())
+    launch_sums(patterns, DeviceMemory(scale, "f4", 1), fmt, out, (blocks, THREADS, Stream.current(x.device)))
+    return InParts(parts, total)
 
 
 def _values(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -230,12 +232,8 @@ def _values(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     values = x.detach().contiguous()
     if not values.data_ptr():
         raise ValueError("it has no memory any longer")
-    most = RESIDENT * torch.cuda.get_device_properties(x.device).multi_processor_count
+    most = RESIDENT * multiprocessors(x.device)
     return values, max(LEAST_BLOCKS, min(most, math.ceil(x.numel() / (AT_ONCE * THREADS))))
-
-
-def _grid(blocks: int, device: torch.device) -> tuple[Any, ...]:
-    return blocks, THREADS, cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
 
 
 def try_out(device: torch.device) -> None:

@@ -1,23 +1,19 @@
 """Counts the magnitude patterns of 16-bit values in the memory of a CUDA device, in one read of them.
 
-Imported only where there is such a tensor: Numba's CUDA target is a package of its own. Its simulator runs the same source
-without a device (`NUMBA_ENABLE_CUDASIM=1`).
+Imported only where there is such a tensor, as `launches` is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba.cuda
 import numpy as np
 import torch
 from numba import int32, uint32
 
 from ...numerics.histogram import BINS
 from ..memory import DeviceMemory
-
-cuda: Any = numba.cuda
+from .launches import Grid, Kernel, Stream, cuda, multiprocessors, on_device
 
 #: counters that a block of threads keeps in shared memory: 44 KiB, 88 binades of bfloat16 and 11 of float16
 WINDOW = 11 << 10
@@ -37,16 +33,6 @@ _OUTSIDE = np.uint32(WINDOW)
 _COUNTERS = WINDOW + 1
 #: places of what a block has to remember besides
 _TOP, _ZEROS = 0, 1
-
-
-def on_device(function: Callable[..., Any]) -> Any:
-    """A function that kernels call."""
-    return cuda.jit(function, device=True)
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """A function that the host starts."""
-    return cuda.jit(function)
 
 
 @on_device
@@ -89,7 +75,7 @@ def _tally(word: Any, lowest: Any, window: Any, counts: Any) -> Any:
     return _outside(word, lowest, counts) if farthest == _OUTSIDE else uint32(0)
 
 
-@kernel
+@Kernel
 def _count(values: Any, words: Any, head: Any, apart: Any, infinity: Any, counts: Any) -> None:
     window = cuda.shared.array(_COUNTERS, uint32)
     beside = cuda.shared.array(2, uint32)
@@ -135,7 +121,7 @@ def words_of(address: int, n: int) -> tuple[int, int]:
     return head, (n - head) // 4
 
 
-def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts: Any, grid: tuple[Any, ...]) -> None:
+def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts: Any, grid: Grid) -> None:
     """Start the kernel and do not wait for it.
 
     Args:
@@ -144,10 +130,10 @@ def launch(values: Any, words: Any, cut: tuple[int, int], infinity: int, counts:
         cut: `words_of` the values.
         infinity: the pattern of infinity; where the window is put depends on finite values only.
         counts: int64 [32768], added to.
-        grid: how many blocks, how many threads each has, and where there are streams the one to run in, as Numba names it.
+        grid: where to run.
     """
     (head, body), threads = cut, grid[1]
-    _count[grid](values, words, head, body // threads, infinity, counts)
+    _count.start(grid, values, words, head, body // threads, infinity, counts)
 
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) -> None:
@@ -156,7 +142,7 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) ->
     It happens in torch's current stream. The first call on a device compiles.
 
     Args:
-        values: int16 [n], contiguous, on the device of `counts`.
+        values: of 16 bits each, contiguous, on the device of `counts`.
         counts: int64 [32768], added to in place.
         infinity: the pattern of infinity in the format of the values.
 
@@ -169,12 +155,10 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor, infinity: int) ->
     if not start:
         raise ValueError("it has no memory any longer")
     head, body = words_of(start, n)
-    blocks = max(LEAST_BLOCKS, RESIDENT * torch.cuda.get_device_properties(values.device).multi_processor_count)
-    with cuda.gpus[values.device.index]:
-        stream = cuda.external_stream(torch.cuda.current_stream(values.device).cuda_stream)
-        bits, words = DeviceMemory(values, "u2", n), DeviceMemory(values, "u8", body, 2 * head)
-        into = DeviceMemory(counts, "i8", counts.numel())
-        launch(bits, words, (head, body), infinity, into, (blocks, THREADS, stream))
+    blocks = max(LEAST_BLOCKS, RESIDENT * multiprocessors(values.device))
+    bits, words = DeviceMemory(values, "u2", n), DeviceMemory(values, "u8", body, 2 * head)
+    grid = blocks, THREADS, Stream.current(values.device)
+    launch(bits, words, (head, body), infinity, DeviceMemory(counts, "i8", BINS), grid)
 
 
 def try_out(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...numerics.metrics import QuantizationSums
-from .histogram import on_device
+from .launches import on_device
 
 #: the sums, in the order of `QuantizationSums`
 SUMS = 5

@@ -14,7 +14,7 @@ import numpy as np
 from numba import uint32, uint64
 
 from .format_constants import Values
-from .histogram import cuda, kernel, on_device
+from .launches import Kernel, cuda, on_device
 from .sums import fold, keep, nearest
 
 #: rows and columns of a tile
@@ -206,7 +206,7 @@ def sums_of(kind: Values, threads: int) -> Any:
     Its arguments are those of `cuda_blocks.launch`.
     """
 
-    @kernel
+    @Kernel
     def sums(values: Any, words: Any, shape: Any, block: Any, scales: Any, scales_inv: Any, codes: Any, out: Any) -> None:
         tile = cuda.shared.array(_ROOM, uint64)
         amax = cuda.shared.array(_BLOCKS, uint32)

@@ -21,7 +21,13 @@ from nemo_fp8_debug.kernels import _kernel_on, count_into, histogram_of, moments
 from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3, FloatFormat
 from nemo_fp8_debug.numerics.histogram import BINS, Histogram, infinity_bin
-from nemo_fp8_debug.numerics.metrics import Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from nemo_fp8_debug.numerics.metrics import (
+    InParts,
+    Moments,
+    QuantizationSums,
+    moments_of_float32,
+    quantization_sums_of_float32,
+)
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 
 from .measures import Measure, Piece, all_of, measure
@@ -41,6 +47,8 @@ CLOSE = 1e-12
 COLUMNS = 4096
 #: rows and values whose sums a CPU takes too
 ROWS, VALUES = 1024, 1 << 20
+#: sums as they come from a kernel or from a CPU
+Sums = QuantizationSums | InParts[QuantizationSums]
 
 
 class Engine(Protocol):
@@ -57,15 +65,13 @@ class Engine(Protocol):
     def count(self, into: Histogram, x: torch.Tensor) -> None:
         """Add the magnitudes of a 16-bit tensor to a histogram."""
 
-    def block_sums(
-        self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram
-    ) -> QuantizationSums:
+    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> Sums:
         """Sums under the scales of blocks."""
 
-    def moments(self, x: torch.Tensor) -> Moments:
+    def moments(self, x: torch.Tensor) -> Moments | InParts[Moments]:
         """Moments of a float32 tensor."""
 
-    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> QuantizationSums:
+    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> Sums:
         """Sums of a float32 tensor under one scale."""
 
     def milliseconds(self, call: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -89,15 +95,13 @@ class Device:
     def count(self, into: Histogram, x: torch.Tensor) -> None:
         count_into(into, x)
 
-    def block_sums(
-        self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram
-    ) -> QuantizationSums:
+    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> Sums:
         return quantization_sums(x, rule, role, fmt, counted)
 
-    def moments(self, x: torch.Tensor) -> Moments:
+    def moments(self, x: torch.Tensor) -> Moments | InParts[Moments]:
         return moments(x)
 
-    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> QuantizationSums:
+    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> Sums:
         return quantization_sums(x, scale, "input", E4M3)
 
     def milliseconds(self, call: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -140,19 +144,17 @@ class Simulator:
 
         count(bits(x), infinity_bin(into.dtype), into.counts.numpy(), self.grid)
 
-    def block_sums(
-        self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram
-    ) -> QuantizationSums:
+    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> Sums:
         from cuda_simulator import block_sums
 
         return block_sums(x, rule, role, fmt, self.grid)
 
-    def moments(self, x: torch.Tensor) -> Moments:
+    def moments(self, x: torch.Tensor) -> Moments | InParts[Moments]:
         from cuda_simulator import float32_moments
 
         return float32_moments(x, self.grid)
 
-    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> QuantizationSums:
+    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> Sums:
         from cuda_simulator import float32_sums
 
         return float32_sums(x, float(scale), E4M3, self.grid)
@@ -245,7 +247,7 @@ def of_blocks(engine: Engine, x: torch.Tensor, recipe: str, role: str) -> dict[s
     rule, fmt = parse_recipe(recipe).scaling, parse_recipe(recipe).format_of(role)
     assert isinstance(rule, BlockRule)
     counted, some = histogram_of(x), x[:ROWS]
-    ours = engine.block_sums(some, rule, role, fmt, histogram_of(some)).cpu()
+    ours = engine.block_sums(some, rule, role, fmt, histogram_of(some)).whole.cpu()
     theirs = quantization_sums(some.cpu(), rule, role, fmt)
     timed = rates(
         engine,
@@ -261,10 +263,10 @@ def float32(engine: Engine) -> Iterable[dict[str, Any]]:
     for size in engine.sizes:
         x = normal(size // 4, engine.device).float()
         scale, some = torch.full((), SCALE, device=x.device), x[:VALUES]
-        found = same(_on_cpu(engine.moments(some)), moments_of_float32(some.cpu()))
+        found = same(engine.moments(some).whole.cpu(), moments_of_float32(some.cpu()))
         timed = rates(engine, x, lambda x=x: engine.moments(x), lambda x=x: moments_of_float32(x))
         yield {"tensor": "float32 moments", "values": x.numel(), **timed, **found}
-        found = same(engine.sums(some, scale).cpu(), quantization_sums(some.cpu(), scale.cpu(), "input", E4M3))
+        found = same(engine.sums(some, scale).whole.cpu(), quantization_sums(some.cpu(), scale.cpu(), "input", E4M3))
         timed = rates(
             engine,
             x,
@@ -272,10 +274,6 @@ def float32(engine: Engine) -> Iterable[dict[str, Any]]:
             lambda x=x, scale=scale: quantization_sums_of_float32(x, scale, E4M3),
         )
         yield {"tensor": "float32 sums", "values": x.numel(), **timed, **found}
-
-
-def _on_cpu(found: Moments) -> Moments:
-    return Moments(**{field.name: getattr(found, field.name).cpu() for field in fields(found)})
 
 
 def rates(engine: Engine, x: torch.Tensor, kernel: Callable[[], object], plain: Callable[[], object]) -> dict[str, Any]:
