@@ -99,10 +99,11 @@ class Operand:
         x = local(x)
         use = use or self.in_use
         self._count_nonfinite()
-        counted = self._count(x.detach(), replace(use, decoded=None))
-        self._measure_directly(x.detach(), use, counted)
+        x = x.detach()
+        counted = self._count(x, use if use.decoded is None else replace(use, decoded=None))
+        self._measure_directly(x, use, counted)
         if self.measures_copies and use.columnwise is not None and use.decoded is None:
-            self._measure_copy(x.detach(), use.columnwise)
+            self._measure_copy(x, use.columnwise)
         self._nonfinite.append((order, nonfinite(counted) if self.calls and not self.moments else None))
         self.dtype = x.dtype
         self.calls += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..base import UnknownCast
@@ -60,9 +61,24 @@ def check_environment(module: Any, role: str) -> None:
 
 
 def _strange_variables() -> list[str]:
-    """Read at every cast: a script may set one while it runs, and a kernel may ask for it at each cast."""
-    mine = {name for name, value in os.environ.items() if name.startswith(_PREFIX) and value not in ("0", "")}
-    return sorted(mine - KNOWN_VARIABLES)
+    """Asked at every cast: a script may set one while it runs, and a kernel may ask for it at each cast."""
+    now = getattr(os.environ, "_data", None)
+    if now is None or now != _asked.variables:
+        mine = {name for name, value in os.environ.items() if name.startswith(_PREFIX) and value not in ("0", "")}
+        _asked.strange = sorted(mine - KNOWN_VARIABLES)
+        _asked.variables = dict(now) if now is not None else {}
+    return _asked.strange
+
+
+@dataclass
+class _Asked:
+    """What was set when variables were read last, as Python keeps it, which is compared far faster than it is read."""
+
+    variables: dict[Any, Any] | None = None
+    strange: list[str] = field(default_factory=list)
+
+
+_asked = _Asked()
 
 
 def check_option(variable: str, asked: bool) -> None:

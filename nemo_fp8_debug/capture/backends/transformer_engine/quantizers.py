@@ -7,10 +7,12 @@ that gives dX. Column-wise ones: `columnwise.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -82,8 +84,18 @@ def cast_by(quantizer: Any, te_recipe: Any, role: str) -> ScaleInUse:
     return _READERS[kind.__name__](quantizer, te_recipe, role)
 
 
-def _class_attributes(kind: type) -> set[str]:
-    """What a class and those above it give each object, beside methods: defaults, properties and slots."""
+def _class_attributes(kind: type) -> Set[str]:
+    """What a class and those above it give each object, beside methods: defaults, properties and slots.
+
+    Asked at every cast, and looked for again only if something was set on one of the classes since.
+    """
+    known = _attributes.get(kind)
+    if known is None or any(vars(of) != then for of, then in known[0]):
+        known = _attributes[kind] = [(of, dict(vars(of))) for of in kind.__mro__], _attributes_of(kind)
+    return known[1]
+
+
+def _attributes_of(kind: type) -> Set[str]:
     methods = (FunctionType, classmethod, staticmethod)
     return {
         name
@@ -91,6 +103,10 @@ def _class_attributes(kind: type) -> set[str]:
         for name, value in vars(of).items()
         if not name.startswith("_") and not isinstance(value, methods)
     }
+
+
+#: by class: what it and those above it held then, and the names of attributes
+_attributes: WeakKeyDictionary[type, tuple[list[tuple[type, dict[str, Any]]], Set[str]]] = WeakKeyDictionary()
 
 
 def _is_ours(kind: type) -> bool:
@@ -258,7 +274,12 @@ def _in_use(
 ) -> ScaleInUse:
     """Named as the recipe is where that gives this format, and otherwise by the format."""
     asked = getattr(getattr(te_recipe, "fp8_format", None), "name", "").lower()
+    return ScaleInUse(scale, fmt, _name(rule, asked, fmt, role), "engine")
+
+
+@functools.lru_cache(maxsize=256)
+def _name(rule: CurrentScaling | DelayedScaling | BlockRule, asked: str, fmt: FloatFormat, role: str) -> str:
     usable = asked in rule.formats and Recipe(rule, asked).format_of(role) == fmt
     if not usable and fmt.name not in rule.formats:
         raise UnknownCast(f"its quantizer casts to {fmt.name}, which is not known here of {type(rule).__name__}")
-    return ScaleInUse(scale, fmt, Recipe(rule, asked if usable else fmt.name).name, "engine")
+    return Recipe(rule, asked if usable else fmt.name).name

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -13,7 +15,8 @@ LAST_READ = Version("2.20")
 
 def unread_release() -> str:
     """Why nothing is known of the casts of the release that is installed; empty: it was read."""
-    found = _installed()
+    module = sys.modules.get("transformer_engine")
+    found = _installed(module, str(getattr(module, "__version__", "")))
     try:
         if Version(found).release[:2] <= LAST_READ.release:
             return ""
@@ -22,10 +25,16 @@ def unread_release() -> str:
     return f"Transformer Engine {found} is later than {LAST_READ}, the last release whose casts are known here"
 
 
-def _installed() -> str:
+@functools.lru_cache(maxsize=1)
+def _installed(module: Any, says: str) -> str:
+    """Looked up once for a module that is imported.
+
+    Args:
+        says: what it says itself, if packages do not tell.
+    """
     for name in ("transformer_engine", "transformer-engine"):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return str(getattr(sys.modules.get("transformer_engine"), "__version__", ""))
+    return says
