@@ -19,6 +19,8 @@ from .operands import Operand, Sums
 def collect(operands: Sequence[Operand]) -> list[OperandStats]:
     """What is known of each operand that was seen at least once."""
     seen = [o for o in operands if o.calls]
+    for operand in seen:
+        operand.add_up()
     known = _UnderScales([o for o in seen if not o.deferred])
     return [_shard(operand, known) for operand in seen]
 

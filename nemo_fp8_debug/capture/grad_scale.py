@@ -10,7 +10,7 @@ one. Tensor hooks see their gradients; nothing is replaced, and nothing waits fo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .patching import Watcher, patched
-from .tracing import Hook, compiled_by_now
+from .tracing import Hook
 
 #: relative; a multiplier that is made of several factors is rounded by each
 _ROUNDING = 1e-6
@@ -27,14 +27,16 @@ _ROUNDING = 1e-6
 class GradScale:
     """Of one sampled step."""
 
-    def __init__(self, roots: Sequence[nn.Module], guarded: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, roots: Sequence[nn.Module], compiled: Collection[int], guarded: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """
         Args:
             roots: the model, or its chunks.
+            compiled: as `compiled_by_now` has them.
             guarded: a context that keeps an exception within out of the training loop.
         """
         self._guarded = guarded
-        compiled = compiled_by_now(roots)
         self._roots = [root for root in roots if id(root) not in compiled]
         self._undo: list[Callable[[], None]] = []
         self._of_roots: list[torch.Tensor] = []

@@ -199,6 +199,12 @@ class Operand:
         self.what_if_sums = {name: [s.moved(to) for s in sums] for name, sums in self.what_if_sums.items()}
         self._nonfinite = [(order, to(n) if isinstance(n, torch.Tensor) else n) for order, n in self._nonfinite]
 
+    def add_up(self) -> None:
+        """Whatever a device has left in parts, where that is now."""
+        self.moments = [m.whole for m in self.moments]
+        self.sums, self.copy_sums = [s.whole for s in self.sums], [s.whole for s in self.copy_sums]
+        self.what_if_sums = {name: [s.whole for s in sums] for name, sums in self.what_if_sums.items()}
+
     @property
     def device(self) -> torch.device | None:
         """Where it was counted."""

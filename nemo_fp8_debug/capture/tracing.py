@@ -63,9 +63,20 @@ def compiled_by_now(roots: Iterable[nn.Module]) -> set[int]:
     """The ids of modules of a model that run inside torch.compile, as far as is known."""
     compiled: set[int] = set()
     for root in roots:
-        for module in root.modules():
+        for module in _modules(root):
             if id(module) not in compiled and is_compiled(module):
                 compiled.update(map(id, module.modules()))
             elif _names.get(module) in _traced:
                 compiled.add(id(module))
     return compiled
+
+
+def _modules(root: nn.Module) -> Iterable[nn.Module]:
+    """`root.modules()` in another order, in a fraction of its time: hundreds are walked through in every sampled step."""
+    found, waiting = {id(root): root}, [root]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                waiting.append(child)
+    return found.values()

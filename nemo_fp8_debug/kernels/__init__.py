@@ -18,6 +18,7 @@ from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of, finite_
 from . import torch_fallback
 from .cpu import blocks, quantize
 from .cpu import histogram as cpu_histogram
+from .empty_histograms import empty_histogram
 from .memory import bits_of
 
 #: what each kernel of a CUDA device does with tensors
@@ -38,7 +39,7 @@ def histogram_of(x: torch.Tensor) -> Histogram:
     dtype = torch.bfloat16 if rounded else x.dtype
     # On a CPU numpy's zeros: memory that the system hands out zeroed, and most bins are never touched.
     on_cpu = x.device.type == "cpu"
-    counts = torch.from_numpy(np.zeros(BINS, np.int64)) if on_cpu else torch.zeros(BINS, dtype=torch.int64, device=x.device)
+    counts = torch.from_numpy(np.zeros(BINS, np.int64)) if on_cpu else empty_histogram(x.device)
     result = Histogram(dtype, counts, rounded)
     count_into(result, x)
     return result

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ..capture.attention import AttentionCapture
 from ..capture.backends.base import unknown_cast
 from ..capture.gemms import matching
 from ..capture.operand_guard import Fault
 from ..capture.operands import Operand
-from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ATTENTION_BACKWARD, ATTENTION_FORWARD, Key
 from ..options.config import Config
@@ -17,18 +16,23 @@ from .model_scan import ModelScan
 
 
 def attention_capture(
-    model: ModelScan, plan: Config, operands: dict[Key, Operand], lose: Fault, order: Iterator[int]
+    model: ModelScan,
+    compiled: Collection[int],
+    plan: Config,
+    operands: dict[Key, Operand],
+    lose: Fault,
+    order: Iterator[int],
 ) -> AttentionCapture | None:
     """Installs hooks on the attentions that are looked at; None: there is none.
 
     Args:
+        compiled: as `compiled_by_now` has them.
         operands: what is captured in the step; those of attention are added.
         lose: told of a fault.
         order: gives out places in the order of execution.
     """
     if not (found := matching(model.attentions, plan.layers)):
         return None
-    compiled = compiled_by_now(model.roots)
     found = [gemm for gemm in found if id(gemm.module) not in compiled]
     roles = [*(ATTENTION_FORWARD if "input" in plan.roles else ())]
     roles += ATTENTION_BACKWARD if "grad_output" in plan.roles else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from ..core.error_guard import ErrorGuard
 from ..core.keys import Key
 from ..core.layer_names import compile_patterns
 from ..distributed import ShardGroup
+from ..kernels.empty_histograms import forget_empty_histograms
 from ..measurement.operand_stats import BLOCK_SCALES, COPY
 from ..options.config import Config
 from ..record.dump import TensorDump
@@ -109,23 +110,26 @@ class SampledStep:
     def open(self, heard: bool) -> None:
         """Find what to look at, and install the hooks if the first rank has said so."""
         self._expected = self._counted_here()  # whatever fails from here on, the part of this rank is missed
-        self._leave_out_compiled()
-        self._expected = self._counted_here() | compiled_parts(self._compiled, self._plan, self._watched.shard_group)
+        compiled = self._leave_out_compiled()
+        names = {gemm.name for gemm in self._known}
+        self._expected = {key for key in self._expected if key[0] in names}
+        self._expected |= compiled_parts(self._compiled, self._plan, self._watched.shard_group)
         known, plan, dump, rank = self._known, self._plan, self._watched.dump, self._watched.rank
         dumped = {g.name for g in matching(known, patterns)} if (patterns := self._dumped) else set()
         sampled = {g.name for g in matching(known, plan.layers)}
         chosen = Chosen(plan.output_rows, plan.verify_rows, states=plan.states)
         of_outputs = {g.name: g for g in known if g.name in sampled and not g.backend.in_forward} if chosen.rows else {}
         sinks, seen = dict[Key, OperandSink](), defaultdict[str, dict[str, Operand]](dict)
+        beside, all_counted = dumped | set(of_outputs), sampled | dumped
         for role in plan.roles:
             for gemm in known:
                 if not is_shown(gemm, role):
                     continue
                 key, copied = (gemm.name, role), copied_elsewhere(gemm, role)
-                counted = gemm.name in sampled | dumped and not copied
+                counted = gemm.name in all_counted and not copied
                 # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
                 first = self._watched.shard_group.first[gemm.name] if copied is None else None
-                if not counted and gemm.name not in dumped | set(of_outputs):
+                if not counted and gemm.name not in beside:
                     continue
                 counts = _never if copied else partial(is_counted, rank=rank, first=first)
                 in_use = self._watched.model.scales.in_use(gemm, role)
@@ -143,27 +147,29 @@ class SampledStep:
             if name in of_outputs
         }
         if heard:
-            self._attach(sinks)
+            self._attach(sinks, compiled)
 
     def _counted_here(self) -> set[Key]:
         return counted_parts(self._known, self._plan, self._dumped, self._watched.shard_group, self._watched.rank)
 
-    def _leave_out_compiled(self) -> None:
-        """Layers that torch.compile has been called on since the monitor was attached."""
+    def _leave_out_compiled(self) -> Collection[int]:
+        """Layers that torch.compile has been called on since the monitor was attached; all modules that run inside of it."""
+        ids = compiled_by_now(self._watched.model.roots)
         if self._plan.eager:
-            return
-        known, ids = self._watched.model.known, compiled_by_now(self._watched.model.roots)
+            return ids
+        known = self._watched.model.known
         late = [gemm for gemm in known if id(gemm.module) in ids]
         self._known = [gemm for gemm in known if id(gemm.module) not in ids]
         self._compiled = [*self._watched.model.compiled, *late]
         if late:
             warn_of_late_compiling(self._watched.errors, [gemm.name for gemm in late])
+        return ids
 
-    def _attach(self, sinks: dict[Key, OperandSink]) -> None:
+    def _attach(self, sinks: dict[Key, OperandSink], compiled: Collection[int]) -> None:
         model, guard = self._watched.model, self._watched.errors.guard
         if self._plan.eager:
             self._eager = torch.compiler.set_stance("force_eager")
-        self._multiplier = GradScale(model.roots, partial(guard, _MULTIPLIER))
+        self._multiplier = GradScale(model.roots, compiled, partial(guard, _MULTIPLIER))
         self._multiplier.attach()
         order = itertools.count(step=3)
         inside = {key: sink for key, sink in sinks.items() if seen_in_forward(sink.gemm)}
@@ -187,7 +193,7 @@ class SampledStep:
         for capture in (*self._captures, self._replicas, self._gradients, self._states):
             if capture is not None:
                 capture.attach()
-        self._attention = attention_capture(model, self._plan, self._operands, self._lose, order)
+        self._attention = attention_capture(model, compiled, self._plan, self._operands, self._lose, order)
 
     @property
     def captures(self) -> bool:
@@ -216,6 +222,7 @@ class SampledStep:
             if self._eager is not None:
                 removed.callback(self._eager.__exit__, None, None, None)
         self._eager = None
+        forget_empty_histograms()
         warn_of_unseen(self._attention, self._watched.errors)
         warn_of_unseen_states(self._states, self._watched.errors)
         self._warn_of_what_is_not_multiplied()

@@ -52,7 +52,7 @@ class Recipe:
             return E5M2 if role == "grad_output" else E4M3
         return FORMATS[self.fp8_format]
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Short unique name, as `delayed-hybrid` or `delayed-hybrid(margin=1)`; options at their default are left out."""
         changed = [

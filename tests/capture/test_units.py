@@ -66,7 +66,7 @@ def test_a_loss_that_the_model_returns(
     returned: Callable[[torch.Tensor], Any], taken: Callable[[Any], torch.Tensor], in_place: bool
 ) -> None:
     model = Model(returned)
-    multiplier = GradScale([model], nullcontext)
+    multiplier = GradScale([model], (), nullcontext)
     multiplier.attach()
     for micro in range(2):
         loss = taken(model(batch(0, micro)))
@@ -83,7 +83,7 @@ def test_a_loss_that_the_model_returns(
 
 def test_what_is_not_known_is_not_made_up() -> None:
     model = Model()
-    multiplier = GradScale([model, model.layers], nullcontext)
+    multiplier = GradScale([model, model.layers], (), nullcontext)
     multiplier.attach()
     model.layers(batch(0)).square().mean().backward()  # no scalar
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -70,11 +71,13 @@ class UnknownCast(Exception):
 _SHADOW = Recipe(CurrentScaling())
 
 
+@functools.cache
 def not_quantized(role: str) -> ScaleInUse:
     """Of an operand that its engine leaves in high precision."""
     return ScaleInUse(CurrentScaling(), _SHADOW.format_of(role), _SHADOW.name, "not quantized")
 
 
+@functools.cache
 def unknown_cast(role: str) -> ScaleInUse:
     """Of an operand whose cast cannot be told."""
     return replace(not_quantized(role), source="unknown")

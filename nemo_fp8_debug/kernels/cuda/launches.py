@@ -21,6 +21,7 @@ import torch
 
 from ...errors import warn
 from ..memory import DeviceMemory
+from ..streams import current_stream
 
 cuda: Any = numba.cuda
 
@@ -29,7 +30,6 @@ _FIELDS = ("meminfo", "parent", "nitems", "itemsize", "data", "shape", "strides"
 #: bytes of a Python integer
 _INTEGER = 8
 _entered = threading.local()
-_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Stream(NamedTuple):
@@ -41,9 +41,7 @@ class Stream(NamedTuple):
     @classmethod
     def current(cls, device: torch.device) -> Stream:
         """Torch's current one."""
-        index = device.index
-        handle = _raw_stream(index) if _raw_stream else torch.cuda.current_stream(device).cuda_stream
-        return cls(index, handle)
+        return cls(device.index, current_stream(device))
 
 
 #: how many blocks of threads, how many threads each has, and where there are streams the one to run in

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -16,7 +17,7 @@ LAST_READ = Version("2.20")
 def unread_release() -> str:
     """Why nothing is known of the casts of the release that is installed; empty: it was read."""
     module = sys.modules.get("transformer_engine")
-    found = _installed(module, str(getattr(module, "__version__", "")))
+    found = _installed(importlib.metadata.version, module, str(getattr(module, "__version__", "")))
     try:
         if Version(found).release[:2] <= LAST_READ.release:
             return ""
@@ -26,15 +27,15 @@ def unread_release() -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _installed(module: Any, says: str) -> str:
-    """Looked up once for a module that is imported.
+def _installed(look_up: Callable[[str], str], module: Any, says: str) -> str:
+    """Looked up once for a module that is imported: that takes longer than all else that is asked in a step.
 
     Args:
         says: what it says itself, if packages do not tell.
     """
     for name in ("transformer_engine", "transformer-engine"):
         try:
-            return importlib.metadata.version(name)
+            return look_up(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return says
