@@ -76,7 +76,7 @@ def _run_on(data: dict[str, Any]) -> str:
     told = [f"{len(done)} of {len(PARTS)} parts are finished"]
     told += [f"all that is promised holds in {', '.join(kept)}"] if kept else []
     told += [f"not in {', '.join(not_kept)}"] if not_kept else []
-    return _wrapped(f"**Run on {data['device']['name']}**: {'; '.join(told)}.")
+    return _wrapped(f"**Run on {data['device']['name']}** (sources {data['sources'][:8]}): {'; '.join(told)}.")
 
 
 def body(found: list[dict[str, Any]]) -> str:
@@ -107,7 +107,8 @@ def _heading(data: dict[str, Any], attempts: dict[str, dict[str, Any]]) -> str:
     driver = f", driver {device['driver']}" if device["driver"] else ""
     return _wrapped(
         f"**{device['name']}**, compute capability {device['capability']}{driver}, {data['machine']['processor']}, "
-        f"{data['machine']['cores']} cores; {versions}; commit {', '.join(commits)}; {dates[0] if dates else 'no part yet'}."
+        f"{data['machine']['cores']} cores; {versions}; sources {data['sources'][:8]}, commit {', '.join(commits)}; "
+        f"{dates[0] if dates else 'no part yet'}."
     )
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from foreign_engines.witness import WITNESS
 from te_release import (
     MODULES,
     Engine,
@@ -54,6 +55,19 @@ def new_class_attribute(patch: pytest.MonkeyPatch) -> Engine:
     return Engine(layers(), Float8CurrentScaling())
 
 
+def class_attribute_later(patch: pytest.MonkeyPatch) -> Engine:
+    """The same under the name of the release that is installed, once the run is under way."""
+    same_release(patch, lambda quantizer: truncated if hasattr(quantizer, "rounding") else nearest)
+    engine = Engine(layers(), Float8CurrentScaling())
+
+    def set_it(*args: Any) -> None:
+        if WITNESS.step == 1:
+            patch.setattr(Quantizer, "rounding", "toward_zero", raising=False)
+
+    engine.model.register_forward_pre_hook(set_it)
+    return engine
+
+
 def new_value_of_attribute(patch: pytest.MonkeyPatch) -> Engine:
     """What was a switch has become one of several words: the recipe sets `force_pow_2_scales` to "up"."""
     later_release(patch, lambda quantizer: rounded_up if quantizer.force_pow_2_scales == "up" else nearest)
@@ -88,6 +102,7 @@ ENGINES: dict[str, Callable[[pytest.MonkeyPatch], Engine]] = {
         unpatched_delayed,
         new_attribute,
         new_class_attribute,
+        class_attribute_later,
         new_value_of_attribute,
         new_recipe_field,
         new_arithmetic,
