@@ -58,3 +58,20 @@ def test_diagnose_tells_harm_as_well_as_the_page_says() -> None:
 
 def test_the_same_fault_does_harm_with_another_seed_as_often_as_the_page_says() -> None:
     assert f"In {told()} it does harm in both or in neither" in PAGE
+
+
+def of_table(row: str, column: int) -> str:
+    """What a row of the table of held-out runs has for a kind of baseline: 1 another seed, 3 none."""
+    found = re.search(rf"\| {row} \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", PAGE)
+    assert found is not None, row
+    return found[column + 1].partition(":")[0].strip()
+
+
+def test_other_pages_say_of_held_out_runs_what_the_page_on_diagnose_says() -> None:
+    index, learn = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("index.md", "learn.md"))
+    named, cause = (of_table(row, 1) for row in ("culprit named first", "cause right"))
+    assert f"named the right operand first in {named} and the right cause in {cause}; without any" in index
+    named, cause, accused = (of_table(row, 3) for row in ("culprit named first", "cause right", "clean, accused"))
+    assert f"without any it named {named} and {cause}." in index
+    for row, found in (("culprit named first", named), ("cause right", cause), ("clean, accused", accused)):
+        assert re.search(rf"\| {row} \| [^|]+ \| {found} \|", learn), row

@@ -27,7 +27,8 @@ from .rules.operand import BEHIND, COURSE, Course, severity, why
 
 #: operands that are looked into
 _LOOKED_INTO = 8
-#: part of the strongest excess that makes another strong too: of those the first in time counts
+#: part of the strongest excess that makes another strong too: of those the first in time counts. Gradients, which follow
+#: from much, make no X or W weak
 _STRONG = 0.2
 #: part of a run's samples that the rest is compared with where there is no baseline, and how many those must be
 _BEGINNING, _FEW = 0.25, 6
@@ -218,7 +219,9 @@ def _first(out_of_band: pl.DataFrame, run: Run) -> list[tuple[str, str, int, flo
     groups = out_of_band.group_by(_KEY, maintain_order=True)
     tensors = groups.agg(pl.col("onset").min(), pl.col("excess").max(), samples=lasting)
     tensors = tensors.join(_order(run, tensors), on=[*_KEY, "onset"], how="left", maintain_order="left")
-    tensors = tensors.with_columns(weak=pl.col("excess") < _STRONG * pl.col("excess").max())
+    is_gradient = pl.col("role").is_in(GRADIENTS)
+    strongest = pl.when(is_gradient).then(pl.col("excess").max()).otherwise(pl.col("excess").filter(~is_gradient).max())
+    tensors = tensors.with_columns(weak=pl.col("excess") < _STRONG * strongest)
     ordered = tensors.sort("weak", "onset", -pl.col("excess"), "order", nulls_last=True, maintain_order=True)
     return ordered.head(_LOOKED_INTO).select(*_KEY, "onset", "excess", "samples").rows()
 
