@@ -27,7 +27,7 @@ def collect(operands: Sequence[Operand]) -> list[OperandStats]:
 
 def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
     total = operand.total
-    moments = metrics.merge(Moments.concat([m.whole for m in operand.moments]).cpu()) if operand.moments else None
+    moments = _merged([m.whole for m in operand.moments]) if operand.moments else None
     cast = cast_of(operand.casts[0], operand)
     mine = known.of.get(operand.key)
     return OperandStats(
@@ -66,7 +66,13 @@ def _copy(operand: Operand) -> dict[str, QuantizationSums]:
     return {COPY: _total(operand.copy_sums)} if _copy_is_known(operand) else {}
 
 
+def _merged(parts: Sequence[Moments]) -> Moments:
+    return parts[0].cpu() if len(parts) == 1 else metrics.merge(Moments.concat(parts).cpu())
+
+
 def _total(parts: Sequence[Sums]) -> QuantizationSums:
+    if len(parts) == 1:
+        return parts[0].whole.cpu()
     return QuantizationSums.concat([part.whole.cpu() for part in parts]).total()
 
 
@@ -86,7 +92,7 @@ class _UnderScales:
         scales = scales_of(held, formats, _amax(operands, histograms, uses))
         counted = [row for row, (_, operand, *_) in enumerate(parts) if not operand.sums]
         of_counted = histograms.select(counted).quantization_sums(scales[counted], [formats[row] for row in counted])
-        sums = of_counted.sum_by_owner(owner[counted], len(operands))
+        sums = of_counted.sum_by_owner(owner[counted], len(operands)).each()
         #: by key: sums, smallest and largest scale, and the histograms with their scales
         self.of: dict[tuple[str, str], tuple[QuantizationSums, tuple[float, float] | None, Parts]] = {}
         found: list[Parts] = [[] for _ in operands]
@@ -94,7 +100,7 @@ class _UnderScales:
             found[i].append((cast_of(use, operand), None if scale != scale else scale, histogram))
         for i, operand in enumerate(operands):
             used = [scale for _, scale, _ in found[i] if scale is not None]
-            mine = sums.row(i)
+            mine = sums[i]
             if operand.rest_casts:
                 used += [float(use.scale) for use in operand.rest_casts if isinstance(use.scale, torch.Tensor)]
                 mine = _total([mine, *operand.rest_sums])

@@ -40,6 +40,7 @@ def aggregate_key(layer: str, role: str) -> tuple[str, str] | None:
     return (aggregate, role) if aggregate else None
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def is_aggregate(name: str) -> bool:
     """Whether it stands for all experts of a layer."""
     return "*" in name.split(".")

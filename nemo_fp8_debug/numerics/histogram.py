@@ -45,8 +45,8 @@ class Histogram:
     def amax(self) -> float:
         """The largest finite magnitude; 0 where there is none."""
         bins, _ = self.occupied
-        finite = bins[: np.searchsorted(bins, infinity_bin(self.dtype))]
-        return float(magnitudes_of(self.dtype, torch.device("cpu"))[finite[-1]]) if len(finite) else 0.0
+        finite = bins[: bins.searchsorted(infinity_bin(self.dtype))]
+        return float(_of_host(self.dtype)[finite[-1]]) if len(finite) else 0.0
 
     def __add__(self, other: Histogram) -> Histogram:
         if self.dtype != other.dtype:
@@ -77,6 +77,12 @@ def magnitudes(device: torch.device = _HOST) -> torch.Tensor:
     """Float32 [2 * 32768]: the magnitude that each pattern stands for, bfloat16's then float16's; NaN and inf included."""
     patterns = torch.arange(BINS, dtype=torch.int32).to(torch.int16)
     return torch.cat([patterns.view(dtype).float() for dtype in DTYPES]).to(device)
+
+
+@functools.cache
+def _of_host(dtype: torch.dtype) -> npt.NDArray[np.float32]:
+    found: npt.NDArray[np.float32] = magnitudes_of(dtype, _HOST).numpy()
+    return found
 
 
 def magnitudes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

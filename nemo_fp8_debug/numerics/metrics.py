@@ -35,6 +35,10 @@ class _Columns:
         """Row i as a table of one row."""
         return self.rows(slice(i, i + 1))
 
+    def each(self: _T) -> list[_T]:
+        """All rows, each as a table of one row."""
+        return [type(self)(*row) for row in zip(*(getattr(self, f.name).split(1) for f in fields(self)), strict=True)]
+
     def rows(self: _T, index: torch.Tensor | slice) -> _T:
         """Some rows, by number: int64 [C]."""
         return type(self)(*(getattr(self, f.name)[index] for f in fields(self)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +18,11 @@ from hypothesis.extra import numpy as hnp
 from tensors import KINDS, SIXTEEN_BIT, random_patterns
 
 from nemo_fp8_debug.kernels import histogram_of
+from nemo_fp8_debug.kernels.cuda.sums import total
 from nemo_fp8_debug.numerics import metrics
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.histogram import HistogramBatch
-from nemo_fp8_debug.numerics.metrics import METRICS, Moments, QuantizationSums
+from nemo_fp8_debug.numerics.metrics import METRICS, InParts, Moments, QuantizationSums
 
 TARGET = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 FLT_MAX = np.finfo(np.float32).max
@@ -252,3 +254,20 @@ def test_one_histogram_on_its_device_gives_what_a_batch_gives(dtype: torch.dtype
         assert torch.equal(getattr(alone, name), getattr(batch, name))
     for name in ("sum_error2", "sum_xq", "sum_q2"):
         torch.testing.assert_close(getattr(alone, name), getattr(batch, name), rtol=1e-14, atol=0)
+
+
+def test_each_row_is_a_table_of_its_own() -> None:
+    batch = HistogramBatch.of([histogram_of(torch.randn(50).bfloat16()) for _ in range(3)])
+    found = metrics.moments(batch)
+    for i, row in enumerate(found.each()):
+        assert all(torch.equal(getattr(row, f.name), getattr(found.row(i), f.name)) for f in dataclasses.fields(found))
+        assert row.whole is row
+
+
+def test_what_a_device_left_in_parts_is_added_up_where_it_is_moved_to() -> None:
+    parts = InParts(torch.tensor([[1.0, 0, 2, 3, 4], [2, 1, 0.5, 0, 1]], dtype=torch.float64), total)
+    at_home = parts.moved(lambda x: 2 * x)
+    sums = at_home.moved(lambda x: x / 2).whole
+    assert at_home.whole.sum_q2.item() == 10
+    assert (sums.underflows.tolist(), sums.overflows.tolist(), sums.underflows.dtype) == ([3], [1], torch.int64)
+    assert (sums.sum_error2.item(), sums.sum_xq.item(), sums.sum_q2.item()) == (2.5, 3.0, 5.0)
