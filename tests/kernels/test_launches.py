@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from numba import types
 from numba.core.datamodel import default_manager
 
+from nemo_fp8_debug.errors import FP8DebugWarning
+from nemo_fp8_debug.kernels.cuda import launches
 from nemo_fp8_debug.kernels.cuda.format_constants import Codes
 from nemo_fp8_debug.kernels.cuda.launches import _FIELDS, parameters
 from nemo_fp8_debug.kernels.memory import DeviceMemory
@@ -35,3 +43,75 @@ def test_numba_is_told_the_same_memory() -> None:
         (2,),
         words.itemsize,
     )
+
+
+class Numba:
+    """Stands for Numba's CUDA target and cuda.core, which need a device: tells fields and sizes, and notes who launches."""
+
+    def __init__(self, fields: tuple[str, ...], sizes: list[int]) -> None:
+        self.launched: list[Any] = []
+        model = SimpleNamespace(field_count=len(fields), get_field_position=fields.index)
+        kernel = SimpleNamespace(arguments_info=[SimpleNamespace(size=size) for size in sizes])
+        library = SimpleNamespace(get_cufunc=lambda: SimpleNamespace(kernel=kernel))
+        self.overloads = {"a signature": SimpleNamespace(_codelibrary=library)}
+        self.targetctx = SimpleNamespace(data_model_manager=SimpleNamespace(lookup=lambda array: model))
+        self.types, self.gpus, self.specialized = types, defaultdict(nullcontext), 0
+        self.core = SimpleNamespace(
+            Stream=SimpleNamespace(from_handle=lambda handle: ("stream", handle)),
+            LaunchConfig=lambda **grid: grid,
+            launch=lambda stream, grid, _, *numbers: self.launched.append(("cuda.core", stream, grid, numbers)),
+        )
+
+    def jit(self, function: object) -> Numba:
+        return self
+
+    def specialize(self, *arguments: object) -> Numba:
+        self.specialized += 1
+        return self
+
+    def external_stream(self, handle: int) -> tuple[str, int]:
+        return "stream", handle
+
+    def __getitem__(self, grid: tuple[Any, ...]) -> Any:
+        return lambda *arguments: self.launched.append(("Numba", grid, arguments))
+
+
+def launched_twice(patch: pytest.MonkeyPatch, fields: tuple[str, ...], sizes: list[int]) -> tuple[Numba, DeviceMemory]:
+    """A kernel of an array and a number, on stream 5 of the first device."""
+    numba, x = Numba(fields, sizes), DeviceMemory(torch.zeros(4), "u4", 4)
+    patch.setattr(launches, "cuda", numba)
+    patch.setattr(launches, "_core", lambda: numba.core)
+    patch.setattr(launches, "_device", lambda index: nullcontext())
+    kernel = launches.Kernel(lambda: None)
+    for _ in range(2):
+        kernel.start((128, 32, launches.Stream(0, 5)), x, np.float32(3))
+    launches._stream.cache_clear()
+    launches._config.cache_clear()
+    assert numba.specialized == 1
+    return numba, x
+
+
+def test_cuda_core_launches_what_is_laid_out_as_it_is_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    numba, x = launched_twice(monkeypatch, _FIELDS, [8] * 7 + [4])
+    grid = {"grid": 128, "block": 32}
+    assert numba.launched == 2 * [("cuda.core", ("stream", 5), grid, (0, 0, 4, 4, x.address, 4, 4, np.float32(3)))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes", "why"),
+    [
+        (_FIELDS[::-1], [8] * 7 + [4], "ValueError: Numba lays arrays out in another way"),
+        ((*_FIELDS, "device"), [8] * 8 + [4], "ValueError: Numba lays arrays out in another way"),
+        (_FIELDS, [8] * 8, "ValueError: its parameters have other sizes"),
+        (_FIELDS[1:], [8] * 6 + [4], "ValueError: Numba lays arrays out in another way"),
+    ],
+)
+def test_numba_launches_what_is_laid_out_otherwise_and_that_is_said_once(
+    fields: tuple[str, ...], sizes: list[int], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(FP8DebugWarning) as said:
+        numba, x = launched_twice(monkeypatch, fields, sizes)
+    assert [str(of.message) for of in said] == [
+        f"nemo_fp8_debug: kernels on cuda:0 are started by Numba, which takes 0.1 ms of the host each ({why})"
+    ]
+    assert numba.launched == 2 * [("Numba", (128, 32, ("stream", 5)), (x, np.float32(3)))]
