@@ -10,10 +10,10 @@ from ..kernels.cpu.histograms import Histograms
 from ..measurement.operand_stats import COPY, Cast, OperandStats
 from ..numerics import metrics
 from ..numerics.histogram import Histogram
-from ..numerics.metrics import Moments, QuantizationSums
+from ..numerics.metrics import Moments, QuantizationSums, SumsFound
 from ..numerics.tensor_scaling import CurrentScaling, scales_of
 from .backends.base import ScaleInUse
-from .operands import Operand, Sums
+from .operands import Operand
 
 
 def collect(operands: Sequence[Operand]) -> list[OperandStats]:
@@ -27,7 +27,7 @@ def collect(operands: Sequence[Operand]) -> list[OperandStats]:
 
 def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
     total = operand.total
-    moments = _merged([m.whole for m in operand.moments]) if operand.moments else None
+    moments = metrics.merge(Moments.concat([m.whole for m in operand.moments]).cpu()) if operand.moments else None
     cast = cast_of(operand.casts[0], operand)
     mine = known.of.get(operand.key)
     return OperandStats(
@@ -66,13 +66,7 @@ def _copy(operand: Operand) -> dict[str, QuantizationSums]:
     return {COPY: _total(operand.copy_sums)} if _copy_is_known(operand) else {}
 
 
-def _merged(parts: Sequence[Moments]) -> Moments:
-    return parts[0].cpu() if len(parts) == 1 else metrics.merge(Moments.concat(parts).cpu())
-
-
-def _total(parts: Sequence[Sums]) -> QuantizationSums:
-    if len(parts) == 1:
-        return parts[0].whole.cpu()
+def _total(parts: Sequence[SumsFound]) -> QuantizationSums:
     return QuantizationSums.concat([part.whole.cpu() for part in parts]).total()
 
 

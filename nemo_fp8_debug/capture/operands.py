@@ -13,7 +13,7 @@ from ..numerics import metrics
 from ..numerics.block_scale_counts import count_block_scales
 from ..numerics.block_scaling import BlockRule, matrix
 from ..numerics.histogram import DTYPES, Histogram
-from ..numerics.metrics import InParts, Moments, QuantizationSums
+from ..numerics.metrics import MomentsFound, QuantizationSums, SumsFound
 from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe
 from ..numerics.stored_codes import quantization_sums_of_codes
@@ -26,8 +26,6 @@ from .gemms import Gemm
 #: measured as it passes, so that many micro-batches take no more of a device's memory
 KEPT_APART = 2
 MEASURED = (*DTYPES, torch.float32)
-
-Sums = QuantizationSums | InParts[QuantizationSums]
 
 
 @dataclass
@@ -53,15 +51,15 @@ class Operand:
     rest_casts: list[ScaleInUse] = field(default_factory=list)
     rest_sums: list[QuantizationSums] = field(default_factory=list)
     #: float32 operands only: what was measured directly, a row a call
-    moments: list[Moments | InParts[Moments]] = field(default_factory=list)
+    moments: list[MomentsFound] = field(default_factory=list)
     #: the same, of float32 operands and under block recipes
-    sums: list[Sums] = field(default_factory=list)
+    sums: list[SumsFound] = field(default_factory=list)
     #: the same under what-if recipes, by their names
-    what_if_sums: dict[str, list[Sums]] = field(default_factory=dict)
+    what_if_sums: dict[str, list[SumsFound]] = field(default_factory=dict)
     #: whether the copy that another product multiplies is measured too: by call its cast, and its sums under it
     measures_copies: bool = False
     copy_casts: list[ScaleInUse] = field(default_factory=list)
-    copy_sums: list[Sums] = field(default_factory=list)
+    copy_sums: list[SumsFound] = field(default_factory=list)
     #: whether the scales of blocks are counted, and how many there were of each, as `numerics.block_scale_counts` has them
     counts_block_scales: bool = False
     block_scales: torch.Tensor | None = None

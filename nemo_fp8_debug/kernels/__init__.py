@@ -13,7 +13,7 @@ from ..numerics import tensor_scaling
 from ..numerics.block_scaling import CHUNK, WHOLE_ROW, BlockRule, quantization_sums_in_blocks
 from ..numerics.formats import FloatFormat
 from ..numerics.histogram import BINS, DTYPES, Histogram, infinity_bin
-from ..numerics.metrics import InParts, Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from ..numerics.metrics import MomentsFound, SumsFound, moments_of_float32, quantization_sums_of_float32
 from ..numerics.tensor_scaling import CurrentScaling, Unscaled, amax_of, finite_amax_of
 from . import torch_fallback
 from .cpu import blocks, quantize
@@ -102,10 +102,10 @@ def _cuda_kernel(name: str) -> Any:
     return {"histogram": histogram, "blocks": blocks, "float32": float32}[name]
 
 
-def moments(x: torch.Tensor) -> Moments | InParts[Moments]:
+def moments(x: torch.Tensor) -> MomentsFound:
     """Moments (one row, on x's device) of a float32 tensor; no host synchronization. The median is NaN."""
     kernel = _kernel_on(x.device, "float32")
-    found: Moments | InParts[Moments] = (kernel.moments if kernel else moments_of_float32)(x)
+    found: MomentsFound = (kernel.moments if kernel else moments_of_float32)(x)
     return found
 
 
@@ -115,7 +115,7 @@ def quantization_sums(
     role: str,
     fmt: FloatFormat,
     counted: Histogram | None = None,
-) -> QuantizationSums | InParts[QuantizationSums]:
+) -> SumsFound:
     """Sums (one row, on x's device) of an operand, straight from its values; no host synchronization.
 
     Args:
@@ -140,7 +140,7 @@ def quantization_sums(
         scale = scale.scale(finite_amax_of(x), fmt.max)
     kernel = _kernel_on(x.device, "float32")
     sums_of = kernel.quantization_sums if kernel else quantization_sums_of_float32
-    found: QuantizationSums | InParts[QuantizationSums] = sums_of(x.float(), scale.to(x.device), fmt)
+    found: SumsFound = sums_of(x.float(), scale.to(x.device), fmt)
     return found
 
 

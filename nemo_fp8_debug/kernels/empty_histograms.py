@@ -24,7 +24,8 @@ def empty_histogram(device: torch.device) -> torch.Tensor:
     try:
         return empty.pop()
     except IndexError:
-        first, *others = torch.zeros(AT_ONCE, BINS, dtype=torch.int64, device=device).unbind()
+        with torch.inference_mode(False):  # others of them may be counted into outside of one
+            first, *others = torch.zeros(AT_ONCE, BINS, dtype=torch.int64, device=device).unbind()
         empty += others
         return first
 

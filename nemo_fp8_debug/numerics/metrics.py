@@ -29,6 +29,8 @@ class _Columns:
     @classmethod
     def concat(cls: type[_T], parts: Sequence[_T]) -> _T:
         """Rows of all parts, in order."""
+        if len(parts) == 1:
+            return parts[0]
         return cls(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)))
 
     def row(self: _T, i: int) -> _T:
@@ -116,7 +118,14 @@ class QuantizationSums(_Columns):
 
     def total(self) -> QuantizationSums:
         """All rows added up to one."""
+        if len(self.underflows) == 1:
+            return self
         return self.sum_by_owner(torch.zeros_like(self.underflows), 1)
+
+
+#: as a kernel gives them: a row, or what a device has left in parts
+MomentsFound = Moments | InParts[Moments]
+SumsFound = QuantizationSums | InParts[QuantizationSums]
 
 
 def moments(batch: HistogramBatch) -> Moments:
@@ -255,6 +264,8 @@ def _or_nan(x: torch.Tensor) -> torch.Tensor:
 
 def merge(parts: Moments) -> Moments:
     """Moments (one row) of a tensor from those of its parts; the median of a whole does not follow and is NaN."""
+    if len(parts.n) == 1:
+        return parts.with_median(torch.full_like(parts.amax, torch.nan))
     return Moments(
         n=parts.n.sum()[None],
         nan=parts.nan.sum()[None],

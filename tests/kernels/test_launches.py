@@ -112,6 +112,6 @@ def test_numba_launches_what_is_laid_out_otherwise_and_that_is_said_once(
     with pytest.warns(FP8DebugWarning) as said:
         numba, x = launched_twice(monkeypatch, fields, sizes)
     assert [str(of.message) for of in said] == [
-        f"nemo_fp8_debug: kernels on cuda:0 are started by Numba, which takes 0.1 ms of the host each ({why})"
+        f"nemo_fp8_debug: Numba launches a kernel on cuda:0, which takes the host 0.1 ms each time ({why})"
     ]
     assert numba.launched == 2 * [("Numba", (128, 32, ("stream", 5)), (x, np.float32(3)))]

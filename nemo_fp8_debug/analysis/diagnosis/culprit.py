@@ -13,8 +13,8 @@ from .rules.finding import Finding
 STANDS_OUT, TOGETHER = 4.0, 1
 #: rules about what lies between GEMMs, and about steps of weights
 BETWEEN = ("attention", "router", "steps of weights")
-#: rules about what may come first of what goes wrong, and is never the cause
-OMENS = ("channels", "experts")
+#: rules whose findings are never the cause
+HINTS = ("channels", "experts")
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _nothing_found(evidence: Evidence, hints: bool) -> Blame:
     if not evidence.judged or (not evidence.paired and (hints or found is not None)):
         return Blame(None, "unknown", "low")
     if evidence.harmed_since is None:
-        surely = evidence.paired and not any(f.rule in OMENS for f in evidence.findings)
+        surely = evidence.paired and not any(f.rule in HINTS for f in evidence.findings)
         known = evidence.paired or evidence.covered
         return Blame(None, "none", "high" if surely else "medium" if known else "low")
     return Blame(None, "software", "medium") if evidence.paired else Blame(None, "unknown", "low")

@@ -14,7 +14,7 @@ import torch
 from ...numerics.block_scaling import Block, BlockRule, MXFP8Scaling, matrix, scales_of_amax
 from ...numerics.formats import E4M3, FloatFormat
 from ...numerics.histogram import BINS, Histogram, infinity_bin, magnitudes_of
-from ...numerics.metrics import InParts, QuantizationSums
+from ...numerics.metrics import InParts, SumsFound
 from ..memory import DeviceMemory
 from .format_constants import Codes, Values
 from .histogram import LEAST_BLOCKS
@@ -59,9 +59,7 @@ def amax_of(histogram: Histogram) -> torch.Tensor:
     return torch.where(histogram.counts[:end] > 0, magnitudes_of(histogram.dtype, histogram.counts.device)[:end], 0.0).amax()
 
 
-def block_sums(
-    x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram
-) -> QuantizationSums | InParts[QuantizationSums]:
+def block_sums(x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
     """As `numerics.blocks.quantization_sums_in_blocks`, in torch's current stream; sums are added up in another order.
 
     The first call on a device compiles.

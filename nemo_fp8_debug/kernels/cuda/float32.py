@@ -16,7 +16,14 @@ import torch
 from numba import uint32, uint64
 
 from ...numerics.formats import BF16, E4M3, FloatFormat
-from ...numerics.metrics import InParts, Moments, QuantizationSums, moments_of_float32, quantization_sums_of_float32
+from ...numerics.metrics import (
+    InParts,
+    Moments,
+    MomentsFound,
+    SumsFound,
+    moments_of_float32,
+    quantization_sums_of_float32,
+)
 from ..memory import DeviceMemory
 from .format_constants import Codes
 from .histogram import LEAST_BLOCKS
@@ -186,7 +193,7 @@ def moments_of_parts(parts: torch.Tensor, n: int) -> Moments:
     )
 
 
-def moments(x: torch.Tensor) -> Moments | InParts[Moments]:
+def moments(x: torch.Tensor) -> MomentsFound:
     """As `numerics.metrics.moments_of_float32`, in torch's current stream. The first call on a device compiles.
 
     Args:
@@ -204,9 +211,7 @@ def moments(x: torch.Tensor) -> Moments | InParts[Moments]:
     return InParts(parts, functools.partial(moments_of_parts, n=x.numel()))
 
 
-def quantization_sums(
-    x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat
-) -> QuantizationSums | InParts[QuantizationSums]:
+def quantization_sums(x: torch.Tensor, scale: torch.Tensor, fmt: FloatFormat) -> SumsFound:
     """As `numerics.metrics.quantization_sums_of_float32`, in torch's current stream. The first call on a device compiles.
 
     Args:

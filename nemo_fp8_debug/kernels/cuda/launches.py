@@ -30,6 +30,7 @@ _FIELDS = ("meminfo", "parent", "nitems", "itemsize", "data", "shape", "strides"
 #: bytes of a Python integer
 _INTEGER = 8
 _entered = threading.local()
+_HERE = contextlib.nullcontext()
 
 
 class Stream(NamedTuple):
@@ -86,7 +87,7 @@ class Kernel:
                 kernel = _checked(compiled, arguments)
             except Exception as error:  # of many kinds, where Numba or cuda.core is another than is known here
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-                warn(f"kernels on cuda:{device} are started by Numba, which takes 0.1 ms of the host each ({why})")
+                warn(f"Numba launches a kernel on cuda:{device}, which takes the host 0.1 ms each time ({why})")
                 return None
         return kernel
 
@@ -147,9 +148,6 @@ def _device(index: int) -> contextlib.AbstractContextManager[Any]:
         torch.zeros(1, device=torch.device("cuda", index))  # the first thing that a thread does there brings it about
         entered.add(index)
     return _HERE if torch.cuda.current_device() == index else torch.cuda.device(index)
-
-
-_HERE = contextlib.nullcontext()
 
 
 @functools.cache

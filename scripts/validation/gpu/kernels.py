@@ -22,9 +22,10 @@ from nemo_fp8_debug.numerics.block_scaling import BlockRule, quantization_sums_i
 from nemo_fp8_debug.numerics.formats import E4M3, FloatFormat
 from nemo_fp8_debug.numerics.histogram import BINS, Histogram, infinity_bin
 from nemo_fp8_debug.numerics.metrics import (
-    InParts,
     Moments,
+    MomentsFound,
     QuantizationSums,
+    SumsFound,
     moments_of_float32,
     quantization_sums_of_float32,
 )
@@ -47,8 +48,6 @@ CLOSE = 1e-12
 COLUMNS = 4096
 #: rows and values whose sums a CPU takes too
 ROWS, VALUES = 1024, 1 << 20
-#: sums as they come from a kernel or from a CPU
-Sums = QuantizationSums | InParts[QuantizationSums]
 
 
 class Engine(Protocol):
@@ -65,13 +64,13 @@ class Engine(Protocol):
     def count(self, into: Histogram, x: torch.Tensor) -> None:
         """Add the magnitudes of a 16-bit tensor to a histogram."""
 
-    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> Sums:
+    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
         """Sums under the scales of blocks."""
 
-    def moments(self, x: torch.Tensor) -> Moments | InParts[Moments]:
+    def moments(self, x: torch.Tensor) -> MomentsFound:
         """Moments of a float32 tensor."""
 
-    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> Sums:
+    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> SumsFound:
         """Sums of a float32 tensor under one scale."""
 
     def milliseconds(self, call: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -95,13 +94,13 @@ class Device:
     def count(self, into: Histogram, x: torch.Tensor) -> None:
         count_into(into, x)
 
-    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> Sums:
+    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
         return quantization_sums(x, rule, role, fmt, counted)
 
-    def moments(self, x: torch.Tensor) -> Moments | InParts[Moments]:
+    def moments(self, x: torch.Tensor) -> MomentsFound:
         return moments(x)
 
-    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> Sums:
+    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> SumsFound:
         return quantization_sums(x, scale, "input", E4M3)
 
     def milliseconds(self, call: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -144,17 +143,17 @@ class Simulator:
 
         count(bits(x), infinity_bin(into.dtype), into.counts.numpy(), self.grid)
 
-    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> Sums:
+    def block_sums(self, x: torch.Tensor, rule: BlockRule, role: str, fmt: FloatFormat, counted: Histogram) -> SumsFound:
         from cuda_simulator import block_sums
 
         return block_sums(x, rule, role, fmt, self.grid)
 
-    def moments(self, x: torch.Tensor) -> Moments | InParts[Moments]:
+    def moments(self, x: torch.Tensor) -> MomentsFound:
         from cuda_simulator import float32_moments
 
         return float32_moments(x, self.grid)
 
-    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> Sums:
+    def sums(self, x: torch.Tensor, scale: torch.Tensor) -> SumsFound:
         from cuda_simulator import float32_sums
 
         return float32_sums(x, float(scale), E4M3, self.grid)

@@ -60,16 +60,6 @@ def check_environment(module: Any, role: str) -> None:
                 raise UnknownCast(f"under the environment variable {name} its norm is not made again here")
 
 
-def _strange_variables() -> list[str]:
-    """Asked at every cast: a script may set one while it runs, and a kernel may ask for it at each cast."""
-    now = getattr(os.environ, "_data", None)
-    if now is None or now != _asked.variables:
-        mine = {name for name, value in os.environ.items() if name.startswith(_PREFIX) and value not in ("0", "")}
-        _asked.strange = sorted(mine - KNOWN_VARIABLES)
-        _asked.variables = dict(now) if now is not None else {}
-    return _asked.strange
-
-
 @dataclass
 class _Asked:
     """What was set when variables were read last, as Python keeps it, which is compared far faster than it is read."""
@@ -79,6 +69,16 @@ class _Asked:
 
 
 _asked = _Asked()
+
+
+def _strange_variables() -> list[str]:
+    """Asked at every cast: a script may set one while it runs, and a kernel may ask for it at each cast."""
+    now = getattr(os.environ, "_data", None)
+    if now is None or now != _asked.variables:
+        before = None if now is None else dict(now)  # one that is set while they are read differs from it next time
+        mine = {name for name, value in os.environ.items() if name.startswith(_PREFIX) and value not in ("0", "")}
+        _asked.strange, _asked.variables = sorted(mine - KNOWN_VARIABLES), before
+    return _asked.strange
 
 
 def check_option(variable: str, asked: bool) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -106,7 +105,7 @@ def _attributes_of(kind: type) -> Set[str]:
 
 
 #: by class: what it and those above it held then, and the names of attributes
-_attributes: WeakKeyDictionary[type, tuple[list[tuple[type, dict[str, Any]]], Set[str]]] = WeakKeyDictionary()
+_attributes: dict[type, tuple[list[tuple[type, dict[str, Any]]], Set[str]]] = {}
 
 
 def _is_ours(kind: type) -> bool:

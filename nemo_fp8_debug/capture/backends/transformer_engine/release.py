@@ -31,6 +31,7 @@ def _installed(look_up: Callable[[str], str], module: Any, says: str) -> str:
     """Looked up once for a module that is imported: that takes longer than all else that is asked in a step.
 
     Args:
+        look_up: tells the version of a package.
         says: what it says itself, if packages do not tell.
     """
     for name in ("transformer_engine", "transformer-engine"):
