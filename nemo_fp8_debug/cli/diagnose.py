@@ -25,6 +25,7 @@ _WIDEST, _LISTED = 110, 15
 EXAMPLES = (
     "runs/fp8 --baseline runs/baseline",
     "runs/fp8 --baseline runs/baseline --reference runs/bf16",
+    "runs/fp8 --baseline runs/seed_1 --baseline runs/seed_2 --baseline runs/seed_3",
     "runs/fp8 --json",
     "runs/fp8 --baseline runs/baseline --markdown",
 )
@@ -33,12 +34,12 @@ EXAMPLES = (
 def command(
     run: Annotated[Path, typer.Argument(help="folder of the run to explain, or one above it")],
     baseline: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             "--baseline",
             "--good",
             metavar="RUN",
-            help="a run that went well; without it RUN is compared with its own beginning",
+            help="a run that went well; may be repeated for other seeds; without it RUN is compared with its own beginning",
         ),
     ] = None,
     reference: Annotated[
@@ -66,7 +67,7 @@ def command(
     if as_json:
         print_json(found.to_json() | {"story": told})
     elif as_markdown:
-        against = "" if baseline is None else f" against {baseline.name}"
+        against = f" against {', '.join(each.name for each in baseline)}" if baseline else ""
         print(f"### {run.name}{against}: {told['headline']['title']}\n\n{story_markdown(told)}")
     else:
         _print(found)

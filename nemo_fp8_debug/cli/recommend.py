@@ -36,9 +36,12 @@ EXAMPLES = (
 def command(
     run: Annotated[Path, typer.Argument(help="folder of the run to fix, or one above it")],
     baseline: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            "--baseline", "--good", metavar="RUN", help="a run that went well: looks only at operands that left its band"
+            "--baseline",
+            "--good",
+            metavar="RUN",
+            help="a run that went well: looks only at operands that left its band; may be repeated for other seeds",
         ),
     ] = None,
     operand: Annotated[
@@ -68,14 +71,14 @@ def command(
     flagged: Iterable[Key]
     flags: dict[Key, Flag] = {}
     with on_cluster(cluster), working(f"diagnosing {run}", "trying changes") as over:
-        if baseline is None:
+        if not baseline:
             examined = Run.read(run)
             flagged = over_budget(examined, budget)
         else:
             diagnosis = diagnose(run, baseline)
             examined, flags = diagnosis.run, flagged_by(diagnosis)
             flagged = flags
-        if baseline is not None and not flags and not operand and not as_json:
+        if baseline and not flags and not operand and not as_json:
             say(console(), diagnosis.verdict())
         over()
         found = recommend(examined, [_key(text) for text in operand] if operand else list(flagged), budget, flags)

@@ -44,6 +44,8 @@ class Comparison:
     notes: Sequence[str] = ()
     #: percent that the loss may lie above the baseline's before it counts as harm
     max_gap: float = MAX_GAP
+    #: further baselines, with the names of the first for their layers
+    others: Sequence[Run] = ()
 
     @property
     def divergence_step(self) -> int | None:
@@ -55,7 +57,9 @@ class Comparison:
         """What the run's loss came to."""
         sizes = sizes_of_weights(self.run.metrics)
         same_model = None not in sizes.values() and sizes == sizes_of_weights(self.baseline.metrics)
-        return LossOutcome.of(self.run.loss, self.baseline.loss, self.max_gap, same_model)
+        return LossOutcome.of(
+            self.run.loss, self.baseline.loss, self.max_gap, same_model, [each.loss for each in self.others]
+        )
 
     @cached_property
     def sampled_alike(self) -> bool:

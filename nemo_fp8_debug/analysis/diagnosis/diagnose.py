@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import polars as pl
 
@@ -43,12 +44,17 @@ from .rules.steps_of_weights import steps_of_weights
 from .rules.still_weights import still_weights
 from .rules.weights import weights
 from .rules.wrong_product import wrong_product, wrong_reduction
+from .unusual import unusual
+
+Source = str | os.PathLike[str] | Run
+#: rules whose limits are what a baseline does
+NOISY = (gradient_norm, weights, still_weights, steps_of_weights, activations)
 
 
 def diagnose(
-    run: str | os.PathLike[str] | Run,
-    baseline: str | os.PathLike[str] | Run | None = None,
-    reference: str | os.PathLike[str] | Run | None = None,
+    run: Source,
+    baseline: Source | Sequence[Source] | None = None,
+    reference: Source | None = None,
     by: str = "step",
     max_gap: float = MAX_GAP,
     bands: str | os.PathLike[str] | Bands | None = None,
@@ -57,7 +63,9 @@ def diagnose(
 
     Args:
         run: the record of the run to explain, or a folder above it; a path or any fsspec address.
-        baseline: likewise, of a run that went well; None: the run is compared with its own beginning.
+        baseline: likewise, of a run that went well; of several of one model, what one of the others does beside the first
+            is no sign of anything, and the loss is compared with the mean of all. None: the run is compared with its own
+            beginning.
         reference: likewise, of a run that differs from `run` in precision alone; None: there is none.
         by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
         bands: of healthy runs, which a run without a baseline is judged by: a file of `nemo-fp8-debug learn`; None: those
@@ -69,36 +77,43 @@ def diagnose(
 
     Raises:
         RecordError: a record is missing or unreadable, or has nothing to go by.
-        ConfigError: `by` is neither.
+        ConfigError: `by` is neither, or baselines are of different models.
 
     Example:
         >>> found = diagnose("runs/bad", "runs/baseline", "runs/reference")
         >>> found.harm, found.cause, found.divergence_step
         ('harmful', 'learning_rate', 61)
     """
-    if baseline is not None:
-        return diagnose_comparison(comparison_of(run, baseline, reference, by, max_gap))
+    baselines = [baseline] if isinstance(baseline, str | os.PathLike | Run) else [*(baseline or ())]
+    if baselines:
+        return diagnose_comparison(comparison_of(run, baselines[0], reference, by, max_gap, baselines[1:]))
     mine = _read(run, by)
     return _alone(mine, _reference(reference, by), max_gap, bands_for(mine, bands))
 
 
 def comparison_of(
-    run: str | os.PathLike[str] | Run,
-    baseline: str | os.PathLike[str] | Run,
-    reference: str | os.PathLike[str] | Run | None = None,
+    run: Source,
+    baseline: Source,
+    reference: Source | None = None,
     by: str = "step",
     max_gap: float = MAX_GAP,
+    others: Sequence[Source] = (),
 ) -> Comparison:
     """The comparison that a diagnosis rests on: without samples of steps that the optimizer skipped. Arguments are those of
-    `diagnose`."""
-    return compare(_read(baseline, by), _read(run, by), _reference(reference, by), by, max_gap=max_gap)
+    `diagnose`.
+
+    Args:
+        others: further baselines.
+    """
+    more = [_read(each, by) for each in others]
+    return compare(_read(baseline, by), _read(run, by), _reference(reference, by), by, max_gap=max_gap, others=more)
 
 
-def _reference(path: str | os.PathLike[str] | Run | None, by: str) -> Run | None:
+def _reference(path: Source | None, by: str) -> Run | None:
     return path if path is None or isinstance(path, Run) else Run.read(path, by)
 
 
-def _read(path: str | os.PathLike[str] | Run, by: str) -> Run:
+def _read(path: Source, by: str) -> Run:
     return (path if isinstance(path, Run) else Run.read(path, by)).without_skipped()
 
 
@@ -141,11 +156,13 @@ def _added_up(
         reference: step from which the reference run's loss diverges.
         covered: whether bands of healthy runs stand for a baseline.
     """
+    others = () if comparison is None else [each for each in comparison.others if not each.metrics.is_empty()]
+    here = partial(unusual, run=run, baseline=baseline, others=others)
     around = [
         *recipes(run, baseline),
         *learning_rate(run, baseline),
         *nonfinite(run, baseline),
-        *inputs(run, baseline, loss),
+        *here(lambda each, beside: inputs(each, beside, loss if each is run else _outcome(each, beside, loss))),
     ]
     loss = _with_rise(loss, [*operands, *around], run.metrics.steps)
     stopped = stopped_at(run)
@@ -154,18 +171,14 @@ def _added_up(
     findings = [
         *divergence(loss, run.unit, reference),
         *around,
-        *optimizer_steps(run, baseline),
+        *here(optimizer_steps),
         *wrong_product(run),
         *wrong_reduction(run),
         *replicas(run),
         *filter(None, [level(run.loss, run.unit) if baseline is None else None]),
-        *gradient_norm(run, baseline),
-        *weights(run, baseline),
-        *still_weights(run, baseline),
-        *steps_of_weights(run, baseline),
-        *activations(run, baseline),
+        *(found for rule in NOISY for found in here(rule)),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
-        *filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)]),
+        *here(_spikes),
         *multiplier(run, baseline),
         *operands,
     ]
@@ -180,6 +193,15 @@ def _added_up(
     # Where an operand goes wrong, X behind it moves as well: that is no finding of its own.
     told = [f for f in findings if f.rule != "inputs" or f is blame.finding or not operands]
     return Diagnosis(run, baseline, comparison, told, blame, loss, stopped)
+
+
+def _outcome(run: Run, baseline: Run | None, like: LossOutcome) -> LossOutcome:
+    """Of another baseline's loss beside the first's."""
+    return LossOutcome.of(run.loss, None if baseline is None else baseline.loss, like.max_gap, like.same_model)
+
+
+def _spikes(run: Run, baseline: Run | None) -> list[Finding]:
+    return [*filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)])]
 
 
 def _with_rise(loss: LossOutcome, findings: Sequence[Finding], sampled: Ints) -> LossOutcome:

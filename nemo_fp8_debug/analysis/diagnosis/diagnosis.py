@@ -186,6 +186,7 @@ class Diagnosis:
                 "confidence": self.confidence,
                 "harm": self.harm,
                 "gap": None if self.loss.gap is None else self.loss.gap.to_json(),
+                "seeds": None if self.loss.seeds is None else self.loss.seeds.to_json(),
                 "divergence_step": self.divergence_step,
                 "lead": self.lead,
                 "culprit": None if self.culprit is None else asdict(self.culprit),

@@ -39,6 +39,10 @@ class LossCurve:
         half = max(2, len(losses) // 12)
         return cls(table["step"].to_numpy(), losses, running_median(losses, half), half)
 
+    def times(self, factor: float) -> LossCurve:
+        """All losses so many times as high."""
+        return LossCurve(self.steps, factor * self.losses, factor * self.smooth, self.half)
+
     @property
     def final(self) -> float | None:
         """Smoothed loss at the end; None without losses."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..formatting import number
+from .alignment import align
 from .curve import LossCurve
 from .divergence import above
 from .gap import Gap, gap
+from .seeds import Seeds, mean_of, seeds_of
 from .step_change import jumps_at, rises_at
 
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
@@ -19,6 +22,9 @@ OTHER_SEEDS, OTHER_MODELS = 6.0, 20.0
 #: how many times that it may rise by at a step that was searched for, if the models are the same, and if they are not; the
 #: latter is also how far above another model it may lie once it has risen at all
 SEARCHED, RISEN = 5.0, 10.0
+#: confidence, going by what several baselines differ by, that a gap is above the limit: of one that is harm by itself, and
+#: of one that makes harm likely beside what else is found
+SURE, LIKELY = 0.999, 0.95
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,28 @@ class LossOutcome:
     #: whether the baseline is of the same model, as far as can be told
     same_model: bool = False
 
+    #: of several baselines of other batches, whose mean `baseline` is; None: it is one run
+    seeds: Seeds | None = None
+
     @classmethod
     def of(
-        cls, run: LossCurve, baseline: LossCurve | None, max_gap: float = MAX_GAP, same_model: bool = False
+        cls,
+        run: LossCurve,
+        baseline: LossCurve | None,
+        max_gap: float = MAX_GAP,
+        same_model: bool = False,
+        others: Sequence[LossCurve] = (),
     ) -> LossOutcome:
-        """Against a baseline, if it has enough losses to be one."""
-        known = baseline is not None and baseline.has_enough
-        return cls(run, baseline if known else None, max_gap, same_model=same_model)
+        """Against the mean of a baseline and others like it, or one of them that saw the same batches; those that have
+        enough losses count."""
+        known = [each for each in (baseline, *others) if each is not None and each.has_enough]
+        paired = next((each for each in known if align(run, each).paired), None) if len(known) > 1 else None
+        if len(known) < 2 or paired is not None:
+            return cls(run, next(iter(known), None) if paired is None else paired, max_gap, same_model=same_model)
+        mean = mean_of(known)
+        if not mean.has_enough:  # they cover too few steps in common
+            return cls(run, known[0], max_gap, same_model=same_model)
+        return cls(run, mean, max_gap, same_model=same_model, seeds=seeds_of(known, mean))
 
     @cached_property
     def gap(self) -> Gap | None:
@@ -51,7 +72,8 @@ class LossOutcome:
     def since(self) -> int | None:
         """First step from which the loss stays above the baseline's, or alone above its own minimum; None: it does not.
 
-        Of one that rises at a known step it is that step: another seed explains that it lay above before.
+        Of one that rises at a known step it is that step: another seed explains that it lay above before. Beside several
+        baselines it is that from which it stays above what they differ by.
         """
         stays = None if self.rise else self._risen
         found = (stays, self.run.lost_at, self.rise and self.rise[0], self.stepped_up and self.stepped_up[0])
@@ -71,7 +93,10 @@ class LossOutcome:
 
     @cached_property
     def _risen(self) -> int | None:
-        return self.run.diverged_at if self.baseline is None else above(self.run, self.baseline)
+        if self.baseline is None:
+            return self.run.diverged_at
+        since = None if self.seeds is None else above(self.run, self.baseline.times(1 + self.seeds.reach(LIKELY) / 100))
+        return above(self.run, self.baseline) if since is None else since
 
     @property
     def harm(self) -> str:
@@ -95,7 +120,7 @@ class LossOutcome:
             return "harmful"
         if found.percent <= self.max_gap:
             return "gap"
-        if found.paired or found.percent > (OTHER_SEEDS if self.same_model else OTHER_MODELS) * self.max_gap:
+        if found.paired or found.percent > self._no_seed_explains():
             return "harmful"
         assert self.since is not None
         rise = rises_at(self.run, self.baseline, self.since)
@@ -107,6 +132,23 @@ class LossOutcome:
         if moved and found.percent > RISEN * self.max_gap:
             return "harmful"
         return "unknown" if self.stepped_up is None else "likely"
+
+    def beyond_seeds(self, times: float, sure: float) -> float:
+        """Percent beyond which another seed does not explain a gap. The mean of several baselines lies nearer than one of
+        them does, and what they differ by tells more than what seeds usually do.
+
+        Args:
+            times: the limit, beside one baseline.
+            sure: confidence that the limit is exceeded, going by what several differ by.
+        """
+        if self.seeds is None or not self.same_model:
+            return times * self.max_gap
+        return min(self.seeds.nearer * times * self.max_gap, self.max_gap + self.seeds.reach(sure))
+
+    def _no_seed_explains(self) -> float:
+        """Percent beyond which no other seed explains a gap, whatever else is found."""
+        least = self.beyond_seeds(OTHER_SEEDS if self.same_model else OTHER_MODELS, SURE)
+        return least if self.seeds is None else max(least, self.seeds.reach(LIKELY))
 
     @property
     def harmful_since(self) -> int | None:
@@ -145,7 +187,7 @@ class LossOutcome:
         )
 
     def _against_the_baseline(self, found: Gap, unit: str) -> str:
-        measured = described(found, unit)
+        measured = described(found, unit, self.seeds)
         if self.harm == "harmful":
             return f"The loss diverges from {unit} {self.since} on: {measured}."
         if self.harm == "likely" and self.stepped_up is not None:
@@ -160,14 +202,23 @@ class LossOutcome:
         if self.harm == "none":
             return f"The loss follows the baseline's: {measured}; {visible}."
         if not found.paired and found.interval()[0] > self.max_gap:
-            return f"The loss is above the baseline's: {measured}. Another seed may explain that; one pair cannot tell."
+            return f"The loss is above the baseline's: {measured}. {self._another_seed()}"
         return f"Whether the loss is {self.max_gap:g}% above the baseline's cannot be told: {measured}; {visible}."
 
+    def _another_seed(self) -> str:
+        """What it may explain, in a sentence or two."""
+        if self.seeds is None:
+            return "Another seed may explain that; one pair cannot tell."
+        reach = number(self.seeds.reach(LIKELY))
+        return f"Another seed may explain that: 1 in 20 would end {reach}% above the mean of these {self.seeds.n}, or more."
 
-def described(found: Gap, unit: str) -> str:
+
+def described(found: Gap, unit: str, seeds: Seeds | None = None) -> str:
     """A gap, in a clause."""
     low, high = found.interval()
     order = "the same batches" if found.paired else "other batches"
+    if seeds is not None:
+        order = f"the mean of {seeds.n} runs of other batches, which end {number(seeds.spread)}% apart (standard deviation)"
     where = f"the last {found.n} losses, {unit}s {found.first} to {found.last}"
     if found.infinite:
         return f"over {where} no number is left"

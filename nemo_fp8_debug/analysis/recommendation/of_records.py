@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from ...core.keys import Key
-from ..diagnosis.diagnose import diagnose
+from ..diagnosis.diagnose import Source, diagnose
 from ..runs.run import Run
 from .flags import Flag, flagged_by
 from .options import Budget
@@ -15,8 +14,8 @@ from .recommend import recommend as recommend_for
 
 
 def recommend(
-    run: str | os.PathLike[str] | Run,
-    baseline: str | os.PathLike[str] | Run | None = None,
+    run: Source,
+    baseline: Source | Sequence[Source] | None = None,
     operands: Sequence[Key] | None = None,
     budget: Budget | None = None,
 ) -> Recommendation:
@@ -24,8 +23,8 @@ def recommend(
 
     Args:
         run: the record of the run to fix, or a folder above it; a path or any fsspec address.
-        baseline: the record of a run that went well. With it, only operands that left its band before the loss diverged are
-            changed; without it, all that exceed the budget.
+        baseline: the record of a run that went well, or of several that differ in their seed. With it, only operands that
+            left its band before the loss diverged are changed; without it, all that exceed the budget.
         operands: operands to look at instead, a list of (layer, role); a role is `input`, `weight` or `grad_output`.
         budget: what an operand may lose; None: `Budget()`.
 

@@ -27,7 +27,7 @@ def of_loss(loss: LossOutcome, unit: str) -> dict[str, Any]:
         "since": loss.harmful_since,
         "unit": unit,
         "gap": None if loss.gap is None else loss.gap.to_json(),
-        "gap_told": None if loss.gap is None else sentence(described(loss.gap, unit)),
+        "gap_told": None if loss.gap is None else sentence(described(loss.gap, unit, loss.seeds)),
     }
 
 

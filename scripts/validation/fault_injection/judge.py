@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import binomtest
 
-from fault_injection.records import FOLDER, read_run, truths
+from fault_injection.other_seeds import further_seeds
+from fault_injection.records import FOLDER, StoredRun, read_run, truths
 from fault_injection.right_causes import is_sampled, right_causes
 from fault_injection.sets import LEARNED_FROM
 from fault_injection.truth import HARM
@@ -32,8 +33,9 @@ from nemo_fp8_debug.analysis.bands.bands import Bands
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.core.layer_names import aggregate_key
 
-#: `families`: none, with bands of the other families; `none`: with those of the package, of clean runs below part 200
-BASELINES = ("near", "other", "depth", "none", "families")
+#: `seeds`: `other` and the losses of two more seeds; `none`: none, with the bands of the package, of clean runs below part
+#: 200; `families`: none, with bands of the other families
+BASELINES = ("near", "seeds", "other", "depth", "none", "families")
 INTERVALS = (5, 20, 50)
 LOG = Path(__file__).parent / "held_out.log"
 #: what a verdict calls a harmed run
@@ -145,15 +147,15 @@ def learned_from() -> list[Truth]:
 
 def judged(told: Truth, baseline: str, interval: int) -> Judged | None:
     """What is said of a run; None where it has no such baseline."""
-    other, bands = None, None
-    if baseline == "families":
-        bands = bands_without(told["family"])
-    elif baseline != "none":
-        name = baseline_of(told, baseline)
-        if name is None:
+    baselines = list[StoredRun]()
+    if baseline not in ("none", "families"):
+        name = baseline_of(told, "other" if baseline == "seeds" else baseline)
+        further = list(further_seeds(told["part"])) if baseline == "seeds" else []
+        if name is None or (baseline == "seeds" and not further):
             return None
-        other = read_run(runs_by_part(Path(told["path"]).parent)[told["path"]][name], interval)
-    said = diagnose(read_run(told, interval), other, bands=bands)
+        baselines = [read_run(runs_by_part(Path(told["path"]).parent)[told["path"]][name], interval), *further]
+    bands = bands_without(told["family"]) if baseline == "families" else None
+    said = diagnose(read_run(told, interval), baselines, bands=bands)
     found = said.culprit
     culprit = (found.layer, found.role) if found and found.layer and found.role else None
     return Judged(told, baseline, interval, said.harm, said.cause, culprit, found.since if found else None)
