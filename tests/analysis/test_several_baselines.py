@@ -50,11 +50,18 @@ class TestLoss:
         told = found.told()
         assert "the mean of 3 runs of other batches, which end" in told and "1 in 20 would end" in told
 
-    def test_one_of_the_same_batches_is_the_better_baseline(self) -> None:
+    def test_beside_one_of_the_same_batches_no_other_counts(self) -> None:
         run, twin = losses(0, 1.0), losses(0)
-        found = LossOutcome.of(run, losses(1), same_model=True, others=[twin, losses(2)])
+        found = LossOutcome.of(run, twin, same_model=True, others=[losses(1), losses(2)])
         assert found.baseline is twin and found.seeds is None and found.gap is not None
         assert found.gap.paired and found.gap.percent == pytest.approx(1.0, abs=0.01)
+
+    def test_baselines_of_the_same_batches_are_one(self) -> None:
+        """A copy that differs by next to nothing does not show what seeds differ by."""
+        found = LossOutcome.of(losses(0, 5.0), losses(1), same_model=True, others=[losses(1, 0.05), losses(1, 0.1)])
+        assert found.seeds is None and found.harm == "unknown"
+        found = LossOutcome.of(losses(0, 5.0), losses(1), same_model=True, others=[losses(1, 0.05), losses(2)])
+        assert found.seeds is not None and found.seeds.n == 2
 
     def test_the_mean_is_over_steps_that_all_cover(self) -> None:
         every, other = range(0, 100), range(50, 200, 2)
@@ -169,4 +176,5 @@ class TestUse:
         run, twin = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "twin", losses=falling(0))
         found = diagnose(run, [write(tmp_path / "first", losses=falling(1)), twin])
         assert found.loss.gap is not None and found.loss.gap.paired
+        assert found.baseline is not None and found.baseline.path == str(twin)
         assert any("saw the run's batches" in note for note in found.notes)

@@ -21,7 +21,7 @@ from .drift import drifts
 from .layer_matching import named_alike
 from .onset import IN_A_ROW, onsets
 from .other_depth import as_far_from_the_output, depths_of, differ_in_depth, that_count
-from .several_baselines import beyond_others, of_one_model, told_of
+from .several_baselines import beyond_others, nearest_first, of_one_model, told_of
 
 
 def compare(
@@ -46,7 +46,7 @@ def compare(
             size and kind.
         max_gap: percent that the mean loss over the last part may lie above the baseline's before it counts as harm.
         others: further runs that went well, of the baseline's model: what one of them does too does not count, and the loss
-            is compared with the mean of all.
+            is compared with the mean of all. One that saw the run's batches takes the baseline's place.
 
     Returns:
         What sets the runs apart: `.divergence_step`, the step from which the loss stays above the baseline's, or None;
@@ -65,11 +65,12 @@ def compare(
         >>> found.tensors.select("layer", "role").row(0)
         ('layers.0.qkv', 'grad_output')
     """
-    first, second, other, *more = (
-        run if run is None or isinstance(run, Run) else Run.read(run, by) for run in (baseline, run, reference, *others)
+    second, other, *baselines = (
+        run if run is None or isinstance(run, Run) else Run.read(run, by) for run in (run, reference, baseline, *others)
     )
-    assert first and second
-    further = of_one_model(first, [each for each in more if each is not None])
+    assert second
+    first, *further = nearest_first(second, [each for each in baselines if each])
+    further = of_one_model(first, further)
     second, notes = named_alike(first, second, renames)
     ranked = drifts(first, second)
     depths = _depths(first, second)

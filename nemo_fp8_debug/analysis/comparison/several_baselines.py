@@ -16,6 +16,13 @@ _FARTHER = 2.0
 _KEY = ["layer", "role", "metric"]
 
 
+def nearest_first(run: Run, baselines: Sequence[Run]) -> list[Run]:
+    """That which saw the run's batches before the others, if there is one: it tells the most."""
+    if len(baselines) < 2:
+        return [*baselines]
+    return sorted(baselines, key=lambda each: not align(run.loss, each.loss).paired)
+
+
 def of_one_model(first: Run, others: Sequence[Run]) -> list[Run]:
     """Others with the names of the first for their layers; those without samples count by their loss.
 
@@ -35,9 +42,8 @@ def told_of(first: Run, others: Sequence[Run], run: Run) -> list[str]:
     unsampled = [each.path for each in others if each.metrics.is_empty()]
     if unsampled:
         told.append(f"Of these {', '.join(unsampled)} has no sampled step and counts by its loss alone.")
-    alike = next((each for each in (first, *others) if align(run.loss, each.loss).paired), None)
-    if alike is not None:
-        told.append(f"{alike.path} saw the run's batches, so the loss is compared with it alone.")
+    if align(run.loss, first.loss).paired:
+        told.append(f"{first.path} saw the run's batches, so it comes first, and the loss is compared with it alone.")
     return told
 
 

@@ -11,7 +11,7 @@ from .alignment import align
 from .curve import LossCurve
 from .divergence import above
 from .gap import Gap, gap
-from .seeds import Seeds, mean_of, seeds_of
+from .seeds import Seeds, mean_of, of_other_batches, seeds_of
 from .step_change import jumps_at, rises_at
 
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
@@ -39,7 +39,6 @@ class LossOutcome:
     rise: tuple[int, float] | None = None
     #: whether the baseline is of the same model, as far as can be told
     same_model: bool = False
-
     #: of several baselines of other batches, whose mean `baseline` is; None: it is one run
     seeds: Seeds | None = None
 
@@ -52,15 +51,13 @@ class LossOutcome:
         same_model: bool = False,
         others: Sequence[LossCurve] = (),
     ) -> LossOutcome:
-        """Against the mean of a baseline and others like it, or one of them that saw the same batches; those that have
-        enough losses count."""
+        """Against a baseline; or, unless it saw the run's batches, the mean of it and others like it. Those that have enough
+        losses count, and of several that saw the same batches one."""
         known = [each for each in (baseline, *others) if each is not None and each.has_enough]
-        paired = next((each for each in known if align(run, each).paired), None) if len(known) > 1 else None
-        if len(known) < 2 or paired is not None:
-            return cls(run, next(iter(known), None) if paired is None else paired, max_gap, same_model=same_model)
-        mean = mean_of(known)
-        if not mean.has_enough:  # they cover too few steps in common
-            return cls(run, known[0], max_gap, same_model=same_model)
+        known = known[:1] if known and align(run, known[0]).paired else of_other_batches(known)
+        mean = mean_of(known) if len(known) > 1 else None
+        if mean is None or not mean.has_enough:  # they cover too few steps in common
+            return cls(run, next(iter(known), None), max_gap, same_model=same_model)
         return cls(run, mean, max_gap, same_model=same_model, seeds=seeds_of(known, mean))
 
     @cached_property

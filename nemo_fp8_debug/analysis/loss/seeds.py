@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 from scipy.special import stdtrit
 
+from .alignment import align
 from .curve import LossCurve
 from .gap import PART, TOO_FEW
 
@@ -35,6 +36,22 @@ class Seeds:
     def to_json(self) -> dict[str, float]:
         """Plain values: n, spread, and the percent above the mean that 1 in 20 other runs would end at or beyond."""
         return {"n": self.n, "spread": self.spread, "one_in_20": self.reach(0.95)}
+
+
+def of_other_batches(curves: Sequence[LossCurve]) -> list[LossCurve]:
+    """Without those that saw the batches of one before: they end near it, whatever seeds differ by.
+
+    Example:
+        >>> noise = np.random.default_rng(0).normal(0, 0.02, (2, 200))
+        >>> first, other = (LossCurve.of(pl.DataFrame({"step": range(200), "loss": 2 + each})) for each in noise)
+        >>> len(of_other_batches([first, other, first]))
+        2
+    """
+    found: list[LossCurve] = []
+    for curve in curves:
+        if not any(align(curve, each).paired for each in found):
+            found.append(curve)
+    return found
 
 
 def mean_of(curves: Sequence[LossCurve]) -> LossCurve:

@@ -33,9 +33,11 @@ from nemo_fp8_debug.analysis.bands.bands import Bands
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.core.layer_names import aggregate_key
 
-#: `seeds`: `other` and the losses of two more seeds; `none`: none, with the bands of the package, of clean runs below part
-#: 200; `families`: none, with bands of the other families
-BASELINES = ("near", "seeds", "other", "depth", "none", "families")
+#: `three`, `five`: `other` and the losses of two or four more seeds; `none`: none, with the bands of the package, of clean
+#: runs below part 200; `families`: none, with bands of the other families
+BASELINES = ("near", "five", "three", "other", "depth", "none", "families")
+#: seeds besides that of `other`
+_FURTHER = {"three": 2, "five": 4}
 INTERVALS = (5, 20, 50)
 LOG = Path(__file__).parent / "held_out.log"
 #: what a verdict calls a harmed run
@@ -149,9 +151,9 @@ def judged(told: Truth, baseline: str, interval: int) -> Judged | None:
     """What is said of a run; None where it has no such baseline."""
     baselines = list[StoredRun]()
     if baseline not in ("none", "families"):
-        name = baseline_of(told, "other" if baseline == "seeds" else baseline)
-        further = list(further_seeds(told["part"])) if baseline == "seeds" else []
-        if name is None or (baseline == "seeds" and not further):
+        count = _FURTHER.get(baseline, 0)
+        name, further = baseline_of(told, "other" if count else baseline), list(further_seeds(told["part"], count))
+        if name is None or len(further) < count:
             return None
         baselines = [read_run(runs_by_part(Path(told["path"]).parent)[told["path"]][name], interval), *further]
     bands = bands_without(told["family"]) if baseline == "families" else None

@@ -1,7 +1,7 @@
 """Trains clean runs of further seeds and keeps their losses: `fault_injection/other_seeds.py --family llama --first 300`.
 
-They stand beside the baseline of another seed (`judge.py --baselines seeds`). Of each part there are two, of which the
-losses alone are kept: 40 KB of metrics each would be 20 MB. Those that are there already are left alone.
+They stand beside the baseline of another seed (`judge.py --baselines three five`). The losses alone are kept: the records
+of all would be 50 MB. Those that are there already are left alone. Parts below 300 have two, the others four.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.record.schema import SCHEMAS
 
 LOSSES = Path(__file__).parent / "other_seeds"
-NAMES = ("c", "d")
+NAMES = ("c", "d", "e", "f")
 _SCHEMA = {"part": pl.String, "name": pl.String, "losses": pl.List(pl.Float32)}
 
 
-def further_seeds(part: str) -> Iterator[StoredRun]:
-    """The clean runs of further seeds of a part, without samples.
+def further_seeds(part: str, count: int) -> Iterator[StoredRun]:
+    """The first clean runs of further seeds of a part, without samples; fewer if there are not so many.
 
     Args:
         part: as `llama-300`.
     """
-    for name in NAMES:
+    for name in NAMES[:count]:
         if (losses := _kept(part.rpartition("-")[0]).get((part, name))) is not None:
             yield _of_losses(f"{part}/{name}", losses)
 
@@ -56,8 +56,8 @@ def _read(path: Path) -> pl.DataFrame:
     return pl.read_parquet(path) if path.exists() else pl.DataFrame(schema=_SCHEMA)
 
 
-def train_others(family: str, first: int) -> None:
-    """Of the parts of a family from one on, those that are not there yet."""
+def train_others(family: str, first: int, count: int) -> None:
+    """Of the parts of a family from one on, so many of each, if they are not there yet."""
     from fault_injection.cases import cases
     from fault_injection.fault import Fault
     from fault_injection.training import train
@@ -67,7 +67,7 @@ def train_others(family: str, first: int) -> None:
     for record in sorted(FOLDER.glob(f"{family}-*.parquet")):
         part, number = record.stem, int(record.stem.rpartition("-")[2])
         table = _read(path)
-        missing = [name for name in NAMES if table.filter(part=part, name=name).is_empty()]
+        missing = [name for name in NAMES[:count] if table.filter(part=part, name=name).is_empty()]
         if number < first or not missing:
             continue
         setup = cases(family, number)[0].setup
@@ -89,10 +89,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=FAMILIES, required=True)
     parser.add_argument("--first", type=int, default=0, help="part from which on runs are trained")
+    parser.add_argument("--count", type=int, choices=range(1, len(NAMES) + 1), default=2, help="runs of a part")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with surroundings(options.family):
-        train_others(options.family, options.first)
+        train_others(options.family, options.first, options.count)
 
 
 if __name__ == "__main__":
