@@ -54,6 +54,17 @@ class TestInterval:
         for seed in range(20):
             assert [align(*pair(300, 1.0, paired, seed)).paired for paired in (True, False)] == [True, False]
 
+    @pytest.mark.parametrize("n", [30, 60, 120])
+    def test_a_steep_fall_in_common_is_not_the_same_batches(self, n: int) -> None:
+        falls = 2 + 3 * np.exp(-np.arange(n) / 20)
+        drawn = 0.005 * np.random.default_rng(n).normal(size=(100, 3, n))
+        others = [align(curve(falls * (1 + a)), curve(falls * (1 + b))).paired for a, b, _ in drawn]
+        alike = [align(curve(falls * (1 + a)), curve(falls * (1 + a + 0.3 * b))).paired for a, b, _ in drawn]
+        assert sum(others) <= 2 and sum(alike) >= 95
+
+    def test_losses_that_do_not_move_tell_nothing_of_batches(self) -> None:
+        assert not align(curve([2.0] * 60), curve([2.0] * 60)).paired
+
     def test_of_the_same_batches_is_far_narrower(self) -> None:
         errors = [gap(*pair(500, 1.0, paired, 1)).error for paired in (True, False)]  # type: ignore[union-attr]
         assert errors[1] > 3 * errors[0]

@@ -1,24 +1,25 @@
-"""A run beside several runs that went well: what sets it apart from all of them, and a loss beside what seeds differ by."""
+"""A run beside several that went well: its loss beside their mean and what seeds differ by."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
-from diagnosed_runs import CULPRIT, LAYERS, ONSET, N, corrupted, falling, nothing, write
+from diagnosed_runs import CULPRIT, LAYERS, ONSET, corrupted, falling, write
+from samples import FINGERPRINT
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
-from nemo_fp8_debug.analysis.loss.seeds import mean_of
+from nemo_fp8_debug.analysis.loss.seeds import beside, mean_of
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import ConfigError
+from nemo_fp8_debug.record.writer import RunRecord
 
 
 def losses(seed: int, above: float = 0.0, n: int = 400) -> LossCurve:
@@ -32,109 +33,112 @@ def losses(seed: int, above: float = 0.0, n: int = 400) -> LossCurve:
 APART = (-0.2, 0.0, 0.2)
 
 
-class TestLoss:
-    def outcome(self, above: float, apart: tuple[float, ...] = APART) -> LossOutcome:
-        first, *others = (losses(seed, each) for seed, each in enumerate(apart, start=1))
-        return LossOutcome.of(losses(0, above), first, same_model=True, others=others)
+def outcome(above: float, apart: tuple[float, ...] = APART, same_model: bool = True) -> LossOutcome:
+    """Of a run so many percent above, beside baselines that are as far apart."""
+    curves = {f"seed_{seed}": losses(seed, each) for seed, each in enumerate(apart, start=1)}
+    found = beside(("run", losses(0, above)), curves)
+    return LossOutcome.of(losses(0, above), found.curve, same_model=same_model, seeds=found.seeds)
 
+
+class TestLoss:
     def test_a_gap_that_one_seed_may_explain_is_harm_beside_several_that_agree(self) -> None:
-        assert self.outcome(11.0, APART[:1]).harm == "unknown"
-        assert self.outcome(11.0).harm == "harmful"
-        assert self.outcome(11.0, (-4.0, 0.0, 4.0)).harm == "unknown"  # seeds differ by as much
-        assert self.outcome(0.0).harm in ("none", "gap")
+        assert outcome(11.0, APART[:1]).harm == "unknown"
+        assert outcome(11.0).harm == "harmful"
+        assert outcome(11.0, (-4.0, 0.0, 4.0)).harm == "unknown"  # seeds differ by as much
+        assert outcome(0.0).harm in ("none", "gap")
+
+    def test_what_seeds_differ_by_says_nothing_of_another_model(self) -> None:
+        assert outcome(11.0, same_model=False).harm == outcome(11.0, APART[:1], same_model=False).harm == "unknown"
 
     def test_it_is_compared_with_their_mean(self) -> None:
-        found = self.outcome(5.0, (-4.0, 0.0, 4.0))
+        found = outcome(5.0, (-4.0, 0.0, 4.0))
         assert found.gap is not None and found.gap.percent == pytest.approx(5.0, abs=0.5)
         assert found.seeds is not None and found.seeds.spread == pytest.approx(4.0, abs=0.5)
         told = found.told()
-        assert "the mean of 3 runs of other batches, which end" in told and "1 in 20 would end" in told
+        assert "the baselines' mean: a gap of" in told and "the mean of 3 runs of other batches" in told
+        assert "1 in 20 would end" in told and "Fewer than 1 in 20" in outcome(5.0, (-1.0, 0.0, 1.0)).told()
 
-    def test_beside_one_of_the_same_batches_no_other_counts(self) -> None:
-        run, twin = losses(0, 1.0), losses(0)
-        found = LossOutcome.of(run, twin, same_model=True, others=[losses(1), losses(2)])
-        assert found.baseline is twin and found.seeds is None and found.gap is not None
-        assert found.gap.paired and found.gap.percent == pytest.approx(1.0, abs=0.01)
+    def test_harm_begins_where_most_seeds_no_longer_explain_it(self) -> None:
+        """The run lies 1% above all along, as a seed may, and 15% from step 200 on."""
+        run = losses(0, 1.0)
+        run = LossCurve.of(pl.DataFrame({"step": run.steps, "loss": run.losses * np.where(run.steps >= 200, 1.14, 1.0)}))
+        found = beside(("run", run), {f"{seed}": losses(seed, each) for seed, each in enumerate((-1.0, 0.0, 1.0), start=1)})
+        told = LossOutcome.of(run, found.curve, same_model=True, seeds=found.seeds)
+        assert told.harm == "harmful" and told.since == pytest.approx(200, abs=4)
 
-    def test_baselines_of_the_same_batches_are_one(self) -> None:
+    @pytest.mark.parametrize("apart", [0.25, 2.0])
+    def test_runs_of_the_same_recipe_are_hardly_ever_called_harmed(self, apart: float) -> None:
+        """Seeds that differ by 0.25%, and by 2%, three of them and one more to be judged, 200 times."""
+        drawn = np.random.default_rng(1).normal(0, apart, (200, 4))
+        harms = []
+        for i, (mine, *theirs) in enumerate(drawn):
+            run = losses(1000 + 4 * i, mine)
+            found = beside(("run", run), {f"{k}": losses(1001 + 4 * i + k, each) for k, each in enumerate(theirs)})
+            harms.append(LossOutcome.of(run, found.curve, same_model=True, seeds=found.seeds).harm)
+        assert harms.count("harmful") <= 1
+
+
+class TestWhichCount:
+    def told(self, **baselines: LossCurve) -> tuple[int, str]:
+        """How many count beside a run, and the notes."""
+        found = beside(("run", losses(0, 5.0)), baselines)
+        return 1 if found.seeds is None else found.seeds.n, " ".join(found.notes)
+
+    def test_one_of_the_same_batches_is_the_only_one(self) -> None:
+        twin = losses(0)
+        found = beside(("run", losses(0, 1.0)), {"a": losses(1), "twin": twin, "b": losses(2)})
+        assert found.curve is twin and found.seeds is None and found.notes[0].startswith("twin saw the run's batches")
+
+    def test_of_several_of_the_same_batches_one(self) -> None:
         """A copy that differs by next to nothing does not show what seeds differ by."""
-        found = LossOutcome.of(losses(0, 5.0), losses(1), same_model=True, others=[losses(1, 0.05), losses(1, 0.1)])
-        assert found.seeds is None and found.harm == "unknown"
-        found = LossOutcome.of(losses(0, 5.0), losses(1), same_model=True, others=[losses(1, 0.05), losses(2)])
-        assert found.seeds is not None and found.seeds.n == 2
+        n, told = self.told(a=losses(1), copy=losses(1, 0.05))
+        assert n == 1 and told == "copy does not count for the loss: it saw the batches of a."
+        assert self.told(a=losses(1), copy=losses(1, 0.05), b=losses(2))[0] == 2
 
-    def test_the_mean_is_over_steps_that_all_cover(self) -> None:
-        every, other = range(0, 100), range(50, 200, 2)
+    def test_none_of_which_that_cannot_be_told(self) -> None:
+        n, told = self.told(a=losses(1, n=30), b=losses(2, n=30))
+        assert n == 1 and "with 30 losses in common it cannot be told" in told
+
+    def test_not_one_that_ended_early(self) -> None:
+        """It would have the end of the run not looked at."""
+        n, told = self.told(a=losses(1), b=losses(2), short=losses(3, n=100))
+        assert n == 2 and told == "short does not count for the loss: it covers 100 steps of the run, and another one 400."
+        assert self.told(short=losses(3, n=100), a=losses(1), b=losses(2))[0] == 2
+        assert self.told(a=losses(1), twin=losses(0, n=100))[0] == 1
+
+    def test_not_one_that_diverged_itself(self) -> None:
+        bad = losses(3)
+        for harm in (1.4, np.nan):
+            diverged = np.where(bad.steps >= 300, harm, 1.0) * bad.losses
+            curve = LossCurve.of(pl.DataFrame({"step": bad.steps, "loss": diverged}))
+            n, told = self.told(a=losses(1), bad=curve, b=losses(2))
+            assert n == 2 and "bad does not count for the loss: it diverges itself, from 3" in told
+
+    def test_not_the_run_itself(self) -> None:
+        n, told = self.told(a=losses(1), run=losses(0, 5.0), b=losses(2))
+        assert n == 2 and told == "run does not count for the loss: it is the run itself."
+
+    def test_a_loss_that_is_lost_for_a_step_is_left_out(self) -> None:
+        table = pl.DataFrame({"step": range(400), "loss": losses(1).losses}).with_columns(
+            loss=pl.when(pl.col("step") == 380).then(float("nan")).otherwise("loss")
+        )
+        found = beside(("run", losses(0)), {"a": LossCurve.of(table), "b": losses(2)})
+        assert found.seeds is not None and found.seeds.spread < 1 and 380 not in found.curve.steps
+
+    def test_the_mean_is_at_the_steps_of_the_one_with_most(self) -> None:
+        every, other = range(0, 200), range(50, 250, 4)
         curves = [
-            LossCurve.of(pl.DataFrame({"step": steps, "loss": [float(step) for step in steps]})) for steps in (every, other)
+            LossCurve.of(pl.DataFrame({"step": steps, "loss": [float(step) for step in steps]})) for steps in (other, every)
         ]
         mean = mean_of(curves)
-        assert mean.steps.tolist() == list(range(50, 100)) and np.allclose(mean.losses, mean.steps)
+        assert mean.steps.tolist() == list(range(50, 200)) and np.allclose(mean.losses, mean.steps)
 
-    def test_baselines_without_steps_in_common_leave_the_first(self) -> None:
-        early, late = (LossCurve.of(pl.DataFrame({"step": range(k, k + 50), "loss": [2.0] * 50})) for k in (0, 500))
-        assert LossOutcome.of(losses(0), early, others=[late]).baseline is early
-
-    @pytest.mark.parametrize("bad", [[], [1.0], [np.nan] * 400])
-    def test_a_baseline_whose_loss_tells_nothing_is_no_error(self, bad: list[float]) -> None:
+    @pytest.mark.parametrize("bad", [[], [1.0], [np.nan] * 400, [0.0] * 400, [-1.0] * 400])
+    def test_one_whose_loss_tells_nothing_is_no_error(self, bad: list[float]) -> None:
         other = LossCurve.of(pl.DataFrame({"step": range(len(bad)), "loss": bad}, {"step": pl.Int64, "loss": pl.Float64}))
-        assert LossOutcome.of(losses(0), losses(1), same_model=True, others=[other]).told()
-
-
-def more_lost(percent: float) -> Any:
-    """An X that underflows from a step on."""
-
-    def change(step: int) -> Mapping[str, Any]:
-        return {"underflow_pct": percent, "mse": 1e-2, "relative_error": 0.2} if step >= ONSET else {}
-
-    return change
-
-
-class TestOperands:
-    @pytest.mark.parametrize(("usual", "named"), [(0.0, True), (6.0, True), (28.0, False)])
-    def test_what_another_baseline_does_as_well_is_not_told(self, tmp_path: Path, usual: float, named: bool) -> None:
-        run = write(tmp_path / "run", more_lost(30.0), falling(0, ONSET + 8))
-        first = write(tmp_path / "first", losses=falling(1))
-        other = write(tmp_path / "other", more_lost(usual) if usual else nothing, falling(2))
-        alone, both = diagnose(run, first), diagnose(run, [first, other])
-        assert alone.culprit is not None and alone.culprit.layer == CULPRIT
-        assert (both.culprit is not None and both.culprit.layer == CULPRIT) == named
-        assert both.comparison is not None and both.comparison.out_of_band.is_empty() != named
-
-    def test_nan_is_never_usual(self, tmp_path: Path) -> None:
-        def lost(step: int) -> Mapping[str, Any]:
-            return {"nan": 3, "nonfinite_order": 1} if step >= ONSET else {}
-
-        run = write(tmp_path / "run", lost, falling(0))
-        first, other = write(tmp_path / "first", losses=falling(1)), write(tmp_path / "other", lost, falling(2))
-        assert diagnose(run, [first, other]).cause == "nonfinite"
-
-    def test_a_scale_that_no_other_has_is_told(self, tmp_path: Path) -> None:
-        run = write(tmp_path / "run", corrupted, falling(0, ONSET + 8))
-        baselines = [write(tmp_path / f"seed_{seed}", losses=falling(seed)) for seed in (1, 2, 3)]
-        found = diagnose(run, baselines)
-        assert (found.harm, found.cause) == ("harmful", "corrupted_scale")
-        assert found.culprit is not None and found.culprit.layer == CULPRIT
-        assert any("2 more baselines are looked at" in note for note in found.notes)
-
-
-def norms(factor: float = 1.0, seed: int = 0) -> dict[int, float]:
-    """A gradient norm that moves by a factor at a step."""
-    noise = 1 + np.random.default_rng(seed).normal(0, 0.02, N)
-    return {i: float(noise[i] * (factor if i >= 120 else 1.0)) for i in range(N)}
-
-
-class TestRules:
-    @pytest.mark.parametrize(("others", "named"), [(norms(1.0, 2), True), (norms(16.0, 2), False), ({}, True)])
-    def test_a_move_that_another_baseline_makes_too_is_not_told(
-        self, tmp_path: Path, others: dict[int, float], named: bool
-    ) -> None:
-        run = write(tmp_path / "run", losses=falling(0), grad_norm=norms(16.0))
-        first = write(tmp_path / "first", losses=falling(1), grad_norm=norms(1.0, 1))
-        other = write(tmp_path / "other", losses=falling(2), grad_norm=others)
-        assert diagnose(run, first).cause == "multiplier"
-        found = diagnose(run, [first, other])
-        assert (found.cause == "multiplier") == named, found.verdict()
+        for order in ({"a": losses(1), "bad": other}, {"bad": other, "a": losses(1)}, {"bad": other, "worse": other}):
+            found = beside(("run", losses(0)), order)
+            assert LossOutcome.of(losses(0), found.curve, same_model=True, seeds=found.seeds).told()
 
 
 def scaled(losses: Mapping[int, float], factor: float) -> dict[int, float]:
@@ -151,6 +155,22 @@ class TestUse:
         told = json.loads(result.stdout)
         assert told["seeds"]["n"] == 3 and 0 <= told["seeds"]["spread"] < 1
         assert "mean of 3 runs of other batches" in told["verdict"]
+
+    def test_no_other_baseline_clears_an_operand(self, tmp_path: Path) -> None:
+        run = write(tmp_path / "run", corrupted, falling(0, ONSET + 8))
+        baselines = [write(tmp_path / "first", losses=falling(1)), write(tmp_path / "other", corrupted, falling(2))]
+        found = diagnose(run, baselines)
+        assert (found.harm, found.cause) == ("harmful", "corrupted_scale")
+        assert found.culprit is not None and found.culprit.layer == CULPRIT
+
+    def test_one_that_has_no_samples_counts_for_the_loss(self, tmp_path: Path) -> None:
+        run, first = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "first", losses=falling(1))
+        record = RunRecord(tmp_path / "unsampled")
+        record.open(FINGERPRINT)
+        record.record_steps({step: {"loss": loss} for step, loss in falling(2).items()})
+        record.close()
+        found = diagnose(run, [first, tmp_path / "unsampled"])
+        assert found.loss.seeds is not None and found.loss.seeds.n == 2
 
     def test_one_in_a_list_is_one(self, tmp_path: Path) -> None:
         run, first = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "first", losses=falling(1))
@@ -169,12 +189,11 @@ class TestUse:
     def test_they_must_be_of_one_model(self, tmp_path: Path) -> None:
         run, first = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "first", losses=falling(1))
         other = write(tmp_path / "other", losses=falling(2), layers=LAYERS[:2])
-        with pytest.raises(ConfigError, match="of different models"):
+        with pytest.raises(ConfigError, match="has another number of layers"):
             diagnose(run, [first, other])
 
     def test_the_same_batches_are_said(self, tmp_path: Path) -> None:
         run, twin = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "twin", losses=falling(0))
         found = diagnose(run, [write(tmp_path / "first", losses=falling(1)), twin])
         assert found.loss.gap is not None and found.loss.gap.paired
-        assert found.baseline is not None and found.baseline.path == str(twin)
         assert any("saw the run's batches" in note for note in found.notes)

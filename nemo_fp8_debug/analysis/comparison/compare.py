@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 
 import polars as pl
 
 from ...core.keys import MIXED
 from ...core.layer_names import aggregate_of, is_aggregate
 from ...core.scale_sources import ENGINE
+from ...errors import ConfigError
 from ..loss.divergence import above
-from ..loss.outcome import MAX_GAP, LossOutcome
+from ..loss.outcome import MAX_GAP
+from ..loss.seeds import Beside, beside
 from ..runs.metrics import Metrics
 from ..runs.run import Run
 from ..runs.settings import coverage_notes, remarks
@@ -21,7 +22,6 @@ from .drift import drifts
 from .layer_matching import named_alike
 from .onset import IN_A_ROW, onsets
 from .other_depth import as_far_from_the_output, depths_of, differ_in_depth, that_count
-from .several_baselines import beyond_others, nearest_first, of_one_model, told_of
 
 
 def compare(
@@ -45,8 +45,8 @@ def compare(
             in turn. Without them, and if no name is in common, layers are matched by the rest of their names, or by order,
             size and kind.
         max_gap: percent that the mean loss over the last part may lie above the baseline's before it counts as harm.
-        others: further runs that went well, of the baseline's model: what one of them does too does not count, and the loss
-            is compared with the mean of all. One that saw the run's batches takes the baseline's place.
+        others: further runs that went well, of the baseline's model and of other seeds: the loss is compared with the mean
+            of all, and tensors with those of the baseline alone.
 
     Returns:
         What sets the runs apart: `.divergence_step`, the step from which the loss stays above the baseline's, or None;
@@ -56,7 +56,7 @@ def compare(
     Raises:
         RecordError: a record is missing or unreadable, or the two have no sampled step and tensor in common, or are of
             different models.
-        ConfigError: `by` or `renames` cannot be used, or one of `others` is of another model than the baseline.
+        ConfigError: `by` or `renames` cannot be used, or one of `others` is of another depth than the baseline.
 
     Example:
         >>> found = compare("runs/baseline", "runs/bad", "runs/reference")
@@ -65,31 +65,29 @@ def compare(
         >>> found.tensors.select("layer", "role").row(0)
         ('layers.0.qkv', 'grad_output')
     """
-    second, other, *baselines = (
-        run if run is None or isinstance(run, Run) else Run.read(run, by) for run in (run, reference, baseline, *others)
+    first, second, other = (
+        run if run is None or isinstance(run, Run) else Run.read(run, by) for run in (baseline, run, reference)
     )
-    assert second
-    first, *further = nearest_first(second, [each for each in baselines if each])
-    further = of_one_model(first, further)
+    assert first and second
     second, notes = named_alike(first, second, renames)
+    expected = _beside(first, second, [each if isinstance(each, Run) else Run.read(each, by, held=0) for each in others])
     ranked = drifts(first, second)
     depths = _depths(first, second)
-    found = beyond_others(_out_of_band(first, second), further, partial(_out_of_band, first))
-    reference_loss = LossOutcome.of(second.loss, first.loss, others=[each.loss for each in further]).baseline or first.loss
-    out_of_band = _with_lead(found, above(second.loss, reference_loss))
+    out_of_band = _with_lead(_out_of_band(first, second), above(second.loss, expected.curve))
     since = out_of_band.group_by("layer", "role").agg(pl.col("onset").min(), pl.col("lead").max())
     ranked = ranked.with_row_index("rank").join(since, on=["layer", "role"], how="left").sort("rank").drop("rank")
     tensors, experts = split_experts(ranked)
-    notes = [
-        *_mistaken(first, second),
-        *told_of(first, further, second),
-        *depths,
-        *notes,
-        *_coverage(first, second),
-        *remarks(first, second),
-    ]
+    notes = [*_mistaken(first, second), *expected.notes, *depths, *notes, *_coverage(first, second), *remarks(first, second)]
     notes += [f"Of the run's model: {text}" for text in coverage_notes(second.fingerprint)]
-    return Comparison(first, second, other, tensors, experts, *split_experts(out_of_band), tuple(notes), max_gap, further)
+    return Comparison(first, second, other, tensors, experts, *split_experts(out_of_band), tuple(notes), max_gap, expected)
+
+
+def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> Beside:
+    """What the run's loss is compared with."""
+    for other in others:
+        if differ_in_depth(*_layers_of(baseline, other)):
+            raise ConfigError(f"{other.path} has another number of layers than {baseline.path}: give baselines of one model")
+    return beside((run.path, run.loss), {each.path: each.loss for each in (baseline, *others)})
 
 
 def _out_of_band(baseline: Run, run: Run) -> pl.DataFrame:

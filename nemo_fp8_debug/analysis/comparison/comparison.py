@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from ..loss.outcome import MAX_GAP, LossOutcome
+from ..loss.seeds import Beside
 from ..runs.run import Run
 from ..runs.settings import differences
 from .activations import activations_apart
@@ -44,8 +45,8 @@ class Comparison:
     notes: Sequence[str] = ()
     #: percent that the loss may lie above the baseline's before it counts as harm
     max_gap: float = MAX_GAP
-    #: further baselines, with the names of the first for their layers
-    others: Sequence[Run] = ()
+    #: what the loss is compared with, if that is not the baseline's: one of other baselines, or the mean of several
+    beside: Beside | None = None
 
     @property
     def divergence_step(self) -> int | None:
@@ -57,9 +58,8 @@ class Comparison:
         """What the run's loss came to."""
         sizes = sizes_of_weights(self.run.metrics)
         same_model = None not in sizes.values() and sizes == sizes_of_weights(self.baseline.metrics)
-        return LossOutcome.of(
-            self.run.loss, self.baseline.loss, self.max_gap, same_model, [each.loss for each in self.others]
-        )
+        beside = Beside(self.baseline.loss) if self.beside is None else self.beside
+        return LossOutcome.of(self.run.loss, beside.curve, self.max_gap, same_model, beside.seeds)
 
     @cached_property
     def sampled_alike(self) -> bool:

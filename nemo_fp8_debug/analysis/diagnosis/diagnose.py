@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import polars as pl
 
@@ -44,11 +43,8 @@ from .rules.steps_of_weights import steps_of_weights
 from .rules.still_weights import still_weights
 from .rules.weights import weights
 from .rules.wrong_product import wrong_product, wrong_reduction
-from .unusual import unusual
 
 Source = str | os.PathLike[str] | Run
-#: rules whose limits are what a baseline does
-NOISY = (gradient_norm, weights, still_weights, steps_of_weights, activations)
 
 
 def diagnose(
@@ -63,9 +59,8 @@ def diagnose(
 
     Args:
         run: the record of the run to explain, or a folder above it; a path or any fsspec address.
-        baseline: likewise, of a run that went well; of several of one model, what one of the others does beside the first
-            is no sign of anything, and the loss is compared with the mean of all. None: the run is compared with its own
-            beginning.
+        baseline: likewise, of a run that went well; or of several of one model that differ in their seed: the loss is
+            compared with the mean of all, and all else with the first. None: the run is compared with its own beginning.
         reference: likewise, of a run that differs from `run` in precision alone; None: there is none.
         by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
         bands: of healthy runs, which a run without a baseline is judged by: a file of `nemo-fp8-debug learn`; None: those
@@ -77,36 +72,36 @@ def diagnose(
 
     Raises:
         RecordError: a record is missing or unreadable, or has nothing to go by.
-        ConfigError: `by` is neither, or baselines are of different models.
+        ConfigError: `by` is neither, or baselines have other numbers of layers.
 
     Example:
         >>> found = diagnose("runs/bad", "runs/baseline", "runs/reference")
         >>> found.harm, found.cause, found.divergence_step
         ('harmful', 'learning_rate', 61)
     """
-    baselines = [baseline] if isinstance(baseline, str | os.PathLike | Run) else [*(baseline or ())]
+    baselines = several(baseline)
     if baselines:
-        return diagnose_comparison(comparison_of(run, baselines[0], reference, by, max_gap, baselines[1:]))
+        return diagnose_comparison(comparison_of(run, baselines, reference, by, max_gap))
     mine = _read(run, by)
     return _alone(mine, _reference(reference, by), max_gap, bands_for(mine, bands))
 
 
+def several(baseline: Source | Sequence[Source] | None) -> list[Source]:
+    """None, one or several baselines as a list."""
+    return [baseline] if isinstance(baseline, str | os.PathLike | Run) else list(baseline or ())
+
+
 def comparison_of(
     run: Source,
-    baseline: Source,
+    baseline: Source | Sequence[Source],
     reference: Source | None = None,
     by: str = "step",
     max_gap: float = MAX_GAP,
-    others: Sequence[Source] = (),
 ) -> Comparison:
     """The comparison that a diagnosis rests on: without samples of steps that the optimizer skipped. Arguments are those of
-    `diagnose`.
-
-    Args:
-        others: further baselines.
-    """
-    more = [_read(each, by) for each in others]
-    return compare(_read(baseline, by), _read(run, by), _reference(reference, by), by, max_gap=max_gap, others=more)
+    `diagnose`."""
+    first, *others = several(baseline)
+    return compare(_read(first, by), _read(run, by), _reference(reference, by), by, max_gap=max_gap, others=others)
 
 
 def _reference(path: Source | None, by: str) -> Run | None:
@@ -156,13 +151,11 @@ def _added_up(
         reference: step from which the reference run's loss diverges.
         covered: whether bands of healthy runs stand for a baseline.
     """
-    others = () if comparison is None else [each for each in comparison.others if not each.metrics.is_empty()]
-    here = partial(unusual, run=run, baseline=baseline, others=others)
     around = [
         *recipes(run, baseline),
         *learning_rate(run, baseline),
         *nonfinite(run, baseline),
-        *here(lambda each, beside: inputs(each, beside, loss if each is run else _outcome(each, beside, loss))),
+        *inputs(run, baseline, loss),
     ]
     loss = _with_rise(loss, [*operands, *around], run.metrics.steps)
     stopped = stopped_at(run)
@@ -171,14 +164,18 @@ def _added_up(
     findings = [
         *divergence(loss, run.unit, reference),
         *around,
-        *here(optimizer_steps),
+        *optimizer_steps(run, baseline),
         *wrong_product(run),
         *wrong_reduction(run),
         *replicas(run),
         *filter(None, [level(run.loss, run.unit) if baseline is None else None]),
-        *(found for rule in NOISY for found in here(rule)),
+        *gradient_norm(run, baseline),
+        *weights(run, baseline),
+        *still_weights(run, baseline),
+        *steps_of_weights(run, baseline),
+        *activations(run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
-        *here(_spikes),
+        *filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)]),
         *multiplier(run, baseline),
         *operands,
     ]
@@ -193,15 +190,6 @@ def _added_up(
     # Where an operand goes wrong, X behind it moves as well: that is no finding of its own.
     told = [f for f in findings if f.rule != "inputs" or f is blame.finding or not operands]
     return Diagnosis(run, baseline, comparison, told, blame, loss, stopped)
-
-
-def _outcome(run: Run, baseline: Run | None, like: LossOutcome) -> LossOutcome:
-    """Of another baseline's loss beside the first's."""
-    return LossOutcome.of(run.loss, None if baseline is None else baseline.loss, like.max_gap, like.same_model)
-
-
-def _spikes(run: Run, baseline: Run | None) -> list[Finding]:
-    return [*filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)])]
 
 
 def _with_rise(loss: LossOutcome, findings: Sequence[Finding], sampled: Ints) -> LossOutcome:

@@ -89,10 +89,19 @@ def _means(curve: LossCurve, edges: Ints, width: int) -> Floats:
 
 
 def _correlation(run: Floats, baseline: Floats) -> float:
-    """Of the steps from place to place, which hold no trend; large ones, as of spikes, count as much as others (ranks)."""
+    """Of the moves from place to place, less what they are around there: a loss that falls steeply moves as any other does.
+    Large ones, as of spikes, count as much as others (ranks)."""
     finite = np.isfinite(run) & np.isfinite(baseline)
-    moves = [np.diff(losses[finite] - running_median(losses[finite], 5)) for losses in (run, baseline)]
+    moves = [np.diff(losses[finite]) for losses in (run, baseline)]
     if len(moves[0]) < 8:
         return float("nan")
-    ranks = [np.argsort(np.argsort(each)).astype(np.float64) for each in moves]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    mine, theirs = (_ranks(each - running_median(each, 5)) for each in moves)
+    with np.errstate(invalid="ignore"):  # of losses that do not move
+        return float(np.corrcoef(mine, theirs)[0, 1])
+
+
+def _ranks(values: Floats) -> Floats:
+    """Of equal ones the same: their order says nothing."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[which]
+    return ranks

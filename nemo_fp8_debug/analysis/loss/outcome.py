@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..formatting import number
-from .alignment import align
 from .curve import LossCurve
 from .divergence import above
 from .gap import Gap, gap
-from .seeds import Seeds, mean_of, of_other_batches, seeds_of
+from .seeds import Seeds
 from .step_change import jumps_at, rises_at
 
 #: percent by which the mean loss over the last part may lie above the baseline's before it counts as harm
@@ -23,8 +21,8 @@ OTHER_SEEDS, OTHER_MODELS = 6.0, 20.0
 #: latter is also how far above another model it may lie once it has risen at all
 SEARCHED, RISEN = 5.0, 10.0
 #: confidence, going by what several baselines differ by, that a gap is above the limit: of one that is harm by itself, and
-#: of one that makes harm likely beside what else is found
-SURE, LIKELY = 0.999, 0.95
+#: of one that makes harm likely beside what else is found; and the part of other seeds that is passed where harm begins
+SURE, LIKELY, MOST = 0.999, 0.95, 0.8
 
 
 @dataclass(frozen=True)
@@ -49,16 +47,11 @@ class LossOutcome:
         baseline: LossCurve | None,
         max_gap: float = MAX_GAP,
         same_model: bool = False,
-        others: Sequence[LossCurve] = (),
+        seeds: Seeds | None = None,
     ) -> LossOutcome:
-        """Against a baseline; or, unless it saw the run's batches, the mean of it and others like it. Those that have enough
-        losses count, and of several that saw the same batches one."""
-        known = [each for each in (baseline, *others) if each is not None and each.has_enough]
-        known = known[:1] if known and align(run, known[0]).paired else of_other_batches(known)
-        mean = mean_of(known) if len(known) > 1 else None
-        if mean is None or not mean.has_enough:  # they cover too few steps in common
-            return cls(run, next(iter(known), None), max_gap, same_model=same_model)
-        return cls(run, mean, max_gap, same_model=same_model, seeds=seeds_of(known, mean))
+        """Against a baseline, if it has enough losses to be one."""
+        known = baseline is not None and baseline.has_enough
+        return cls(run, baseline if known else None, max_gap, same_model=same_model, seeds=seeds)
 
     @cached_property
     def gap(self) -> Gap | None:
@@ -70,7 +63,7 @@ class LossOutcome:
         """First step from which the loss stays above the baseline's, or alone above its own minimum; None: it does not.
 
         Of one that rises at a known step it is that step: another seed explains that it lay above before. Beside several
-        baselines it is that from which it stays above what they differ by.
+        baselines it is that from which it stays above what most other seeds would reach, if it does.
         """
         stays = None if self.rise else self._risen
         found = (stays, self.run.lost_at, self.rise and self.rise[0], self.stepped_up and self.stepped_up[0])
@@ -92,7 +85,7 @@ class LossOutcome:
     def _risen(self) -> int | None:
         if self.baseline is None:
             return self.run.diverged_at
-        since = None if self.seeds is None else above(self.run, self.baseline.times(1 + self.seeds.reach(LIKELY) / 100))
+        since = None if self.seeds is None else above(self.run, self.baseline.times(1 + self.seeds.reach(MOST) / 100))
         return above(self.run, self.baseline) if since is None else since
 
     @property
@@ -185,29 +178,32 @@ class LossOutcome:
 
     def _against_the_baseline(self, found: Gap, unit: str) -> str:
         measured = described(found, unit, self.seeds)
+        whose = "the baseline's" if self.seeds is None else "the baselines' mean"
         if self.harm == "harmful":
             return f"The loss diverges from {unit} {self.since} on: {measured}."
         if self.harm == "likely" and self.stepped_up is not None:
             step, percent = self.stepped_up
-            jump = f"The loss jumps by {number(percent)}% at {unit} {step} and ends above the baseline's: {measured}."
+            jump = f"The loss jumps by {number(percent)}% at {unit} {step} and ends above {whose}: {measured}."
             return f"{jump} Another seed may explain the gap but not the jump, so harm is likely."
         if self.harm == "gap":
             limit = f"less than the {self.max_gap:g}% that count as harm"
             since = "is" if self.since is None else f"stays from {unit} {self.since} on"
-            return f"The loss {since} above the baseline's: {measured}, {limit}."
+            return f"The loss {since} above {whose}: {measured}, {limit}."
         visible = f"the smallest gap that could have been seen is {number(found.visible)}%"
         if self.harm == "none":
-            return f"The loss follows the baseline's: {measured}; {visible}."
+            return f"The loss follows {whose}: {measured}; {visible}."
         if not found.paired and found.interval()[0] > self.max_gap:
-            return f"The loss is above the baseline's: {measured}. {self._another_seed()}"
-        return f"Whether the loss is {self.max_gap:g}% above the baseline's cannot be told: {measured}; {visible}."
+            return f"The loss is above {whose}: {measured}. {self._another_seed(found)}"
+        return f"Whether the loss is {self.max_gap:g}% above {whose} cannot be told: {measured}; {visible}."
 
-    def _another_seed(self) -> str:
+    def _another_seed(self, found: Gap) -> str:
         """What it may explain, in a sentence or two."""
         if self.seeds is None:
             return "Another seed may explain that; one pair cannot tell."
-        reach = number(self.seeds.reach(LIKELY))
-        return f"Another seed may explain that: 1 in 20 would end {reach}% above the mean of these {self.seeds.n}, or more."
+        reach = self.seeds.reach(LIKELY)
+        if found.percent > reach:
+            return "Fewer than 1 in 20 runs of another seed would end as far above; that alone is not sure enough."
+        return f"Another seed may explain that: 1 in 20 would end {number(reach)}% or more above this mean."
 
 
 def described(found: Gap, unit: str, seeds: Seeds | None = None) -> str:
@@ -215,7 +211,8 @@ def described(found: Gap, unit: str, seeds: Seeds | None = None) -> str:
     low, high = found.interval()
     order = "the same batches" if found.paired else "other batches"
     if seeds is not None:
-        order = f"the mean of {seeds.n} runs of other batches, which end {number(seeds.spread)}% apart (standard deviation)"
+        spread = f"a standard deviation of {number(seeds.spread)}%"
+        order = f"the mean of {seeds.n} runs of other batches, whose last losses have {spread}"
     where = f"the last {found.n} losses, {unit}s {found.first} to {found.last}"
     if found.infinite:
         return f"over {where} no number is left"

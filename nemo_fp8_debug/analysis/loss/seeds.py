@@ -1,17 +1,22 @@
-"""Several runs that went well and differ in their seed: their mean loss, and how far they lie apart."""
+"""Several runs that went well and differ in their seed: which of them count, their mean loss, and how far they lie apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 from scipy.special import stdtrit
 
-from .alignment import align
+from .alignment import Floats, Ints, align
 from .curve import LossCurve
-from .gap import PART, TOO_FEW
+from .gap import FEWEST, PART
+
+#: losses in common from which on it shows whether two runs saw the same batches
+_TELL = 40
+#: part of what the longest one covers of the run that another one has to cover
+_COVERS = 0.9
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,7 @@ class Seeds:
         return float(np.sqrt((1 + 1 / self.n) / 2))
 
     def reach(self, confidence: float) -> float:
-        """Percent above the mean of all that another run of the same recipe ends at the most, one-sided; infinite of one."""
-        if self.n < 2:
-            return np.inf
+        """Percent above the mean of all that another run of the same recipe ends at the most, one-sided."""
         return self.spread * float(np.sqrt(1 + 1 / self.n) * stdtrit(self.n - 1, confidence))
 
     def to_json(self) -> dict[str, float]:
@@ -38,24 +41,98 @@ class Seeds:
         return {"n": self.n, "spread": self.spread, "one_in_20": self.reach(0.95)}
 
 
-def of_other_batches(curves: Sequence[LossCurve]) -> list[LossCurve]:
-    """Without those that saw the batches of one before: they end near it, whatever seeds differ by.
+@dataclass(frozen=True)
+class Beside:
+    """What the loss of a run is compared with."""
+
+    #: of one baseline, or the mean of several
+    curve: LossCurve
+    #: of several; None: it is one
+    seeds: Seeds | None = None
+    #: which of several count, and why others do not, in sentences
+    notes: Sequence[str] = ()
+
+
+def beside(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Beside:
+    """What the loss of a run is compared with: its baseline; of several, one that saw the run's batches, or the mean.
+
+    Args:
+        run: name and losses.
+        baselines: by name, at least one.
 
     Example:
-        >>> noise = np.random.default_rng(0).normal(0, 0.02, (2, 200))
-        >>> first, other = (LossCurve.of(pl.DataFrame({"step": range(200), "loss": 2 + each})) for each in noise)
-        >>> len(of_other_batches([first, other, first]))
-        2
+        >>> noise = np.random.default_rng(0).normal(0, 0.02, (3, 200))
+        >>> first, other, run = (LossCurve.of(pl.DataFrame({"step": range(200), "loss": 2 + each})) for each in noise)
+        >>> found = beside(("run", run), {"first": first, "other": other, "again": first})
+        >>> found.seeds.n, found.notes[0]
+        (2, "again does not count for the loss: it saw the batches of first.")
     """
-    found: list[LossCurve] = []
-    for curve in curves:
-        if not any(align(curve, each).paired for each in found):
-            found.append(curve)
-    return found
+    first = next(iter(baselines.values()))
+    if len(baselines) == 1:
+        return Beside(first)
+    counted, notes = _that_count(run, baselines)
+    paired = next((name for name, curve in counted.items() if align(run[1], curve).paired), None)
+    if paired is not None:
+        return Beside(
+            counted[paired], None, [f"{paired} saw the run's batches: the loss is compared with it alone.", *notes]
+        )
+    if len(counted) < 2:
+        return Beside(next(iter(counted.values()), first), None, notes)
+    mean = mean_of([*counted.values()])
+    return Beside(mean, seeds_of([*counted.values()], mean), notes)
+
+
+def _that_count(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> tuple[dict[str, LossCurve], list[str]]:
+    """Those that count, and why others do not, in sentences."""
+    counted, notes = dict[str, LossCurve](), list[str]()
+    most = max(_covered(run[1], curve) for name, curve in baselines.items() if name != run[0] or len(baselines) == 1)
+    for name, curve in baselines.items():
+        why = "it is the run itself" if name == run[0] else _why_not(run[1], curve, most) or _like(curve, counted)
+        if why:
+            notes.append(f"{name} does not count for the loss: {why}.")
+        else:
+            counted[name] = curve
+    return counted, notes
+
+
+def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
+    """Why a baseline does not count; empty if it does.
+
+    Args:
+        most: steps of the run that the longest baseline covers.
+    """
+    if not baseline.has_enough:
+        return "it has too few losses"
+    if not baseline.smooth[-1] > 0:
+        return "its losses are not positive"
+    lost = baseline.lost_at if baseline.lost_at is not None else baseline.diverged_at
+    if lost is not None:
+        return f"it diverges itself, from {lost} on"
+    covered = _covered(run, baseline)
+    return "" if covered >= _COVERS * most else f"it covers {covered} steps of the run, and another one {most}"
+
+
+def _covered(run: LossCurve, baseline: LossCurve) -> int:
+    """Steps of a run that lie between the first and the last one of a baseline."""
+    if not len(run.steps) or not len(baseline.steps):
+        return 0
+    return int(((run.steps >= baseline.steps[0]) & (run.steps <= baseline.steps[-1])).sum())
+
+
+def _like(baseline: LossCurve, counted: Mapping[str, LossCurve]) -> str:
+    """That it saw the batches of one that counts already, or that this cannot be told: then it does not show what seeds
+    differ by."""
+    for name, curve in counted.items():
+        both = align(baseline, curve)
+        if len(both.steps) < _TELL:
+            return f"with {len(both.steps)} losses in common it cannot be told whether it saw the batches of {name}"
+        if both.paired:
+            return f"it saw the batches of {name}"
+    return ""
 
 
 def mean_of(curves: Sequence[LossCurve]) -> LossCurve:
-    """The mean of one or several losses at those steps of the first that all cover.
+    """The mean of several losses, at those steps of the one with most that all cover and at which none is lost.
 
     Where another one has no loss at a step, it is taken in between.
 
@@ -65,10 +142,11 @@ def mean_of(curves: Sequence[LossCurve]) -> LossCurve:
         [2.0, 2.0, 2.0, 2.0]
     """
     start, stop = max(int(each.steps[0]) for each in curves), min(int(each.steps[-1]) for each in curves)
-    steps = curves[0].steps[(curves[0].steps >= start) & (curves[0].steps <= stop)]
-    with np.errstate(invalid="ignore"):
-        mean = np.mean([np.interp(steps, each.steps, each.losses) for each in curves], axis=0)
-    return LossCurve.of(pl.DataFrame({"step": steps, "loss": mean}))
+    steps = max(curves, key=lambda each: len(each.steps)).steps
+    steps = steps[(steps >= start) & (steps <= stop)]
+    losses = _at(curves, steps)
+    known = np.isfinite(losses).all(axis=0)
+    return LossCurve.of(pl.DataFrame({"step": steps[known], "loss": losses[:, known].mean(axis=0)}))
 
 
 def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> Seeds:
@@ -82,8 +160,13 @@ def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> Seeds:
         >>> round(seeds_of(curves, mean_of(curves)).spread, 2)
         1.41
     """
-    last = mean.steps[-max(round(PART * len(mean.steps)), min(TOO_FEW, len(mean.steps))) :]
-    ends = [float(np.interp(last, each.steps, each.losses).mean()) for each in curves]
-    level = float(np.mean(ends))
-    spread = 100 * float(np.std(ends, ddof=1)) / level if np.isfinite(ends).all() and level > 0 else np.inf
-    return Seeds(len(curves), spread)
+    n = len(mean.steps)
+    last = mean.steps[n - max(round(PART * n), min(FEWEST, n)) :]
+    ends = _at(curves, last).mean(axis=1)
+    return Seeds(len(curves), 100 * float(ends.std(ddof=1) / ends.mean()))
+
+
+def _at(curves: Sequence[LossCurve], steps: Ints) -> Floats:
+    """[curves, steps]: losses, in between where one has none; lost ones are infinite or NaN."""
+    with np.errstate(invalid="ignore"):
+        return np.stack([np.interp(steps, each.steps, each.losses) for each in curves])

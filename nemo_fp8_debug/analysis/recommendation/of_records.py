@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.keys import Key
-from ..diagnosis.diagnose import Source, diagnose
+from ..diagnosis.diagnose import Source, diagnose, several
 from ..runs.run import Run
 from .flags import Flag, flagged_by
 from .options import Budget
@@ -23,7 +23,7 @@ def recommend(
 
     Args:
         run: the record of the run to fix, or a folder above it; a path or any fsspec address.
-        baseline: the record of a run that went well, or of several that differ in their seed. With it, only operands that
+        baseline: the record of a run that went well, or of several, as of `diagnose`. With it, only operands that
             left its band before the loss diverged are changed; without it, all that exceed the budget.
         operands: operands to look at instead, a list of (layer, role); a role is `input`, `weight` or `grad_output`.
         budget: what an operand may lose; None: `Budget()`.
@@ -41,7 +41,7 @@ def recommend(
         [('layers.0.fc2', 'current-e5m2')]
     """
     budget = budget or Budget()
-    if baseline is None:
+    if not several(baseline):
         examined, flags = run if isinstance(run, Run) else Run.read(run), dict[Key, Flag]()
         flagged = list(operands) if operands else over_budget(examined, budget)
     else:
