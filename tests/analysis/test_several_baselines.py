@@ -115,8 +115,10 @@ class TestWhichCount:
             assert n == 2 and "bad does not count for the loss: it diverges itself, from 3" in told
 
     def test_not_the_run_itself(self) -> None:
-        n, told = self.told(a=losses(1), run=losses(0, 5.0), b=losses(2))
-        assert n == 2 and told == "run does not count for the loss: it is the run itself."
+        """Nor under another name, as another path to its record."""
+        for name in ("run", "elsewhere"):
+            n, told = self.told(a=losses(1), **{name: losses(0, 5.0)}, b=losses(2))
+            assert n == 2 and told == f"{name} does not count for the loss: it is the run itself."
 
     def test_a_loss_that_is_lost_for_a_step_is_left_out(self) -> None:
         table = pl.DataFrame({"step": range(400), "loss": losses(1).losses}).with_columns(
@@ -193,7 +195,7 @@ class TestUse:
             diagnose(run, [first, other])
 
     def test_the_same_batches_are_said(self, tmp_path: Path) -> None:
-        run, twin = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "twin", losses=falling(0))
+        run, twin = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "twin", losses=scaled(falling(0), 1.001))
         found = diagnose(run, [write(tmp_path / "first", losses=falling(1)), twin])
         assert found.loss.gap is not None and found.loss.gap.paired
         assert any("saw the run's batches" in note for note in found.notes)

@@ -85,9 +85,11 @@ def beside(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Be
 def _that_count(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> tuple[dict[str, LossCurve], list[str]]:
     """Those that count, and why others do not, in sentences."""
     counted, notes = dict[str, LossCurve](), list[str]()
-    most = max(_covered(run[1], curve) for name, curve in baselines.items() if name != run[0] or len(baselines) == 1)
+    others = {name for name, curve in baselines.items() if name != run[0] and not _same(run[1], curve)}
+    most = max((_covered(run[1], baselines[name]) for name in others), default=0)
     for name, curve in baselines.items():
-        why = "it is the run itself" if name == run[0] else _why_not(run[1], curve, most) or _like(curve, counted)
+        itself = "" if name in others else "it is the run itself"
+        why = itself or _why_not(run[1], curve, most) or _like(curve, counted)
         if why:
             notes.append(f"{name} does not count for the loss: {why}.")
         else:
@@ -110,6 +112,11 @@ def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
         return f"it diverges itself, from {lost} on"
     covered = _covered(run, baseline)
     return "" if covered >= _COVERS * most else f"it covers {covered} steps of the run, and another one {most}"
+
+
+def _same(run: LossCurve, baseline: LossCurve) -> bool:
+    """Whether all losses are the same: a record may have two names."""
+    return np.array_equal(run.steps, baseline.steps) and np.array_equal(run.losses, baseline.losses)
 
 
 def _covered(run: LossCurve, baseline: LossCurve) -> int:
