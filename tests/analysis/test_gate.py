@@ -59,6 +59,11 @@ class TestSeeds:
         found = gate([pair(2000, 1.0, True, 7)[1]], baselines, 5.0)
         assert found and found.error == pytest.approx(1.0 * np.sqrt(1 + 1 / 3), rel=0.1)
 
+    def test_a_baseline_that_is_given_twice_is_refused(self) -> None:
+        run, good = pair(500, 1.02, False, 1)
+        with pytest.raises(ConfigError, match="two of the baselines have the same losses"):
+            gate([run], [good, good], 0.5)
+
     @pytest.mark.parametrize(("runs", "baselines"), [(2, 3), (0, 1), (1, 0), (3, 1)])
     def test_numbers_that_do_not_fit_are_refused(self, runs: int, baselines: int) -> None:
         losses = curve([2.0] * 100)

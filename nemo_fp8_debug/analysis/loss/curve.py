@@ -43,6 +43,10 @@ class LossCurve:
         """All losses so many times as high."""
         return LossCurve(self.steps, factor * self.losses, factor * self.smooth, self.half)
 
+    def same_as(self, other: LossCurve) -> bool:
+        """Whether all losses are the same: a record may have two names."""
+        return np.array_equal(self.steps, other.steps) and np.array_equal(self.losses, other.losses)
+
     @property
     def final(self) -> float | None:
         """Smoothed loss at the end; None without losses."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,9 @@ def _check(runs: Sequence[LossCurve], baselines: Sequence[LossCurve], max_gap: f
             f"{len(runs)} runs and {len(baselines)} baselines: give one run with one or several baselines, or as many "
             "baselines as runs, in the order of the runs that they belong to"
         )
+    for which, curves in (("runs", runs), ("baselines", baselines)):
+        if any(one.same_as(other) for one, other in combinations(curves, 2)):
+            raise ConfigError(f"two of the {which} have the same losses: give each once, or the gap seems surer than it is")
 
 
 def _pairs(runs: Sequence[LossCurve], baselines: Sequence[LossCurve]) -> list[tuple[LossCurve, LossCurve]]:

@@ -85,7 +85,7 @@ def beside(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Be
 def _that_count(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> tuple[dict[str, LossCurve], list[str]]:
     """Those that count, and why others do not, in sentences."""
     counted, notes = dict[str, LossCurve](), list[str]()
-    others = {name for name, curve in baselines.items() if name != run[0] and not _same(run[1], curve)}
+    others = {name for name, curve in baselines.items() if name != run[0] and not curve.same_as(run[1])}
     most = max((_covered(run[1], baselines[name]) for name in others), default=0)
     for name, curve in baselines.items():
         itself = "" if name in others else "it is the run itself"
@@ -112,11 +112,6 @@ def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
         return f"it diverges itself, from {lost} on"
     covered = _covered(run, baseline)
     return "" if covered >= _COVERS * most else f"it covers {covered} steps of the run, and another one {most}"
-
-
-def _same(run: LossCurve, baseline: LossCurve) -> bool:
-    """Whether all losses are the same: a record may have two names."""
-    return np.array_equal(run.steps, baseline.steps) and np.array_equal(run.losses, baseline.losses)
 
 
 def _covered(run: LossCurve, baseline: LossCurve) -> int:
