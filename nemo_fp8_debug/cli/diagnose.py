@@ -25,7 +25,7 @@ _WIDEST, _LISTED = 110, 15
 EXAMPLES = (
     "runs/fp8 --baseline runs/baseline",
     "runs/fp8 --baseline runs/baseline --reference runs/bf16",
-    "runs/fp8 --baseline runs/seed_1 --baseline runs/seed_2 --baseline runs/seed_3",
+    "runs/fp8 --baseline runs/good_a --baseline runs/good_b",
     "runs/fp8 --json",
     "runs/fp8 --baseline runs/baseline --markdown",
 )

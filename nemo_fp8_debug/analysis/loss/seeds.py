@@ -65,7 +65,7 @@ def beside(run: tuple[str, LossCurve], baselines: Mapping[str, LossCurve]) -> Be
         >>> first, other, run = (LossCurve.of(pl.DataFrame({"step": range(200), "loss": 2 + each})) for each in noise)
         >>> found = beside(("run", run), {"first": first, "other": other, "again": first})
         >>> found.seeds.n, found.notes[0]
-        (2, "again does not count for the loss: it saw the batches of first.")
+        (2, 'again does not count for the loss: it saw the batches of first.')
     """
     first = next(iter(baselines.values()))
     if len(baselines) == 1:
