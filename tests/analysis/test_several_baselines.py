@@ -68,14 +68,14 @@ class TestLoss:
 
     @pytest.mark.parametrize("apart", [0.25, 2.0])
     def test_runs_of_the_same_recipe_are_hardly_ever_called_harmed(self, apart: float) -> None:
-        """Seeds that differ by 0.25%, and by 2%, three of them and one more to be judged, 200 times."""
-        drawn = np.random.default_rng(1).normal(0, apart, (200, 4))
+        """Seeds that differ by 0.25%, and by 2%, three of them and one more to be judged, 60 times."""
+        drawn = np.random.default_rng(1).normal(0, apart, (60, 4))
         harms = []
         for i, (mine, *theirs) in enumerate(drawn):
             run = losses(1000 + 4 * i, mine)
             found = beside(("run", run), {f"{k}": losses(1001 + 4 * i + k, each) for k, each in enumerate(theirs)})
             harms.append(LossOutcome.of(run, found.curve, same_model=True, seeds=found.seeds).harm)
-        assert harms.count("harmful") <= 1
+        assert harms.count("harmful") == 0
 
 
 class TestWhichCount:
