@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 from diagnosed_runs import CULPRIT, LAYERS, ONSET, corrupted, falling, write
-from samples import FINGERPRINT
+from samples import FINGERPRINT, sample
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
@@ -191,8 +191,16 @@ class TestUse:
     def test_they_must_be_of_one_model(self, tmp_path: Path) -> None:
         run, first = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "first", losses=falling(1))
         other = write(tmp_path / "other", losses=falling(2), layers=LAYERS[:2])
-        with pytest.raises(ConfigError, match="has another number of layers"):
-            diagnose(run, [first, other])
+        wider = tmp_path / "wider"
+        record = RunRecord(wider)
+        record.open(FINGERPRINT)
+        rows = [{"layer": layer, "role": "weight", "n": 16384} for layer in LAYERS]
+        record.record(sample(0, rows))
+        record.record_steps({step: {"loss": loss} for step, loss in falling(2).items()})
+        record.close()
+        for each in (other, wider):
+            with pytest.raises(ConfigError, match="is of another model than"):
+                diagnose(run, [first, each])
 
     def test_the_same_batches_are_said(self, tmp_path: Path) -> None:
         run, twin = write(tmp_path / "run", losses=falling(0)), write(tmp_path / "twin", losses=scaled(falling(0), 1.001))

@@ -19,7 +19,7 @@ from ..runs.run import Run
 from ..runs.settings import coverage_notes, remarks
 from .comparison import Comparison
 from .drift import drifts
-from .layer_matching import named_alike
+from .layer_matching import named_alike, sizes_of_weights
 from .onset import IN_A_ROW, onsets
 from .other_depth import as_far_from_the_output, depths_of, differ_in_depth, that_count
 
@@ -56,7 +56,7 @@ def compare(
     Raises:
         RecordError: a record is missing or unreadable, or the two have no sampled step and tensor in common, or are of
             different models.
-        ConfigError: `by` or `renames` cannot be used, or one of `others` is of another depth than the baseline.
+        ConfigError: `by` or `renames` cannot be used, or one of `others` is of another model than the baseline.
 
     Example:
         >>> found = compare("runs/baseline", "runs/bad", "runs/reference")
@@ -85,9 +85,16 @@ def compare(
 def _beside(baseline: Run, run: Run, others: Sequence[Run]) -> Beside:
     """What the run's loss is compared with."""
     for other in others:
-        if differ_in_depth(*_layers_of(baseline, other)):
-            raise ConfigError(f"{other.path} has another number of layers than {baseline.path}: give baselines of one model")
+        if differ_in_depth(*_layers_of(baseline, other)) or _differ_in_size(baseline, other):
+            raise ConfigError(f"{other.path} is of another model than {baseline.path}: give baselines of one model")
     return beside((run.path, run.loss), {each.path: each.loss for each in (baseline, *others)})
+
+
+def _differ_in_size(baseline: Run, other: Run) -> bool:
+    """Whether most W that both know the size of have another one; a padded output layer makes no other model."""
+    sizes = [sizes_of_weights(each.metrics) for each in (baseline, other)]
+    known = [(n, sizes[1][name]) for name, n in sizes[0].items() if n is not None and sizes[1].get(name) is not None]
+    return 2 * sum(mine != theirs for mine, theirs in known) > len(known)
 
 
 def _out_of_band(baseline: Run, run: Run) -> pl.DataFrame:

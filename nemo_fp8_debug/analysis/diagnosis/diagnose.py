@@ -72,7 +72,7 @@ def diagnose(
 
     Raises:
         RecordError: a record is missing or unreadable, or has nothing to go by.
-        ConfigError: `by` is neither, or baselines have other numbers of layers.
+        ConfigError: `by` is neither, or baselines are of different models.
 
     Example:
         >>> found = diagnose("runs/bad", "runs/baseline", "runs/reference")
