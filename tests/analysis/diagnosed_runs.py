@@ -51,15 +51,16 @@ def write(
     culprit: str | Sequence[str] = CULPRIT,
     changed: str = "input",
     validation: Mapping[str, Mapping[int, float]] | None = None,
+    until: int = N,
     **scalars: Mapping[int, float],
 ) -> Path:
-    """A record with X, or another role, of one layer or several changed; losses of evaluations and scalars by name and
-    step."""
+    """Write a record with X, or another role, of one layer or several changed, which ends before a step; losses of
+    evaluations and scalars are given by name and step."""
     culprits = [culprit] if isinstance(culprit, str) else culprit
     record = RunRecord(folder)
     record.open(FINGERPRINT)
     losses = falling() if losses is None else losses
-    for step in STEPS:
+    for step in range(0, until, EVERY):
         rows = [
             {
                 "layer": layer,

@@ -10,11 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from diagnosed_runs import CULPRIT, EVERY, FIRST, LAYERS, ONSET, STEPS, N, corrupted, falling, nothing, trending, write
 from samples import FINGERPRINT, sample
 from typer.testing import CliRunner, Result
 
+from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.comparison.summary import summarize
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.recommendation.flags import flagged_by
 from nemo_fp8_debug.analysis.runs.run import Run
@@ -273,6 +276,119 @@ class TestTwin:
         assert diagnose(bad, None, reference).divergence_step == diagnose(bad).divergence_step is not None
 
 
+class TestAllClear:
+    """Only a loss that follows the baseline's, next to operands in their bands, shows that nothing is wrong."""
+
+    def test_needs_a_loss_that_follows_the_baseline(self, tmp_path: Path, baseline: Path) -> None:
+        good = diagnose(write(tmp_path / "good"), baseline)
+        assert (good.harm, good.cause, good.confidence) == ("none", "none", "high")
+        assert "The record shows nothing wrong (high confidence)." in good.verdict()
+
+    def test_is_not_given_next_to_a_gap_that_nobody_can_tell(self, tmp_path: Path) -> None:
+        """Losses so noisy that a gap of a third is no proof of harm."""
+        rng = np.random.default_rng(3)
+        curves = [{i: float(loss * rng.lognormal(0, 0.6) * f) for i, loss in falling().items()} for f in (1.0, 1.4)]
+        found = diagnose(write(tmp_path / "run", losses=curves[1]), write(tmp_path / "other", losses=curves[0]))
+        assert found.harm == "unknown" and found.loss.gap is not None and found.loss.gap.percent > 10
+        assert found.confidence is None and "confidence" not in found.verdict()
+        assert "nothing wrong" not in found.verdict() and "We saw nothing out of band." in found.verdict()
+        assert "We could have missed learning rate, data, kernels or communication" in found.verdict()
+
+    def test_is_not_given_next_to_a_hint(self, tmp_path: Path) -> None:
+        def outlier(step: int) -> Mapping[str, Any]:
+            return {"outlier_log2": 13.0, "underflow_pct": 5.0, "mse": 1.0} if step >= ONSET else {"outlier_log2": 4.0}
+
+        run = write(tmp_path / "run", outlier, changed="grad_output")
+        good = write(tmp_path / "good", lambda step: {"outlier_log2": 4.0}, falling(1), changed="grad_output")
+        found = diagnose(run, good)
+        assert (found.harm, found.cause, found.confidence) == ("none", "none", None)
+        assert f"dY of {CULPRIT} since step {ONSET}" in found.verdict() and "nothing wrong" not in found.verdict()
+
+    @pytest.mark.parametrize(("times", "told"), [(6.0, "is 6 times it"), (1 / 6, "is 1/6 of it")])
+    def test_a_learning_rate_that_left_the_baselines_is_in_the_verdict(
+        self, tmp_path: Path, times: float, told: str
+    ) -> None:
+        usual = dict.fromkeys(range(N), 1e-4)
+        good = write(tmp_path / "good", lr=usual)
+        found = diagnose(write(tmp_path / "run", lr={s: lr * (times if s > 68 else 1) for s, lr in usual.items()}), good)
+        assert told in found.verdict() and "step 68" in found.verdict() and "nothing wrong" not in found.verdict()
+        assert found.cause == ("learning_rate" if times > 1 else "none")
+        assert told in story(found)["headline"]["cause_told"]
+
+    @pytest.mark.parametrize("times", [8.0, 1 / 8])
+    def test_a_gradient_norm_that_left_the_baselines_is_in_the_verdict(self, tmp_path: Path, times: float) -> None:
+        usual = {s: float(n) for s, n in enumerate(np.random.default_rng(0).lognormal(0, 0.1, N))}
+        good = write(tmp_path / "good", grad_norm=usual)
+        found = diagnose(write(tmp_path / "run", grad_norm={s: n * times for s, n in usual.items()}), good)
+        assert (
+            f"{times:.3g} times the baseline's from step 0 on" in found.verdict() and "nothing wrong" not in found.verdict()
+        )
+
+
+class TestShortBaseline:
+    """What needs no baseline is looked at after a baseline's end."""
+
+    def test_a_scale_that_went_wrong_after_its_end_is_named(self, tmp_path: Path) -> None:
+        bad, half = write(tmp_path / "bad", corrupted, falling(left=120)), write(tmp_path / "half", until=ONSET - 4)
+        found = diagnose(bad, half)
+        assert found.culprit and (found.culprit.layer, found.culprit.role, found.culprit.since) == (CULPRIT, "input", ONSET)
+        assert found.harm == "harmful" and found.divergence_step is not None and found.divergence_step > ONSET
+
+    def test_a_learning_rate_that_rose_after_its_end_is_told(self, tmp_path: Path) -> None:
+        rates = {s: 1e-4 * (6 if s > 150 else 1) for s in range(N)}
+        found = diagnose(write(tmp_path / "run", lr=rates), write(tmp_path / "half", until=ONSET, lr=rates))
+        assert "from 0.0001 at step 150 to 0.0006" in found.verdict()
+
+    def test_a_run_that_goes_well_is_not_accused(self, tmp_path: Path) -> None:
+        found = diagnose(write(tmp_path / "run"), write(tmp_path / "half", until=ONSET))
+        assert (found.cause, found.harm, found.culprit) == ("none", "none", None)
+
+    def test_what_both_runs_have_is_told(self, tmp_path: Path, baseline: Path) -> None:
+        runs = [write(tmp_path / name, corrupted, falling(left=120)) for name in ("bad", "copy")]
+        told = diagnose(*runs).verdict()
+        assert f"X of {CULPRIT} since step {ONSET}" in told and "both losses rise for good" in told
+        assert "nothing wrong" not in told
+        assert "same trouble" not in diagnose(write(tmp_path / "good"), baseline).verdict()
+
+
+class TestReference:
+    """A BF16 twin with the same gap acquits FP8, however far out an operand is."""
+
+    @pytest.mark.parametrize(
+        ("run_gap", "reference_gap", "is_fp8"), [(0.3, 0.3, False), (12.0, 12.0, False), (12.0, 0.0, True)]
+    )
+    def test_fp8_is_the_cause_only_if_the_runs_differ(
+        self, tmp_path: Path, run_gap: float, reference_gap: float, is_fp8: bool
+    ) -> None:
+        rng = np.random.default_rng(7)
+
+        def losses(gap: float) -> dict[int, float]:
+            since = 120 if gap > 2 else 0
+            return {i: float(x * (1 + gap / 100 * (i >= since) + rng.normal(0, 1e-3))) for i, x in falling().items()}
+
+        paths = {name: losses(gap) for name, gap in (("good", 0.0), ("run", run_gap), ("bf16", reference_gap))}
+        bad = write(tmp_path / "run", corrupted, paths["run"])
+        good, bf16 = (write(tmp_path / name, losses=paths[name]) for name in ("good", "bf16"))
+        found = diagnose(bad, good, bf16)
+        ends = {name: np.mean([by_step[i] for i in range(160, 200)]) for name, by_step in paths.items()}
+        expected = 100 * (ends["bf16"] / ends["good"] - 1)
+        assert f"The reference run's gap is {expected:+.3g}% (95% interval" in found.verdict()
+        assert f"{100 * (ends['run'] / ends['bf16'] - 1):+.3g}%" in found.verdict()
+        assert found.about_fp8 == is_fp8 and (found.culprit is not None) == is_fp8
+        assert (found.cause == "corrupted_scale") == is_fp8
+        for text in (found.loss.describe_reference(), summarize(compare(good, bad, bf16))):
+            assert ("FP8 does not explain the loss" in text) != is_fp8
+
+    def test_its_gap_is_printed_where_the_run_is_not_harmed(self, tmp_path: Path, baseline: Path) -> None:
+        bad, bf16 = write(tmp_path / "run", corrupted, falling(1)), write(tmp_path / "bf16", losses=falling(1))
+        found = diagnose(bad, baseline, bf16)
+        assert found.cause == "none" and found.confidence is None
+        assert (
+            f"X of {CULPRIT} since step {ONSET}" in found.verdict() and "the cause" not in found.verdict().split("Out of")[0]
+        )
+        assert found.to_json()["reference"]["differs"] is False
+
+
 class TestAlone:
     def test_names_a_scale_that_went_wrong(self, tmp_path: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120)))
@@ -286,8 +402,11 @@ class TestAlone:
 
     def test_a_run_that_goes_well(self, baseline: Path) -> None:
         found = diagnose(baseline)
-        assert (found.cause, found.confidence, found.harm) == ("none", "low", "unknown")
-        assert "without a baseline a gap to what it could be cannot be seen" in found.verdict()
+        assert (found.cause, found.confidence, found.harm) == ("none", None, "unknown")
+        assert (
+            "We could have missed" in found.verdict()
+            and "without a baseline a gap to what it could be cannot be seen" in found.verdict()
+        )
 
     def test_without_losses(self, tmp_path: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted, {}))

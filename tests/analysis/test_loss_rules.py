@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 import pytest
@@ -83,7 +85,7 @@ def outcome(since: int | None, n: int = 300) -> LossOutcome:
 
 class TestDivergence:
     def test_from_the_start_and_in_mid_run_ask_for_other_things(self) -> None:
-        start, later = (divergence(outcome(since), "step", None)[0] for since in (5, 150))
+        start, later = (divergence(outcome(since), "step")[0] for since in (5, 150))
         assert (start.since, later.since) == (5, 150) and "from step 150 on: a gap of +50%" in later.evidence
         assert start.advice != later.advice
         assert (
@@ -93,12 +95,11 @@ class TestDivergence:
         )
 
     def test_a_reference_run_that_diverges_too_is_software(self) -> None:
-        assert [(f.rule, f.cause) for f in divergence(outcome(100), "step", 120)] == [
-            ("divergence", "unknown"),
-            ("reference", "software"),
-        ]
-        assert [f.cause for f in divergence(outcome(None), "step", 120)] == ["none"]
+        found = divergence(replace(outcome(100), reference=outcome(120).run), "step")
+        assert [(f.rule, f.cause) for f in found] == [("divergence", "unknown"), ("reference", "software")]
+        assert [f.rule for f in divergence(replace(outcome(100), reference=noisy()), "step")] == ["divergence"]
+        assert [f.cause for f in divergence(replace(outcome(None), reference=outcome(120).run), "step")] == ["none"]
 
     @pytest.mark.parametrize("n", [0, 1, 4])
     def test_too_few_losses_tell_nothing(self, n: int) -> None:
-        assert [f.cause for f in divergence(outcome(None, n), "step", None)] == ["unknown"]
+        assert [f.cause for f in divergence(outcome(None, n), "step")] == ["unknown"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -59,7 +59,8 @@ class Comparison:
         sizes = sizes_of_weights(self.run.metrics)
         same_model = None not in sizes.values() and sizes == sizes_of_weights(self.baseline.metrics)
         beside = Beside(self.baseline.loss) if self.beside is None else self.beside
-        return LossOutcome.of(self.run.loss, beside.curve, self.max_gap, same_model, beside.seeds)
+        found = LossOutcome.of(self.run.loss, beside.curve, self.max_gap, same_model, beside.seeds)
+        return found if self.reference is None else replace(found, reference=self.reference.loss)
 
     @cached_property
     def sampled_alike(self) -> bool:

@@ -24,9 +24,7 @@ def summarize(found: Comparison) -> str:
         *_of_the_experts(found, worst),
         *_of_other_recipes(found, worst),
     ]
-    if found.reference is not None:
-        sentences.append(_of_the_reference(found))
-    return " ".join(sentences)
+    return " ".join([*sentences, *filter(None, [found.loss.describe_reference(found.run.unit)])])
 
 
 def _of_the_loss(found: Comparison) -> list[str]:
@@ -76,19 +74,6 @@ def _of_other_recipes(found: Comparison, worst: Mapping[str, Any]) -> list[str]:
         f"its underflow {number(row['underflow_pct'], '%')}."
         for row in rows.iter_rows(named=True)
     ]
-
-
-def _of_the_reference(found: Comparison) -> str:
-    assert found.reference is not None
-    since = above(found.reference.loss, found.baseline.loss)
-    if found.reference.loss.final is None:
-        return "The reference run's record has no losses, so it tells nothing."
-    if found.divergence_step is None:
-        return "The loss does not diverge, so the reference run tells nothing more."
-    if since is None:
-        different = "quantization, if the reference run is in BF16"
-        return f"The reference run does not diverge: the cause is what differs between the two ({different})."
-    return f"The reference run's loss diverges too, from {found.reference.unit} {since}: FP8 is not the only cause."
 
 
 def described(worst: Mapping[str, Any], unit: str) -> str:

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...core.keys import GRADIENTS
-from .rules.finding import Finding
+from .rules.finding import NOT_FP8, Finding
 
 #: how many times as far out as others an operand must be, to be blamed if it is first seen with the loss; and how many may
 #: be as far out as it, of those that are first seen with it
 STANDS_OUT, TOGETHER = 4.0, 1
 #: rules about what lies between GEMMs, and about steps of weights
 BETWEEN = ("attention", "router", "steps of weights")
-#: rules whose findings are never the cause
-HINTS = ("channels", "experts")
+#: causes that need no reference run to be told from FP8's: values are what they are
+_PLAIN = ("none", "unknown", "nonfinite", "dead")
+#: rules about the loss and about settings: what they find is no value that is out of band
+_NO_VALUES = ("divergence", "versions", "features")
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Blame:
     finding: Finding | None
     #: one of CAUSES
     cause: str
-    #: of it, one of CONFIDENCE
-    confidence: str
+    #: of the cause, one of CONFIDENCE; None: we found no cause, and what we found does not show that there is none
+    confidence: str | None
     #: other operands whose scale surely went wrong in time to add to the harm
     besides: Sequence[Finding] = ()
 
@@ -50,8 +52,10 @@ class Evidence:
     judged: bool
     #: whether there is a baseline
     paired: bool
-    #: whether bands of healthy runs stand for one
-    covered: bool = False
+    #: whether the loss follows the baseline's, by an interval that excludes harm
+    unharmed: bool = False
+    #: False if a reference run in higher precision has the same loss as the run
+    by_precision: bool = True
 
     def of(self, rule: str) -> Finding | None:
         """What a rule found first."""
@@ -111,6 +115,8 @@ def _tensor(found: Finding) -> tuple[object, ...]:
 def blamed(evidence: Evidence) -> Blame:
     """The culprit, the cause, how sure that is, and what else went wrong by itself."""
     blame = _blamed(evidence)
+    if not evidence.by_precision and blame.cause not in (*NOT_FP8, *_PLAIN):
+        return _nothing_found(evidence, bool(evidence.before()))
     return blame if blame.culprit is None else replace(blame, besides=evidence.besides(blame.culprit))
 
 
@@ -235,7 +241,9 @@ def _nothing_found(evidence: Evidence, hints: bool) -> Blame:
     if not evidence.judged or (not evidence.paired and (hints or found is not None)):
         return Blame(None, "unknown", "low")
     if evidence.harmed_since is None:
-        surely = evidence.paired and not any(f.rule in HINTS for f in evidence.findings)
-        known = evidence.paired or evidence.covered
-        return Blame(None, "none", "high" if surely else "medium" if known else "low")
+        rate = evidence.of("learning rate")
+        if evidence.paired and rate is not None and rate.confidence != "low":
+            return Blame(rate, rate.cause, rate.confidence)  # nothing else is found, and runs are not alike
+        out = [f for f in evidence.findings if f.rule not in _NO_VALUES and f.cause != "none"]
+        return Blame(None, "none", "high" if evidence.paired and evidence.unharmed and not out else None)
     return Blame(None, "software", "medium") if evidence.paired else Blame(None, "unknown", "low")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import polars as pl
 
 from ...core.scale_sources import QUANTIZED
 from ...errors import RecordError
 from ..bands.bands import Bands, bands_for
-from ..bands.judge import judge, told
+from ..bands.judge import Judged, judge, told
 from ..comparison.compare import compare, quantized
 from ..comparison.comparison import Comparison
 from ..comparison.onset import IN_A_ROW
@@ -21,7 +22,7 @@ from ..runs.grid import Ints, interval_of
 from ..runs.run import Run
 from .culprit import Evidence, blamed
 from .diagnosis import Diagnosis
-from .operands import against_baseline, alone, beginning
+from .operands import against_baseline, alone, beginning, shared_with
 from .rules.activations import activations
 from .rules.beyond import with_limits
 from .rules.channels import channels
@@ -83,7 +84,7 @@ def diagnose(
     if baselines:
         return diagnose_comparison(comparison_of(run, baselines, reference, by, max_gap))
     mine = _read(run, by)
-    return _alone(mine, _reference(reference, by), max_gap, bands_for(mine, bands))
+    return _alone(mine, _reference(reference, by), max_gap, bands)
 
 
 def several(baseline: Source | Sequence[Source] | None) -> list[Source]:
@@ -113,27 +114,72 @@ def _read(path: Source, by: str) -> Run:
 
 
 def diagnose_comparison(comparison: Comparison) -> Diagnosis:
-    """What is wrong with a run that has been compared; see `diagnose`."""
-    run, baseline, reference, loss = comparison.run, comparison.baseline, comparison.reference, comparison.loss
-    reference_since = None
-    if reference is not None:
-        reference_since = LossOutcome(reference.loss, loss.baseline, loss.max_gap).harmful_since
+    """Return what is wrong with a run that has been compared; see `diagnose`."""
+    run, baseline, loss = comparison.run, comparison.baseline, comparison.loss
     operands = against_baseline(comparison)
-    return _added_up(run, baseline, comparison, operands, loss, reference_since)
+    if (end := _baseline_end(run, baseline)) is not None:
+        own = replace(loss, baseline=None, seeds=None)
+        loss = own if loss.harmful_since is None and (own.harmful_since or 0) > end else loss
+        known = {f.operand for f in operands}
+        sure = [f for f in alone(run, _judged_by_bands(run, None)) if f.confidence != "low"]
+        operands += [f for f in sure if (f.since or 0) > end and f.operand not in known]
+    found = _added_up(run, baseline, comparison, operands, loss)
+    shared = _shared(run, baseline, loss.max_gap) if found.cause in ("none", "unknown") else []
+    blame = replace(found.blame, confidence=None) if shared and found.cause == "none" else found.blame
+    return replace(found, blame=blame, shared=shared)
 
 
-def _alone(run: Run, reference: Run | None, max_gap: float, bands: Bands | None) -> Diagnosis:
+def _shared(run: Run, baseline: Run, max_gap: float) -> list[Finding]:
+    """Return what is wrong with a run by itself and with its baseline too, so that comparing them cannot show it."""
+    found = [*nonfinite(run, None), *shared_with(run, baseline)]
+    since = [LossOutcome(each.loss, None, max_gap).harmful_since for each in (run, baseline)]
+    if None not in since:
+        facts = f"both losses rise for good, the run's from {run.unit} {since[0]} on, the baseline's from {since[1]} on"
+        found.append(Finding("divergence", "unknown", "medium", facts, since=since[0]))
+    return found
+
+
+def _alone(run: Run, reference: Run | None, max_gap: float, bands: str | os.PathLike[str] | Bands | None) -> Diagnosis:
     if run.metrics.is_empty():
         raise RecordError(f"{run.path} has no sampled step, so there is nothing to go by")
     loss = LossOutcome.of(run.loss, None if reference is None else reference.loss, max_gap)
     if loss.harmful_since is None:
         own = LossOutcome(run.loss, None, max_gap)
         loss = own if own.harmful_since is not None else loss
-    since = None if reference is None else LossOutcome(reference.loss, None, max_gap).harmful_since
-    judged = None if bands is None else judge(run, bands)
+    if reference is not None:
+        loss = replace(loss, reference=reference.loss)
+    judged = _judged_by_bands(run, bands)
     covered = judged is not None and judged.all_covered
-    found = _added_up(run, None, None, alone(run, judged), loss, since, covered)
+    found = _added_up(run, None, None, alone(run, judged), loss, covered)
     return replace(found, judged_by=told(judged))
+
+
+def _judged_by_bands(run: Run, bands: str | os.PathLike[str] | Bands | None) -> Judged | None:
+    chosen = bands_for(run, bands)
+    return None if chosen is None else judge(run, chosen)
+
+
+def _baseline_end(run: Run, baseline: Run | None) -> int | None:
+    """Return the baseline's last sampled step if the run has later samples, else None."""
+    if baseline is None or baseline.metrics.is_empty() or run.metrics.is_empty():
+        return None
+    end = int(baseline.metrics.steps[-1])
+    return end if run.metrics.steps[-1] > end else None
+
+
+Rule = Callable[[Run, Run | None], Iterable[Finding]]
+
+
+def _evaluate(rules: Iterable[Rule], run: Run, baseline: Run | None) -> Iterator[Finding]:
+    """Yield what rules find next to the baseline, and after its end what they find without one."""
+    end = _baseline_end(run, baseline)
+    for rule in rules:
+        found = list(rule(run, baseline))
+        yield from found
+        if end is not None:
+            known = {(f.rule, f.operand) for f in found}
+            later = [f for f in rule(run, None) if f.since is not None and f.since > end]
+            yield from (f for f in later if (f.rule, f.operand) not in known)
 
 
 def _added_up(
@@ -142,41 +188,30 @@ def _added_up(
     comparison: Comparison | None,
     operands: Sequence[Finding],
     loss: LossOutcome,
-    reference: int | None,
     covered: bool = False,
 ) -> Diagnosis:
     """
     Args:
         operands: what is said of them.
-        reference: step from which the reference run's loss diverges.
         covered: whether bands of healthy runs stand for a baseline.
     """
-    around = [
-        *recipes(run, baseline),
-        *learning_rate(run, baseline),
-        *nonfinite(run, baseline),
-        *inputs(run, baseline, loss),
-    ]
+    around = list(_evaluate((recipes, learning_rate, nonfinite, partial(inputs, loss=loss)), run, baseline))
     loss = _with_rise(loss, [*operands, *around], run.metrics.steps)
     stopped = stopped_at(run)
     harmed_since = min((step for step in (loss.harmful_since, stopped) if step is not None), default=None)
     start = diverged_at_the_start(run.loss, harmed_since)
     findings = [
-        *divergence(loss, run.unit, reference),
+        *divergence(loss, run.unit),
         *around,
-        *optimizer_steps(run, baseline),
+        *_evaluate((optimizer_steps,), run, baseline),
         *wrong_product(run),
         *wrong_reduction(run),
         *replicas(run),
         *filter(None, [level(run.loss, run.unit) if baseline is None else None]),
-        *gradient_norm(run, baseline),
-        *weights(run, baseline),
-        *still_weights(run, baseline),
-        *steps_of_weights(run, baseline),
-        *activations(run, baseline),
+        *_evaluate((gradient_norm, weights, still_weights, steps_of_weights, activations), run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
         *filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)]),
-        *multiplier(run, baseline),
+        *_evaluate((multiplier,), run, baseline),
         *operands,
     ]
     findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
@@ -185,7 +220,8 @@ def _added_up(
     sampled = None if harmed_since is None else harmed_since + int(interval_of(run.metrics.steps))
     latest = None if sampled is None else sampled + _slack(run)
     judged = _judged(run, baseline, sampled) and (baseline is not None or covered or _has_limits(run))
-    evidence = Evidence(findings, harmed_since, latest, judged, baseline is not None, covered)
+    unharmed, by_precision = loss.harm == "none" and harmed_since is None, loss.differs_from_reference is not False
+    evidence = Evidence(findings, harmed_since, latest, judged, baseline is not None, unharmed, by_precision)
     blame = blamed(evidence)
     # Where an operand goes wrong, X behind it moves as well: that is no finding of its own.
     told = [f for f in findings if f.rule != "inputs" or f is blame.finding or not operands]

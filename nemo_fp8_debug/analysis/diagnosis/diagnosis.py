@@ -43,6 +43,8 @@ class Diagnosis:
     stopped_at: int | None = None
     #: what stands for a baseline, in a sentence; empty with one
     judged_by: str = ""
+    #: what is wrong with the run by itself and with its baseline too, if nothing sets the two apart
+    shared: Sequence[Finding] = ()
 
     @property
     def culprit(self) -> Finding | None:
@@ -55,9 +57,14 @@ class Diagnosis:
         return self.blame.cause
 
     @property
-    def confidence(self) -> str:
-        """Of the cause, one of CONFIDENCE."""
+    def confidence(self) -> str | None:
+        """Confidence in the cause, one of CONFIDENCE; None: we found no cause, and do not know that there is none."""
         return self.blame.confidence
+
+    @property
+    def about_fp8(self) -> bool:
+        """Whether how FP8 represents operands may be the cause."""
+        return self.cause not in NOT_FP8 and self.loss.differs_from_reference is not False
 
     @property
     def divergence_step(self) -> int | None:
@@ -129,7 +136,8 @@ class Diagnosis:
 
     def verdict(self) -> str:
         """In a sentence or four."""
-        sentences = [self._harm_told(), self._cause_told()]
+        reference = self.loss.describe_reference(self.run.unit)
+        sentences = [self._harm_told(), *([reference] if reference else []), self._cause_told(), *self.describe_rest()]
         if self.harm in ("none", "gap", "harmless so far"):
             sentences.append(
                 "If downstream scores are run all the same, look at what inference reads: `nemo-fp8-debug audit` shows the "
@@ -155,7 +163,7 @@ class Diagnosis:
         if found is not None and found.cause == self.cause:
             return f"{means[0].upper()}{means[1:]} ({sure}): {found.evidence}."
         if self.cause == "none":
-            return f"The record shows nothing wrong ({sure})."
+            return self.describe_nothing()
         if self.cause == "unknown":
             return (
                 "The record cannot tell why."
@@ -163,6 +171,47 @@ class Diagnosis:
                 else "The record cannot tell whether anything is wrong."
             )
         return f"{means[0].upper()}{means[1:]} ({sure})."
+
+    def describe_nothing(self) -> str:
+        """Return that we found no cause, and what we could have missed."""
+        if self.confidence is not None:
+            return f"The record shows nothing wrong ({self.confidence} confidence)."
+        out = [f for f in self.findings if f.rule == "operand"]
+        if out:
+            told = "; ".join(f"{f.operand} since {self.run.unit} {f.since} ({CAUSES[f.cause]})" for f in out[:3])
+            seen = f"Out of band, and no cause of a loss that got worse as far as we can tell: {told}."
+        else:
+            seen = "We saw nothing out of band."
+        return f"{seen} {self._could_have_missed()}"
+
+    def _could_have_missed(self) -> str:
+        """Return what is not ruled out, in a sentence."""
+        missed = []
+        if self.baseline is None:
+            missed.append("a loss that is worse than it could be, and what was wrong from the first step on")
+        elif self.loss.harm != "none":
+            missed.append("learning rate, data, kernels or communication, which may explain the loss")
+        tables = {"products": self.run.verification, "optimizer states": self.run.states}
+        absent = [name for name, rows in tables.items() if rows.is_empty()]
+        if absent:
+            missed.append(f"wrong {' and '.join(absent)}, which the record does not hold")
+        return f"We could have missed {'; and '.join(missed)}." if missed else ""
+
+    def describe_rest(self) -> list[str]:
+        """Return what else a reader must know: settings that left the baseline's, and what both runs share."""
+        told = []
+        for f in self.findings:
+            if f.rule in ("learning rate", "gradient norm") and f is not self.blame.finding:
+                told.append(
+                    f"The learning rate differs: {f.evidence}." if f.rule == "learning rate" else f"Also, {f.evidence}."
+                )
+        if self.shared:
+            each = [f.evidence if f.operand is None else self._shared_told(f) for f in self.shared[:3]]
+            told.append(f"The baseline has the same trouble, so a comparison cannot show it: {'; '.join(each)}.")
+        return told
+
+    def _shared_told(self, found: Finding) -> str:
+        return f"{found.operand} since {self.run.unit} {found.since} ({CAUSES[found.cause]})"
 
     def _besides_told(self) -> str:
         others = [f"{f.operand} from {self.run.unit} {f.since} on ({CAUSES[f.cause]})" for f in self.blame.besides]
@@ -182,10 +231,11 @@ class Diagnosis:
                 "verdict": self.verdict(),
                 "notes": list(self.notes),
                 "cause": self.cause,
-                "about_fp8": self.cause not in NOT_FP8,
+                "about_fp8": self.about_fp8,
                 "confidence": self.confidence,
                 "harm": self.harm,
                 "gap": None if self.loss.gap is None else self.loss.gap.to_json(),
+                "reference": self._reference_json(),
                 "seeds": None if self.loss.seeds is None else self.loss.seeds.to_json(),
                 "divergence_step": self.divergence_step,
                 "lead": self.lead,
@@ -194,9 +244,21 @@ class Diagnosis:
                 "also_wrong": [asdict(finding) for finding in self.blame.besides],
                 "events": [asdict(event) for event in self.events],
                 "findings": [asdict(finding) for finding in self.findings],
+                "shared": [asdict(finding) for finding in self.shared],
             }
         )
         return plain
+
+    def _reference_json(self) -> dict[str, Any] | None:
+        """The reference run's gap to the baseline, the run's gap to the reference run, and whether they differ."""
+        other, apart = self.loss.reference_outcome, self.loss.gap_to_reference
+        if other is None:
+            return None
+        return {
+            "gap": None if other.gap is None else other.gap.to_json(),
+            "run_above": None if apart is None else apart.to_json(),
+            "differs": self.loss.differs_from_reference,
+        }
 
 
 def _counted(lead: int, unit: str) -> str:

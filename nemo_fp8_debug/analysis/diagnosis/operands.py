@@ -150,6 +150,14 @@ def alone(run: Run, judged: Judged | None = None) -> list[Finding]:
     return _that_count(run, [*surely, *hints][:_LOOKED_INTO])
 
 
+def shared_with(run: Run, baseline: Run) -> list[Finding]:
+    """Return operands that are beyond what any healthy one does in a run and in its baseline, so that no band shows them."""
+    far = split_experts(beyond(quantized(run.metrics)))[0]
+    theirs = beyond(quantized(baseline.metrics.within(far.select(_KEY)))) if len(far) else far
+    both = far.join(theirs, on=_KEY, how="semi", maintain_order="left")
+    return _that_count(run, _alone(run, both) if len(both) else [])
+
+
 def _beyond(metrics: Metrics, judged: Judged | None) -> pl.DataFrame:
     """Operands beyond fixed limits or bands; of both, the earlier onset."""
     far = [beyond(metrics)]

@@ -39,6 +39,8 @@ class LossOutcome:
     same_model: bool = False
     #: of several baselines of other batches, whose mean `baseline` is; None: it is one run
     seeds: Seeds | None = None
+    #: loss of a run that differs from this one in precision alone; None: there is none
+    reference: LossCurve | None = None
 
     @classmethod
     def of(
@@ -57,6 +59,25 @@ class LossOutcome:
     def gap(self) -> Gap | None:
         """To the baseline, over the last part; None without one, or with too few losses in common."""
         return None if self.baseline is None else gap(self.run, self.baseline)
+
+    @cached_property
+    def reference_outcome(self) -> LossOutcome | None:
+        """The reference run's loss, judged against the same baseline; None without a reference that has losses."""
+        if self.reference is None or not self.reference.has_enough:
+            return None
+        other = None if self.baseline is self.reference else self.baseline
+        return LossOutcome(self.reference, other, self.max_gap, same_model=self.same_model, seeds=self.seeds)
+
+    @cached_property
+    def gap_to_reference(self) -> Gap | None:
+        """How far the run lies above the reference run, over the last part; None if that cannot be measured."""
+        return None if self.reference is None else gap(self.run, self.reference)
+
+    @property
+    def differs_from_reference(self) -> bool | None:
+        """Whether the run lies above the reference run, by a 95% interval that excludes 0; None if nobody can tell."""
+        found = self.gap_to_reference
+        return None if found is None else found.infinite or found.interval()[0] > 0
 
     @cached_property
     def since(self) -> int | None:
@@ -164,6 +185,33 @@ class LossOutcome:
             return f"{since}The runs have too few losses in common to measure a gap."
         return self._against_the_baseline(self.gap, unit)
 
+    def describe_reference(self, unit: str = "step") -> str:
+        """Return what the reference run's loss came to, next to the run's; empty without a reference run.
+
+        Args:
+            unit: what steps are counted in.
+        """
+        if self.reference is None:
+            return ""
+        other, apart = self.reference_outcome, self.gap_to_reference
+        if other is None:
+            return "The reference run's record has too few losses to tell anything."
+        told = []
+        if other.harmful_since is not None:
+            told.append(f"The reference run diverges too, from {unit} {other.harmful_since} on.")
+        elif self.harmful_since is not None:
+            told.append("The reference run does not diverge.")
+        if other.gap is not None and not other.gap.infinite:
+            told.append(f"The reference run's gap is {_interval_told(other.gap)}.")
+        if apart is None:
+            told.append("The run and the reference run share too few losses to compare.")
+        elif self.differs_from_reference is False:
+            told.append(f"The run is not above the reference run: {_interval_told(apart)}.")
+            told.append("FP8 does not explain the loss.")
+        elif not apart.infinite:
+            told.append(f"The run lies above the reference run by {_interval_told(apart)}.")
+        return " ".join(told)
+
     def _alone(self, unit: str) -> str:
         if self._risen is not None:
             return f"The loss diverges: it stays above its own minimum from {unit} {self.since} on."
@@ -204,6 +252,11 @@ class LossOutcome:
         if found.percent > reach:
             return "Fewer than 1 in 20 runs of another seed would end as far above; that alone is not sure enough."
         return f"Another seed may explain that: 1 in 20 would end {number(reach)}% or more above this mean."
+
+
+def _interval_told(found: Gap) -> str:
+    low, high = found.interval()
+    return f"{found.percent:+.3g}% (95% interval {low:+.3g} to {high:+.3g}%)"
 
 
 def described(found: Gap, unit: str, seeds: Seeds | None = None) -> str:

@@ -44,7 +44,7 @@ def headline(found: Diagnosis, recommendation: Recommendation | None, first: dic
         "cause": found.cause,
         "cause_told": cause_told(found),
         "confidence": found.confidence,
-        "about_fp8": found.cause not in NOT_FP8,
+        "about_fp8": found.about_fp8,
         "since": found.divergence_step,
         "first": first,
         "warning": _warning_told(found, first),
@@ -117,45 +117,31 @@ def _title_of_unknown(loss: LossOutcome) -> str:
 def cause_told(found: Diagnosis) -> str:
     """Why, in a sentence with figures."""
     blamed, means, culprit = found.blame.finding, CAUSES[found.cause], found.culprit
+    reference = found.loss.describe_reference(found.run.unit)
+    rest = "".join(f" {told}" for told in ([reference] if reference else []) + found.describe_rest())
+    return _cause_told(found, blamed, means, culprit) + rest
+
+
+def _cause_told(found: Diagnosis, blamed: Finding | None, means: str, culprit: Finding | None) -> str:
     if culprit is not None:
         told = sentence(f"it begins with {culprit.operand} {_when(culprit, found)}: {means} ({culprit.evidence})")
-        return told + _besides_told(found) + _reference_told(found)
+        return told + _besides_told(found)
     if blamed is not None and blamed.cause == found.cause:
-        return sentence(f"{means}: {blamed.evidence}") + _reference_told(found)
+        return sentence(f"{means}: {blamed.evidence}")
     if found.cause == "none":
-        return _nothing_found(found)
+        return found.describe_nothing()
     if found.cause == "unknown":
         return (
             "The record cannot tell why."
             if found.harm in ("harmful", "likely")
             else "The record cannot tell whether anything is wrong."
         )
-    other = next((f for f in found.findings if f.cause == found.cause and f.rule == "reference"), None)
-    return sentence(means if other is None else f"{means}: {other.evidence}")
+    return sentence(means)
 
 
 def _besides_told(found: Diagnosis) -> str:
     others = [f"{other.operand} from {found.run.unit} {other.since} on" for other in found.blame.besides]
     return f" Also wrong by then: {'; '.join(others)}." if others else ""
-
-
-def _reference_told(found: Diagnosis) -> str:
-    """Whether the same run in higher precision is harmed too; empty if that is not known, or no harm is."""
-    if found.harm != "harmful" or found.comparison is None or found.comparison.reference is None:
-        return ""
-    other = LossOutcome(found.comparison.reference.loss, found.loss.baseline, found.loss.max_gap)
-    if other.harm in ("none", "gap"):
-        return " The reference run, which differs in precision alone, does not diverge."
-    if other.harmful_since is None:
-        return " Whether the reference run diverges too cannot be told."
-    since = f"{found.run.unit} {other.harmful_since}"
-    return f" The reference run, which differs in precision alone, diverges too, from {since} on."
-
-
-def _nothing_found(found: Diagnosis) -> str:
-    gap = found.loss.gap
-    seen = "" if gap is None else f"; a gap of {number(gap.visible)}% or more could have been seen"
-    return sentence(f"the record shows nothing wrong{seen}")
 
 
 def _when(culprit: Finding, found: Diagnosis) -> str:

@@ -31,7 +31,7 @@ def _facts(headline: Mapping[str, Any]) -> Iterator[str]:
     first = headline["first"]
     kind = "First tensor, a consequence" if first and first["is_consequence"] else "First tensor"
     facts = {
-        f"Why ({headline['confidence']} confidence)": _plain(headline["cause_told"]),
+        f"Why ({headline['confidence']} confidence)" if headline["confidence"] else "Why": _plain(headline["cause_told"]),
         "Gap": headline["gap_told"] and _plain(headline["gap_told"]),
         kind: first and _since(first, headline["unit"]),
         "Early warning": headline["warning"] and _plain(headline["warning"]),

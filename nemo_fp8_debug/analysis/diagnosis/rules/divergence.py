@@ -26,23 +26,21 @@ def diverged_at_the_start(run: LossCurve, since: int | None) -> bool:
     return bool((run.steps < since).sum() <= reach)
 
 
-def divergence(loss: LossOutcome, unit: str, reference_since: int | None) -> list[Finding]:
-    """What the loss tells of the cause.
+def divergence(loss: LossOutcome, unit: str) -> list[Finding]:
+    """Return what the loss tells of the cause.
 
     Args:
+        loss: with the reference run's, if there is one.
         unit: what steps are counted in.
-        reference_since: step from which the loss of a reference run in higher precision diverges; None: it does not, or
-            there is none.
     """
     told, since = loss.told(unit).rstrip("."), loss.harmful_since
     if since is None:
         return [Finding("divergence", "none" if loss.harm == "none" else "unknown", "high", told)]
     advice = _START_ADVICE if diverged_at_the_start(loss.run, since) else _LATER_ADVICE
     found = [Finding("divergence", "unknown", "medium", told, advice, since=since)]
-    if reference_since is not None:
-        told = (
-            f"the reference run, which differs from this one in precision alone, diverges too, from {unit} {reference_since}"
-        )
+    other = loss.reference_outcome
+    if other is not None and (other.harmful_since is not None or loss.differs_from_reference is False):
         advice = "Look at learning rate, data, kernels and communication."
-        found.append(Finding("reference", "software", "high", told, advice, since=reference_since))
+        told = loss.describe_reference(unit).rstrip(".")
+        found.append(Finding("reference", "software", "high", told, advice, since=other.harmful_since))
     return found

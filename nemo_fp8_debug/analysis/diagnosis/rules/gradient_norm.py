@@ -20,7 +20,7 @@ from ...runs.run import Run
 from .finding import Finding
 from .grad_scale import common_loss_scale, severity_of
 
-#: factor between gradient norms that counts as growth
+#: factor between gradient norms, either way, that counts as another level
 _LARGER = 4.0
 #: norms on either side whose medians make two levels, and on either side of a move that comes at once
 _LEVEL, _CLOSE = 10, 3
@@ -181,7 +181,9 @@ def _grows(run: Run, baseline: Run | None) -> list[Finding]:
         return []
     apart = np.log2(both["grad_norm"].to_numpy() / both["grad_norm_baseline"].to_numpy())
     smooth = running_median(apart, _HALF)
-    at = stays(smooth > np.log2(_LARGER), apart, _HALF)
+    at = next(
+        (at for sign in (1, -1) if (at := stays(sign * smooth > np.log2(_LARGER), sign * apart, _HALF)) is not None), None
+    )
     if at is None:
         return []
     since, times = int(both["step"][at]), 2 ** float(np.median(smooth[at:]))

@@ -107,8 +107,7 @@ const Why = ({told}) => (
   <>
     <span class="chips">
       {told.cause !== 'none' && told.cause !== 'unknown' && <span class="chip">{told.about_fp8 ? 'FP8 is the cause' : 'not FP8'}</span>}
-      <span class="chip">{told.confidence} confidence</span>
-      <Help word="confidence" />
+      {told.confidence && <><span class="chip">{told.confidence} confidence</span> <Help word="confidence" /></>}
     </span>{' '}
     <Sentence text={told.cause_told} />
   </>

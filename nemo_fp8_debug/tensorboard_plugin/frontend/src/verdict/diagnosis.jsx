@@ -31,7 +31,7 @@ function Facts({found, unit}) {
   const {culprit} = found;
   const facts = [
     ['Cause', found.cause.replaceAll('_', ' ')],
-    ['Confidence', found.confidence],
+    found.confidence && ['Confidence', found.confidence],
     ['Harm', found.harm],
     found.gap && ['Gap', told(found.gap)],
     ['Loss diverges', found.divergence_step == null ? 'no' : <Link to={{view: 'timeline', step: found.divergence_step}}>{unit} {found.divergence_step}</Link>],
