@@ -179,7 +179,7 @@ class Diagnosis:
         out = [f for f in self.findings if f.rule == "operand"]
         if out:
             told = "; ".join(f"{f.operand} since {self.run.unit} {f.since} ({CAUSES[f.cause]})" for f in out[:3])
-            seen = f"Out of band, and no cause of a loss that got worse as far as we can tell: {told}."
+            seen = f"Out of band without a visible effect on the loss: {told}."
         else:
             seen = "We saw nothing out of band."
         return f"{seen} {self._could_have_missed()}"
