@@ -9,6 +9,7 @@ import typer
 
 from ..analysis.formatting import number
 from ..analysis.loss.acceptance import TRAINING, Acceptance, accept
+from ..analysis.loss.gap import NOT_BETTER
 from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, Gate
 from ..analysis.runs.run import Run
 from ..errors import ConfigError, RecordError
@@ -37,12 +38,13 @@ def command(
     by: Annotated[str, typer.Option(metavar="step|samples", help="match the runs by step, or by samples consumed")] = "step",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Accept a run or not: exits with 0 if its gap is below the limit, 1 if above, 3 if that cannot be told."""
+    """Accept a run or not: exits with 0 if its gap is below the limit, 1 if above or far below, 3 if that cannot be told."""
     limit, part = _percent(max_gap, "--max-gap"), _percent(last, "--last") / 100
     runs, baselines = ([Run.read(path, by, held=0) for path in paths] for paths in (run, baseline))
     found = accept(runs, baselines, limit, part, after)
     if found is None:
-        raise RecordError(f"{run[0]} and its baseline share fewer than 10 losses in what is compared")
+        few = "share fewer than 10 losses in what is compared, or the baseline's are all zero"
+        raise RecordError(f"{run[0]} and its baseline {few}")
     if as_json:
         print_json(found.to_json())
     else:
@@ -62,6 +64,8 @@ def told(found: Acceptance, unit: str) -> list[str]:
     """The answer in a line, and what to bear in mind."""
     first, decisive = found.loss.gaps[0], found.gates[found.decisive]
     lines = [f"{found.outcome.upper()}: {_clause(found.decisive, decisive, unit)}; limit {decisive.max_gap:g}%."]
+    if any(each.is_far_below for each in found.gates.values()):
+        lines.append(f"A loss far below the baseline's does not pass. {NOT_BETTER}")
     if found.outcome == CANNOT_TELL:
         lines.append(_what_would_tell(decisive, unit))
     for name, each in found.gates.items():
@@ -86,7 +90,8 @@ def _clause(name: str, each: Gate, unit: str) -> str:
     sure = 100 * (1 - ERROR / each.together)
     above = f"{sure:.3g}% sure above {low:+.3g}%"
     below = f"and {'' if each.together == 1 else '95% sure '}below {high:+.3g}%"
-    return f"the gap of {of} is {each.gap:+.3g}%, {above} {below} ({where})"
+    range_ = " of the range of the baseline's losses" if gap.of_range else ""
+    return f"the gap of {of} is {each.gap:+.3g}%{range_}, {above} {below} ({where})"
 
 
 def _what_would_tell(found: Gate, unit: str) -> str:

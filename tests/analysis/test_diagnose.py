@@ -40,6 +40,27 @@ def baseline(tmp_path: Path) -> Path:
     return write(tmp_path / "baseline")
 
 
+def below_zero(seed: int = 0, better: float = 0.0, left: int | None = None) -> dict[int, float]:
+    """The losses of `falling` 9 lower: from -4 to -7, lower by a part of that from the onset on."""
+    return {i: loss - 9 - better * 3 * (i >= ONSET) for i, loss in falling(seed, left).items()}
+
+
+class TestLossesBelowZero:
+    def test_one_that_falls_as_something_changes_has_not_risen(self, tmp_path: Path) -> None:
+        good = write(tmp_path / "good", losses=below_zero(1))
+        better = diagnose(write(tmp_path / "better", corrupted, below_zero(0, 0.2)), good)
+        worse = diagnose(write(tmp_path / "worse", corrupted, below_zero(0, -0.2)), good)
+        assert better.harm == "harmless so far" and "rises" not in better.verdict() and "a gap of -8" in better.verdict()
+        assert worse.harm == "harmful" and "The loss rises by 8" in worse.verdict() and worse.loss.gap is not None
+        assert worse.loss.gap.percent == pytest.approx(100 * 0.6 / 7, rel=0.1)
+
+    def test_healthy_ones_are_not_harmed(self, tmp_path: Path) -> None:
+        run, good = write(tmp_path / "run", losses=below_zero(0)), write(tmp_path / "good", losses=below_zero(1))
+        alone, beside = diagnose(run), diagnose(run, good)
+        assert alone.harm == "unknown" and alone.divergence_step is None
+        assert beside.harm in ("none", "gap") and "too few losses" not in beside.verdict()
+
+
 class TestAPair:
     def test_names_the_operand_the_cause_and_the_lead(self, tmp_path: Path, baseline: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted, falling(left=120)), baseline)

@@ -14,6 +14,7 @@ from nemo_fp8_debug.analysis.loss.alignment import align
 from nemo_fp8_debug.analysis.loss.curve import LossCurve
 from nemo_fp8_debug.analysis.loss.gap import gap
 from nemo_fp8_debug.analysis.loss.outcome import LossOutcome
+from nemo_fp8_debug.analysis.loss.seeds import beside
 from nemo_fp8_debug.analysis.loss.smoothing import standard_error
 from nemo_fp8_debug.analysis.loss.step_change import jumps_at, likeliest_rise, rises_at, rises_with
 
@@ -88,9 +89,9 @@ class TestGap:
         found = gap(curve(losses[5::10] * 1.03, 10), curve(losses))
         assert found and found.percent == pytest.approx(3, abs=0.3)
 
-    def test_too_few_losses_or_none_positive_tell_nothing(self) -> None:
+    def test_too_few_losses_or_nothing_but_zeros_tell_nothing(self) -> None:
         assert gap(curve([2.0] * 9), curve([2.0] * 9)) is None
-        assert gap(curve([-1.0] * 50), curve([-1.0] * 50)) is None
+        assert gap(curve([1.0] * 50), curve([0.0] * 50)) is None
         assert gap(curve([]), curve([2.0] * 50)) is None
 
     def test_a_loss_that_ends_in_nan_has_an_infinite_gap(self) -> None:
@@ -137,6 +138,94 @@ class TestOutcome:
     def test_alone_a_loss_that_falls_is_not_called_harmless(self) -> None:
         found = LossOutcome(curve(np.linspace(4, 2, 500)))
         assert found.harm == "unknown" and "without a baseline a gap" in found.told()
+
+
+def signed(seed: int, start: float, end: float, worse: float = 0.0, n: int = 400) -> LossCurve:
+    """A loss that falls from a value to another one of any sign, and from the middle on lies a part of that fall higher."""
+    steps = np.arange(n)
+    falls = end + (start - end) * (np.exp(-steps / (n / 8)) + 0.02 * noise(n, 0.3, np.random.default_rng(seed)))
+    return curve(falls + worse * (start - end) * np.clip((steps - n / 2) / (n / 20), 0, 1))
+
+
+#: all negative, across zero, and around zero in the end
+SIGNS = [(-1.0, -3.0), (2.0, -3.0), (3.0, 0.0)]
+
+
+class TestAnySign:
+    @pytest.mark.parametrize(("start", "end"), SIGNS)
+    def test_a_healthy_loss_is_not_harmed(self, start: float, end: float) -> None:
+        for seed in range(1, 6):
+            run, baseline = signed(seed, start, end), signed(0, start, end)
+            assert LossOutcome(run).harm == "unknown" and run.diverged_at is run.stepped_up is None
+            found = LossOutcome(run, baseline, same_model=True)
+            assert found.harm in ("none", "gap") and found.gap is not None and abs(found.gap.percent) < 2
+
+    @pytest.mark.parametrize(("start", "end"), SIGNS)
+    @pytest.mark.parametrize("seed", [0, 1])
+    def test_one_that_gets_worse_is_harmed_from_then_on(self, start: float, end: float, seed: int) -> None:
+        """The loss rises by half of its fall, so by a third of what it ends at or by half of its range."""
+        run, baseline = signed(seed, start, end, 0.5), signed(0, start, end)
+        for found in (LossOutcome(run), LossOutcome(run, baseline, same_model=True)):
+            assert found.harm == "harmful" and found.since == pytest.approx(200, abs=25)
+        assert found.gap is not None and found.gap.percent == pytest.approx(33 if start < 0 else 50, abs=4)
+        assert ("of its range" in found.told()) == (start > 0)
+
+    @pytest.mark.parametrize(("start", "end"), SIGNS)
+    def test_rises_and_jumps_have_the_sign_of_the_difference(self, start: float, end: float) -> None:
+        steps, baseline = np.arange(400), signed(0, start, end)
+        for seed in (0, 1):
+            same = signed(seed, start, end).losses
+            higher, lower = (curve(same + sign * 0.4 * (start - end) * (steps >= 200)) for sign in (1, -1))
+            for other in (None, baseline):
+                rise = rises_at(higher, other, 200)
+                assert rise is not None and rise > 10 and rises_at(lower, other, 200) is None
+            jump = jumps_at(higher, baseline)
+            assert jump is not None and abs(jump[0] - 200) <= 10 and jump[1] > 10 and jumps_at(lower, baseline) is None
+
+    @pytest.mark.parametrize("worse", [0.3, -0.3])
+    def test_a_constant_that_is_added_changes_no_sign_and_across_zero_nothing(self, worse: float) -> None:
+        run, baseline = signed(1, 5.0, 0.0, worse), signed(0, 5.0, 0.0)
+        gaps = [gap(curve(run.losses - c), curve(baseline.losses - c)) for c in (-9.0, 0.5, 1.0, 2.0, 4.0, 9.0, 99.0)]
+        percents = [each.percent for each in gaps if each]
+        assert [np.sign(each) for each in percents] == [np.sign(worse)] * 7
+        assert np.ptp(percents[1:5]) < 1e-9 and percents[1] == pytest.approx(100 * worse, abs=3)
+
+    def test_seeds_differ_by_as_much_of_the_range(self) -> None:
+        """As far apart as they are above zero, where percents are of the level."""
+        spreads = []
+        for below in (0.0, 3.0):
+            curves = [curve(signed(seed, 5.0, 2.0).losses + seed / 10 - below) for seed in range(3)]
+            found = beside(("run", signed(9, 5.0 - below, 2.0 - below)), {str(i): each for i, each in enumerate(curves)})
+            assert found.seeds is not None and found.notes == []
+            spreads.append(found.seeds.spread * (2.1 if not below else 3.0) / 100)
+        assert spreads == pytest.approx([0.1, 0.1], rel=0.15)
+
+    def test_a_baseline_is_raised_by_as_much_as_a_gap_says(self) -> None:
+        for start, end in SIGNS:
+            baseline = signed(0, start, end)
+            found = gap(baseline.raised(10.0), baseline)
+            assert found is not None and found.percent == pytest.approx(10.0)
+
+
+class TestFarBelow:
+    @pytest.mark.parametrize(("factor", "below"), [(0.07, True), (0.8, True), (0.93, False), (1.0, False), (1.3, False)])
+    @pytest.mark.parametrize("paired", [True, False])
+    def test_is_said_and_no_loss_that_follows(self, factor: float, below: bool, paired: bool) -> None:
+        found = LossOutcome(*pair(400, factor, paired, 1), same_model=True)
+        assert found.is_far_below == below and (found.harm == "unknown" or not below)
+        assert ("check for repeated data or leaked labels" in found.told()) == below
+        if below:
+            assert f"The loss ends {100 * (1 - factor):.2g}"[:17] in found.told() and "follows" not in found.told()
+
+    def test_noise_and_what_seeds_and_models_differ_by_are_not(self) -> None:
+        run, baseline = pair(400, 0.8, False, 1)
+        assert not LossOutcome(run, baseline).is_far_below  # another model may well have learned so much more
+        noisy = curve(run.losses + np.random.default_rng(0).normal(0, 3, 400))
+        assert LossOutcome(run, baseline, same_model=True).is_far_below
+        assert not LossOutcome(noisy, baseline, same_model=True).is_far_below
+        several = beside(("run", run), {str(i): pair(400, 0.75 + i / 4, False, 10 + i)[0] for i in range(3)})
+        assert several.seeds is not None and several.seeds.spread > 15
+        assert not LossOutcome(run, several.curve, same_model=True, seeds=several.seeds).is_far_below
 
 
 class TestRise:

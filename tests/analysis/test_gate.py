@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from diagnosed_runs import falling, write
-from test_gap import curve, pair
+from fault_injection.judge import baseline_of, runs_by_part
+from fault_injection.records import StoredRun, read_run, truths
+from test_gap import SIGNS, curve, pair, signed
 from typer.testing import CliRunner, Result
 
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.loss.acceptance import accept
 from nemo_fp8_debug.analysis.loss.gate import CANNOT_TELL, FAIL, PASS, gate
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.cli.gate import told
 from nemo_fp8_debug.errors import ConfigError
 
 
@@ -42,6 +47,49 @@ class TestDecision:
     def test_a_loss_of_nan_fails(self) -> None:
         found = gate([curve([2.0] * 50 + [np.nan] * 50)], [curve([2.0] * 100)], 0.5)
         assert found and found.outcome == FAIL
+
+
+class TestAnySign:
+    @pytest.mark.parametrize(("start", "end"), SIGNS)
+    def test_tells_a_healthy_loss_from_one_that_gets_worse(self, start: float, end: float) -> None:
+        baseline = signed(0, start, end)
+        found = [gate([signed(1, start, end, worse)], [baseline], 5.0) for worse in (0.0, 0.5)]
+        assert [each.outcome for each in found if each] == [PASS, FAIL]
+
+    def test_several_baselines_tell_of_the_recipe(self) -> None:
+        baselines = [curve(signed(seed, 2.0, -3.0).losses + seed / 100) for seed in range(3)]
+        found = gate([signed(9, 2.0, -3.0)], baselines, 5.0)
+        assert found and (found.outcome, found.of) == (PASS, "the recipe")
+
+
+class TestFarBelow:
+    """Records of the benchmark's runs that were given the same data again and again, and of clean runs."""
+
+    @staticmethod
+    def pairs(kind: str, baseline: str) -> Iterator[tuple[StoredRun, StoredRun]]:
+        """Runs with their baselines."""
+        for truth in truths("tune"):
+            name = baseline_of(truth, baseline) if truth["kind"] == kind else None
+            if name is not None:
+                yield read_run(truth), read_run(runs_by_part(Path(truth["path"]).parent)[truth["path"]][name])
+
+    def test_repeated_data_does_not_pass_and_is_said(self) -> None:
+        low = [(run, good) for run, good in self.pairs("repeated_data", "near") if run.loss.final < 0.8 * good.loss.final]
+        assert len(low) > 10
+        for run, good in low:
+            found = accept([run], [good], 2.0)
+            assert found and found.outcome == FAIL and found.loss.gap < -12
+            assert "check for repeated data or leaked labels" in " ".join(told(found, "step"))
+            verdict = diagnose(run, good)
+            assert verdict.harm == "unknown" and "% below the baseline's: a gap of -" in verdict.verdict()
+
+    def test_no_clean_run_is_far_below(self) -> None:
+        clean = [pair for _, pair in zip(range(40), self.pairs("none", "other"), strict=False)]
+        assert not any(found.loss.is_far_below for pair in clean if (found := accept([pair[0]], [pair[1]], 2.0)))
+
+    def test_beyond_a_limit_that_is_itself_below(self) -> None:
+        """Who asks for a loss 50% lower gets a pass at 55%."""
+        assert [gate([curve([level] * 100)], [curve([2.0] * 100)], -50.0).outcome for level in (0.9, 0.5)] == [PASS, FAIL]  # type: ignore[union-attr]
 
 
 class TestSeeds:

@@ -43,7 +43,7 @@ class Acceptance:
 
     @property
     def outcome(self) -> str:
-        """`pass`: all gaps are below the limit; `fail`: one is above; `cannot tell`."""
+        """`pass`: all gaps are below the limit; `fail`: one is above, or far below; `cannot tell`."""
         found = [each.outcome for each in self.gates.values()]
         return FAIL if FAIL in found else CANNOT_TELL if CANNOT_TELL in found else PASS
 
@@ -72,7 +72,7 @@ def accept(
     20 evaluations give no interval that holds what it says.
 
     Returns:
-        None if a run and its baseline share fewer than 10 training losses.
+        None if a run and its baseline share fewer than 10 training losses, or the baseline's are all zero.
 
     Raises:
         ConfigError: as `gate`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ class Aligned:
     spacing: int
     #: of what either loss moves by from one place to the next; NaN if there are too few
     correlation: float
+    #: what 100% of a gap are; None: the baseline's level
+    range: float | None = None
 
     @property
     def paired(self) -> bool:
@@ -45,7 +47,7 @@ class Aligned:
             kept = slice(len(self.steps) - n, None)
         else:
             kept = slice(int(np.searchsorted(self.steps, after, side="right")), None)
-        return Aligned(self.steps[kept], self.run[kept], self.baseline[kept], self.spacing, self.correlation)
+        return replace(self, steps=self.steps[kept], run=self.run[kept], baseline=self.baseline[kept])
 
 
 def align(run: LossCurve, baseline: LossCurve) -> Aligned:
@@ -70,7 +72,7 @@ def align(run: LossCurve, baseline: LossCurve) -> Aligned:
         means = [_means(curve, edges, spacing) for curve in (run, baseline)]
         both = ~np.isnan(means[0]) & ~np.isnan(means[1])
         steps, losses = edges[both].astype(np.int64), (means[0][both], means[1][both])
-    return Aligned(steps, *losses, spacing, _correlation(*losses))
+    return Aligned(steps, *losses, spacing, _correlation(*losses), baseline.range)
 
 
 def _spacing(steps: Ints) -> int:

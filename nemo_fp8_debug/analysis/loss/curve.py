@@ -16,8 +16,27 @@ from .smoothing import persistence, running_median
 RISE, SIGMAS = 0.02, 8.0
 #: the same of a rise from one level to another: of 936 clean runs of the benchmark the farthest has 2.3 standard deviations
 STEP_RISE, STEP_SIGMAS = 0.05, 3.5
+#: part of the losses left out at either end of their range: a single spike sets neither the range nor the signs
+_TAIL = 0.01
 
 Floats = npt.NDArray[np.float64]
+
+
+def range_of(losses: Floats) -> float | None:
+    """Return what 100% of a rise or gap are if losses lie on both sides of zero: their range. None: it is their level.
+
+    A loss that crosses zero ends near zero by chance, so percents of its level have any size and either sign. A constant
+    that is added to the loss does not change its range. If a loss falls from zero, its range is its level.
+
+    Example:
+        >>> range_of(np.linspace(3, 1, 500)), range_of(np.linspace(-1, -3, 500))
+        (None, None)
+        >>> round(range_of(np.linspace(2, -3, 500)), 1)
+        4.9
+    """
+    finite = losses[np.isfinite(losses)]
+    low, high = np.quantile(finite, (_TAIL, 1 - _TAIL)) if len(finite) else (0.0, 0.0)
+    return float(high - low) if low < 0 < high else None
 
 
 @dataclass(frozen=True)
@@ -39,9 +58,20 @@ class LossCurve:
         half = max(2, len(losses) // 12)
         return cls(table["step"].to_numpy(), losses, running_median(losses, half), half)
 
-    def times(self, factor: float) -> LossCurve:
-        """All losses so many times as high."""
-        return LossCurve(self.steps, factor * self.losses, factor * self.smooth, self.half)
+    @cached_property
+    def range(self) -> float | None:
+        """What 100% of a rise above this loss are; None: its level. See `range_of`."""
+        return range_of(self.losses)
+
+    def range_before(self, step: int) -> float | None:
+        """Return the same for the losses before a step."""
+        return range_of(self.losses[self.steps < step])
+
+    def raised(self, percent: float) -> LossCurve:
+        """Return the curve with all losses higher by a percentage."""
+        part, both = percent / 100, (self.losses, self.smooth)
+        losses, smooth = (each + part * (np.abs(each) if self.range is None else self.range) for each in both)
+        return LossCurve(self.steps, losses, smooth, self.half)
 
     def same_as(self, other: LossCurve) -> bool:
         """Whether all losses are the same: a record may have two names."""
@@ -89,14 +119,22 @@ class LossCurve:
         numbers = np.flatnonzero(~lost)
         return int(self.steps[numbers[-1] + 1 if len(numbers) else 0])
 
+    @cached_property
+    def range_to_lowest(self) -> float | None:
+        """What 100% of a rise above the smoothed minimum are: how far it rises later does not count; None: the minimum."""
+        return range_of(self.losses[: int(np.argmin(self.smooth)) + self.half + 1]) if len(self.smooth) else None
+
+    def _whole(self, floor: float) -> float:
+        return self.range_to_lowest or abs(floor)
+
     def _least_rise(self, floor: float) -> float:
-        return max(RISE * abs(floor), SIGMAS * self.noise)
+        return max(RISE * self._whole(floor), SIGMAS * self.noise)
 
     @property
     def visible_rise(self) -> float:
-        """The smallest rise above the smoothed minimum that counts, in percent of it; NaN without losses."""
+        """The smallest rise above the smoothed minimum that counts, in percent; NaN without losses."""
         floor = float(self.smooth.min()) if len(self.smooth) else 0.0
-        return 100 * self._least_rise(floor) / abs(floor) if floor else float("nan")
+        return 100 * self._least_rise(floor) / whole if (whole := self._whole(floor)) else float("nan")
 
     @cached_property
     def stepped_up(self) -> tuple[int, float] | None:
@@ -112,9 +150,11 @@ class LossCurve:
         with np.errstate(invalid="ignore"):  # where neither is a number
             rise = after - before
         at = int(np.argmax(np.where(np.isfinite(rise), rise, -np.inf)))
-        if not rise[at] > max(STEP_SIGMAS * noise, STEP_RISE * abs(before[at])):
+        step = int(self.steps[at + self.half])
+        whole = self.range_before(step) or abs(float(before[at]))
+        if not rise[at] > max(STEP_SIGMAS * noise, STEP_RISE * whole):
             return None
-        return int(self.steps[at + self.half]), 100 * float(rise[at]) / abs(float(before[at]))
+        return step, 100 * float(rise[at]) / whole
 
     def _levels(self) -> tuple[Floats, Floats]:
         """[N]: medians of `half` losses before a place; and of the `half` after it or the next ones, whichever is lower."""

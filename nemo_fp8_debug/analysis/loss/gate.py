@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from ..formatting import jsonable
 from .alignment import align
 from .curve import LossCurve
-from .gap import FEWEST, PART, Gap, gap_of
+from .gap import FAR_BELOW, FEWEST, PART, Gap, gap_of
 
 #: chance of passing a run whose gap is the limit, and of failing one whose gap is the limit
 ERROR = 0.05
@@ -58,11 +58,18 @@ class Gate:
 
     @property
     def outcome(self) -> str:
-        """`pass`: the gap is below the limit; `fail`: it is above; `cannot tell`."""
+        """`pass`: the gap is below the limit; `fail`: it is above, or far below; `cannot tell`."""
         low, high = self.bounds
+        if self.is_far_below:
+            return FAIL
         if high < self.max_gap:
             return PASS
         return FAIL if low > self.max_gap else CANNOT_TELL
+
+    @property
+    def is_far_below(self) -> bool:
+        """Whether the loss ends farther below the baseline's than a better recipe's."""
+        return self.bounds[1] < min(self.max_gap, 0.0) - FAR_BELOW
 
     @property
     def more_steps(self) -> int | None:
@@ -87,6 +94,7 @@ class Gate:
                 "low": low,
                 "high": high,
                 "of": self.of,
+                "is_far_below": self.is_far_below,
                 "more_steps": self.more_steps,
                 "gaps": [each.to_json() for each in self.gaps],
                 "published": [{"gap": gap, "of": what} for gap, what in PUBLISHED],
@@ -120,7 +128,7 @@ def gate(
         fewest: losses that the last part takes at least, if there are as many.
 
     Returns:
-        None if a run and its baseline share fewer than 10 losses.
+        None if a run and its baseline share fewer than 10 losses, or the baseline's are all zero.
 
     Raises:
         ConfigError: the numbers of runs and baselines do not fit, or a limit cannot be used.

@@ -8,7 +8,7 @@ from functools import cached_property
 from ..formatting import number
 from .curve import LossCurve
 from .divergence import above
-from .gap import Gap, gap
+from .gap import FAR_BELOW, NOT_BETTER, Gap, gap
 from .seeds import Seeds
 from .step_change import jumps_at, rises_at
 
@@ -23,6 +23,8 @@ SEARCHED, RISEN = 5.0, 10.0
 #: confidence, going by what several baselines differ by, that a gap is above the limit: of one that is harm by itself, and
 #: of one that makes harm likely beside what else is found; and the part of other seeds that is passed where harm begins
 SURE, LIKELY, MOST = 0.999, 0.95, 0.8
+#: what follows percents that are not of the level of a loss
+OF_RANGE = " of its range"
 
 
 @dataclass(frozen=True)
@@ -106,19 +108,22 @@ class LossOutcome:
     def _risen(self) -> int | None:
         if self.baseline is None:
             return self.run.diverged_at
-        since = None if self.seeds is None else above(self.run, self.baseline.times(1 + self.seeds.reach(MOST) / 100))
+        since = None if self.seeds is None else above(self.run, self.baseline.raised(self.seeds.reach(MOST)))
         return above(self.run, self.baseline) if since is None else since
 
     @property
     def harm(self) -> str:
         """`harmful`; `likely`: it goes up to another level at a step; `gap`: above the baseline's by no more than `max_gap`;
-        `none`; or `unknown`: there are too few losses, or a gap of more than `max_gap` cannot be excluded."""
+        `none`; or `unknown`: there are too few losses, a gap of more than `max_gap` cannot be excluded, or the run ends far
+        below the baseline."""
         if self.run.lost_at is not None or self.rise is not None:
             return "harmful"
         if not self.run.has_enough:
             return "unknown"
         if self.baseline is None:
             return "harmful" if self._risen is not None else "unknown" if self.stepped_up is None else "likely"
+        if self.is_far_below:
+            return "unknown"
         if self.since is not None:
             return self._harm_of(self.gap)
         if self.gap is None or self.gap.interval()[1] > self.max_gap:
@@ -143,6 +148,16 @@ class LossOutcome:
         if moved and found.percent > RISEN * self.max_gap:
             return "harmful"
         return "unknown" if self.stepped_up is None else "likely"
+
+    @property
+    def is_far_below(self) -> bool:
+        """Whether it ends so far below the baseline's that neither another seed nor a better recipe explains that."""
+        if self.gap is None:
+            return False
+        least = FAR_BELOW if self.same_model else OTHER_MODELS * MAX_GAP
+        if self.seeds is not None:
+            least = max(least, self.seeds.reach(LIKELY))
+        return self.gap.interval()[1] < -least
 
     def beyond_seeds(self, times: float, sure: float) -> float:
         """Percent beyond which another seed does not explain a gap. The mean of several baselines lies nearer than one of
@@ -177,7 +192,7 @@ class LossOutcome:
         if not self.run.has_enough:
             return f"{len(self.run.losses)} losses are too few to tell whether the run is harmed."
         if self.rise is not None:
-            return f"The loss rises by {number(self.rise[1])}% at {unit} {self.rise[0]}."
+            return f"The loss rises by {self.percents(self.rise[1], self.rise[0])} at {unit} {self.rise[0]}."
         if self.baseline is None:
             return self._alone(unit)
         if self.gap is None:
@@ -212,37 +227,49 @@ class LossOutcome:
             told.append(f"The run lies above the reference run by {_interval_told(apart)}.")
         return " ".join(told)
 
+    def percents(self, value: float, step: int | None = None) -> str:
+        """Return percents of the loss in words, with what they are of unless that is its level.
+
+        Args:
+            step: at which the loss rises; None: it is about a gap, or about a rise above its minimum.
+        """
+        alone = self.run.range_to_lowest if step is None else self.run.range_before(step)
+        of = alone if self.baseline is None else self.baseline.range
+        return f"{number(value)}%{'' if of is None else OF_RANGE}"
+
     def _alone(self, unit: str) -> str:
         if self._risen is not None:
             return f"The loss diverges: it stays above its own minimum from {unit} {self.since} on."
         if self.stepped_up is not None:
             step, percent = self.stepped_up
-            return f"The loss goes up by {number(percent)}% at {unit} {step} and stays there, so harm is likely."
-        visible = number(self.run.visible_rise)
+            return f"The loss goes up by {self.percents(percent, step)} at {unit} {step} and stays there, so harm is likely."
+        visible = self.percents(self.run.visible_rise)
         return (
-            f"The loss does not rise above its own minimum (by {visible}% or more, which could have been seen); without a "
+            f"The loss does not rise above its own minimum (by {visible} or more, which could have been seen); without a "
             "baseline a gap to what it could be cannot be seen."
         )
 
     def _against_the_baseline(self, found: Gap, unit: str) -> str:
         measured = described(found, unit, self.seeds)
         whose = "the baseline's" if self.seeds is None else "the baselines' mean"
+        if self.is_far_below:
+            return f"The loss ends {self.percents(-found.percent)} below {whose}: {measured}. {NOT_BETTER}"
         if self.harm == "harmful":
             return f"The loss diverges from {unit} {self.since} on: {measured}."
         if self.harm == "likely" and self.stepped_up is not None:
             step, percent = self.stepped_up
-            jump = f"The loss jumps by {number(percent)}% at {unit} {step} and ends above {whose}: {measured}."
+            jump = f"The loss jumps by {self.percents(percent, step)} at {unit} {step} and ends above {whose}: {measured}."
             return f"{jump} Another seed may explain the gap but not the jump, so harm is likely."
         if self.harm == "gap":
             limit = f"less than the {self.max_gap:g}% that count as harm"
             since = "is" if self.since is None else f"stays from {unit} {self.since} on"
             return f"The loss {since} above {whose}: {measured}, {limit}."
-        visible = f"the smallest gap that could have been seen is {number(found.visible)}%"
+        visible = f"the smallest gap that could have been seen is {self.percents(found.visible)}"
         if self.harm == "none":
             return f"The loss follows {whose}: {measured}; {visible}."
         if not found.paired and found.interval()[0] > self.max_gap:
             return f"The loss is above {whose}: {measured}. {self._another_seed(found)}"
-        return f"Whether the loss is {self.max_gap:g}% above {whose} cannot be told: {measured}; {visible}."
+        return f"Whether the loss is {self.percents(self.max_gap)} above {whose} cannot be told: {measured}; {visible}."
 
     def _another_seed(self, found: Gap) -> str:
         """What it may explain, in a sentence or two."""
@@ -256,7 +283,7 @@ class LossOutcome:
 
 def _interval_told(found: Gap) -> str:
     low, high = found.interval()
-    return f"{found.percent:+.3g}% (95% interval {low:+.3g} to {high:+.3g}%)"
+    return f"{found.percent:+.3g}%{OF_RANGE if found.of_range else ''} (95% interval {low:+.3g} to {high:+.3g}%)"
 
 
 def described(found: Gap, unit: str, seeds: Seeds | None = None) -> str:
@@ -269,4 +296,5 @@ def described(found: Gap, unit: str, seeds: Seeds | None = None) -> str:
     where = f"the last {found.n} losses, {unit}s {found.first} to {found.last}"
     if found.infinite:
         return f"over {where} no number is left"
-    return f"a gap of {found.percent:+.3g}% (95% interval {low:+.3g} to {high:+.3g}%; {where}; {order})"
+    of = OF_RANGE if found.of_range else ""
+    return f"a gap of {found.percent:+.3g}%{of} (95% interval {low:+.3g} to {high:+.3g}%; {where}; {order})"

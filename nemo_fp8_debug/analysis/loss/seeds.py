@@ -24,7 +24,7 @@ class Seeds:
     """How far runs end apart that differ in nothing but their seed and batches."""
 
     n: int
-    #: standard deviation of the mean losses over the last part, in percent of their mean
+    #: standard deviation of the mean losses over the last part, in percent of their mean, or of its range
     spread: float
 
     @property
@@ -105,8 +105,8 @@ def _why_not(run: LossCurve, baseline: LossCurve, most: int) -> str:
     """
     if not baseline.has_enough:
         return "it has too few losses"
-    if not baseline.smooth[-1] > 0:
-        return "its losses are not positive"
+    if not (baseline.range or baseline.smooth[-1]):
+        return "its losses end at zero"
     lost = baseline.lost_at if baseline.lost_at is not None else baseline.diverged_at
     if lost is not None:
         return f"it diverges itself, from {lost} on"
@@ -165,7 +165,7 @@ def seeds_of(curves: Sequence[LossCurve], mean: LossCurve) -> Seeds:
     n = len(mean.steps)
     last = mean.steps[n - max(round(PART * n), min(FEWEST, n)) :]
     ends = _at(curves, last).mean(axis=1)
-    return Seeds(len(curves), 100 * float(ends.std(ddof=1) / ends.mean()))
+    return Seeds(len(curves), 100 * float(ends.std(ddof=1) / (mean.range or abs(ends.mean()))))
 
 
 def _at(curves: Sequence[LossCurve], steps: Ints) -> Floats:

@@ -113,29 +113,36 @@ def _may_have_begun(step: int, sampled: Ints) -> int:
 
 def _rise_at(run: LossCurve, baseline: LossCurve | None, step: int) -> Rise | None:
     """What is measured at a step, see `rises_at`; None: nothing is."""
-    steps, losses = run.steps, run.losses
+    steps, losses, whole = run.steps, run.losses, run.range_before(step)
     if baseline is not None and baseline.has_enough:
         aligned = align(run, baseline)
-        steps, losses = aligned.steps, _of_its_own(aligned)
+        steps, losses, whole = aligned.steps, *_of_its_own(aligned)
     at = int(np.searchsorted(steps, step))
     width = max(len(steps) // _PART, _FEWEST)
     before, after = losses[max(at - width, 0) : at], losses[at : at + width]
-    if min(len(before), len(after)) < _FEWEST or not np.isfinite(before).all() or before.mean() <= 0:
+    if min(len(before), len(after)) < _FEWEST or not np.isfinite(before).all():
+        return None
+    whole = whole or abs(float(before.mean()))
+    if not whole:
         return None
     back, end = (each[np.isfinite(each)] for each in (after, losses[-max(round(PART * len(steps)), _FEWEST) :]))
     if len(back) < _FEWEST:  # one that was lost for a few steps has not risen by that
         return Rise(np.inf, 0.0, np.inf)
     lasts = baseline is not None and len(end) >= _FEWEST
-    return _rise(before, back, 100 * (float(end.mean() / before.mean()) - 1) if lasts else np.inf)
+    return _rise(before, back, whole, 100 * float(end.mean() - before.mean()) / whole if lasts else np.inf)
 
 
-def _rise(before: Floats, after: Floats, lasting: float) -> Rise:
+def _rise(before: Floats, after: Floats, whole: float, lasting: float) -> Rise:
+    """
+    Args:
+        whole: what 100% are.
+    """
     apart = float(after.mean() - before.mean())
     errors = [standard_error(each) for each in (before, after)]
     error = float(np.hypot(errors[0][0], errors[1][0]))
     freedom = min(each[1] for each in errors)
     chance = float(stdtr(freedom, -apart / error)) if error else float(apart <= 0)
-    return Rise(100 * apart / float(before.mean()), chance, lasting)
+    return Rise(100 * apart / whole, chance, lasting)
 
 
 def jumps_at(run: LossCurve, baseline: LossCurve, lasting: float = 0.0) -> tuple[int, float] | None:
@@ -175,10 +182,12 @@ def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
     aligned = align(run, baseline)
     behind = max(len(aligned.steps) // _BEHIND, _FEWEST)
     places = len(aligned.steps) - (1 + _BEFORE) * behind + 1
-    positive = np.isfinite(aligned.run) & np.isfinite(aligned.baseline) & (aligned.run > 0) & (aligned.baseline > 0)
-    if places < 1 or not positive.all():
+    if places < 1 or not (np.isfinite(aligned.run) & np.isfinite(aligned.baseline)).all():
         return None
-    series = [np.log(each) for each in (aligned.run, _of_its_own(aligned), aligned.baseline)]
+    own, whole = _of_its_own(aligned)
+    if whole == 0 or (whole is None and not (aligned.run > 0).all()):
+        return None
+    series = [np.log(each) if whole is None else each / whole for each in (aligned.run, own, aligned.baseline)]
     (own, noise), (apart, of_apart), (theirs, _) = (_jumps(each, behind) for each in series)
     sizes = np.where(theirs < apart / 2, np.minimum(own, apart), 0.0)
     at = int(np.argmax(sizes))
@@ -186,14 +195,21 @@ def farthest_jump(run: LossCurve, baseline: LossCurve) -> Jump | None:
     times = float(sizes[at]) / least if least else np.inf * float(sizes[at] > 0)
     where = at + _BEFORE * behind
     lasting = series[1][-max(round(PART * len(series[1])), behind) :].mean() - series[1][at:where].mean()
-    percent, lasts = (100 * float(np.expm1(each)) for each in (sizes[at], lasting))
+    percent, lasts = (100 * float(np.expm1(each) if whole is None else each) for each in (sizes[at], lasting))
     return Jump(int(aligned.steps[where]), percent, float(np.nan_to_num(times)), lasts)
 
 
-def _of_its_own(aligned: Aligned) -> Floats:
-    """What the run did of its own: its losses in units of the baseline."""
-    own: Floats = aligned.run / running_median(aligned.baseline, max(2, len(aligned.steps) // 12))
-    return own
+def _of_its_own(aligned: Aligned) -> tuple[Floats, float | None]:
+    """Return what the run did of its own, and what 100% of that are.
+
+    If the baseline's losses are all positive, it is the run's loss in units of the baseline's, of which percents are of the
+    value before (None). Otherwise, it is their difference.
+    """
+    expected, known = running_median(aligned.baseline, max(2, len(aligned.steps) // 12)), np.isfinite(aligned.baseline)
+    if (aligned.baseline > 0).all():
+        return aligned.run / expected, None
+    last = aligned.baseline[known][-max(round(PART * len(aligned.steps)), 1) :]
+    return aligned.run - expected, aligned.range or (abs(float(last.mean())) if len(last) else 0.0)
 
 
 def _jumps(series: Floats, behind: int) -> tuple[Floats, float]:

@@ -89,12 +89,12 @@ def _title_of_loss(loss: LossOutcome, unit: str) -> str:
     if loss.run.lost_at is not None:
         return f"The loss is NaN or infinite from {unit} {loss.run.lost_at} on"
     if loss.rise is not None:
-        return f"The loss rises by {number(loss.rise[1])}% at {unit} {loss.rise[0]}"
+        return f"The loss rises by {loss.percents(loss.rise[1], loss.rise[0])} at {unit} {loss.rise[0]}"
     if loss.harm == "likely" and loss.stepped_up is not None:
         step, percent = loss.stepped_up
         if loss.baseline is not None:
-            return f"The loss jumps by {number(percent)}% at {unit} {step}, and ends above the baseline's"
-        return f"The loss goes up by {number(percent)}% at {unit} {step}, and stays there"
+            return f"The loss jumps by {loss.percents(percent, step)} at {unit} {step}, and ends above the baseline's"
+        return f"The loss goes up by {loss.percents(percent, step)} at {unit} {step}, and stays there"
     if loss.harm == "harmful":
         return f"The loss diverges at {unit} {loss.since}"
     if loss.harm == "gap":
@@ -111,7 +111,9 @@ def _title_of_unknown(loss: LossOutcome) -> str:
         return "Cannot tell: without a baseline, a loss that does not rise shows no harm"
     if loss.gap is None:
         return "Cannot tell: the runs have too few losses in common"
-    return f"Cannot tell whether the loss is {loss.max_gap:g}% above the baseline's"
+    if loss.is_far_below and loss.gap is not None:
+        return f"The loss ends {loss.percents(-loss.gap.percent)} below the baseline's"
+    return f"Cannot tell whether the loss is {loss.percents(loss.max_gap)} above the baseline's"
 
 
 def cause_told(found: Diagnosis) -> str:

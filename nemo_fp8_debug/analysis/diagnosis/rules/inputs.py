@@ -60,7 +60,7 @@ def inputs(run: Run, baseline: Run | None, loss: LossOutcome) -> list[Finding]:
             continue
         rise = _rise_with(move, loss, run.metrics.steps, times)
         if times * move.by_noise * (1.0 if rise is None else rise.chance) < _BY_NOISE:
-            return [_told(run, move, rise)]
+            return [_told(run, move, None if rise is None else loss.percents(rise.percent, move.step))]
     return []
 
 
@@ -83,10 +83,10 @@ class _Move:
     by_noise: float
 
 
-def _told(run: Run, move: _Move, rise: Rise | None) -> Finding:
+def _told(run: Run, move: _Move, rise: str | None) -> Finding:
     way, percent = "up" if move.change > 0 else "down", 100 * abs(np.expm1(move.change))
     told = f"X of {move.kind} goes {way} by {number(percent)}% at {run.unit} {move.step} (root mean square) and stays there"
-    told += "" if rise is None else f", and the loss rises by {number(rise.percent)}% with it"
+    told += "" if rise is None else f", and the loss rises by {rise} with it"
     return Finding("inputs", "software", "medium", told, _ADVICE, move.kind, since=move.step, severity=1)
 
 

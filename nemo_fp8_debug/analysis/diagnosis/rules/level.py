@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...formatting import number
 from ...loss.curve import LossCurve
+from ...loss.outcome import OF_RANGE
 from .finding import Finding
 
 
@@ -16,6 +17,7 @@ def level(loss: LossCurve, unit: str) -> Finding | None:
     if loss.stepped_up is None:
         return None
     step, percent = loss.stepped_up
-    facts = f"the loss goes up by {number(percent)}% at {unit} {step}, and stays there for {loss.half} losses or more"
+    of = "" if loss.range_before(step) is None else OF_RANGE
+    facts = f"the loss goes up by {number(percent)}%{of} at {unit} {step}, and stays there for {loss.half} losses or more"
     advice = "Look at what changed at that step: data, labels, masks, the loss function, the batch size, a resumed state."
     return Finding("level", "software", "medium", facts, advice, since=step, severity=2)

@@ -115,11 +115,11 @@ const Why = ({told}) => (
 
 const signed = (value) => `${value < 0 ? '' : '+'}${number(value)}%`;
 
-function Gap({gap: {percent, low, high, visible, first, last, paired}, brief}) {
+function Gap({gap: {percent, low, high, visible, first, last, paired, of_range: ofRange}, brief}) {
   if (percent == null) return 'no number is left of the loss';
   const where = `steps ${first} to ${last}, ${paired ? 'the same batches' : 'other batches'}`;
   const more = brief ? '' : `; a gap of ${number(visible)}% or more could have been seen; ${where}`;
-  return <>{signed(percent)} <span class="soft">(95% interval {signed(low)} to {signed(high)}{more})</span></>;
+  return <>{signed(percent)}{ofRange && " of the loss's range"} <span class="soft">(95% interval {signed(low)} to {signed(high)}{more})</span></>;
 }
 
 const outOfBand = ({out_of_band: out, tensors, first_out: first, unit}) =>

@@ -46,10 +46,10 @@ function Facts({found, unit}) {
 }
 
 /** A gap with its interval; what JSON has no number for is infinite. */
-function told({percent, low, high, visible}) {
+function told({percent, low, high, visible, of_range: ofRange}) {
   if (percent == null) return 'infinite';
   const signed = (value) => `${value < 0 ? '' : '+'}${value.toPrecision(3)}`;
-  return `${signed(percent)}% (95%: ${signed(low)} to ${signed(high)}%; visible from ${visible.toPrecision(3)}%)`;
+  return `${signed(percent)}%${ofRange ? " of the loss's range" : ''} (95%: ${signed(low)} to ${signed(high)}%; visible from ${visible.toPrecision(3)}%)`;
 }
 
 /** Advice in the order of the rules, that about the culprit first. */
