@@ -17,6 +17,7 @@ from tool_logs import FIRST_MONITOR, FIRST_RUN, ROLES, SECOND_MONITOR, TE, TE_EV
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.errors import FP8DebugWarning, RecordError
 from nemo_fp8_debug.numerics.formats import E4M3, E5M2
@@ -206,6 +207,21 @@ class TestMsProbe:
         (logs / "module_step0-0.csv").write_text("\n".join(["vpp_stage,step,module_name,scope,min,max,nans", *rows, ""]))
         (row,) = table(tmp_path, tmp_path / "run").iter_rows(named=True)
         assert (row["nan"], row["amax"], row["calls"]) == (3, None, 2)
+
+    def test_a_single_nan_of_a_monitored_run_is_named(self, tmp_path: Path) -> None:
+        # Neither monitor counts infinities, so that count is null.
+        shutil.copytree(SECOND_MONITOR, tmp_path / "logs")
+        (path,) = (tmp_path / "logs" / "rank_0").glob("module_*.csv")
+        spoiled, count = re.subn(r"^(-1,1,fc2.grad_output.0,backward),.*$", r"\1,nan,nan,1.0,nan", path.read_text(), 1, re.M)
+        path.write_text(spoiled)
+        for name, source in (("bad", tmp_path / "logs"), ("good", SECOND_MONITOR)):
+            import_logs(source, tmp_path / name)
+        assert count == 1 and set(read_table(tmp_path / "bad", "metrics")["inf"]) == {None}
+        for baseline in (None, tmp_path / "good"):
+            found = diagnose(tmp_path / "bad", baseline)
+            assert found.cause == "nonfinite" and found.culprit is not None
+            assert (found.culprit.operand, found.culprit.since) == ("dY of fc2", 1)
+            assert diagnose(tmp_path / "good", baseline).cause != "nonfinite"
 
     @pytest.mark.parametrize(
         ("low", "high", "amax"),

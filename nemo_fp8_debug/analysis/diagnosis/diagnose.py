@@ -19,6 +19,7 @@ from ..comparison.onset import IN_A_ROW
 from ..loss.outcome import MAX_GAP, LossOutcome
 from ..loss.step_change import rises_with
 from ..runs.grid import Ints, interval_of
+from ..runs.metrics import IS_NONFINITE
 from ..runs.run import Run
 from .culprit import Evidence, blamed
 from .diagnosis import Diagnosis
@@ -254,7 +255,7 @@ def _judged(run: Run, baseline: Run | None, latest: int | None) -> bool:
     """Whether there are samples enough to see an operand leave before the loss does."""
     if baseline is None:
         return not beginning(run.metrics).is_empty()
-    known = pl.col("relative_error").is_not_null() | (pl.col("nan") + pl.col("inf") > 0)
+    known = pl.col("relative_error").is_not_null() | IS_NONFINITE
     columns = ["relative_error", "nan", "inf"]
     steps = run.metrics.gathered(columns, lambda rows: rows.filter(known).unique("step"))["step"].to_list()
     first, last = baseline.metrics.steps[0], baseline.metrics.steps[-1]

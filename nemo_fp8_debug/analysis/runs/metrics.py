@@ -29,6 +29,8 @@ Result = TypeVar("Result")
 Together = Sequence[Sequence[str]]
 #: rows of a record that is held
 HELD = 1 << 20
+#: whether a row has NaN or infinity; null if neither was counted. msProbe counts NaN alone, so that the other is null
+IS_NONFINITE = pl.max_horizontal("nan", "inf") > 0
 
 
 @dataclass(frozen=True)
@@ -392,7 +394,7 @@ def _made_of(name: str) -> set[str]:
 
 
 def _values(rows: pl.DataFrame, names: Sequence[str]) -> dict[str, Floats]:
-    found = {name: rows["nan"] + rows["inf"] > 0 if name == "nonfinite" else rows[name] for name in names}
+    found = {name: rows.select(IS_NONFINITE).to_series() if name == "nonfinite" else rows[name] for name in names}
     return {name: values.cast(pl.Float64).to_numpy() for name, values in found.items()}
 
 

@@ -113,7 +113,10 @@ def columns_of(table: str, metric: str) -> tuple[str, ...]:
 def values_of(rows: pa.Table, table: str, metric: str) -> Array:
     """float64 [rows] of a metric, NaN where there is none."""
     values = [np.asarray(numbers_in(rows[name]), np.float64) for name in columns_of(table, metric)]
-    return np.sum(values, axis=0) if len(values) > 1 else values[0] if values else np.full(len(rows), np.nan)
+    if not values:
+        return np.full(len(rows), np.nan)
+    # Of two counts one may be unknown: msProbe counts NaN alone.
+    return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
 
 
 def is_tried(run: Storage, table: str, part: Part) -> Array:

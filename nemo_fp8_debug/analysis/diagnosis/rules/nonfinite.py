@@ -9,6 +9,7 @@ import polars as pl
 
 from ....core.keys import ROLES, SHOWN_AS, STATES
 from ...loss.curve import LossCurve
+from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
 from .finding import Finding
 from .gradient_norm import norms
@@ -55,7 +56,7 @@ def nonfinite(run: Run, baseline: Run | None) -> list[Finding]:
 
 def _weights_are_finite(run: Run, step: int) -> bool:
     weights = run.metrics.over(np.array([step])).with_role("weight").frame(["nan", "inf"])
-    return len(weights) > 0 and not (weights["nan"] + weights["inf"]).sum()
+    return len(weights) > 0 and weights.filter(IS_NONFINITE).is_empty()
 
 
 def _operand(run: Run, baseline: Run | None) -> list[First]:
@@ -72,11 +73,12 @@ def _operand(run: Run, baseline: Run | None) -> list[First]:
 
 def _lost_between(run: Run) -> pl.DataFrame:
     """The first row of each operand that is not finite, and all rows of what lies between GEMMs that are not."""
-    columns, lost = ["step", "layer", "role", "nonfinite_order"], pl.col("nan") + pl.col("inf") > 0
+    columns = ["step", "layer", "role", "nonfinite_order"]
     operands = run.metrics.gathered(
-        ["nan", "inf", "nonfinite_order"], lambda rows: rows.filter(lost).unique("tensor", keep="first", maintain_order=True)
+        ["nan", "inf", "nonfinite_order"],
+        lambda rows: rows.filter(IS_NONFINITE).unique("tensor", keep="first", maintain_order=True),
     )
-    activations = run.activations.filter((pl.col("scale_source") != "what-if") & lost)
+    activations = run.activations.filter((pl.col("scale_source") != "what-if") & IS_NONFINITE)
     activations = activations.filter(~pl.col("step").is_in(run.made_up_for.implode()))
     return pl.concat([run.metrics.named(operands).select(columns), activations.select(columns)])
 
@@ -98,7 +100,7 @@ def _lost_states(run: Run | None) -> pl.DataFrame:
     """step, layer, role of those that are not finite."""
     if run is None:
         return pl.DataFrame(schema={"step": pl.Int64, "layer": pl.String, "role": pl.String})
-    states = run.states.filter((pl.col("scale_source") != "what-if") & (pl.col("nan") + pl.col("inf") > 0))
+    states = run.states.filter((pl.col("scale_source") != "what-if") & IS_NONFINITE)
     return states.filter(~pl.col("step").is_in(run.made_up_for.implode())).select("step", "layer", "role")
 
 

@@ -80,7 +80,7 @@ class Course:
         off = np.where(np.isfinite(column("scale_ratio_log2")), column("scale_ratio_log2"), np.nan)
         steps: Ints = rows["step"].to_numpy()
         amax, outlier, underflow, overflow = map(column, ("amax", "outlier_log2", "underflow_pct", "overflow_pct"))
-        nonfinite = column("nan") + column("inf")
+        nonfinite: Floats = rows.select(pl.sum_horizontal("nan", "inf").cast(pl.Float64)).to_series().to_numpy()
         return cls(layer, role, steps, scale, off, broken, amax, outlier, underflow, overflow, nonfinite)
 
 
