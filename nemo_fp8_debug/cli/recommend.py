@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from ..analysis.diagnosis.diagnose import diagnose
+from ..analysis.diagnosis.rules.finding import NO_RECIPE
 from ..analysis.formatting import number
 from ..analysis.recommendation.flags import Flag, flagged_by
 from ..analysis.recommendation.options import STAY, Budget, Errors
@@ -79,7 +80,8 @@ def command(
             examined, flags = diagnosis.run, flagged_by(diagnosis)
             flagged = flags
         if baseline and not flags and not operand and not as_json:
-            say(console(), diagnosis.verdict())
+            for line in (diagnosis.verdict(), *(diagnosis.advice if diagnosis.cause in NO_RECIPE else ())):
+                say(console(), line)
         over()
         found = recommend(examined, [_key(text) for text in operand] if operand else list(flagged), budget, flags)
     output = output if found.plan.changes else None
@@ -100,7 +102,7 @@ def _key(text: str) -> Key:
 
 def _print(out: Console, found: Recommendation, snippets: list[Snippet], folder: Path | None) -> None:
     if not found.findings and not found.notes:
-        say(out, "No operand is to blame: there is nothing to change, and nothing was written.")
+        say(out, "No recipe is to blame: there is nothing to change, and nothing was written.")
         return
     _print_findings(out, found)
     for line in _lines(found, snippets, folder):

@@ -212,7 +212,8 @@ class TestMsProbe:
         # Neither monitor counts infinities, so that count is null.
         shutil.copytree(SECOND_MONITOR, tmp_path / "logs")
         (path,) = (tmp_path / "logs" / "rank_0").glob("module_*.csv")
-        spoiled, count = re.subn(r"^(-1,1,fc2.grad_output.0,backward),.*$", r"\1,nan,nan,1.0,nan", path.read_text(), 1, re.M)
+        row = re.compile(r"^(-1,1,fc2.grad_output.0,backward),.*$", re.MULTILINE)
+        spoiled, count = row.subn(r"\1,nan,nan,1.0,nan", path.read_text(), count=1)
         path.write_text(spoiled)
         for name, source in (("bad", tmp_path / "logs"), ("good", SECOND_MONITOR)):
             import_logs(source, tmp_path / name)

@@ -147,6 +147,8 @@ def _blamed(evidence: Evidence) -> Blame:
         return Blame(told, told.cause, told.confidence)
     if lost is not None:
         return Blame(lost, lost.cause, lost.confidence)
+    if (zero := _no_gradients(evidence)) is not None:
+        return Blame(zero, zero.cause, zero.confidence)
     stopped = evidence.of("optimizer steps")
     if stopped is not None and stopped.confidence == "high":
         return Blame(stopped, stopped.cause, "high")
@@ -182,7 +184,7 @@ def _besides_operands(evidence: Evidence, first: Finding | None) -> Finding | No
         first: the first operand out of band; None: there is none.
     """
     for found in evidence.findings:
-        if found.rule not in ("gradient norm", "weights") or found.cause == "unknown" or found.since is None:
+        if found.rule not in ("gradient norm", "weights") or found.cause in ("unknown", "dead") or found.since is None:
             continue
         in_time = evidence.latest is None or found.since <= evidence.latest
         # A multiplied gradient changes every dY, and no X or W at that step.
@@ -192,6 +194,14 @@ def _besides_operands(evidence: Evidence, first: Finding | None) -> Finding | No
         if in_time and explains:
             return found
     return None
+
+
+def _no_gradients(evidence: Evidence) -> Finding | None:
+    """A gradient norm that stays zero, in time to be the harm; operands that are zero tell more, and come first."""
+    zero = next((f for f in evidence.findings if (f.rule, f.cause) == ("gradient norm", "dead")), None)
+    if zero is None or zero.confidence == "low" or zero.since is None:
+        return None
+    return zero if evidence.latest is None or zero.since <= evidence.latest else None
 
 
 def _around_operands(evidence: Evidence) -> Finding | None:

@@ -23,7 +23,7 @@ from ..runs.metrics import IS_NONFINITE
 from ..runs.run import Run
 from .culprit import Evidence, blamed
 from .diagnosis import Diagnosis
-from .operands import against_baseline, alone, beginning, shared_with
+from .operands import against_baseline, alone, beginning, shared_with, with_zeros
 from .rules.activations import activations
 from .rules.beyond import with_limits
 from .rules.channels import channels
@@ -45,6 +45,7 @@ from .rules.steps_of_weights import steps_of_weights
 from .rules.still_weights import still_weights
 from .rules.weights import weights
 from .rules.wrong_product import wrong_product, wrong_reduction
+from .rules.zeros import find_zeros
 
 Source = str | os.PathLike[str] | Run
 
@@ -196,6 +197,7 @@ def _added_up(
         operands: what is said of them.
         covered: whether bands of healthy runs stand for a baseline.
     """
+    operands = with_zeros(operands, find_zeros(run, baseline))
     around = list(_evaluate((recipes, learning_rate, nonfinite, partial(inputs, loss=loss)), run, baseline))
     loss = _with_rise(loss, [*operands, *around], run.metrics.steps)
     stopped = stopped_at(run)

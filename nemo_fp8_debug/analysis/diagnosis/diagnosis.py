@@ -23,7 +23,7 @@ from .culprit import Blame
 from .early_warning import early_warning
 from .events import Event, events
 from .harm import is_likely
-from .rules.finding import CAUSES, NOT_FP8, Finding
+from .rules.finding import CAUSES, NO_RECIPE, NOT_FP8, Finding
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,14 @@ class Diagnosis:
     @property
     def advice(self) -> Sequence[str]:
         """What to do, a sentence each; nothing about FP8 if that is not the cause."""
+        if self.cause in NO_RECIPE and self.blame.finding is not None:
+            return [self.blame.finding.advice]
         fits = [f for f in self.findings if f.cause in NOT_FP8] if self.cause in NOT_FP8 else self.findings
-        return list(dict.fromkeys(finding.advice for finding in fits if finding.advice))
+        # NaN and zeros spread, and each tensor has its own advice: the first one is where they come from.
+        told: dict[str, str] = {}
+        for finding in fits:
+            told.setdefault(finding.cause if finding.cause in NO_RECIPE else finding.advice, finding.advice)
+        return list(filter(None, told.values()))
 
     def _warning_told(self) -> dict[str, Any] | None:
         if self.warning is None:

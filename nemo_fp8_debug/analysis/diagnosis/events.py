@@ -94,6 +94,8 @@ def _of_findings(findings: Sequence[Finding]) -> Iterator[Event]:
         elif found.rule == "nonfinite":
             told = f"the first NaN or infinity, in {found.operand or 'no sampled operand'}"
             yield Event(found.since, "nonfinite", told, *where)
+        elif found.rule == "gradient norm" and found.cause == "dead":
+            yield Event(found.since, "grad_norm", "the gradient norm is 0")
         elif found.rule == "gradient norm" and found.cause == "multiplier":
             yield Event(found.since, "grad_norm", "the gradient norm moves to another level")
         elif found.rule in _BEGINS:

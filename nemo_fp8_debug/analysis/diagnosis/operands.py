@@ -253,6 +253,19 @@ def _that_count(run: Run, found: list[Finding]) -> list[Finding]:
     return found if run.quantization == QUANTIZED else [f for f in found if f.cause in _PLAIN]
 
 
+def with_zeros(operands: Sequence[Finding], zeros: Sequence[Finding]) -> list[Finding]:
+    """Add the findings of zeros, each before those of operands that went wrong at later samples.
+
+    Of one sample the others come first: a scale that went wrong makes zeros, and zeros make no scale go wrong.
+    """
+    merged, named = list(operands), {(f.layer, f.role) for f in operands if f.cause == "dead"}
+    for zero in zeros[:_LOOKED_INTO]:
+        if (zero.layer, zero.role) not in named:
+            later = (i for i, f in enumerate(merged) if (f.since or 0) > (zero.since or 0))
+            merged.insert(next(later, len(merged)), zero)
+    return merged
+
+
 def _behind_the_loss(found: Finding, lost: int) -> Finding:
     """NaN from a step on at which the loss was NaN already is everywhere."""
     if found.cause != "nonfinite" or found.since is None or found.since <= lost:

@@ -8,7 +8,7 @@ import polars as pl
 
 from ...core.keys import Key
 from ..diagnosis.diagnosis import Diagnosis
-from ..diagnosis.rules.finding import NOT_FP8
+from ..diagnosis.rules.finding import NO_RECIPE, NOT_FP8
 from ..formatting import number
 from ..story.ranking import harm_ranks
 
@@ -27,7 +27,7 @@ def flagged_by(found: Diagnosis) -> dict[Key, Flag]:
     where it stays, and none where they are not to blame. A scale that surely went wrong counts whenever it did, since no
     loss brings that about, and so does an X or W that loses most of its values from some sample on to the end."""
     flagged: dict[Key, Flag] = {}
-    if found.cause in NOT_FP8 or found.comparison is None:
+    if found.cause in (*NOT_FP8, *NO_RECIPE) or found.comparison is None:
         return flagged
     begun = (found.culprit.since or 0) if found.culprit else 0
     out = _stretches(found)

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from ...core.keys import Key
+from ..diagnosis.rules.zeros import is_zero
 from ..runs.blocks import in_parts, over_blocks
 from ..runs.grid import Grid
 from ..runs.metrics import Metrics
@@ -28,10 +29,9 @@ def zero_since(metrics: Metrics) -> dict[Key, int]:
 
 
 def _zero_since(grid: Grid) -> list[tuple[Key, int]]:
-    amax, lost = grid.metric("amax"), grid.metric("nonfinite") > 0
-    is_zero = (amax == 0) & ~lost
-    is_other = ~is_zero & ~(np.isnan(amax) & ~lost)
+    zero = is_zero(grid)
+    is_other = ~zero & ~(np.isnan(grid.metric("amax")) & ~(grid.metric("nonfinite") > 0))
     behind = ~np.logical_or.accumulate(is_other[:, ::-1], axis=1)[:, ::-1]
-    zeros = is_zero & behind
+    zeros = zero & behind
     keys = list(grid.tensors.iter_rows())
     return [(keys[i], int(grid.steps[np.argmax(zeros[i])])) for i in np.flatnonzero(zeros.any(axis=1)).tolist()]

@@ -37,6 +37,8 @@ NOT_FP8 = (
     *("wrong_product", "wrong_reduction", "replicas", "software"),
     *("attention_logits", "router_collapse", "dead_experts", "step_size"),
 )
+#: causes that are in the values before anything casts them, which no recipe changes
+NO_RECIPE = ("dead", "nonfinite")
 CONFIDENCE = ("high", "medium", "low")
 
 

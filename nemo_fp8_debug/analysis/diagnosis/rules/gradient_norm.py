@@ -43,6 +43,12 @@ _AT_THE_LOSS = "dY of all layers move with it, so the loss is multiplied"
 _BEHIND = "no dY moves with it, so gradients are multiplied behind the backward pass"
 _FACTOR = "Look at what multiplies the loss or divides gradients: loss scale, accumulation, data-parallel averaging."
 _GROWS = "Look at what came before it: learning rate, data, the first tensor out of band."
+_ZERO = (
+    "No recipe helps. Look at where gradients get lost: the loss function and its backward pass, masked labels, a detached "
+    "tensor, the buffers that the optimizer reads."
+)
+#: steps in a row: in a single one all labels may be masked, or all rewards the same
+_ZEROS_IN_A_ROW = 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,38 @@ def norms(run: Run) -> pl.DataFrame:
 
 
 def gradient_norm(run: Run, baseline: Run | None) -> list[Finding]:
-    """That it moves at once to a level that it keeps, or that it grows beyond the baseline's."""
+    """That it is zero, that it moves at once to a level that it keeps, or that it grows beyond the baseline's."""
+    return [*_zero(run, baseline), *_moves_or_grows(run, baseline)]
+
+
+def _zero(run: Run, baseline: Run | None) -> list[Finding]:
+    """That it is exactly zero, which the baseline's never is."""
+    rows = norms(run).filter(~pl.col("step").is_in(run.made_up_for.implode()))
+    steps, zero = rows["step"].to_numpy(), (rows["grad_norm"] == 0).to_numpy()
+    if not zero.any() or (baseline is not None and (norms(baseline)["grad_norm"] == 0).any()):
+        return []
+    behind = len(zero) - int(np.argmin(zero[::-1])) if not zero.all() else 0
+    lasts = len(zero) - behind >= _ZEROS_IN_A_ROW
+    since = int(steps[behind] if lasts else steps[np.argmax(zero)])
+    # Megatron-Core reports 0 where it does not clip, and so computes no norm.
+    arrive = _has_gradients(run, since, int(steps[zero][-1]))
+    if arrive and zero.all():
+        return []
+    facts = f"the gradient norm is exactly 0 at {zero.sum()} of {len(zero)} {run.unit}s"
+    facts += f", at all from {run.unit} {since} on" if lasts else f", first at {run.unit} {since}"
+    facts += "; dY are not, so that norm may not have been computed" if arrive else ""
+    sure = "high" if lasts and not arrive else "low"
+    return [Finding("gradient norm", "dead", sure, facts, _ZERO, since=since, severity=2 if sure == "high" else 0)]
+
+
+def _has_gradients(run: Run, first: int, last: int) -> bool:
+    """Whether any dY has values in the samples of these steps."""
+    gradients = run.metrics.with_role("grad_output")
+    within = gradients.over(gradients.steps[(gradients.steps >= first) & (gradients.steps <= last)])
+    return not within.gathered(["amax"], lambda rows: rows.filter(pl.col("amax") > 0).head(1)).is_empty()
+
+
+def _moves_or_grows(run: Run, baseline: Run | None) -> list[Finding]:
     move = _move_of(run, baseline)
     if move is None or _follows_the_loss(run, baseline, move):
         return _grows(run, baseline)

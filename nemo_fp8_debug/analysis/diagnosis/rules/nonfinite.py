@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -13,10 +13,10 @@ from ...runs.metrics import IS_NONFINITE
 from ...runs.run import Run
 from .finding import Finding
 from .gradient_norm import norms
+from .producers import advise_on_nonfinite
 
 #: order within a step: the forward pass, the loss, the backward pass, weight gradients, the gradient norm, the optimizer
 _LOSS, _BACKWARD, _WEIGHT_GRADIENT, _NORM, _OPTIMIZER = 1, 2, 3, 4, 5
-_ADVICE = "Dump what comes up next: `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
 
 
 @dataclass(frozen=True, order=True)
@@ -50,8 +50,9 @@ def nonfinite(run: Run, baseline: Run | None) -> list[Finding]:
         told += "; no operand was sampled in between"
         if _weights_are_finite(run, operand.step):
             told += ", but weights hold none: it comes up anew in each step"
-            return [Finding("nonfinite", "nonfinite", "medium", told, _ADVICE, operand.layer, operand.role, first.step)]
-    return [Finding("nonfinite", "nonfinite", sure, told, _ADVICE, first.layer, first.role, first.step)]
+            first, sure = replace(first, layer=operand.layer, role=operand.role), "medium"
+    advice = advise_on_nonfinite(first.layer, first.role, first.what)
+    return [Finding("nonfinite", "nonfinite", sure, told, advice, first.layer, first.role, first.step)]
 
 
 def _weights_are_finite(run: Run, step: int) -> bool:

@@ -13,6 +13,7 @@ from ....numerics.limits import MADE_UP
 from ...formatting import number
 from ...runs.grid import Floats, Ints
 from .finding import Finding
+from .producers import advise_on_nonfinite, look_at_producer
 
 #: bits by which a scale is off that count
 OFF = 1.0
@@ -39,8 +40,6 @@ _ADVICE = {
     "clipping": "A larger margin, a shorter amax history with the largest of it, or current scaling.",
     "underflow": "Current or finer scaling (blockwise, MXFP8), E5M2 where range matters more than precision, or BF16.",
     "outlier": "Finer scaling (blockwise, MXFP8), or BF16 for the GEMMs that read it: one scale cannot serve both.",
-    "dead": "Look at what produces it: a masked or unused path, or a gradient that does not arrive.",
-    "nonfinite": "Dump the layer at this step (`triggers=['nonfinite']`) and look at what produces it.",
 }
 
 
@@ -237,4 +236,8 @@ def _shown(percent: float) -> str:
 
 
 def _found(run: Course, since: int, cause: str, confidence: str, evidence: str) -> Finding:
-    return Finding("operand", cause, confidence, evidence, _ADVICE.get(cause, ""), run.layer, run.role, since)
+    if cause == "nonfinite":
+        advice = advise_on_nonfinite(run.layer, run.role)
+    else:
+        advice = look_at_producer(run.layer, run.role) if cause == "dead" else _ADVICE.get(cause, "")
+    return Finding("operand", cause, confidence, evidence, advice, run.layer, run.role, since)
