@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
+import torch
+from torch import nn
 
+from nemo_fp8_debug import Emulation, Monitor
 from nemo_fp8_debug.analysis.comparison import onset
 from nemo_fp8_debug.analysis.comparison.evidence import EVIDENCE
 from nemo_fp8_debug.analysis.comparison.onset import IN_A_ROW
+from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 
 STEPS = range(0, 400, 10)
@@ -196,3 +202,40 @@ def test_a_scale_that_was_as_small_in_the_baseline_is_not() -> None:
         for seed in (0, 1)
     ]
     assert onsets(*both).is_empty()
+
+
+@pytest.mark.parametrize("lasting", [2, 30])
+def test_the_made_up_scales_of_the_baseline_are_not_in_its_band(lasting: int) -> None:
+    def made_up(samples: int, seed: int) -> pl.DataFrame:
+        of_culprit = (pl.col("layer") == CULPRIT[0]) & (pl.col("role") == CULPRIT[1]) & (pl.col("step") < STEPS[samples])
+        lost = [
+            pl.when(of_culprit).then(x).otherwise(name).alias(name) for name, x in (("underflow_pct", 99.0), ("mse", 1.0))
+        ]
+        return run(seed).with_columns(lost)
+
+    found = onsets(made_up(2, 0), made_up(lasting, 1))
+    assert found["onset"].to_list() == ([0] if lasting > 2 else [])
+
+
+def test_scales_that_stay_1_are_named_beside_a_good_run(tmp_path: Path) -> None:
+    def train(name: str, follow: bool) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+        optimizer, emulation = torch.optim.SGD(model.parameters(), lr=0.1), Emulation(model, "delayed(amax_history_len=4)")
+        emulation.attach()
+        with closing(Monitor(model, tmp_path / name, interval=1, table_rows=0)) as monitor:
+            for step in range(12):
+                with monitor.step(step):
+                    loss = nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(8, (32,)))
+                    (loss * 2.0**-16).backward()
+                    if not follow:
+                        for state in emulation.states.values():
+                            state.amax.zero_()
+                    emulation.end_step()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return tmp_path / name
+
+    found = diagnose(train("bad", follow=False), train("good", follow=True))
+    assert found.culprit is not None
+    assert (found.culprit.role, found.culprit.since, found.cause) == ("grad_output", 0, "underflow"), found.verdict()
