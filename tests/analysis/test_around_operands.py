@@ -12,6 +12,7 @@ from diagnosed_runs import CULPRIT, ONSET, N, corrupted, falling, write
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.diagnosis.diagnosis import Diagnosis
+from nemo_fp8_debug.analysis.recommendation.of_records import recommend
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
 from nemo_fp8_debug.analysis.runs.run import Run
 
@@ -124,6 +125,33 @@ class TestFirstNan:
         assert (
             found.cause == "nonfinite" and found.culprit and (found.culprit.layer, found.culprit.since) == (CULPRIT, first)
         )
+
+    @pytest.mark.parametrize(
+        ("role", "tensor", "producer"),
+        [
+            ("input", "X", "what runs before that GEMM"),
+            ("weight", "W", "the optimizer"),
+            ("grad_output", "dY", "the backward pass of what follows that GEMM"),
+        ],
+    )
+    def test_in_an_operand_asks_for_what_computes_it_and_for_no_recipe(
+        self, tmp_path: Path, baseline: Path, role: str, tensor: str, producer: str
+    ) -> None:
+        losses = {i: NAN if i > ONSET else loss for i, loss in falling().items()}
+        # Of 4,096 values two are NaN, and the others are counted.
+        nan = {"nan": 2, "n": 4094}
+        spoiled = write(tmp_path / "bad", lambda step: nan if step >= ONSET else {}, losses=losses, changed=role)
+        for good in (None, baseline):
+            (advice,) = diagnose(spoiled, good).advice
+            assert f"what computes {tensor} of {CULPRIT}: {producer}" in advice and "No recipe fixes NaN" in advice
+            assert "BF16" not in advice and "recipe (" not in advice
+        found = recommend(spoiled, baseline)
+        assert not found.plan.changes
+
+    def test_in_the_loss_asks_for_what_computes_the_loss(self, tmp_path: Path, baseline: Path) -> None:
+        losses = {i: NAN if i > ONSET else loss for i, loss in falling().items()}
+        (advice,) = diagnose(write(tmp_path / "bad", losses=losses), baseline).advice
+        assert "what computes the loss" in advice and "BF16" not in advice
 
     def test_once_is_told_and_no_harm(self, tmp_path: Path, baseline: Path) -> None:
         once = {i: NAN if i == 73 else norm for i, norm in norms().items()}

@@ -9,7 +9,7 @@ from functools import partial
 
 import polars as pl
 
-from ...core.scale_sources import QUANTIZED
+from ...core.scale_sources import HIGH_PRECISION, QUANTIZED
 from ...errors import RecordError
 from ..bands.bands import Bands, bands_for
 from ..bands.judge import Judged, judge, told
@@ -133,7 +133,8 @@ def diagnose_comparison(comparison: Comparison) -> Diagnosis:
 
 def _shared(run: Run, baseline: Run, max_gap: float) -> list[Finding]:
     """Return what is wrong with a run by itself and with its baseline too, so that comparing them cannot show it."""
-    found = [*nonfinite(run, None), *shared_with(run, baseline)]
+    no_gradients = [f for f in find_zeros(run, None) if not f.may_follow_the_loss]
+    found = [*nonfinite(run, None), *no_gradients, *shared_with(run, baseline)]
     since = [LossOutcome(each.loss, None, max_gap).harmful_since for each in (run, baseline)]
     if None not in since:
         facts = f"both losses rise for good, the run's from {run.unit} {since[0]} on, the baseline's from {since[1]} on"
@@ -204,7 +205,7 @@ def _added_up(
     harmed_since = min((step for step in (loss.harmful_since, stopped) if step is not None), default=None)
     start = diverged_at_the_start(run.loss, harmed_since)
     findings = [
-        *divergence(loss, run.unit),
+        *divergence(loss, run.unit, run.quantization != HIGH_PRECISION),
         *around,
         *_evaluate((optimizer_steps,), run, baseline),
         *wrong_product(run),

@@ -128,11 +128,9 @@ class Diagnosis:
         if self.cause in NO_RECIPE and self.blame.finding is not None:
             return [self.blame.finding.advice]
         fits = [f for f in self.findings if f.cause in NOT_FP8] if self.cause in NOT_FP8 else self.findings
-        # NaN and zeros spread, and each tensor has its own advice: the first one is where they come from.
-        told: dict[str, str] = {}
-        for finding in fits:
-            told.setdefault(finding.cause if finding.cause in NO_RECIPE else finding.advice, finding.advice)
-        return list(filter(None, told.values()))
+        # NaN and zeros follow from a scale that went wrong, too.
+        fits = [f for f in fits if f.cause not in NO_RECIPE] if self.culprit is not None else fits
+        return list(dict.fromkeys(finding.advice for finding in fits if finding.advice))
 
     def _warning_told(self) -> dict[str, Any] | None:
         if self.warning is None:

@@ -16,6 +16,7 @@ _LATER_ADVICE = (
     "Another recipe (current or finer scaling), or layers back to BF16, the first and the last ones first; "
     "`nemo-fp8-debug recommend` says which."
 )
+_OTHER_ADVICE = "Look at learning rate, data, kernels and communication."
 
 
 def diverged_at_the_start(run: LossCurve, since: int | None) -> bool:
@@ -26,21 +27,22 @@ def diverged_at_the_start(run: LossCurve, since: int | None) -> bool:
     return bool((run.steps < since).sum() <= reach)
 
 
-def divergence(loss: LossOutcome, unit: str) -> list[Finding]:
+def divergence(loss: LossOutcome, unit: str, quantizes: bool = True) -> list[Finding]:
     """Return what the loss tells of the cause.
 
     Args:
         loss: with the reference run's, if there is one.
         unit: what steps are counted in.
+        quantizes: whether the run may quantize, so that a recipe may help.
     """
     told, since = loss.told(unit).rstrip("."), loss.harmful_since
     if since is None:
         return [Finding("divergence", "none" if loss.harm == "none" else "unknown", "high", told)]
     advice = _START_ADVICE if diverged_at_the_start(loss.run, since) else _LATER_ADVICE
+    advice = advice if quantizes else _OTHER_ADVICE
     found = [Finding("divergence", "unknown", "medium", told, advice, since=since)]
     other = loss.reference_outcome
     if other is not None and (other.harmful_since is not None or loss.differs_from_reference is False):
-        advice = "Look at learning rate, data, kernels and communication."
         told = loss.describe_reference(unit).rstrip(".")
-        found.append(Finding("reference", "software", "high", told, advice, since=other.harmful_since))
+        found.append(Finding("reference", "software", "high", told, _OTHER_ADVICE, since=other.harmful_since))
     return found

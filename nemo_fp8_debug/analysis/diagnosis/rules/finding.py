@@ -37,7 +37,7 @@ NOT_FP8 = (
     *("wrong_product", "wrong_reduction", "replicas", "software"),
     *("attention_logits", "router_collapse", "dead_experts", "step_size"),
 )
-#: causes that are in the values before anything casts them, which no recipe changes
+#: causes that are in the values before anything casts them: what computes the tensor is to be looked at, and no recipe
 NO_RECIPE = ("dead", "nonfinite")
 CONFIDENCE = ("high", "medium", "low")
 

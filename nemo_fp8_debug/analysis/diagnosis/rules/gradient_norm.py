@@ -44,8 +44,8 @@ _BEHIND = "no dY moves with it, so gradients are multiplied behind the backward 
 _FACTOR = "Look at what multiplies the loss or divides gradients: loss scale, accumulation, data-parallel averaging."
 _GROWS = "Look at what came before it: learning rate, data, the first tensor out of band."
 _ZERO = (
-    "No recipe helps. Look at where gradients get lost: the loss function and its backward pass, masked labels, a detached "
-    "tensor, the buffers that the optimizer reads."
+    "Look at where gradients get lost: the loss function and its backward pass, masked labels, a detached tensor, the "
+    "buffers that the optimizer reads."
 )
 #: steps in a row: in a single one all labels may be masked, or all rewards the same
 _ZEROS_IN_A_ROW = 3

@@ -15,15 +15,14 @@ _BY_ROLE = {
 
 
 def look_at_producer(layer: str, role: str) -> str:
-    """Return sentences that say where a tensor comes from, and so where to look.
+    """Return a sentence that says where a tensor comes from, and so where to look.
 
     Example:
         >>> look_at_producer("layers.0.fc1", "grad_output")
-        'No recipe helps. Look at what computes dY of layers.0.fc1: the backward pass of what follows that GEMM, up to the \
-loss function.'
+        'Look at what computes dY of layers.0.fc1: the backward pass of what follows that GEMM, up to the loss function.'
     """
     producer = _BY_ROLE.get(role)
-    return f"No recipe helps. Look at what computes {SHOWN_AS[role]} of {layer}{f': {producer}' if producer else ''}."
+    return f"Look at what computes {SHOWN_AS[role]} of {layer}{f': {producer}' if producer else ''}."
 
 
 def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "") -> str:
@@ -32,5 +31,5 @@ def advise_on_nonfinite(layer: str | None, role: str | None, what: str = "") -> 
     Args:
         what: has them first, if no tensor of a layer does.
     """
-    look = look_at_producer(layer, role) if layer and role else f"No recipe helps. Look at what computes {what}."
-    return f"{look} `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
+    look = look_at_producer(layer, role) if layer and role else f"Look at what computes {what}."
+    return f"No recipe fixes NaN. {look} `triggers=['nonfinite']` samples the step after a loss or gradient norm of NaN."
