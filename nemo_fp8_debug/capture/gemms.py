@@ -110,8 +110,8 @@ def global_name(root: nn.Module, path: str) -> str:
         module = module.get_submodule(part)
         chunk = part.isdigit() and not kept and isinstance(root, nn.ModuleList) and parts[i + 1 : i + 2] == ["module"]
         wraps = part in WRAPPERS or chunk
-        number = getattr(module, "layer_number", None)  # Megatron: 1-based, over all pipeline stages
-        if part.isdigit() and isinstance(number, int):
+        number = _megatron_number(module) if part.isdigit() else None
+        if number is not None:
             kept.append(str(number - 1))
         elif part.isdigit() and i > 1 and parts[i - 1] in _EXPERT_LISTS:
             owner, experts = (root.get_submodule(".".join(parts[:end])) for end in (i - 2, i))
@@ -119,6 +119,14 @@ def global_name(root: nn.Module, path: str) -> str:
         elif not wraps:
             kept.append(part)
     return ".".join(kept) or "model"
+
+
+def _megatron_number(module: nn.Module) -> int | None:
+    """Return the number that Megatron gives a layer: 1-based, over all pipeline stages. Others count otherwise."""
+    if not any(kind.__module__.partition(".")[0] == "megatron" for kind in type(module).__mro__):
+        return None
+    number = getattr(module, "layer_number", None)
+    return number if isinstance(number, int) else None
 
 
 def matching(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:

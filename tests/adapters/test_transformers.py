@@ -210,12 +210,14 @@ def test_a_run_too_short_for_its_interval_is_told_once(tmp_path: Path, capsys: p
 
 def test_faults_cost_the_monitor_and_not_the_run(tmp_path: Path) -> None:
     class Odd(torch.nn.Linear):
+        __module__ = "megatron.odd"
+
         @property
         def layer_number(self) -> int:
             raise RuntimeError("not yet known")
 
     trainer = build(tmp_path, [watch(on_error="warn")])
-    trainer.model.add_module("odd", Odd(2, 2))
+    trainer.model.add_module("0", Odd(2, 2))
     with pytest.warns(FP8DebugWarning, match="this run is not monitored.*not yet known"):
         trainer.train()
     assert trainer.state.global_step == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM
 
 from nemo_fp8_debug import ConfigError
 from nemo_fp8_debug.capture.gemms import find_gemms, select, without_ends
@@ -61,6 +62,8 @@ def test_wrappers_leave_no_trace_in_names() -> None:
 
 def test_chunks_of_a_pipeline_get_global_layer_numbers() -> None:
     class Layer(nn.Module):
+        __module__ = "megatron.core.transformer.transformer_layer"
+
         def __init__(self, layer_number: int) -> None:
             super().__init__()
             self.layer_number = layer_number
@@ -76,6 +79,15 @@ def test_chunks_of_a_pipeline_get_global_layer_numbers() -> None:
     expected = [f"decoder.layers.{i}.linear" for i in (0, 1, 4, 5)]
     assert [g.name for g in find_gemms(list(chunks))] == expected
     assert [g.name for g in find_gemms([chunks])] == expected
+
+
+def test_layer_numbers_of_others_are_not_megatrons() -> None:
+    """GPTNeoXJapanese numbers its layers from 0."""
+    config = GPTNeoXJapaneseConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    model = GPTNeoXJapaneseForCausalLM(config)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert "gpt_neox_japanese.layers.1.mlp.dense_h_to_4h" in linears
+    assert [g.name for g in find_gemms([model])] == linears
 
 
 def test_a_shared_module_is_one_gemm() -> None:

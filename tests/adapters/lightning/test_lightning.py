@@ -224,6 +224,8 @@ def test_two_callbacks_get_a_folder_each(tmp_path: Path) -> None:
 
 def test_a_fault_at_the_start_costs_the_monitor_and_not_the_run(tmp_path: Path) -> None:
     class Odd(nn.Linear):
+        __module__ = "megatron.odd"
+
         @property
         def layer_number(self) -> int:
             raise RuntimeError("not yet known")
