@@ -7,6 +7,7 @@ On a GPU it answers "is it the quantization or the software?"; on a CPU it makes
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..errors import ConfigError
 from ..kernels import amax, quantize_dequantize
 from ..numerics.block_scaling import BlockRule
 from ..numerics.delayed_state import DelayedState
+from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe, parse_recipe
 from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
 from ..plan.plan import NO_CHANGES, Plan
@@ -163,8 +165,8 @@ class Emulation:
             plan: operands that are cast otherwise; its `multiply_in_bf16` changes nothing: no GEMM multiplies FP8 here.
 
         Raises:
-            ConfigError: the recipe cannot be used, no GEMM matches, a GEMM has an FP8 of its own, or fuses gradient
-                accumulation.
+            ConfigError: the recipe cannot be used or emulated, no GEMM matches, a GEMM has an FP8 of its own, or fuses
+                gradient accumulation.
         """
         found = find_gemms([model] if isinstance(model, nn.Module) else model)
         self._prepare(select(found, layers), parse_recipe(recipe), plan)
@@ -179,7 +181,7 @@ class Emulation:
             plan: operands that are cast otherwise.
 
         Raises:
-            ConfigError: a GEMM has an FP8 of its own, or fuses gradient accumulation.
+            ConfigError: a recipe cannot be emulated, a GEMM has an FP8 of its own, or fuses gradient accumulation.
         """
         emulation = cls.__new__(cls)
         emulation._prepare(gemms, recipe, plan)
@@ -254,4 +256,18 @@ def _check(emulated: EmulatedGemm) -> None:
         raise ConfigError(
             f"{gemm.name} uses gradient_accumulation_fusion, which FP8 emulation cannot quantize through; "
             "set gradient_accumulation_fusion=False"
+        )
+    for recipe in emulated.recipes.values():
+        if isinstance(recipe.scaling, NVFP4Scaling):
+            _check_nvfp4(recipe, recipe.scaling)
+
+
+def _check_nvfp4(recipe: Recipe, scaling: NVFP4Scaling) -> None:
+    """Refuse what is done by chance, or to column-wise copies: emulation multiplies the nearest codes of row-wise ones."""
+    carried_out = replace(scaling, stochastic=False, hadamard="")
+    ignored = [name for name in ("hadamard", "stochastic") if getattr(scaling, name) != getattr(carried_out, name)]
+    if ignored:
+        raise ConfigError(
+            f"FP8 emulation does not emulate {' and '.join(ignored)} of {recipe.name!r}; "
+            f"use {Recipe(carried_out, recipe.fp8_format).name!r}, or train with Transformer Engine"
         )

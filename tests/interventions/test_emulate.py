@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import ml_dtypes
@@ -180,3 +181,53 @@ def test_names_of_recipes_reach_the_fingerprint() -> None:
     recipe = samples.fingerprint["recipe"]
     assert recipe["measured_against"] == Recipe(parse_recipe("delayed").scaling, "e4m3").name
     assert recipe["fp8_engine"] == "emulation"
+
+
+#: what each option of a recipe is set to, with those that it needs
+OPTIONS = {
+    "delayed": ("margin=1", "amax_history_len=1", "amax_compute_algo=most_recent"),
+    "current": ("epsilon=64.0", "power_of_two=True", "by_logarithm=True,power_of_two=True"),
+    "rowwise": ("power_of_two=False",),
+    "blockwise": ("power_of_two=False", "epsilon=64.0", "dimensions=1", "dimensions=2"),
+    "mxfp8": ("square_weights=True", "by_logarithm=True"),
+    "nvfp4": (
+        *("square_weights=False", "row_scaled=True", "four_over_six=MAE", "largest_scale=256,four_over_six=MAE"),
+        *("stochastic=True", "hadamard=plain", "hadamard=signs"),
+    ),
+    "nvfp4_torchao": ("square_weights=False",),
+    "bf16": (),
+}
+NOT_EMULATED = {"stochastic=True", "hadamard=plain", "hadamard=signs"}
+
+
+def trained_under(recipe: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    linear = nn.Linear(160, 160, bias=False)
+    rows = 2.0 ** (torch.arange(160) % 7)[:, None]
+    linear.weight.data.mul_(rows)
+    emulation, found = attached(linear, recipe), []
+    for step in range(4):
+        x = torch.randn(160, 160).clamp(-4, 4) / rows[torch.randperm(160)]
+        # E4M3's 448 over the larger one is just below 64, which a float32 logarithm rounds to 64.
+        x[:, 0] = torch.nextafter(torch.tensor(7.0), torch.tensor(8.0)) if step % 2 else 5.0
+        y = linear(x.requires_grad_())
+        y.square().mean().backward()
+        emulation.end_step()
+        found += [y.detach(), x.grad, linear.weight.grad.clone()]
+    return found
+
+
+@pytest.mark.parametrize("recipe", OPTIONS)
+def test_no_option_is_ignored(recipe: str) -> None:
+    scaling = parse_recipe(recipe).scaling
+    refused = {f.name for f in fields(scaling)} if recipe == "nvfp4_torchao" else set()
+    assert {f.name for f in fields(scaling)} - refused <= {option.partition("=")[0] for option in OPTIONS[recipe]}
+    plain = trained_under(recipe)
+    for option in OPTIONS[recipe]:
+        before = option.partition(",")[2]  # what the option is changed beside
+        than = trained_under(f"{recipe}({before})") if before else plain
+        if option in NOT_EMULATED:
+            with pytest.raises(ConfigError, match=rf"does not emulate {option.partition('=')[0]}.*use 'nvfp4'"):
+                trained_under(f"{recipe}({option})")
+        else:
+            assert not all(map(torch.equal, trained_under(f"{recipe}({option})"), than)), option
