@@ -45,10 +45,11 @@ def entries_of(name: str, module: nn.Module, around: Sequence[nn.Module]) -> Ite
     if isinstance(module, nn.MultiheadAttention):
         yield from _of_multihead(name, module)
     elif isinstance(module, _ConvNd):
-        shape = shape_of(module._parameters["weight"]) or ()
+        weight = module._parameters.get("weight")
+        shape = (_shape_of_convolution(module) if weight is None else shape_of(weight)) or ()
         # Of a transposed one, how many products a position of the output has depends on where it is.
-        size = None if isinstance(module, _ConvTransposeNd) else math.prod(shape) or None
-        status = _precision(module, module._parameters["weight"])
+        size = (math.prod(shape) or None) if shape and not isinstance(module, _ConvTransposeNd) else None
+        status = _precision(module, weight)
         yield Entry(name, "convolution", status, _CONVOLUTION, 1, shape, size, POSITION, trained, name)
     elif isinstance(module, _ELSEWHERE) or _is_of_megatron(module, "VocabParallelEmbedding"):
         return
@@ -82,6 +83,14 @@ def _precision(module: nn.Module, parameter: torch.Tensor | None) -> str:
 
 def _of_plain(parameter: torch.Tensor | None) -> str:
     return HIGH_PRECISION if is_plain(parameter) else UNKNOWN
+
+
+def _shape_of_convolution(module: _ConvNd) -> tuple[int, ...] | None:
+    """Return the shape of a weight that is computed in each call, as under weight norm; None: sizes are not known yet."""
+    channels = module.out_channels, module.in_channels
+    first, second = reversed(channels) if module.transposed else channels
+    shape = (first, second // module.groups, *module.kernel_size)
+    return shape if all(shape) else None
 
 
 def _of_multihead(name: str, module: nn.MultiheadAttention) -> Iterator[Entry]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -31,7 +36,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from vit import CLASSES, PATCHES, ViT
 
-from nemo_fp8_debug import Emulation
+from nemo_fp8_debug import Emulation, Monitor, read_record
 from nemo_fp8_debug.capture.gemms import find_gemms
 from nemo_fp8_debug.coverage.ledger import POSITION
 from nemo_fp8_debug.coverage.observer import observe_coverage
@@ -218,6 +223,26 @@ class TestGPT2:
         assert ledger.forward() == close(layers + H * V)
         assert ledger.share_not_observed() == 0
         assert counted.total("backward", r"attn\.|mlp|lm_head") == close(2 * ROWS * (layers + H * V))
+
+
+class TestComputedWeights:
+    @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm])
+    def test_a_convolution_has_the_shape_of_the_weight_that_it_computes(self, norm: Callable[..., nn.Module]) -> None:
+        for of in (nn.Conv1d(6, 4, 3, groups=2), nn.ConvTranspose1d(6, 4, 3, groups=2), nn.Conv2d(2, 4, (3, 5))):
+            shape = tuple(of.weight.shape)
+            (found,) = of_kind(ledger_of([nn.Sequential(norm(of))]), "convolution")
+            size = None if isinstance(of, nn.ConvTranspose1d) else math.prod(shape)
+            assert (found.name, found.shape, found.multiply_adds, found.status) == ("0", shape, size, "unknown")
+
+    def test_wav2vec2_is_recorded(self, tmp_path: Path) -> None:
+        sizes = {"conv_dim": (H, H), "conv_kernel": (3, 3), "conv_stride": (2, 2), "num_conv_pos_embeddings": 4}
+        config = transformers.Wav2Vec2Config(**SMALL, **sizes, num_conv_pos_embedding_groups=2, layerdrop=0.0)
+        model = transformers.Wav2Vec2Model(config)
+        monitor = Monitor(model, str(tmp_path), interval=1, on_error="raise", table_rows=0)
+        with closing(monitor), monitor.step(0):
+            model(torch.randn(1, 400)).last_hidden_state.square().mean().backward()
+        linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        assert set(read_record(str(tmp_path), "metrics")["layer"]) == linears
 
 
 class TestPrecision:
