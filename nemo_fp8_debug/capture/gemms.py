@@ -69,7 +69,8 @@ def seen_in_forward(gemm: Gemm) -> bool:
         return False
     if is_computed(gemm.module):
         return True
-    return bool(gemm.backend.foreign(gemm.module)) and is_plain(raw_weight(gemm.module))
+    foreign = not gemm.backend.has_own_fp8 and bool(gemm.backend.foreign(gemm.module))
+    return foreign and is_plain(raw_weight(gemm.module))
 
 
 def _part_of_name(part: str, parts: int) -> str:

@@ -151,7 +151,8 @@ class Capture:
         return module in self._sharded or (gemms[0].backend.cast is not None and not emulated(module))
 
     def _reads_casts(self, gemm: Gemm) -> bool:
-        return self._read_casts and gemm.backend.cast is not None and not emulated(gemm.module)
+        told = gemm.backend.cast is not None and not gemm.backend.foreign(gemm.module)
+        return self._read_casts and told and not emulated(gemm.module)
 
     def _found_weights(
         self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs
@@ -224,7 +225,7 @@ class Capture:
         with self._guarded(*key):
             counted = self._under_way.get(gemm.module)
             if (sink := self._inside.get(key)) and (counted or role == "grad_output"):
-                use = self._known_cast(*key, cast) if self._read_casts else None
+                use = self._known_cast(*key, cast) if self._reads_casts(gemm) else None
                 sink.add(x, counted.order + 2 if counted else next(self._passes.order), use)
                 if counted:  # which call a gradient from inside belongs to, nobody says
                     self._multiply(gemm, role, x, counted, use)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..measurement.verification import ADDED_UP, HOOKED, INSIDE, NOT_SEEN
+from ..measurement.verification import ADDED_UP, HOOKED, INSIDE, NOT_SEEN, UNKNOWN_CAST
 from ..numerics.block_scaling import matrix
 from .backends.base import Args, Kwargs, as_multiplied, raw_weight
 from .backends.parallel import adds_up, sequence_part
@@ -44,9 +44,9 @@ class Results:
         for product, roles in _OPERANDS.items():
             if set(roles) & set(gemm.unseen):
                 checks.cannot_tell(product, INSIDE)
-        if changes_operands(gemm.module):
-            for product in _OPERANDS:
-                checks.cannot_tell(product, HOOKED)
+        why = UNKNOWN_CAST if gemm.backend.foreign(gemm.module) else HOOKED if changes_operands(gemm.module) else 0
+        for product in _OPERANDS if why else ():
+            checks.cannot_tell(product, why)
         #: of Y as this rank computes it
         self.shape = self._shape(args, kwargs)
 

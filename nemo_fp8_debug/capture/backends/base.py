@@ -130,7 +130,7 @@ class Backend:
     stored: Callable[[nn.Module, str], StoredCodes | None] = lambda module, part: None
     #: whether its operands exist inside its forward only, and are seen at the operators of torch
     in_forward: bool = False
-    #: why nothing can be told of what a module that casts nothing by itself does to its operands; empty: it is known
+    #: why nothing can be told of what a module does to its operands; empty: it is known, or `cast` tells
     foreign: Callable[[nn.Module], str] = lambda module: ""
     #: what is to be known of a call before it runs, as keywords of `cast`
     arguments: Callable[[nn.Module, Args, Kwargs], Kwargs] = lambda module, args, kwargs: kwargs
@@ -146,6 +146,25 @@ class Backend:
     takes_plans: bool = False
     #: the FP8 recipe that the module is configured for; None: none
     recipe: Callable[[nn.Module], Recipe | None] = lambda module: None
+
+
+def foreign_forward(module: nn.Module, kinds: tuple[type, ...], read: Collection[str] = ()) -> str:
+    """Return why the forward of a module may change or quantize its operands; empty: that forward was read.
+
+    Args:
+        kinds: classes of the engine, whose forwards were read.
+        read: forwards of subclasses that do no more than call those, by module and qualified name.
+    """
+    if "forward" in vars(module):
+        return "its forward was replaced, by one that may change or quantize its operands"
+    for kind in type(module).__mro__:
+        if kind in kinds:
+            return ""
+        forward = vars(kind).get("forward")
+        name = ".".join(str(getattr(forward, part, "")) for part in ("__module__", "__qualname__"))
+        if forward is not None and name not in read:
+            break
+    return "its class has a forward of its own, which may change or quantize its operands"
 
 
 def raw_weight(module: nn.Module, name: str = "weight") -> torch.Tensor | None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .base import Backend, is_plain, raw_weight
+from .base import Backend, foreign_forward, is_plain, raw_weight
 
 
 def _foreign(module: nn.Module) -> str:
     """Why it may change or quantize its operands before it multiplies them; empty: it is `nn.Linear` and nothing more."""
-    if "forward" in vars(module):
-        return "its forward was replaced, by one that may change or quantize its operands"
-    if type(module).forward is not nn.Linear.forward:
-        return "its class has a forward of its own, which may change or quantize its operands"
+    if why := foreign_forward(module, (nn.Linear,)):
+        return why
     weight = raw_weight(module)
     if weight is not None and not is_plain(weight):
         return f"its weight is a {type(weight).__name__}, which may quantize in its products"

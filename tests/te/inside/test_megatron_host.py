@@ -64,3 +64,22 @@ def test_experts(tmp_path: Path) -> None:
         assert whole["mse"] * whole["n"] == pytest.approx(float((single["mse"] * single["n"]).sum()), rel=1e-12)
         assert whole["scale"] == single["scale"].min()
         assert whole["scale_source"] == "engine"
+
+
+@pytest.mark.parametrize("experts", [None, 4])
+def test_megatrons_own_subclasses_are_verified(tmp_path: Path, experts: int | None) -> None:
+    model = gpt(experts=experts, fp8_recipe="tensorwise")
+    run(
+        tmp_path,
+        model,
+        lambda step: train(model, steps=1, micro_batches=1),
+        steps=1,
+        dump=(),
+        verify_rows=16,
+        on_error="warn",
+    )
+    layers = pl.col("layer").str.contains("linear_")
+    outcomes = read_table(tmp_path, "verification").filter(layers, pl.col("outcome") != "unknown")
+    assert set(outcomes["outcome"]) == {"within"}
+    assert set(outcomes["gemm"]) == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+    assert set(read_table(tmp_path, "metrics").filter(layers)["scale_source"]) == {"engine"}

@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 import torch
 from emulated_te import gemm, te
+from nemo.collections.llm.peft.lora import TELinearAdapter
 from torch import nn
 from transformer_engine.common.recipe import (
     DelayedScaling,
@@ -20,7 +21,7 @@ from transformer_engine.common.recipe import (
     NVFP4BlockScaling,
 )
 
-from nemo_fp8_debug import Monitor, read_record
+from nemo_fp8_debug import FP8DebugWarning, Monitor, read_record
 
 RECIPES = {
     "none": None,
@@ -52,9 +53,10 @@ def rows_of(
     recipe: str,
     steps: int = 2,
     before: Callable[[int], Any] = lambda step: None,
+    width: int = 128,
     **call: Any,
 ) -> pl.DataFrame:
-    x = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    x = torch.randn(96, width, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     monitor = Monitor(model, str(folder), interval=1, table_rows=0, on_error="raise", verify_rows=24)
     te_recipe = RECIPES[recipe]
     for step in range(steps):
@@ -160,3 +162,62 @@ def test_a_gradient_that_a_hook_changes_accuses_no_kernel(tmp_path: Path, recipe
     found = rows_of(tmp_path, model, recipe)
     outcomes = {product: set(found.filter(product=product)["outcome"]) for product in ("fprop", "dgrad", "wgrad")}
     assert outcomes == {"fprop": {"within"}, "dgrad": {"unknown"}, "wgrad": {"unknown"}}
+
+
+def lora_of_nemo() -> nn.Module:
+    adapter = TELinearAdapter(te.Linear(64, 64, bias=False, device="cpu", **BF16), dim=8)
+    nn.init.normal_(adapter.lora_b.weight, std=0.1)
+    return adapter
+
+
+class AddingLinear(te.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x
+
+
+def adding() -> nn.Module:
+    return AddingLinear(64, 64, bias=False, device="cpu", **BF16)
+
+
+def replaced() -> nn.Module:
+    linear = te.Linear(64, 64, bias=False, device="cpu", **BF16)
+    linear.forward = lambda x: te.Linear.forward(linear, x) + x
+    return linear
+
+
+class AddingGrouped(te.GroupedLinear):
+    def forward(self, x: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
+        return super().forward(x, m_splits) + x
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = AddingGrouped(2, 64, 64, bias=False, device="cpu", **BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, [32, 64])
+
+
+class AddingMLP(te.LayerNormMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x
+
+
+def adding_mlp() -> nn.Module:
+    return AddingMLP(64, 64, bias=False, device="cpu", **BF16)
+
+
+@pytest.mark.parametrize("recipe", ["none", "current"])
+@pytest.mark.parametrize("make", [lora_of_nemo, adding, replaced, Experts, adding_mlp])
+def test_nothing_is_said_of_a_layer_with_a_forward_of_its_own(
+    tmp_path: Path, recipe: str, make: Callable[[], nn.Module]
+) -> None:
+    torch.manual_seed(0)
+    with pytest.warns(FP8DebugWarning, match=r"how \d layers cast their operands is unknown \(first"):
+        found = rows_of(tmp_path, nn.Sequential(make()), recipe, width=64)
+    found = found.filter(~pl.col("layer").str.contains("lora"))
+    assert set(found["product"]) >= {"fprop"} and set(found["outcome"]) == {"unknown"}
+    metrics = read_record(str(tmp_path), "metrics", ["layer", "scale_source"])
+    sources = metrics.filter(~pl.col("layer").str.contains("lora"))["scale_source"]
+    assert len(sources) >= 4 and set(sources) == {"unknown"}

@@ -13,20 +13,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base import Backend
+from ..base import Backend, foreign_forward
 from ..megatron import configured_recipe
 from . import grouped, layernorm_mlp, linear
 from .casts import first_microbatch, node_of, shares_amax, splits_accumulator
 from .release import unread_release
 from .stored import stored_weight
 
+#: where Megatron's wrappers are, from core 0.9 on and before
+_MEGATRON = ("megatron.core.extensions.transformer_engine", "megatron.core.transformer.custom_layers.transformer_engine")
+#: forwards of subclasses that were read: they call Transformer Engine's, and return its result beside the bias
+_READ_FORWARDS = frozenset(
+    f"{module}.{name}.forward"
+    for module in _MEGATRON
+    for name in ("TELinear", "TELayerNormColumnParallelLinear", "TEGroupedLinear")
+)
+
+
+def _classes(*names: str) -> tuple[type, ...]:
+    te = sys.modules.get("transformer_engine.pytorch")
+    return tuple(getattr(te, name) for name in names if hasattr(te, name))
+
 
 def _is(*names: str) -> Callable[[nn.Module], bool]:
-    def owns(module: nn.Module) -> bool:
-        te = sys.modules.get("transformer_engine.pytorch")
-        return isinstance(module, tuple(getattr(te, name) for name in names if hasattr(te, name)))
+    return lambda module: isinstance(module, _classes(*names))
 
-    return owns
+
+def _foreign(*names: str) -> Callable[[nn.Module], str]:
+    return lambda module: foreign_forward(module, _classes(*names), _READ_FORWARDS)
 
 
 def _output(out: Any) -> torch.Tensor:
@@ -46,6 +60,7 @@ LINEAR = Backend(
     arguments=first_microbatch,
     shares_amax=shares_amax,
     node=node_of,
+    foreign=_foreign("Linear", "LayerNormLinear"),
     untold=unread_release,
     splits_accumulator=splits_accumulator,
     has_own_fp8=True,
@@ -65,6 +80,7 @@ LAYERNORM_MLP = Backend(
     arguments=first_microbatch,
     shares_amax=shares_amax,
     node=node_of,
+    foreign=_foreign("LayerNormMLP"),
     untold=unread_release,
     splits_accumulator=splits_accumulator,
     has_own_fp8=True,
@@ -83,6 +99,7 @@ GROUPED = Backend(
     stored=lambda module, part: stored_weight(module, f"weight{part}"),
     cast=grouped.cast,
     arguments=partial(first_microbatch, place=2),
+    foreign=_foreign("GroupedLinear"),
     untold=unread_release,
     splits_accumulator=splits_accumulator,
     has_own_fp8=True,
