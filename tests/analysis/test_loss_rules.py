@@ -96,7 +96,7 @@ class TestDivergence:
 
     @pytest.mark.parametrize("since", [5, 150])
     def test_no_recipe_helps_a_run_that_quantizes_nothing(self, since: int) -> None:
-        quantizes, not_so = (divergence(outcome(since), "step", None, each)[0].advice for each in (True, False))
+        quantizes, not_so = (divergence(outcome(since), "step", each)[0].advice for each in (True, False))
         assert "BF16" in quantizes and "BF16" not in not_so and "data" in not_so
 
     def test_a_reference_run_that_diverges_too_is_software(self) -> None:
