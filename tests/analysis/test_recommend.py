@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from small_models.megatron import VOCABULARY, gpt, loss_of
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from nemo_fp8_debug import ConfigError, Monitor, RecordError
+from nemo_fp8_debug import ConfigError, Emulation, Monitor, RecordError
 from nemo_fp8_debug.analysis.recommendation.flags import Flag
 from nemo_fp8_debug.analysis.recommendation.flops import coverage, flops_of
 from nemo_fp8_debug.analysis.recommendation.options import Budget, candidates
@@ -309,3 +310,35 @@ class TestCommandLine:
         result = cli(planted(tmp_path, {}, layers=1).path, *arguments)
         assert result.exit_code == 1 and message in " ".join(result.stderr.split())
         assert result.stderr.count("\n") == 1 and result.stdout == ""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_healthy_run_with_delayed_scaling_stays_in_fp8(tmp_path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    emulation = Emulation(model, "delayed(amax_history_len=16)")
+    emulation.attach()
+    with closing(Monitor(model, tmp_path, interval=1, table_rows=0, on_error="raise")) as monitor:
+        for step in range(60):
+            with monitor.step(step):
+                nn.functional.mse_loss(model(torch.randn(128, 32)), torch.randn(128, 32)).backward()
+                emulation.end_step()
+                optimizer.step()
+                optimizer.zero_grad()
+    run = Run.read(tmp_path)
+    clipped = run.metrics.frame(["overflow_pct"]).filter(pl.col("step") >= 30)["overflow_pct"].max()
+    assert isinstance(clipped, float) and clipped > Budget().overflow_pct
+    assert over_budget(run, Budget()) == []
+    found = recommend(run, [(layer, role) for layer, role in run.metrics.tensors.rows()])
+    assert found.before == found.after == 1.0 and not found.plan.changes
+
+
+@pytest.mark.parametrize(("clipped", "asks"), [(23, False), (24, True)])
+def test_a_share_counts_from_24_values_on(tmp_path: Path, clipped: int, asks: bool) -> None:
+    record = RunRecord(tmp_path)
+    record.open(FINGERPRINT)
+    for step in range(8):
+        record.record(sample(step, [{"n": 4096, "overflow_pct": 100 * clipped / 4096 if step == 6 else 0.0}]))
+    record.close()
+    assert bool(over_budget(Run.read(tmp_path), Budget())) == asks

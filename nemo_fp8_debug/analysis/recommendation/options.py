@@ -11,6 +11,7 @@ import polars as pl
 from ...core.keys import Key
 from ...errors import ConfigError
 from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
+from ...numerics.limits import LEAST_VALUES
 from ...numerics.metric_names import LABELS
 from ...numerics.recipe import Recipe, Scaling, parse_recipe
 from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
@@ -185,11 +186,13 @@ class Judged:
         """
         self._run = run
         of_keys = pl.DataFrame(list(keys), schema=dict.fromkeys(_KEY, pl.String), orient="row")
-        known = run.metrics.within(of_keys).frame(_METRICS).filter(pl.any_horizontal(pl.col(_METRICS).is_not_null()))
+        known = run.metrics.within(of_keys).frame([*_METRICS, "n"])
+        known = known.filter(pl.any_horizontal(pl.col(_METRICS).is_not_null()))
         rank, n = pl.col("step").rank().over(_KEY), pl.len().over(_KEY)
         known = known.join(_stretches(out or {}), on=_KEY, how="left", maintain_order="left")
         was_out = pl.col("step").is_between("out_first", "out_last").fill_null(False)
-        self._looked_at = known.filter((rank > n // 2) | was_out).drop("out_first", "out_last")
+        looked_at = known.with_columns(was_out=was_out).filter((rank > n // 2) | was_out).drop("out_first", "out_last")
+        self._looked_at = _without_few(_without_rare_clipping(looked_at).drop("was_out"))
         self._samples = {key: n for key, (n,) in _by_key(self._looked_at.group_by(_KEY).len())}
         self._errors: dict[tuple[Key, Cast], Errors] = {}
         self._note(run.others)
@@ -218,8 +221,9 @@ class Judged:
         return set(self._looked_at.join(of_keys, on=_KEY, how="semi")["step"])
 
     def _note(self, rows: pl.DataFrame) -> None:
-        rows = rows.join(self._looked_at.select(*_KEY, "step"), on=[*_KEY, "step"], how="semi")
-        counted = _worst(rows, [*_KEY, "recipe"], pl.len())
+        rows = rows.select(*_KEY, "step", "recipe", *_METRICS)
+        rows = rows.join(self._looked_at.select(*_KEY, "step", "n"), on=[*_KEY, "step"], maintain_order="left")
+        counted = _worst(_without_few(rows), [*_KEY, "recipe"], pl.len())
         for layer, role, name, *metrics, samples in counted.iter_rows():
             recipe, key = _known(name), (layer, role)
             if recipe is not None and samples == self._samples[key]:
@@ -230,6 +234,28 @@ def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
     """layer, role, out_first, out_last."""
     schema = dict.fromkeys(_KEY, pl.String) | dict.fromkeys(("out_first", "out_last"), pl.Int64)
     return pl.DataFrame([(*key, *steps) for key, steps in out.items()], schema=schema, orient="row")
+
+
+def _without_few(rows: pl.DataFrame) -> pl.DataFrame:
+    """Take shares that fewer than `LEAST_VALUES` values make for 0."""
+    shares = ("underflow_pct", "overflow_pct")
+    return rows.with_columns(pl.when(_values(name) < LEAST_VALUES).then(0.0).otherwise(name).alias(name) for name in shares)
+
+
+def _without_rare_clipping(rows: pl.DataFrame) -> pl.DataFrame:
+    """Leave out the relative error of samples that clip as few values, which make that error, unless most samples do, or
+    the operand is known to be out of order then.
+
+    A delayed scale lags behind a batch with larger gradients than those before: the next samples are in order again.
+    """
+    few = _values("overflow_pct").is_between(1, LEAST_VALUES - 1).fill_null(False)
+    rare = few & ~pl.col("was_out") & (few.mean().over(_KEY) < 0.5)
+    return rows.with_columns(relative_error=pl.when(~rare).then("relative_error"))
+
+
+def _values(share: str) -> pl.Expr:
+    """How many values a share in percent stands for; null if the number of all is not known."""
+    return (pl.col(share) * pl.col("n") / 100).round()
 
 
 def _worst(rows: pl.DataFrame, by: list[str], *more: pl.Expr) -> pl.DataFrame:
