@@ -53,8 +53,9 @@ def train(output: str, steps: int, interval: int, stage: int) -> None:
             logits = engine(batch["tokens"].to(engine.device))
             loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].to(engine.device).flatten())
             losses.append(loss.detach())
+            monitor.watch_loss(loss)  # measures what DeepSpeed multiplies gradients by, whatever loss scale it reports
             engine.backward(loss)
-            last, loss_scale = engine.is_gradient_accumulation_boundary(), engine._get_optimizer_loss_scale()
+            last, loss_scale = engine.is_gradient_accumulation_boundary(), getattr(optimizer, "loss_scale", None)
             engine.step()  # which moves the loss scale on
             if last:
                 monitor.end_step(

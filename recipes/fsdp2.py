@@ -36,6 +36,7 @@ def train(output: str, steps: int, interval: int, device: torch.device) -> None:
                     gpt.set_requires_gradient_sync(micro_batch == ACCUMULATED - 1)
                     batch = {name: value.to(device) for name, value in next(data).items()}
                     loss = nn.functional.cross_entropy(gpt(batch["tokens"]).flatten(0, 1).float(), batch["labels"].flatten())
+                    monitor.watch_loss(loss)  # before it is divided, so that dY is recorded in its units too
                     (loss / ACCUMULATED).backward()
                     total += loss.detach() / ACCUMULATED
                 optimizer.step()

@@ -67,7 +67,7 @@ def model() -> DistributedDataParallel:
 
 def mean_loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = (output.float() * mask).sum() / mask.sum()
-    return loss, {"lm loss": loss.detach()}
+    return loss, {"lm loss": loss.detach().clone()}  # Megatron divides `loss` in place by the number of micro-batches
 
 
 def forward_step(data: Iterator[dict[str, torch.Tensor]], gpt: torch.nn.Module) -> tuple[torch.Tensor, Any]:

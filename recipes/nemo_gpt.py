@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# Before Megatron, whose small fusions take longer to compile than this run. On a CPU they do not compile: torch.compile
+# refuses the stand-ins for CUDA. For a long run on a GPU set it to 0.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import lightning.pytorch as pl
 import nemo.lightning as nl

@@ -186,5 +186,13 @@ def test_what_users_are_shown_imports_from_the_top() -> None:
     assert [path.name for path in shown if re.search(r"(from|import) nemo_fp8_debug\.", path.read_text())] == []
 
 
+def test_what_users_are_shown_calls_nothing_private() -> None:
+    """A framework's private names come and go: DeepSpeed 0.18 has no `engine._get_optimizer_loss_scale`."""
+    shown = [*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "README.md"]
+    shown += [path for path in (REPOSITORY / "recipes").glob("*.py") if path.name != "megatron_on_cpu.py"]
+    private = re.compile(r"\b(?!self\b)\w+\._[a-z]\w*\(")
+    assert [(path.name, private.findall(path.read_text())) for path in shown if private.search(path.read_text())] == []
+
+
 def test_the_command_tells_its_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"nemo-fp8-debug {nemo_fp8_debug.__version__}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs
 from plain_loop import model
 from processes import finished
-from text_windows import TextWindows
+from text_windows import VOCABULARY, TextWindows
 from torch import nn
 from torch.utils.data import DataLoader
 from torchao.float8 import Float8LinearConfig
@@ -106,4 +107,6 @@ def test_the_recipe_on_two_processes(tmp_path: Path) -> None:
     assert (metrics.filter(layer="layers.1.qkv")["scale_source"] == "engine").all()
     assert "layers.0.qkv" in metrics["layer"]  # and not module.layers.0.qkv, as DistributedDataParallel has it
     assert len(list(tmp_path.glob("attempt-*.json"))) == 1
-    assert read_table(find_run(tmp_path), "steps")["grad_scale"].to_list() == [0.5, None] * 2
+    steps = read_table(find_run(tmp_path), "steps")
+    assert steps["grad_scale"].to_list() == [0.5, None] * 2
+    assert steps["loss"][0] == pytest.approx(math.log(VOCABULARY), rel=0.1)

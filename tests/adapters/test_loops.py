@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -13,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 from long import long_but
-from processes import finished
+from processes import finished, run_script
+from text_windows import VOCABULARY
 
 from nemo_fp8_debug import ConfigError, FP8DebugWarning
 from nemo_fp8_debug.adapters.megatron_lm import FP8DebugForwardStep
 from nemo_fp8_debug.record.reader import find_run, read_table
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+#: the loss of a model that has learned nothing: all tokens are as likely
+UNTRAINED = math.log(VOCABULARY)
 
 
 # Long tests rest on recipes/*.py.
@@ -38,6 +42,17 @@ def test_recipes_run_and_say_where_the_record_is(tmp_path: Path, recipe: str, st
     assert set(metrics["role"]) == {"input", "weight", "grad_output"}
     losses = read_table(run, "steps")["loss"]
     assert len(losses) == 4 and losses[3] < losses[0]
+    assert losses[0] == pytest.approx(UNTRAINED, rel=0.1)
+
+
+def test_nemo_recipe_trains_on_a_cpu(tmp_path: Path) -> None:
+    """Without what tests set: the command of its docstring compiles nothing."""
+    output = ("--output", tmp_path, "--steps", "2", "--interval", "1")
+    run_script(RECIPES / "nemo_gpt.py", "baseline", *output, TORCHDYNAMO_DISABLE=None)
+    run = find_run(tmp_path / "baseline")
+    assert read_table(run, "metrics")["step"].unique().to_list() == [0, 1]
+    losses = read_table(run, "steps")["loss"]
+    assert len(losses) == 2 and losses[0] == pytest.approx(UNTRAINED, rel=0.1)
 
 
 @pytest.fixture

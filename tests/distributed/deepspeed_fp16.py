@@ -49,7 +49,7 @@ def train(rank: int, stage: int, folder: Path | None) -> dict[str, Any]:
             seed = torch.Generator().manual_seed(100 * step + 10 * i + rank)
             loss = engine(torch.randn(8, 16, generator=seed).half())
             engine.backward(loss)
-            scale = engine._get_optimizer_loss_scale()
+            scale = engine.optimizer.loss_scale
             engine.step()
         losses.append(loss.item())
         if monitor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import polars as pl
 import pytest
 from long import long_but
 from processes import run_script
+from text_windows import VOCABULARY
 
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -145,6 +147,8 @@ def test_recipe(tmp_path: Path) -> None:
     assert set(metrics.filter(role="input")["calls"]) == {4}  # two micro-batches on each of two ranks
     steps = read_table(run, "steps")
     assert len(steps) == 4 and steps["loss"][3] < steps["loss"][0]
+    assert steps["loss"][0] == pytest.approx(math.log(VOCABULARY), rel=0.1)
+    assert steps["grad_scale"].to_list() == [0.5, None] * 2  # of two micro-batches
     assert steps["skipped"].to_list() == [0] * 4 and steps["loss_scale"].to_list() == [1] * 4
 
 

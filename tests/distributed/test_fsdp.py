@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from long import long_but
 from processes import run_script
+from text_windows import VOCABULARY
 
 from nemo_fp8_debug.record.reader import find_run, read_table
 
@@ -142,8 +144,10 @@ def test_the_recipe_runs_on_two_processes(tmp_path: Path) -> None:
     assert (metrics.filter(role="weight")["ranks"] == 1).all()
     of_x = metrics.filter(role="input")
     assert (of_x["ranks"] == 2).all() and (of_x["calls"] == 2 * 2).all()  # ranks, accumulated batches
-    losses = read_table(run, "steps")["loss"]
-    assert len(losses) == 4 and losses[3] < losses[0]
+    steps = read_table(run, "steps")
+    assert len(steps) == 4 and steps["loss"][3] < steps["loss"][0]
+    assert steps["loss"][0] == pytest.approx(math.log(VOCABULARY), rel=0.1)
+    assert steps["grad_scale"].to_list() == [0.5, None] * 2  # of two accumulated batches
 
 
 @pytest.mark.long
