@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from ..errors import ConfigError
 
 #: names of loggers, and the packages that they are from
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "comet": "comet_ml"}
+#: what MLflow calls the databases that it reaches through SQLAlchemy, which mlflow-skinny does not bring
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class LoggerChoice:
     given: Any = field(default=None, repr=False)
 
     def check_installed(self) -> None:
-        """See that its package is there, without importing it.
+        """See that its package is there, without importing it; and for MLflow what its tracking URI needs.
 
         Raises:
             ConfigError: it is not; says how to install it.
@@ -37,9 +40,22 @@ class LoggerChoice:
         if self.name and importlib.util.find_spec(PACKAGES[self.name]) is None:
             install = f"pip install 'nemo-fp8-debug[{self.name}]'"
             raise ConfigError(f"the logger {self.name!r} needs the package {PACKAGES[self.name]}: {install}")
+        if self.name == "mlflow":
+            uri = str((self.settings or {}).get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI", ""))
+            scheme = uri.partition(":")[0].partition("+")[0]
+            if scheme in _DATABASES and not has_sqlalchemy():
+                raise ConfigError(
+                    f"MLflow cannot open its {scheme} tracking URI without SQLAlchemy. Run pip install mlflow, or take a "
+                    "tracking_uri such as file:./mlruns."
+                )
 
     def __str__(self) -> str:
         return self.name or type(self.given).__name__
+
+
+def has_sqlalchemy() -> bool:
+    """Return True if MLflow can open databases."""
+    return importlib.util.find_spec("sqlalchemy") is not None
 
 
 def parse_loggers(value: Any) -> tuple[LoggerChoice, ...]:

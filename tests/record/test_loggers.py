@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 import threading
@@ -266,6 +267,39 @@ def test_a_missing_package_is_told_before_the_first_step(
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(ConfigError, match=rf"pip install 'nemo-fp8-debug\[{name}\]'"):
         Monitor(nn.Linear(4, 4), tmp_path / "run", loggers=[name])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("uri", ["file:", "path", None])
+def test_mlflow_keeps_a_run_in_files(uri: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a URI, by a path and without either, as installed: without a database, and without a word to MLflow before."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)  # as if it were not installed
+    place = tmp_path / "mlruns"
+    choice: Any = {"mlflow": {"tracking_uri": "file:./mlruns" if uri == "file:" else str(place)}} if uri else "mlflow"
+    train(tmp_path / "run", loggers=[choice])
+    (kept,) = place.glob("*/*/metrics/fp8/loss")
+    found = {int(step): float(value) for _, value, step in map(str.split, kept.read_text().splitlines())}
+    steps = read_table(tmp_path / "run", "steps")
+    assert found == pytest.approx(dict(zip(steps["step"], steps["loss"], strict=True)), rel=1e-6) and len(found) == 5
+    assert "MLFLOW_ALLOW_FILE_STORE" not in os.environ
+
+
+@pytest.mark.parametrize("how", ["settings", "environment"])
+def test_mlflow_in_a_database_that_it_cannot_open_is_refused_before_the_first_step(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)  # as if it were not installed
+    uri = "sqlite:///runs.db"
+    if how == "environment":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    choice: Any = {"mlflow": {"tracking_uri": uri}} if how == "settings" else "mlflow"
+    with pytest.raises(
+        ConfigError, match=r"^MLflow cannot open its sqlite tracking URI without SQLAlchemy\. Run pip install"
+    ):
+        Monitor(nn.Linear(4, 4), tmp_path / "run", loggers=[choice])
     assert not (tmp_path / "run").exists()
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...options.loggers import has_sqlalchemy
 from ..start_here import LayerMap
 
 #: metrics that MLflow takes at once
 _BATCH = 1000
 #: folder of our artifacts
 _FOLDER = "fp8"
+_ALLOW = "MLFLOW_ALLOW_FILE_STORE"
 
 
 class MlflowSink:
@@ -38,9 +42,7 @@ class MlflowSink:
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Start the run unless there is one."""
         if self._client is None:
-            from mlflow import MlflowClient
-
-            self._client = MlflowClient(self._settings.get("tracking_uri"))
+            self._client = _make_client(self._settings.get("tracking_uri"))
         if self._run_id is None:
             options = {name: self._settings[name] for name in ("run_name", "tags") if name in self._settings}
             self._run_id = self._client.create_run(self._experiment(), **options).info.run_id
@@ -80,3 +82,25 @@ class MlflowSink:
         """End the run if it is ours."""
         if self.owned:
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+def _make_client(uri: str | None) -> Any:
+    """Return a client for a tracking URI, or for what MLflow is set to."""
+    import mlflow
+
+    if uri is None and not mlflow.is_tracking_uri_set() and not has_sqlalchemy():
+        uri = "./mlruns"  # as earlier releases do; later ones take a database, which needs SQLAlchemy
+    with _file_store_allowed():
+        return mlflow.MlflowClient(uri)
+
+
+@contextlib.contextmanager
+def _file_store_allowed() -> Iterator[None]:
+    """Let MLflow open a store of files. Later releases refuse to, because that store gets no new features; we use none."""
+    before = os.environ.get(_ALLOW)
+    os.environ.setdefault(_ALLOW, "true")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ALLOW]
