@@ -145,7 +145,7 @@ class TestSettings:
         ({"backend_options": {"fp4": "e2m1", "fp4_param": True}, "risky_features_on": OVERLAPPED}, "#4562"),
         ({"backend_options": BLOCKWISE, "risky_features_on": OVERLAPPED | {"fp8_param_gather": True}}, "#4562"),
         ({"backend_options": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "risky_features_on": REUSED}, "#5236"),
-        ({"backend_options": {"fp8": "e4m3", "mtp_num_layers": 1}, "risky_features_on": FULLY}, "#4765"),
+        ({"backend_options": {"fp8": "e4m3", "mtp_num_layers": 1}, "risky_features_on": FULLY}, "#4593"),
         ({"backend_options": BLOCKWISE | {"num_moe_experts": 8}}, "#7523"),
         ({"versions": OLD_TE, "backend_options": {"fp8": "hybrid"}, "risky_features_on": FULLY}, "#1190"),
         ({"versions": {"transformer-engine": "1.2"}, "backend_options": PIPELINE, "risky_features_on": FULLY}, "#539"),

@@ -123,7 +123,7 @@ KNOWN = (
     ),
     Known(
         "Full recomputation of multi-token prediction layers drops gradients under FP8",
-        "Megatron-LM #4765",
+        "Megatron-LM #4765, fixed by #4593",
         "Take a Megatron-LM that has the fix, or recompute selectively.",
         _multi_token_prediction_recomputed,
     ),
