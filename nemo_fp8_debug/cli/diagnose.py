@@ -39,7 +39,7 @@ def command(
             "--baseline",
             "--good",
             metavar="RUN",
-            help="a run that went well; may be repeated for other seeds; without it RUN is compared with its own beginning",
+            help="a run that went well; may be repeated for other seeds; without it RUN is judged by bands of healthy runs",
         ),
     ] = None,
     reference: Annotated[

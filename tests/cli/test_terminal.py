@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from nemo_fp8_debug import Monitor
+from nemo_fp8_debug import Monitor, diagnose
 from nemo_fp8_debug.cli import COMMANDS, _module_of, app
 from nemo_fp8_debug.cli.listing import Column, filled, print_rows
 from nemo_fp8_debug.record.schema import STATUS
@@ -120,6 +120,12 @@ def test_examples_of_help_run(command: str, place: Path, monkeypatch: pytest.Mon
         assert result.exit_code in ((0, 1, 3) if command == "gate" else (0,)), result.output
         if "--json" in example:
             json.loads(result.stdout)
+
+
+def test_help_of_diagnose_says_what_a_run_without_a_baseline_is_judged_by() -> None:
+    told = " ".join(run_cli("diagnose", "--help", COLUMNS="200").output.replace("│", " ").split())
+    assert "without it RUN is judged by bands of healthy runs" in told
+    assert "judged by `bands`" in " ".join((diagnose.__doc__ or "").split())
 
 
 def test_columns_are_obeyed_where_there_is_no_terminal(place: Path) -> None:

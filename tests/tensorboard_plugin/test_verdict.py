@@ -176,6 +176,7 @@ def test_without_a_good_run_it_is_judged_alone(frame: Open, logdir: Path) -> Non
     page = frame(view="verdict", run="bad", baseline="", reference="")
     assert verdict(page) == said("diagnose", logdir / "bad")["verdict"]
     expect(page.get_by_text("Judged alone")).to_be_visible()
+    expect(page.get_by_text("was judged by bands of healthy runs only")).to_be_visible()
     expect(page.locator(".headline h1")).to_contain_text("bad (run): The loss diverges at step")
     recommended = said("recommend", logdir / "bad")["findings"]
     assert [row[0] for row in cells(table(page, "The cheapest changes"))] == [title(of) for of in recommended]

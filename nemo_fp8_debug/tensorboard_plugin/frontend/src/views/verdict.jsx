@@ -39,7 +39,7 @@ export function Verdict() {
 const Alone = ({run}) => (
   <Notice title="Judged alone">
     <p>
-      {run} was compared with its own beginning only. With a baseline, chosen above, there is more: since when each tensor is out of
+      {run} was judged by bands of healthy runs only. With a baseline, chosen above, there is more: since when each tensor is out of
       the baseline's band, in which order they left, how far they drifted, and in what the settings differ. With a reference run that
       differs in precision alone, whether FP8 is the cause at all.
     </p>
