@@ -63,18 +63,18 @@ def command(
             comparisons.append(compare(first, run_read, other, by, rename or ()))
             over()
         ranked = [by_harm(found.tensors.to_dicts(), diagnose_comparison(found)) for found in comparisons]
+    if html is not None:  # before anything is printed: whoever reads that may stop reading
+        from ..tensorboard_plugin.page.report import Compared, write_report
+
+        paths = [run.path for run in others]
+        with working(f"writing {html}"):
+            write_report(html, Compared(first.path, paths, other.path if other else None, by, rename or ()))
     if as_json:
         plain = [told | {"tensors": tensors} for told, tensors in zip(map(to_json, comparisons), ranked, strict=True)]
         print_json(plain[0] if len(plain) == 1 else {"comparisons": plain})
     else:
         for found, tensors in zip(comparisons, ranked, strict=True):
             _print(found, tensors, top)
-    if html is not None:
-        from ..tensorboard_plugin.page.report import Compared, write_report
-
-        paths = [run.path for run in others]
-        with working(f"writing {html}"):
-            write_report(html, Compared(first.path, paths, other.path if other else None, by, rename or ()))
 
 
 def _read(paths: list[Path], by: str) -> list[Run]:

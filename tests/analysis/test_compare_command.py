@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +124,17 @@ class TestCommandLine:
 
 
 class TestMistakes:
+    def test_a_report_is_written_whoever_reads_what_is_printed(self, tmp_path: Path, baseline: Path, bad: Path) -> None:
+        """As `compare ... --html FILE | head` ends: nobody reads any longer."""
+        file, command = tmp_path / "report.html", "from nemo_fp8_debug.cli import app; app()"
+        reader, writer = os.pipe()
+        os.close(reader)
+        arguments = ["compare", str(baseline), str(bad), "--html", str(file)]
+        done = subprocess.run([sys.executable, "-c", command, *arguments], stdout=writer, stderr=subprocess.PIPE, text=True)
+        os.close(writer)
+        assert done.returncode != 0 and "Traceback" not in done.stderr
+        assert "</html>" in file.read_text()[-100:]
+
     def test_runs_that_were_swapped_are_asked_about(self, baseline: Path, bad: Path) -> None:
         assert compare(bad, baseline).notes[0].endswith("were the two swapped?")
         assert not any("swapped" in note for note in compare(baseline, bad).notes)
