@@ -40,9 +40,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def console() -> Console:
-    """Standard output, as wide as `COLUMNS` says, or else the terminal; 200 columns if there is neither."""
-    return _Console(width=_width(), color_system="auto" if sys.stdout.isatty() else None)
+def console(stderr: bool = False) -> Console:
+    """Return standard output, or standard error, as wide as `COLUMNS` says, or else the terminal; 200 columns if neither."""
+    stream = sys.stderr if stderr else sys.stdout
+    return _Console(stderr=stderr, width=_width(), color_system="auto" if stream.isatty() else None)
 
 
 def _columns() -> int | None:

@@ -47,6 +47,8 @@ def command(
         raise ConfigError(f"--source {source!r}: expected {' or '.join(SOURCES)}")
     parsed = [parse_recipe(name) for name in recipe]
     storage = find_run(run)
+    recipes = ", ".join(wanted.name for wanted in parsed)
+    say(console(stderr=as_json), f"replay adds rows under {recipes} to the table `replayed` of {storage}.")
     with working(f"reading {run}", *(f"recomputing under {wanted.name}" for wanted in parsed)) as over:
         frames = {"in use": replay(storage, None, source, cluster)}
         if frames["in use"].is_empty():

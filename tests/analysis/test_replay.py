@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from pathlib import Path
@@ -102,7 +103,14 @@ class TestAddedToTheRecord:
         assert set(rows["scale_source"]) == {"what-if"}
         assert_frame_equal(rows.filter(recipe="current-e4m3"), replay(run, "current-e4m3"), check_row_order=False)
         assert read_table(run, "metrics").equals(metrics)
-        assert f"added {2 * len(metrics)} rows to the table `replayed` of {tmp_path}" in result.output
+        first, last = result.output.splitlines()[0], result.output.splitlines()[-1]
+        recipes = "current-e4m3, delayed-hybrid(margin=2)"
+        assert first == f"replay adds rows under {recipes} to the table `replayed` of {tmp_path}."
+        assert last == f"added {2 * len(metrics)} rows to the table `replayed` of {tmp_path}"
+        as_json = cli(tmp_path, "--recipe", "current-e4m3", "--json")
+        assert json.loads(as_json.stdout) and as_json.stderr.splitlines()[0].startswith(
+            "replay adds rows under current-e4m3"
+        )
 
     def test_a_run_that_has_gone_on_since(self, tmp_path: Path) -> None:
         run = train(tmp_path, DELAYED)
