@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from ..errors import ConfigError, RecordError, warn
 from . import migration, parquet
 from .checks import wrong_values
+from .links import find_link_out
 from .schema import SCHEMAS, SECTIONS, Part, arrow_schema, attempt_of_fingerprint, texts_of
 from .storage import Storage
 
@@ -40,10 +41,35 @@ def find_run(address: Address) -> Storage:
     except Exception as error:  # every driver of a remote file system has errors of its own
         raise RecordError(f"{address} cannot be read: {error}") from None
     if not found:
-        raise RecordError(f"{root} holds no run record (a folder with attempt-0.json)")
+        raise RecordError(f"{root} holds no run record (a folder with attempt-0.json){_links_in(root)}")
     if len(found) > 1:
         raise RecordError(f"{root} holds {len(found)} run records; name one of {', '.join(map(str, found[:4]))}")
+    _refuse_links(root, found[0])
     return found[0]
+
+
+def _links_in(root: Storage) -> str:
+    """Say that links to folders were not followed, if there are any."""
+    names = [name for name, kind in root.entries() if kind == "link"] if root.is_local and os.path.isdir(str(root)) else []
+    folders = [root.path(name) for name in sorted(names) if os.path.isdir(root.path(name))]
+    return f". Links in it are not followed: name {folders[0]} itself" if folders else ""
+
+
+def _refuse_links(root: Storage, run: Storage) -> None:
+    """Refuse a record with a link out of the folder that the user named, as the tab does.
+
+    Raises:
+        RecordError: it has one.
+    """
+    if not root.is_local:
+        return
+    named = Storage(os.path.realpath(root.path("")))
+    try:
+        bad = find_link_out(named, run.path("").removeprefix(root.path("")).strip("/"))
+    except OSError as error:
+        raise RecordError(f"{run} cannot be read: {error}") from None
+    if bad:
+        raise RecordError(f"{bad} of the record {run} is a link out of {root}, which is not followed; put the files there")
 
 
 def read_fingerprint(run: Address) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import threading
@@ -15,6 +16,8 @@ from processes import GUARD, wait_until
 from samples import sample
 from tab import Tab, start
 
+from nemo_fp8_debug import RecordError
+from nemo_fp8_debug.record.reader import find_run, read_table
 from nemo_fp8_debug.record.storage import Storage
 from nemo_fp8_debug.tensorboard_plugin.records import logdir as logdir_module
 
@@ -112,6 +115,16 @@ def test_links_out_of_the_logdir_are_not_followed(tmp_path: Path) -> None:
     assert outside.exists()
 
 
+def test_commands_follow_a_link_that_is_named_and_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path / "outside/fp8_debug")
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "linked").symlink_to(tmp_path / "outside")
+    assert len(read_table(find_run(links / "linked"), "steps")) == 1
+    with pytest.raises(RecordError, match=re.escape(f"Links in it are not followed: name {links}/linked itself")):
+        find_run(links)
+
+
 @pytest.mark.parametrize("what", ["attempt-0.json", "metrics", "a part"])
 def test_a_record_with_a_link_out_of_the_logdir_is_not_read(tmp_path: Path, what: str) -> None:
     logdir, secret = tmp_path / "logdir", write_run(tmp_path / "secret")
@@ -122,6 +135,12 @@ def test_a_record_with_a_link_out_of_the_logdir_is_not_read(tmp_path: Path, what
     (run / name).symlink_to(source)
     tab = Tab(logdir)
     assert names(tab) == [] and "link out of the logdir" in refused(tab)["run"]
+    for named in (run, logdir):  # commands treat links as the tab does
+        with pytest.raises(RecordError, match=f"of the record {run} is a link out of {named}, which is not followed"):
+            find_run(named)
+    link = tmp_path / "link"
+    link.symlink_to(secret)
+    assert find_run(link) == Storage(link)
     assert tab.error("frames", run="run", metric="mse", from_=0, to=9)[0] == 404
 
 

@@ -11,22 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ConfigError
-from ...record.migration import folders_of
-from ...record.schema import SCHEMAS, STATUS, attempt_of_fingerprint
+from ...record.links import TABLES, find_link_out, leads_out
+from ...record.schema import attempt_of_fingerprint
 from ...record.storage import Storage
 from ..web.errors import NotThere
 from ..web.query import shortened
 
 #: the folder that a callback puts its record into, which says nothing in a name
 _USUAL = "fp8_debug"
-#: folders of a record, `tensors` for dumps: no record is looked for in them
-_TABLES = {*(folder for table in SCHEMAS for folder in folders_of(table)), "tensors"}
 #: seconds between two looks at least, and how many times what the last one took
 _PAUSE, _REST = 3.0, 10.0
 #: seconds that requests wait for the first look, from its beginning
 _FIRST = 2.0
 _URL = re.compile(r"[a-zA-Z][0-9a-zA-Z.+-]*://")
-_SEVERAL = "name it to TensorBoard itself: --logdir_spec name:target"
+_SEVERAL = "name the place itself: `nemo-fp8-debug view PLACE`, or TensorBoard's --logdir_spec name:target"
 
 
 @dataclass(frozen=True)
@@ -173,9 +171,9 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
                 refused[_readable(_name(root, folder))] = f"The folder cannot be read ({_said(error)}); fix its permissions."
             continue
         links = [name for name, kind in entries if kind == "link"]
-        out = {name for name in links if _leads_out(storage, "/".join(filter(None, (folder, name))))}
+        out = {name for name in links if leads_out(storage, "/".join(filter(None, (folder, name))))}
         is_record = any(kind != "folder" and attempt_of_fingerprint(name) is not None for name, kind in entries)
-        if is_record and (bad := _linked(storage, folder, out)):
+        if is_record and (bad := find_link_out(storage, folder)):
             refused[_readable(_name(root, folder))] = f"{bad} of the record is a link out of the logdir; {_SEVERAL}."
         elif is_record:
             yield folder
@@ -187,7 +185,7 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
                     )
         for name, kind in sorted(entries):
             below = "/".join(filter(None, (folder, name)))
-            if kind != "folder" or (is_record and name in _TABLES):
+            if kind != "folder" or (is_record and name in TABLES):
                 continue
             if _readable(name) == name:
                 waiting.append(below)
@@ -195,31 +193,10 @@ def _walk(storage: Storage, root: Root, refused: dict[str, str]) -> Iterator[str
                 refused[_readable(_name(root, below))] = "Its name is not UTF-8, so that no address can name it; rename it."
 
 
-def _linked(storage: Storage, folder: str, out: set[str]) -> str | None:
-    """What of a record leads out of the root, if anything does."""
-    for name in sorted(out):
-        if name in _TABLES or name == STATUS or attempt_of_fingerprint(name) is not None:
-            return name
-    for table in sorted(_TABLES) if storage.is_local else ():
-        inside = "/".join(filter(None, (folder, table)))
-        try:
-            links = [f"{inside}/{name}" for name, kind in storage.entries(inside) if kind == "link"]
-        except OSError:
-            continue
-        if any(_leads_out(storage, link) for link in links):
-            return f"a part of {table}"
-    return None
-
-
 def _was_swapped(storage: Storage) -> bool:
     """Whether a folder that was found, below a root without links, is reached by a link now."""
     path = storage.path("") or "/"
     return storage.is_local and os.path.realpath(path) != path
-
-
-def _leads_out(storage: Storage, name: str) -> bool:
-    root = storage.path("").rstrip("/")
-    return not f"{os.path.realpath(storage.path(name))}/".startswith(f"{root}/")
 
 
 def _readable(name: str) -> str:
