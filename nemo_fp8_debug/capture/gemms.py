@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..core.arguments import quoted
 from ..core.layer_names import WRAPPERS, compile_patterns
 from ..errors import ConfigError
 from .backends import BACKENDS, Backend
@@ -148,12 +149,11 @@ def select(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:
         known = ", ".join(h.name for h in BACKENDS)
         raise ConfigError(f"the model has no GEMM layer that is known here (looked for: {known})")
     if not chosen:
-        names = sorted({g.name for g in gemms})
-        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        raise ConfigError(f"no GEMM layer matches {list(patterns or ())}; the model has {shown}")
+        names = quoted(sorted({g.name for g in gemms}))
+        raise ConfigError(f"no GEMM layer matches {list(patterns or ())}; the model has {names}")
     if all(g.compiled for g in chosen):
         raise ConfigError(
-            f"{chosen[0].name} and all other chosen layers run inside torch.compile, where a hook would change the graph; "
+            f"{chosen[0].name!r} and all other chosen layers run inside torch.compile, where a hook would change the graph; "
             "compile after the run with nemo_fp8_debug, or only parts of the model"
         )
     return [g for g in chosen if not g.compiled]

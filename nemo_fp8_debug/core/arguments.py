@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from ..errors import ConfigError
 
 C = TypeVar("C", bound=type)
+#: names in a message that lists what there is
+_FIRST = 6
 _OF_SIGNATURE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -67,6 +69,17 @@ def shown(value: Any) -> str:
     """A value in a message: one line, not too long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:60]} ... ({type(value).__name__})"
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Return the first names for a message, in quotes: a layer may be called 0.
+
+    Example:
+        >>> quoted(["0", "2"]), quoted("abcdefgh")
+        ("'0', '2'", "'a', 'b', 'c', 'd', 'e', 'f' and 2 more")
+    """
+    rest = len(names) - _FIRST
+    return ", ".join(map(repr, names[:_FIRST])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

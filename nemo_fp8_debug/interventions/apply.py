@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..capture.gemms import Gemm, find_gemms, matching
+from ..core.arguments import quoted
 from ..distributed import Ranks
 from ..errors import ConfigError
 from ..plan.environment import AnyPlan, plan_in_force
@@ -65,6 +66,5 @@ def check_named(plan: Plan, gemms: Sequence[Gemm], which: str) -> None:
         ranks.close()
     for change, *named in zip(plan.changes, *of_all, strict=True):
         if not any(named):
-            names = [g.name for g in gemms]
-            shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-            raise ConfigError(f"the plan is for {change.layer!r}, which is not a GEMM {which}; those are: {shown or 'none'}")
+            names = quoted([g.name for g in gemms]) or "none"
+            raise ConfigError(f"the plan is for {change.layer!r}, which is not a GEMM {which}; those are: {names}")

@@ -155,7 +155,7 @@ class TestRefused:
 
     def test_no_layer_in_common(self, tmp_path: Path, baseline: Path) -> None:
         other = write(tmp_path / "other", lambda step: [row(("fc", "input"))], rising())
-        with pytest.raises(RecordError, match="layers such as fc"):
+        with pytest.raises(RecordError, match="layers such as 'fc"):
             compare(baseline, other)
 
     def test_a_run_without_samples(self, tmp_path: Path, baseline: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_shared_module_is_one_gemm() -> None:
 
 def test_no_match_lists_what_there_is() -> None:
     gemms = find_gemms([nn.Sequential(nn.Linear(2, 2))])
-    with pytest.raises(ConfigError, match=r"no GEMM layer matches \['linear_fc9'\]; the model has 0"):
+    with pytest.raises(ConfigError, match=r"no GEMM layer matches \['linear_fc9'\]; the model has '0'"):
         select(gemms, ["linear_fc9"])
 
 

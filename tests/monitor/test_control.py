@@ -123,7 +123,7 @@ class TestLeftOver:
 REFUSED = {
     "interval: 0": "interval is 0; it must be a whole number, at least 1",
     "interval: ten": "interval is 'ten'",
-    "layers: ['9']": "no GEMM layer matches ['9']; the model has 0, 1",
+    "layers: ['9']": "no GEMM layer matches ['9']; the model has '0', '1'",
     "dump: [nope]": "no GEMM layer matches ['nope']",
     "layers: 1": "layers is 1; it takes a list of strings",
     "layers: ['re:(a+)+$']": "takes globs only: a regular expression can be such that it never ends",

@@ -131,6 +131,6 @@ def _nothing_in_common(baseline: Run, run: Run) -> str:
         if run.metrics.is_empty():
             return f"{run.path} has no sampled step"
         steps, layers = run.metrics.steps, run.metrics.tensors["layer"]
-        return f"{run.path} has {run.unit}s {steps[0]} to {steps[-1]} and layers such as {layers[0]!s}"
+        return f"{run.path} has {run.unit}s {steps[0]} to {steps[-1]} and layers such as {layers[0]!r}"
 
     return f"the runs have no sampled step and tensor in common: {described(baseline)}; {described(run)}"

@@ -82,11 +82,11 @@ def _by_hand(names: Sequence[str], renames: Sequence[str]) -> Names:
     taken: dict[str, str] = {}
     for name, new in renamed.items():
         if new in taken:
-            raise ConfigError(f"{taken[new]} and {name} would both be called {new}; make the pattern tell them apart")
+            raise ConfigError(f"{taken[new]!r} and {name!r} would both be called {new!r}; make the pattern tell them apart")
         taken[new] = name
     changed = {name: new for name, new in renamed.items() if name != new}
     if not changed:
-        raise ConfigError(f"no layer of the run matches {', '.join(renames)}; it has layers such as {_first(names)}")
+        raise ConfigError(f"no layer of the run matches {', '.join(renames)}; it has layers such as {_first(names)!r}")
     return changed
 
 

@@ -114,7 +114,7 @@ def test_a_layer_without_fp8_is_not_converted(recorded: tuple[str, Path], tmp_pa
     file = loaded(found, tmp_path / "fix")
     model = file["convert"](plain())
     assert [isinstance(model[i], Float8Linear) for i in range(3)] == [True, False, False]
-    with pytest.warns(UserWarning, match="the model has no 1, which"):
+    with pytest.warns(UserWarning, match="the model has no '1', which"):
         file["convert"](nn.Sequential(nn.Linear(32, 32)))
 
 

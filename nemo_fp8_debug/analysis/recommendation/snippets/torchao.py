@@ -60,7 +60,7 @@ def convert(model):
     """Convert the layers of a model; a layer that is named nowhere stays a torch.nn.Linear."""
     names = {_name(path) for path, _ in model.named_modules()}
     if missing := [name for name in CHANGED if name not in names]:
-        warnings.warn(f"the model has no {', '.join(missing)}, which {__name__} changes", stacklevel=2)
+        warnings.warn(f"the model has no {', '.join(map(repr, missing))}, which {__name__} changes", stacklevel=2)
     for config, layers in CONFIGS:
         chosen = frozenset(layers)
         convert_to_float8_training(
