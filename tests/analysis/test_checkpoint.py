@@ -202,6 +202,31 @@ def test_fp8_weights_with_a_scale_for_each_row_or_block(tmp_path: Path) -> None:
     assert {name: row["fp8_stored"]["state"] for name, row in found.items()} == {"r": "one a row", "b": "one a block"}
 
 
+def test_fp8_weights_without_a_scale_come_first(tmp_path: Path) -> None:
+    """A checkpoint that lost half of its scales, and has a weight with NaN and one in BF16 that loses far more."""
+    codes = (normal(64, 48).float() * 50).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scaled = {"kept.0": codes, "kept.1": codes.clone()}
+    state = {f"{name}.weight": weight for name, weight in scaled.items()}
+    state |= {f"{name}.weight_scale": torch.tensor(0.0123) for name in scaled}
+    state |= {f"lost.{i}.weight": codes.clone() for i in range(5)}
+    bad, wide = normal(8, 8), normal(8, 8)
+    bad[1, 2], wide[0, 0] = torch.nan, 1e6
+    save_file(state | {"bad.weight": bad, "wide.weight": wide}, tmp_path / "a.safetensors")
+    found = audit(tmp_path)
+    assert {row["layer"] for row in found.rows[:5]} == {f"lost.{i}" for i in range(5)}
+    assert [row["layer"] for row in found.rows[5:7]] == ["bad", "wide"]
+    assert {row["fp8_stored"]["state"] for row in found.rows[:5]} == {"no scale"}
+    first, second, *others = found.verdict()
+    assert first.startswith("Weights: 9")
+    assert second == (
+        "5 of 7 FP8 weights have no stored scale: 'lost.0', 'lost.1', 'lost.2', 'lost.3', 'lost.4'. If the checkpoint lost "
+        "their scales, a server loads wrong weights. The errors below leave these weights out."
+    )
+    assert "Stored scales of 2 weights: fits (2)." in others
+    kept = audit(tmp_path, matches=compile_patterns(["kept.*", "bad", "wide"]))
+    assert kept.verdict()[2:4] == others[1:3]  # errors in FP8, and stored scales
+
+
 # --- what is asked for ---------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +243,7 @@ def test_recipe_gives_the_format(tmp_path: Path) -> None:
 def test_layers(tmp_path: Path) -> None:
     save_indexed(hf_state(), tmp_path)
     assert [row["layer"] for row in audit(tmp_path, matches=compile_patterns(["lm_head"])).rows] == ["lm_head"]
-    with pytest.raises(ConfigError, match=r"no weight matches; the checkpoint has lm_head, model\.layers"):
+    with pytest.raises(ConfigError, match=r"no weight matches; the checkpoint has 'lm_head', 'model\.layers"):
         audit(tmp_path, matches=compile_patterns(["linear_fc2"]))
 
 

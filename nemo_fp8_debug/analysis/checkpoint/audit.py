@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...core.arguments import quoted
 from ...errors import ConfigError, RecordError, warn
 from ...kernels import count_into
 from ...numerics import metrics
@@ -22,7 +23,7 @@ from ...numerics.tensor_scaling import CurrentScaling
 from .extra_state import StoredScale, weight_scale
 from .read_errors import ReadErrors
 from .readers import open_checkpoint
-from .report import Audit
+from .report import NO_SCALE, Audit, lacks_scale
 from .stored import ROWS, Contents
 from .weights import FP8_DTYPES, Weight, find_weights
 
@@ -78,8 +79,7 @@ def audit(
         held = "; ".join([f"{n} tensors ({kind})" for kind, n in left_out.items()] + contents.faults)
         raise RecordError(f"{path} holds no weight of a GEMM, only {held}")
     if not chosen:
-        names = sorted(weight.name for weight in weights)
-        raise ConfigError(f"no weight matches; the checkpoint has {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}")
+        raise ConfigError(f"no weight matches; the checkpoint has {quoted(sorted(weight.name for weight in weights))}")
 
     faults = ReadErrors()
     rows: list[dict[str, Any]] = []
@@ -206,7 +206,7 @@ def _stored_scale(
             return None, "one a row" if scale.shape[0] == weight.shape[0] else "one a block"
         return StoredScale(float(1 / scale), E5M2 if weight.dtype == torch.float8_e5m2 else E4M3, False), None
     if weight.dtype in FP8_DTYPES:
-        return None, "none: codes taken as values"
+        return None, NO_SCALE
     if weight.extra_state is None:
         return None, None
     try:
@@ -286,7 +286,7 @@ def _state(stored: StoredScale, row: Mapping[str, Any]) -> str:
     return "stale: far below" if (row["scale_ratio_log2"] or 0) < FAR_BELOW else "fits"
 
 
-def _badness(row: Mapping[str, Any]) -> tuple[bool, float]:
-    """Worst first: weights with NaN or infinity, then by the largest relative error in FP8."""
+def _badness(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
+    """Worst first: FP8 weights without a scale, weights with NaN or infinity, then by the largest relative error in FP8."""
     errors = [cast.get("relative_error") or 0.0 for cast in (row["fp8_current"], row["fp8_stored"] or {})]
-    return not (row["nan"] or row["inf"]), -max(errors)
+    return not lacks_scale(row), not (row["nan"] or row["inf"]), -max(errors)

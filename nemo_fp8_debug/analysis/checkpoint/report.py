@@ -9,7 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.arguments import quoted
 from ...numerics.formats import FloatFormat
+
+#: state of an FP8 weight that the checkpoint holds no scale for: its codes are taken as values
+NO_SCALE = "no scale"
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Audit:
 
     def verdict(self) -> list[str]:
         """What the metrics say, a sentence each."""
-        parts = [self._read(), self._nonfinite(), self._in_fp8(), self._stored(), self._in_bf16()]
+        parts = [self._read(), self._without_scale(), self._nonfinite(), self._in_fp8(), self._stored(), self._in_bf16()]
         return [sentence for sentence in parts if sentence]
 
     def _read(self) -> str:
@@ -50,6 +54,15 @@ class Audit:
         kinds = ", ".join(f"{n} {kind}" for kind, n in self.left_out.items())
         left_out = f"; left out: {sum(self.left_out.values())} tensors that are no GEMM weights ({kinds})" if kinds else ""
         return f"Weights: {len(self.rows)}, values: {values:.4g} ({dtypes}){left_out}."
+
+    def _without_scale(self) -> str:
+        lost = [row["layer"] for row in self.rows if lacks_scale(row)]
+        if not lost:
+            return ""
+        return (
+            f"{len(lost)} of {len(self._stored_in_fp8())} FP8 weights have no stored scale: {quoted(lost)}. "
+            "If the checkpoint lost their scales, a server loads wrong weights. The errors below leave these weights out."
+        )
 
     def _nonfinite(self) -> str:
         bad = [row["layer"] for row in self.rows if row["nan"] or row["inf"]]
@@ -88,9 +101,14 @@ class Audit:
         return (rounding if wide else "Served in BF16 the weights are as stored.") + made
 
 
+def lacks_scale(row: Mapping[str, Any]) -> bool:
+    """Return True for an FP8 weight whose scale the checkpoint does not hold."""
+    return bool((row["fp8_stored"] or {}).get("state") == NO_SCALE)
+
+
 def _errors(rows: Sequence[Mapping[str, Any]], cast: str) -> str:
-    """Median and worst relative error of a cast over weights."""
-    errors = {row["layer"]: row[cast]["relative_error"] for row in rows}
+    """Median and worst relative error of a cast over weights; codes without a scale are not values, and tell nothing."""
+    errors = {row["layer"]: row[cast]["relative_error"] for row in rows if not lacks_scale(row)}
     known = {layer: error for layer, error in errors.items() if error is not None}
     if not known:
         return "an unknown amount"
