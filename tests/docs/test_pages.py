@@ -1,4 +1,4 @@
-"""Pages: links lead somewhere, lines fit 120 columns except in tables and code, and no section is there twice."""
+"""Pages: links lead somewhere, lines fit 120 columns except in tables and code, no section is there twice, no table is cut."""
 
 from __future__ import annotations
 
@@ -48,3 +48,11 @@ def test_lines_fit(page: Path) -> None:
 def test_no_section_is_there_twice(page: Path) -> None:
     titles = [line for line in prose(page) if line.startswith("## ")]
     assert sorted(titles) == sorted(set(titles))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_table_is_cut(page: Path) -> None:
+    """A row behind a blank line begins a table, which needs a line of dashes next."""
+    lines = ["", *prose(page), ""]
+    begins = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+    assert [lines[i] for i in begins if not re.fullmatch(r"\|[-:| ]+", lines[i + 1])] == []

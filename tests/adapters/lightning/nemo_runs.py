@@ -5,19 +5,25 @@ Run by test_nemo.py in a process of its own: NeMo's parallel state is global.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import nemo.lightning as nl
 import nemo_checkpoint
 import nemo_run
+from lightning.pytorch.loggers import TensorBoardLogger
 from megatron_on_cpu import megatron_on_cpu
 from nemo.collections import llm
-from nemo_gpt import DELAYED, Save
+from nemo_gpt import DELAYED, VARIANTS, Save, model
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+from page_blocks import commands, execute, find_block, parse_options
 from small_models.nemo import train
+from text import Text
 
 from nemo_fp8_debug import FP8DebugCallback, FP8EmulationCallback, FP8PlanCallback
 from nemo_fp8_debug.plan.environment import PLAN
@@ -55,6 +61,44 @@ def round_trip(folder: Path) -> dict[str, Any]:
     return {"classes": [type(callback).__name__ for callback in built], "interval": restored[0].interval}
 
 
+#: blocks of pages in which NeMo trains; the first one does
+PAGES = ("README.md#use-it", "attach.md#nemo-2x-and-any-lightning-trainer", "index.md")
+
+
+def blocks_of_pages(folder: Path) -> dict[str, Any]:
+    """What Python of README and docs prints under NeMo, and how the options of the recipe's command are read."""
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 2,
+        "strategy": nl.MegatronStrategy(),
+        "plugins": nl.MegatronMixedPrecision(precision="bf16-mixed"),
+        "logger": TensorBoardLogger(folder, name="", version="a"),
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
+    text = Text(sequence=32, micro_batch_size=2, global_batch_size=4)
+    names = {
+        "nl": nl,
+        "model": model(VARIANTS["reference"], 2, te=False),
+        "data": text,
+        "options_of": {"nl.Trainer": options},
+    }
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for name in PAGES:
+            execute(find_block("python", name), names)
+    recipe = llm.llama3_8b.pretrain_recipe(name="t", dir="unused", num_nodes=1, num_gpus_per_node=1)
+    given = {"recipe": recipe, "run": nemo_run, "FP8DebugCallback": FP8DebugCallback}
+    execute(find_block("python", "attach.md#nemo-2x-and-any-lightning-trainer, 2"), given)
+    results = {"printed": printed.getvalue(), "interval": recipe.trainer.callbacks[-1].interval, "options": []}
+    for words in commands(find_block("sh", "rescue.md#seen")):
+        recipe_of = words[words.index("python") + 1 :]
+        results["options"].append(parse_options(*recipe_of).run)
+    return results
+
+
 def precision(snippet: Path) -> dict[str, Any]:
     """What NeMo makes of a recommended snippet."""
     names: dict[str, Any] = {}
@@ -77,8 +121,10 @@ WATCHED: dict[str, dict[str, Any]] = {"None": {}, "1": {"interval": 1}, "10": {"
 def main() -> None:
     output = Path(sys.argv[1])
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    (output / "pages").mkdir()
     results: dict[str, Any] = {"round_trip": round_trip(output), "precision": precision(output / "nemo_precision.py")}
     with megatron_on_cpu():
+        results["pages"] = blocks_of_pages(output / "pages")
         for case, options in (("plain", {}), ("recompute", recompute)):
             for name, watch in WATCHED.items():
                 callbacks = [FP8DebugCallback(**watch, on_error="raise", table_rows=0)] if watch else []

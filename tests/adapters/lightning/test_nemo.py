@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from audited import assert_audited
+from page_blocks import check_text, cut, find_block
 from processes import run_script
 from recommendations import CURRENT, recommendation, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -57,6 +58,15 @@ def test_dumped_tensors_give_what_was_recorded(output: Path, case: str) -> None:
     keys = ["step", "layer", "role", "calls", "n", "underflow_pct", "overflow_pct", "scale", "scale_source"]
     expected = recorded.join(replayed.select(keys[:3]), on=keys[:3], how="semi")
     assert replayed.select(keys).sort(keys).equals(expected.select(keys).sort(keys))
+
+
+def test_blocks_of_pages_run_and_print_what_is_shown(output: Path, results: dict[str, Any]) -> None:
+    pages = results["pages"]
+    assert pages["interval"] == 100 and pages["options"] == ["baseline"] * 3
+    printed = pages["printed"].replace(str(output / "pages"), "/runs").splitlines()
+    told = [cut(line) for line in printed if line.startswith("nemo_fp8_debug: ")]
+    block = find_block("text", "attach.md#nemo-2x-and-any-lightning-trainer")
+    check_text(block, "\n".join(told), r"recorded \d+ samples")  # the page's run is longer
 
 
 LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
