@@ -213,7 +213,7 @@ class TestFarBelow:
     def test_is_said_and_no_loss_that_follows(self, factor: float, below: bool, paired: bool) -> None:
         found = LossOutcome(*pair(400, factor, paired, 1), same_model=True)
         assert found.is_far_below == below and (found.harm == "unknown" or not below)
-        assert ("check for repeated data or leaked labels" in found.told()) == below
+        assert ("check for repeated data, leaked labels or a missing mask" in found.told()) == below
         if below:
             assert f"The loss ends {100 * (1 - factor):.2g}"[:17] in found.told() and "follows" not in found.told()
 

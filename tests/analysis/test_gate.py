@@ -79,7 +79,7 @@ class TestFarBelow:
         for run, good in low:
             found = accept([run], [good], 2.0)
             assert found and found.outcome == FAIL and found.loss.gap < -12
-            assert "check for repeated data or leaked labels" in " ".join(told(found, "step"))
+            assert "check for repeated data, leaked labels or a missing mask" in " ".join(told(found, "step"))
             verdict = diagnose(run, good)
             assert verdict.harm == "unknown" and "% below the baseline's: a gap of -" in verdict.verdict()
 

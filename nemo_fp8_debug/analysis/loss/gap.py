@@ -22,7 +22,7 @@ CONFIDENCE, POWER = 0.95, 0.8
 #: harmed. No interval of 1,696 pairs of clean runs of the benchmark (same batches, other seed, other depth) lies beyond
 #: that. Those of 19 of 22 runs on repeated data do, compared with another seed.
 FAR_BELOW = 12.0
-NOT_BETTER = "A better recipe does not gain this much: check for repeated data or leaked labels."
+NOT_BETTER = "A better recipe does not gain this much: check for repeated data, leaked labels or a missing mask."
 
 
 @dataclass(frozen=True)
