@@ -183,12 +183,12 @@ class Pair:
     def highest(self, evidence: Evidence) -> Floats:
         """[T, S]: the largest value of the baseline, scaled, at the samples around each of the run's steps.
 
-        The baseline's first samples are left out: their scales are made up, whatever the run does at those steps.
+        The baseline's first samples, whose scales are made up, count as the one behind them does.
         """
         values, steps = evidence.scaled(self.of_baseline(evidence.metric)), self._baseline.steps
         if not len(steps):
             return np.full((len(values), len(self.steps)), np.nan)
-        values[:, :FIRST] = np.nan
+        values[:, :FIRST] = values[:, min(FIRST, len(steps) - 1)][:, None]
         around = np.pad(values, ((0, 0), (2, 1)), mode="edge")
         largest = reduce(np.fmax, [around[:, by : by + len(steps)] for by in range(4)])
         at: Floats = largest[:, np.clip(np.searchsorted(steps, self.steps), 0, len(steps) - 1)]

@@ -12,7 +12,6 @@ import polars as pl
 from ....core.keys import GRADIENTS, SHOWN_AS, Key
 from ....core.layer_names import aggregate_of
 from ....numerics.limits import MADE_UP
-from ...comparison.compare import split_experts
 from ...runs.blocks import in_parts, over_blocks
 from ...runs.grid import Grid, Ints
 from ...runs.metrics import Metrics
@@ -64,21 +63,19 @@ def _in_order(of: tuple[tuple[int, str], list[str]]) -> tuple[int, bool]:
 def _finding(
     run: Run, role: str, since: int, layers: Sequence[str], found: Mapping[Key, _Zeros], theirs: set[Key]
 ) -> Finding:
-    operands = pl.DataFrame([(layer, role) for layer in layers], schema=["layer", "role"], orient="row")
-    named = split_experts(operands)[0]["layer"].to_list()
-    all_layers = split_experts(run.metrics.with_role(role).tensors)[0]["layer"].to_list()
+    all_layers = [layer for layer in run.metrics.with_role(role).tensors["layer"] if not _is_expert(layer)]
     # The backward pass comes to the last layer first, and what goes wrong there goes on to those before it.
-    first = named[-1] if role in GRADIENTS else named[0]
+    first = layers[-1] if role in GRADIENTS else layers[0]
     zeros = found[first, role]
     # A loss that diverges leaves a gradient to some layer.
-    of_all = role in GRADIENTS and len(named) == len(all_layers)
+    of_all = role in GRADIENTS and len(layers) == len(all_layers)
     surely = of_all or zeros.had_values or (first, role) in theirs
     sure = "low" if not zeros.lasts else "high" if surely else "medium"
     return Finding(
         "operand",
         "dead",
         sure,
-        _told(run, role, since, named, all_layers, zeros),
+        _told(run, role, since, layers, all_layers, zeros),
         look_at_producer(first, role),
         first,
         role,
@@ -104,12 +101,18 @@ def _told(run: Run, role: str, since: int, layers: Sequence[str], of: Sequence[s
 
 
 def _find(metrics: Metrics) -> dict[Key, _Zeros]:
-    if metrics.is_empty():
+    # A single expert may get no tokens, or none but rows of zeros that fill up its share; all experts of a layer as one may
+    # not.
+    metrics = metrics.narrowed(metrics.tensors.filter(~pl.col("layer").map_elements(_is_expert, pl.Boolean)))
+    if metrics.is_empty() or metrics.tensors.is_empty():
         return {}
     of_blocks = over_blocks(partial(in_parts, _zero_samples), metrics, together=[("amax", "n", "nonfinite")])
-    samples = {key: of for of_block in of_blocks for of_part in of_block for key, of in of_part}
-    each = {key: _since(steps, _of_tokens(key, steps, zero, samples)) for key, (steps, zero) in samples.items()}
+    each = {key: _since(*of) for of_block in of_blocks for of_part in of_block for key, of in of_part}
     return {key: zeros for key, zeros in each.items() if zeros is not None}
+
+
+def _is_expert(layer: str) -> bool:
+    return aggregate_of(layer) is not None
 
 
 def is_zero(grid: Grid) -> Bools:
@@ -120,22 +123,11 @@ def is_zero(grid: Grid) -> Bools:
 
 def _zero_samples(grid: Grid) -> list[tuple[Key, tuple[Ints, Bools]]]:
     """Of each tensor that is all zeros at any time, the steps at which it is known, and which those are."""
-    # An expert that gets no tokens has no values.
+    # Without tokens there are no values.
     zero = is_zero(grid) & ~(grid.metric("n") == 0)
     known = ~np.isnan(grid.metric("amax")) | (grid.metric("nonfinite") > 0)
     keys = list(grid.tensors.iter_rows())
     return [(keys[i], (grid.steps[known[i]], zero[i][known[i]])) for i in np.flatnonzero(zero.any(axis=1)).tolist()]
-
-
-def _of_tokens(key: Key, steps: Ints, zero: Bools, samples: Mapping[Key, tuple[Ints, Bools]]) -> Bools:
-    """Without what an expert has where it gets no tokens but those that fill up its rows: X is zero there as well."""
-    layer, role = key
-    if aggregate_of(layer) is None:
-        return zero
-    if role not in GRADIENTS:
-        return np.zeros_like(zero)
-    filled = samples.get((layer, "input"))
-    return zero if filled is None else zero & ~np.isin(steps, filled[0][filled[1]])
 
 
 def _since(steps: Ints, zero: Bools) -> _Zeros | None:
