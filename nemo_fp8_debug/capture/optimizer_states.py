@@ -67,6 +67,7 @@ class StateCapture:
         operands: Mapping[Key, Operand],
         guard: Callable[[str], AbstractContextManager[None]],
         rows: int,
+        step: int,
         products: Products,
     ) -> None:
         """
@@ -74,9 +75,10 @@ class StateCapture:
             operands: as of `state_operands`.
             guard: a context that keeps an exception out of the training loop.
             rows: and columns of each weight whose steps are compared with exact ones; 0: none are.
+            step: which decides which rows those are.
             products: what is known of dW, by layer.
         """
-        self._operands, self._guard, self._rows, self._products = operands, guard, rows, products
+        self._operands, self._guard, self._rows, self._step, self._products = operands, guard, rows, step, products
         self._samples: dict[str, UpdateSample] = {}
         self._gemms = {name: operand.gemm for (name, _), operand in operands.items()}
         self._seen: set[Key] = set()
@@ -131,7 +133,7 @@ class StateCapture:
         if self._rows and stepped.place is None and gradient is not None:
             with self._guard(_LOOKING), contextlib.suppress(*_NOT_WHOLE):
                 held = _held(stepped, optimizer)
-                self._samples[stepped.name] = UpdateSample(self._rows, *held, gradient)
+                self._samples[stepped.name] = UpdateSample(self._rows, self._step, *held, gradient)
 
     def _end_sample(self, stepped: Stepped, optimizer: Any) -> None:
         sample, operand = self._samples.pop(stepped.name, None), self._operands[stepped.name, "update"]

@@ -75,17 +75,19 @@ class Products:
         gemm: Gemm,
         operands: Mapping[str, Operand],
         chosen: Chosen,
+        step: int,
         guard: Callable[[str], AbstractContextManager[None]],
         queue: CheckQueue,
     ) -> None:
         """
         Args:
             operands: by role.
+            step: which decides which rows are taken.
             guard: a context that keeps an exception out of the training loop.
             queue: checks what is verified.
         """
         self.name = gemm.name
-        self._gemm, self._operands, self._chosen, self._guard = gemm, operands, chosen, guard
+        self._gemm, self._operands, self._chosen, self._step, self._guard = gemm, operands, chosen, step, guard
         self._call: int | None = None
         self._kept: dict[Side, _Kept] = {}
         self._done: set[str] = set()
@@ -93,7 +95,7 @@ class Products:
         #: part of dW of that call, exact and as quantized operands give it, until the optimizer has stepped
         self.weight_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
         self._counted = False
-        self._checks = ProductChecks(chosen.rows, queue) if chosen.verify else None
+        self._checks = ProductChecks(chosen.rows, step, queue) if chosen.verify else None
         self._results: Results | None = None
 
     def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
@@ -158,11 +160,11 @@ class Products:
         scales: dict[int, torch.Tensor | BlockRule] = {}  # most operands are cast alike in both of their products
         for product, sides in PRODUCTS.items():
             cast = use.in_product(product)
-            for side in sides:
+            for second, side in enumerate(sides):
                 if side[0] != role or product in self._done:
                     continue
                 of = m.t() if side[1] else m
-                at = spread(len(of), self._chosen.rows, m.device)
+                at = spread(len(of), self._chosen.rows, m.device, self._step, bool(second))
                 rows = None
                 if cast is not None and use.source != "stored" and (self._chosen.errors or _is_quantized(cast)):
                     if id(cast) not in scales:

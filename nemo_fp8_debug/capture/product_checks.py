@@ -81,13 +81,14 @@ class _Returned:
 class ProductChecks:
     """The three products of one GEMM in one call."""
 
-    def __init__(self, rows: int, queue: CheckQueue) -> None:
+    def __init__(self, rows: int, step: int, queue: CheckQueue) -> None:
         """
         Args:
             rows: and columns of each result that are looked at.
+            step: which decides where they lie.
             queue: checks blocks.
         """
-        self._rows, self._queue = rows, queue
+        self._rows, self._step, self._queue = rows, step, queue
         queue.serve(self)
         self._how: dict[str, Accumulation] = {}
         self._exact: dict[str, tuple[Exact, tuple[int, int]]] = {}
@@ -158,13 +159,13 @@ class ProductChecks:
             return
         if bias is not None:
             bias = local(bias.detach())
-            before = bias[spread(len(bias), self._rows, bias.device)]
+            before = bias[spread(len(bias), self._rows, bias.device, self._step, True)]
         self._returned[product] = _Returned(self.block(m), (m.shape[0], m.shape[1]), before)
         self._compare(product)
 
     def block(self, m: torch.Tensor) -> torch.Tensor:
         """A copy of the rows and columns of a matrix that are looked at."""
-        rows, columns = (spread(n, self._rows, m.device) for n in m.shape)
+        rows, columns = (spread(n, self._rows, m.device, self._step, bool(i)) for i, n in enumerate(m.shape))
         return m.index_select(0, rows).index_select(1, columns)
 
     def is_returned(self, product: str) -> bool:

@@ -49,6 +49,8 @@ class _Gradient:
     adds: bool
     keeps: Callable[[torch.Tensor], bool]
     shape: tuple[int, int]
+    #: which decides which rows and columns are looked at
+    step: int
     reducer: Reducer | None = None
     #: [k, l] each: summands of this rank, and the reduced gradient
     summands: list[torch.Tensor] = field(default_factory=list)
@@ -64,7 +66,7 @@ class _Gradient:
 
     def block(self, m: torch.Tensor) -> torch.Tensor:
         """A copy of the rows and columns that are looked at."""
-        return m.detach()[_places(self.shape, m.device)]
+        return m.detach()[_places(self.shape, self.step, m.device)]
 
     def add(self, anew: bool, *blocks: torch.Tensor) -> None:
         """Take summands in."""
@@ -72,7 +74,7 @@ class _Gradient:
 
     def keep_part(self, flat: torch.Tensor, begin: int) -> None:
         """Take in a part of the reduced gradient: values from the one with this number on."""
-        rows, columns = _places(self.shape, flat.device)
+        rows, columns = _places(self.shape, self.step, flat.device)
         at = rows * self.shape[1] + columns - begin
         self.held = (at >= 0) & (at < flat.numel())
         if flat.numel():
@@ -80,9 +82,9 @@ class _Gradient:
 
 
 @functools.lru_cache(1024)
-def _places(shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(shape: tuple[int, int], step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 [k, 1] and [l]: rows and columns that are looked at. To be read only."""
-    rows, columns = (spread(n, ROWS, device) for n in shape)
+    rows, columns = (spread(n, ROWS, device, step, bool(i)) for i, n in enumerate(shape))
     return rows[:, None], columns
 
 
@@ -93,6 +95,7 @@ class ReducedGradients:
         self,
         gemms: Sequence[Gemm],
         roots: Sequence[nn.Module],
+        step: int,
         keeps: Callable[[Gemm], Callable[[torch.Tensor], bool]],
         guard: Callable[[str], AbstractContextManager[None]],
     ) -> None:
@@ -100,6 +103,7 @@ class ReducedGradients:
         Args:
             gemms: whose weights are looked at.
             roots: the model, or its chunks.
+            step: the same on all ranks, which decides which values are compared.
             keeps: of a GEMM: whether this rank counts a tensor that lies as its weight does.
             guard: a context that keeps an exception out of the training loop.
         """
@@ -110,7 +114,7 @@ class ReducedGradients:
             if weight is not None and weight.dim() == 2 and weight.requires_grad:
                 copied = [gemm.backend.copied(gemm.module, role) for role in ("input", "grad_output")]
                 shape = (weight.shape[0], weight.shape[1])
-                self._gradients[gemm.name] = _Gradient(gemm, weight, not all(copied), keeps(gemm), shape)
+                self._gradients[gemm.name] = _Gradient(gemm, weight, not all(copied), keeps(gemm), shape, step)
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
         self._queued = self._closed = False

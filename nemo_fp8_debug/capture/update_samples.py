@@ -48,10 +48,11 @@ def _is_decoupled(optimizer: Any, group: Any) -> bool | None:
 class UpdateSample:
     """A step of one weight, begun when its optimizer is about to take it."""
 
-    def __init__(self, rows: int, weight: Any, first: Any, second: Any, gradient: Any) -> None:
+    def __init__(self, rows: int, step: int, weight: Any, first: Any, second: Any, gradient: Any) -> None:
         """
         Args:
             rows: and as many columns, that are looked at.
+            step: of the run, which decides where they lie.
             weight: what the optimizer steps by, a matrix.
             first, second: its moments, as numbers; None: they begin with zero.
             gradient: that it steps by.
@@ -59,7 +60,7 @@ class UpdateSample:
         Raises:
             LookupError: ranks have parts of them, or they are no matrices of one shape.
         """
-        self._k, self._shape = rows, tuple(weight.shape)
+        self._k, self._step, self._shape = rows, step, tuple(weight.shape)
         self._before = self._held(weight, first, second)
         self._gradient = self._picked(gradient)
 
@@ -77,5 +78,5 @@ class UpdateSample:
     def _picked(self, x: Any) -> torch.Tensor:
         if is_dtensor(x) or not isinstance(x, torch.Tensor) or tuple(x.shape) != self._shape or x.dim() != 2:
             raise LookupError("they are no matrices of one shape")
-        rows, columns = (spread(n, self._k, x.device) for n in x.shape)
+        rows, columns = (spread(n, self._k, x.device, self._step, bool(i)) for i, n in enumerate(x.shape))
         return x.detach().index_select(0, rows).index_select(1, columns).double()

@@ -85,17 +85,18 @@ def of_a_rank(found: torch.Tensor | None, rank: int, is_worst: bool) -> torch.Te
     return row
 
 
-def verification_columns(found: ProductsFound, kinds: Mapping[str, str], rows: int) -> dict[str, list[Any]]:
+def verification_columns(found: ProductsFound, kinds: Mapping[str, str], rows: int, step: int) -> dict[str, list[Any]]:
     """Columns, a row a product.
 
     Args:
         found: as `OF_RANKS`.
         kinds: of GEMMs, by name.
         rows: and columns that are looked at.
+        step: that was sampled.
     """
     named = {key: dict(zip(OF_RANKS, of.tolist(), strict=True)) for key, of in found.items()}
     about = [{"layer": layer, "gemm": kinds[layer], "product": product} for layer, product in named]
-    table = [row | _row(of, _rows_of(row["product"], rows)) for row, of in zip(about, named.values(), strict=True)]
+    table = [row | _row(of, _rows_of(row["product"], rows), step) for row, of in zip(about, named.values(), strict=True)]
     return {name: [row[name] for row in table] for name in table[0]} if table else {}
 
 
@@ -103,7 +104,7 @@ def _rows_of(product: str, rows: int) -> int:
     return min(rows, REDUCED_ROWS) if product == REDUCTION else rows
 
 
-def _row(of: Mapping[str, float], rows: int) -> dict[str, Any]:
+def _row(of: Mapping[str, float], rows: int, step: int) -> dict[str, Any]:
     known = not of["reason"]
     ratio = error_over_bound(of) if known else None
     told: dict[str, Any] = {
@@ -123,8 +124,8 @@ def _row(of: Mapping[str, float], rows: int) -> dict[str, Any]:
             "relative_error": math.sqrt(of["error2"] / of["exact2"]) if of["exact2"] > 0 else None,
             "factor": of["factor"] if math.isfinite(of["factor"]) else None,
             "shape": _shape(of, rows) if ratio is not None and ratio > 1 else None,
-            "row": _in_whole(row, of["result_rows"], rows),
-            "column": _in_whole(column, of["result_columns"], rows),
+            "row": _in_whole(row, of["result_rows"], rows, step, False),
+            "column": _in_whole(column, of["result_columns"], rows, step, True),
             **{name: int(of[name]) for name in ("values_beyond", "rows_beyond", "columns_beyond")},
         }
     return told | of_block
@@ -141,9 +142,9 @@ def _place(of: Mapping[str, float]) -> tuple[float | None, float | None]:
     return places["value_ratio" if of["value_ratio"] > 1 else max(_RATIOS, key=lambda name: of[name])]
 
 
-def _in_whole(place: float | None, n: float, rows: int) -> int | None:
+def _in_whole(place: float | None, n: float, rows: int, step: int, columns: bool) -> int | None:
     """The place in the whole result."""
-    return None if place is None else int(spread(int(n), rows, torch.device("cpu"))[int(place)])
+    return None if place is None else int(spread(int(n), rows, torch.device("cpu"), step, columns)[int(place)])
 
 
 def _shape(of: Mapping[str, float], rows: int) -> str:

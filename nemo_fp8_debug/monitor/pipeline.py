@@ -174,7 +174,7 @@ class Pipeline:
     def _measured(self, whole: Collected, sampled: Sampled) -> Measured:
         kinds, casts = self._shard_group.kinds, {stat.key: stat.cast for stat in whole.operands}
         of_operands = measure(whole.operands, self._what_if(sampled.what_if), {n for n in kinds if sampled.chosen(n)})
-        verification = verification_columns(whole.products, kinds, self._verified_rows)
+        verification = verification_columns(whole.products, kinds, self._verified_rows, sampled.step)
         outputs, replicas = output_columns(whole.outputs, kinds, casts), replica_columns(whole.replicas, kinds)
         return replace(of_operands, outputs=outputs, verification=verification, replicas=replicas)
 

@@ -142,7 +142,7 @@ class SampledStep:
                     sinks[key] = Dumping(operand, dump, self._watched.attempt, self.step, rank)
         guard = self._watched.errors.guard
         self._products = {
-            name: Products(of_outputs[name], operands, chosen, guard, self._queue)
+            name: Products(of_outputs[name], operands, chosen, self.step, guard, self._queue)
             for name, operands in seen.items()
             if name in of_outputs
         }
@@ -185,11 +185,11 @@ class SampledStep:
         shard_group, rank = self._watched.shard_group, self._watched.rank
         if activations := activation_capture(model.sites, self._plan, self._operands, self._lose, order, rank):
             self._captures.append(activations)
-        beside = shard_group, rank, guard, self._products
+        beside = shard_group, rank, guard, self._products, self.step
         self._states = state_capture(self._known, self._plan, self._operands, *beside)
         if self._plan.verify_rows and self._products:
             verified, keeps = [g for g in self._known if g.name in self._products], partial(counts_weight, shard_group, rank)
-            self._gradients = ReducedGradients(verified, model.roots, keeps, guard)
+            self._gradients = ReducedGradients(verified, model.roots, self.step, keeps, guard)
         for capture in (*self._captures, self._replicas, self._gradients, self._states):
             if capture is not None:
                 capture.attach()

@@ -29,6 +29,7 @@ def state_capture(
     rank: int,
     guard: Callable[[str], AbstractContextManager[None]],
     products: Mapping[str, Products],
+    step: int,
 ) -> StateCapture | None:
     """What looks at the optimizer's tensors; None: that is not asked for.
 
@@ -36,6 +37,7 @@ def state_capture(
         operands: what is captured in the step; those of states are added.
         guard: a context that keeps an exception out of the training loop.
         products: what is looked at of what GEMMs put out, by layer.
+        step: that is sampled.
     """
     if not plan.states:
         return None
@@ -47,7 +49,7 @@ def state_capture(
         of_gemm = products.get(name)
         return None if of_gemm is None else of_gemm.weight_gradient
 
-    return StateCapture(found, guard, plan.output_rows, of_weight)
+    return StateCapture(found, guard, plan.output_rows, step, of_weight)
 
 
 def warn_of_unseen_states(capture: StateCapture | None, errors: ErrorGuard) -> None:

@@ -35,6 +35,10 @@ PRODUCTS: dict[str, tuple[Side, Side]] = {
 SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
 
 _GOLDEN = (5**0.5 - 1) / 2
+#: Of rows and of columns: a prime, and a multiplier near its golden section. As many samples as the prime, d steps apart,
+#: reach all of a part of up to half as many places, unless the prime divides d: no usual interval. Two primes let each row
+#: meet each column.
+_DIGITS = ((59, 36), (53, 33))
 
 
 @dataclass(frozen=True)
@@ -48,18 +52,35 @@ class Rows:
 
 
 @functools.lru_cache(1024)
-def spread(n: int, k: int, device: torch.device) -> torch.Tensor:
+def spread(n: int, k: int, device: torch.device, step: int, columns: bool) -> torch.Tensor:
     """k of n places, int64, ascending and distinct: one in each of k equal parts, or all where there are no more than k.
 
     To be read only: the same tensor is given again.
 
     Where in its part a place lies moves by the golden ratio from part to part, so that what repeats in a model (heads,
-    sequences, batches) is not always met at the same point. No random number, no host synchronization.
+    sequences, batches) is not always met at the same point. From step to step all move alike, the same on all ranks, and
+    reach each place. No random number, no host synchronization.
+
+    Args:
+        n: rows or columns of a result.
+        step: of the run.
+        columns: whether the places are columns, which move otherwise than rows.
     """
     parts = min(n, k)
     part = torch.arange(parts, device=device)
     begin, end = part * n // parts, (part + 1) * n // parts
-    return begin + ((part.double() * _GOLDEN % 1) * (end - begin)).long()
+    return begin + (((part.double() * _GOLDEN + _phase(step, columns)) % 1) * (end - begin)).long()
+
+
+def _phase(step: int, columns: bool) -> float:
+    """Return the digits of a step behind the point, in reverse and scattered: van der Corput's sequence, in [0, 1)."""
+    prime, multiplier = _DIGITS[columns]
+    phase, unit = 0.0, 1.0
+    while step:
+        step, digit = divmod(step, prime)
+        unit /= prime
+        phase += unit * (digit * multiplier % prime)
+    return phase
 
 
 def take_rows(m: torch.Tensor, at: torch.Tensor, scale: torch.Tensor | BlockRule, role: str, fmt: FloatFormat) -> Rows:

@@ -16,6 +16,7 @@ from nemo_fp8_debug.analysis.diagnosis.rules.outputs import error_budget
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.core.keys import STATES
 from nemo_fp8_debug.numerics.adam import Adam, Held, update_sums
+from nemo_fp8_debug.numerics.gemm_error import spread
 from nemo_fp8_debug.numerics.metric_names import UPDATE_METRICS
 
 IN, OUT, STEPS = 128, 64, 3
@@ -58,7 +59,12 @@ class Watched:
                 before, gradient = self.state(), as_numbers(self.layer.weight.grad)
                 self.optimizer.step()
             exact = self.kept["dy"].double().T @ self.kept["x"].double()
-            expected.append(errors_of(step + 1, before, self.state(), gradient, exact if calls == 1 else gradient))
+            rows, columns = (
+                spread(n, options["output_rows"], torch.device("cpu"), step, n == IN) for n in self.layer.weight.shape
+            )
+            whole = before, self.state(), [gradient], [exact if calls == 1 else gradient]
+            before, after, (gradient,), (exact,) = ([x[rows][:, columns] for x in part] for part in whole)
+            expected.append(errors_of(step + 1, before, after, gradient, exact))
             self.optimizer.zero_grad()
         monitor.close()
         return expected
@@ -94,11 +100,12 @@ def check(found: list[dict[str, Any]], expected: list[dict[str, float]], least: 
             assert row[name] == pytest.approx(right[name], rel=1e-4, abs=least), name
 
 
-def test_a_gradient_of_quantized_operands(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [128, 16])
+def test_a_gradient_of_quantized_operands(tmp_path: Path, rows: int) -> None:
     watched = Watched(torch.float32, torch.optim.AdamW)
     emulation = Emulation(watched.layer, "current")
     emulation.attach()
-    expected = watched.steps(tmp_path)
+    expected = watched.steps(tmp_path, output_rows=rows)
     emulation.detach()
     found = recorded(tmp_path)
     check(found, expected)

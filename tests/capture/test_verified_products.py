@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from product_faults.faults import FAULTS, FaultyKernel
+from product_faults.faults import FAULTS, FaultyKernel, Product
 from product_faults.models import Verified
 from small_models.megatron import gpt, loss_of
 from torch import nn
@@ -125,6 +125,25 @@ def test_what_is_wrong_is_told_with_its_size_and_shape() -> None:
     assert doubled["shape"] == "all" and doubled["factor"] == pytest.approx(2, rel=1e-3)
     assert some_rows["shape"] == "rows" and some_rows["row"] is not None
     assert of("factor", 1)["factor"] == pytest.approx(1 + 2.0**-6, rel=1e-3)
+
+
+@pytest.mark.parametrize(("column", "interval"), [(255, 1), (0, 10), (132, 100)])
+def test_a_wrong_column_is_found_within_60_samples(column: int, interval: int) -> None:
+    torch.manual_seed(0)
+    model, x, rows = nn.Linear(32, 256), torch.randn(48, 32), Verified()
+    model.requires_grad_(False)
+
+    def fault(product: Product) -> torch.Tensor:
+        return torch.where(torch.arange(256) == column, 1.5 * product.out, product.out)
+
+    monitor = Monitor(model, recorders=[rows], interval=interval, table_rows=0, on_error="raise", verify_rows=16)
+    for step in range(0, 60 * interval, interval):
+        with monitor.step(step), FaultyKernel(fault, 0):
+            model(x)
+    monitor.close()
+    beyond = [row for row in rows.rows if row["outcome"] == "beyond"]
+    assert len(rows.rows) == 60 and len(beyond) >= 2
+    assert {(row["product"], row["shape"], row["column"]) for row in beyond} == {("fprop", "columns", column)}
 
 
 def test_a_frozen_weight_has_no_product_to_verify() -> None:

@@ -97,7 +97,9 @@ def _again(rows: pl.DataFrame, first: Mapping[str, Any]) -> str:
         return "; no later sample has it"
     again = int((later["outcome"] == "beyond").sum())
     if not again:
-        return f"; {len(later)} later samples are right: it is transient"
+        # Samples look at other rows and columns, so that what is wrong in some of them may still be there.
+        told = ": it is transient" if first["shape"] == "all" else " in other rows and columns"
+        return f"; {len(later)} later samples are right{told}"
     return f"; {again} of {len(later)} later samples are wrong again"
 
 
