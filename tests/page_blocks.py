@@ -152,7 +152,10 @@ def wrapped(line: str, width: int = WIDTH) -> str:
 
 def cut(line: str) -> str:
     """Leave out the end of a line of output that is too long for a page."""
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+    if len(line) <= WIDTH:
+        return line
+    shown = line[: WIDTH - 3]
+    return f"{shown[: max(shown.rfind(' '), shown.rfind('&')) + 1]}..."
 
 
 def check_text(block: Block, text: str, varies: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Pages: links lead somewhere, lines fit 120 columns except in tables and code, no section is there twice, no table is cut."""
+"""Pages: links lead somewhere, lines fit 120 columns, no section is there twice, no table is cut."""
 
 from __future__ import annotations
 

@@ -65,9 +65,9 @@ def round_trip(folder: Path) -> dict[str, Any]:
 PAGES = ("README.md#use-it", "attach.md#nemo-2x-and-any-lightning-trainer", "index.md")
 
 
-def blocks_of_pages(folder: Path) -> dict[str, Any]:
-    """What Python of README and docs prints under NeMo, and how the options of the recipe's command are read."""
-    options = {
+def trainer_options(folder: Path) -> dict[str, Any]:
+    """What a page leaves out of a trainer of two steps."""
+    return {
         "accelerator": "cpu",
         "devices": 1,
         "max_steps": 2,
@@ -79,16 +79,19 @@ def blocks_of_pages(folder: Path) -> dict[str, Any]:
         "enable_checkpointing": False,
         "enable_progress_bar": False,
     }
+
+
+def blocks_of_pages(folder: Path) -> dict[str, Any]:
+    """What Python of README and docs prints under NeMo, and how the options of the recipe's command are read."""
     text = Text(sequence=32, micro_batch_size=2, global_batch_size=4)
     names = {
         "nl": nl,
         "model": model(VARIANTS["reference"], 2, te=False),
         "data": text,
-        "options_of": {"nl.Trainer": options},
     }
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for name in PAGES:
-            execute(find_block("python", name), names)
+            execute(find_block("python", name), names | {"options_of": {"nl.Trainer": trainer_options(folder)}})
     recipe = llm.llama3_8b.pretrain_recipe(name="t", dir="unused", num_nodes=1, num_gpus_per_node=1)
     given = {"recipe": recipe, "run": nemo_run, "FP8DebugCallback": FP8DebugCallback}
     execute(find_block("python", "attach.md#nemo-2x-and-any-lightning-trainer, 2"), given)

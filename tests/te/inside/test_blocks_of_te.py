@@ -29,7 +29,7 @@ def fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder `fix` with files for X of FC2 in BF16, of a run of the GPT."""
     monkeypatch.chdir(tmp_path)
     model, folder = gpt(), tmp_path / "fix"
-    monitor = Monitor(model, "run", interval=1, table_rows=0, on_error="raise")
+    monitor = Monitor(model, "run", layers=["decoder.*"], interval=1, table_rows=0, on_error="raise")
     with monitor.step(0):
         train(model, steps=1)
     monitor.close()
