@@ -68,7 +68,7 @@ def test_quantizers_of_single_operands() -> None:
 
 @pytest.mark.usefixtures("fix")
 def test_debug_tools() -> None:
-    names = {"model": gpt()}
+    names: dict[str, Any] = {"build_model": gpt}
     execute(find_block("python", "fix.md#what-is-written, 4"), names)
     train(names["model"], steps=1)
     assert cast_inputs(names["model"]) == LAYERS - {FC2}
