@@ -43,7 +43,9 @@ class MonitoredTrainer(Trainer):
         self._losses = []
         with self.monitor.step(self.step) as report:
             super().train_step(data_iterator)
-            report(loss=torch.stack(self._losses).sum())  # each is divided by the valid tokens of the step already
+            # Each is a sum over this rank's tokens, divided by the tokens of all ranks that share the loss.
+            ranks = self.parallel_dims.get_optional_mesh("loss")
+            report(loss=torch.stack(self._losses).sum() * (ranks.size() if ranks else 1))
 
     def close(self) -> None:
         self.monitor.close()
