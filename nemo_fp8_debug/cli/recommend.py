@@ -104,7 +104,8 @@ def _print(out: Console, found: Recommendation, snippets: list[Snippet], folder:
     if not found.findings and not found.notes:
         say(out, "No recipe is to blame: there is nothing to change, and nothing was written.")
         return
-    _print_findings(out, found)
+    if found.findings:
+        _print_findings(out, found)
     for line in _lines(found, snippets, folder):
         say(out, line)
 
