@@ -13,8 +13,7 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
     "weight": {"scale_ratio_log2": 3.0, "underflow_pct": 4.0, "overflow_pct": 2.0},
     "grad_output": {"scale_ratio_log2": 8.0, "underflow_pct": 25.0, "overflow_pct": 3.0},
 }
-#: values that must underflow or overflow at least. Counts scatter by their square root, 24 by 5, so that fewer tell little
-#: of a share. A sample of a clean run with delayed scaling clips one to 23 values now and then, and more in 2 of 78 runs
+#: values that must underflow or overflow at least: percents of the few that an expert gets tell little
 LEAST_VALUES = 24
 #: formats that they are of: FP4 loses more in runs that go well, and how much has not been measured
 FORMATS = ("e4m3", "e5m2")

@@ -237,7 +237,11 @@ def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
 
 
 def _without_few(rows: pl.DataFrame) -> pl.DataFrame:
-    """Take shares that fewer than `LEAST_VALUES` values make for 0."""
+    """Take shares that fewer than `LEAST_VALUES` values make for 0, as the limits of `diagnose` do.
+
+    Counts scatter by their square root, 24 by 5, so that fewer tell little of a share. Clean runs with
+    delayed scaling clip one to 23 values now and then. In their later halves, only 2 of 78 clip more.
+    """
     shares = ("underflow_pct", "overflow_pct")
     return rows.with_columns(pl.when(_values(name) < LEAST_VALUES).then(0.0).otherwise(name).alias(name) for name in shares)
 
