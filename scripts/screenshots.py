@@ -1,6 +1,8 @@
 """Takes the screenshots of the docs: TensorBoard over a demo's folder, and a report, in headless Chromium.
 
 `.venv/bin/python scripts/screenshots.py runs/demo`
+
+The demo has to end with the verdict of the committed records, which is what the pages show.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.tensorboard_plugin.links import link
 
+RECORDS = Path(__file__).parent / "validation" / "main_job" / "records"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SIZE = {"width": 1500, "height": 1000}
 #: views of the tab, and what each waits for
@@ -34,11 +37,14 @@ VIEWS = {
 
 def main() -> None:
     runs = Path(sys.argv[1])
+    if verdict_of(runs) != verdict_of(RECORDS):  # another CPU adds up in another order
+        sys.exit(f"The verdict of {runs} is not that of {RECORDS}; make them anew: scripts/validation/main_job/train.py")
     IMAGES.mkdir(exist_ok=True)
     with browser.tensorboard("--logdir", runs) as address, browser.chromium() as chromium:
 
         def take(name: str, show: Callable[[Page], None]) -> None:
             page = chromium.new_page(viewport=SIZE)
+            page.set_default_timeout(browser.PATIENCE_MS)
             show(page)
             page.wait_for_timeout(1500)
             page.screenshot(path=IMAGES / f"{name}.png")
@@ -52,6 +58,11 @@ def main() -> None:
         take("tab_dark", lambda page: tab(page, dark, VIEWS["distribution"]))
         take("custom_scalars", lambda page: others(page, f"{address}/#custom_scalars"))
         take("compare", lambda page: comparison(page, runs))
+
+
+def verdict_of(runs: Path) -> str:
+    """Return what the demo prints of its runs."""
+    return diagnose(runs / "bad", runs / "baseline", runs / "reference").verdict()
 
 
 def first_tensor(run: Path, baseline: Path, reference: Path) -> dict[str, str]:
