@@ -216,9 +216,11 @@ class Breaks:
         raise SystemExit("no space left")
 
 
-def train(folder: Path, **options: Any) -> None:
+def train(folder: Path, moves_to: Path | None = None, **options: Any) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)))
     monitor = Monitor(model, folder, interval=2, table_rows=0, on_error="warn", **options)
+    if moves_to is not None:
+        os.chdir(moves_to)
     for step in range(5):
         with monitor.step(step) as report:
             loss = model(torch.randn(4, 8)).square().sum()
@@ -279,7 +281,9 @@ def test_mlflow_keeps_a_run_in_files(uri: str | None, tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)  # as if it were not installed
     place = tmp_path / "mlruns"
     choice: Any = {"mlflow": {"tracking_uri": "file:./mlruns" if uri == "file:" else str(place)}} if uri else "mlflow"
-    train(tmp_path / "run", loggers=[choice])
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    train(tmp_path / "run", loggers=[choice], moves_to=elsewhere)
     (kept,) = place.glob("*/*/metrics/fp8/loss")
     found = {int(step): float(value) for _, value, step in map(str.split, kept.read_text().splitlines())}
     steps = read_table(tmp_path / "run", "steps")

@@ -205,10 +205,11 @@ class Diagnosis:
         """Return what else a reader must know: settings that left the baseline's, and what both runs share."""
         told = []
         for f in self.findings:
-            if f.rule in ("learning rate", "gradient norm") and f is not self.blame.finding:
-                told.append(
-                    f"The learning rate differs: {f.evidence}." if f.rule == "learning rate" else f"Also, {f.evidence}."
-                )
+            follows = self.divergence_step is not None and f.since is not None and f.since > self.divergence_step
+            if f is self.blame.finding or (follows and f.rule == "gradient norm"):
+                continue  # gradients follow a loss that diverges
+            if f.rule in ("learning rate", "gradient norm"):
+                told.append(f"{'The learning rate differs: ' if f.rule == 'learning rate' else 'Also, '}{f.evidence}.")
         if self.shared:
             each = [f.evidence if f.operand is None else self._shared_told(f) for f in self.shared[:3]]
             told.append(f"The baseline has the same trouble, so a comparison cannot show it: {'; '.join(each)}.")

@@ -37,12 +37,13 @@ class MlflowSink:
         self._settings = dict(settings or {})
         self._run_id = run_id or self._settings.get("run_id")
         self._client = client
+        self._uri, self._files = _absolute(self._settings.get("tracking_uri")), Path("mlruns").absolute()
         self.owned = self._run_id is None
 
     def open(self, fingerprint: Mapping[str, Any]) -> None:
         """Start the run unless there is one."""
         if self._client is None:
-            self._client = _make_client(self._settings.get("tracking_uri"))
+            self._client = _make_client(self._uri, self._files)
         if self._run_id is None:
             options = {name: self._settings[name] for name in ("run_name", "tags") if name in self._settings}
             self._run_id = self._client.create_run(self._experiment(), **options).info.run_id
@@ -84,12 +85,23 @@ class MlflowSink:
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
-def _make_client(uri: str | None) -> Any:
-    """Return a client for a tracking URI, or for what MLflow is set to."""
+def _absolute(uri: str | None) -> str | None:
+    """Return a tracking URI that means the same folder when the client is made, in another thread and maybe elsewhere."""
+    path = (uri or "").removeprefix("file:")
+    is_path = uri is not None and "://" not in uri and (path != uri or path.startswith(".") or "/" in path)
+    return str(Path(path).absolute()) if is_path else uri
+
+
+def _make_client(uri: str | None, files: Path) -> Any:
+    """Return a client for a tracking URI, or for what MLflow is set to.
+
+    Args:
+        files: folder of a run if neither is known and no database can be opened.
+    """
     import mlflow
 
     if uri is None and not mlflow.is_tracking_uri_set() and not has_sqlalchemy():
-        uri = "./mlruns"  # as earlier releases do; later ones take a database, which needs SQLAlchemy
+        uri = str(files)  # as earlier releases do; later ones take a database, which needs SQLAlchemy
     with _file_store_allowed():
         return mlflow.MlflowClient(uri)
 
