@@ -33,7 +33,7 @@ _here = Path(__file__).parent
 #: files that take longest come first, so that no worker is left with one in the end
 _longest = (
     *("distributed/test_network_faults", "scripts/test_demo", "distributed/test_megatron_layouts", "te/test_gpu_parts"),
-    *("te/test_te", "tensorboard_plugin/test_headline", "tensorboard_plugin/test_page_files"),
+    *("te/test_te", "docs/test_page_blocks", "tensorboard_plugin/test_headline", "tensorboard_plugin/test_page_files"),
     *("tensorboard_plugin/test_runs_table", "record/test_torture", "tensorboard_plugin/test_map"),
     *("distributed/test_fsdp", "distributed/test_faults", "distributed/test_deepspeed", "tensorboard_plugin/test_verdict"),
     *("tensorboard_plugin/test_timeline", "tensorboard_plugin/test_distribution", "cli/test_terminal"),

@@ -9,7 +9,7 @@ import typer
 
 from ..analysis.formatting import number
 from ..analysis.loss.acceptance import TRAINING, Acceptance, accept
-from ..analysis.loss.gap import NOT_BETTER
+from ..analysis.loss.gap import CHECK_DATA
 from ..analysis.loss.gate import CANNOT_TELL, ERROR, FAIL, PASS, PUBLISHED, THIS_PAIR, Gate
 from ..analysis.runs.run import Run
 from ..errors import ConfigError, RecordError
@@ -65,7 +65,7 @@ def told(found: Acceptance, unit: str) -> list[str]:
     first, decisive = found.loss.gaps[0], found.gates[found.decisive]
     lines = [f"{found.outcome.upper()}: {_clause(found.decisive, decisive, unit)}; limit {decisive.max_gap:g}%."]
     if any(each.is_far_below for each in found.gates.values()):
-        lines.append(f"A loss far below the baseline's does not pass. {NOT_BETTER}")
+        lines.append(f"A loss far below the baseline's does not pass. {CHECK_DATA}")
     if found.outcome == CANNOT_TELL:
         lines.append(_what_would_tell(decisive, unit))
     for name, each in found.gates.items():

@@ -68,7 +68,7 @@ class Gate:
 
     @property
     def is_far_below(self) -> bool:
-        """Whether the loss ends farther below the baseline's than a better recipe's."""
+        """Whether the loss ends so far below the baseline's that the data must be checked before it counts as a gain."""
         return self.bounds[1] < min(self.max_gap, 0.0) - FAR_BELOW
 
     @property

@@ -8,7 +8,7 @@ from functools import cached_property
 from ..formatting import number
 from .curve import LossCurve
 from .divergence import above
-from .gap import FAR_BELOW, NOT_BETTER, Gap, gap
+from .gap import FAR_BELOW, CHECK_DATA, Gap, gap
 from .seeds import Seeds
 from .step_change import jumps_at, rises_at
 
@@ -151,7 +151,7 @@ class LossOutcome:
 
     @property
     def is_far_below(self) -> bool:
-        """Whether it ends so far below the baseline's that neither another seed nor a better recipe explains that."""
+        """Whether the loss ends so far below the baseline's that another seed hardly explains that."""
         if self.gap is None:
             return False
         least = FAR_BELOW if self.same_model else OTHER_MODELS * MAX_GAP
@@ -253,7 +253,7 @@ class LossOutcome:
         measured = described(found, unit, self.seeds)
         whose = "the baseline's" if self.seeds is None else "the baselines' mean"
         if self.is_far_below:
-            return f"The loss ends {self.percents(-found.percent)} below {whose}: {measured}. {NOT_BETTER}"
+            return f"The loss ends {self.percents(-found.percent)} below {whose}: {measured}. {CHECK_DATA}"
         if self.harm == "harmful":
             return f"The loss diverges from {unit} {self.since} on: {measured}."
         if self.harm == "likely" and self.stepped_up is not None:

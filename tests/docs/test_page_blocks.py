@@ -1,6 +1,6 @@
 """Each block of code in README, CONTRIBUTING and the pages runs, and what a page shows is what comes out.
 
-    REGENERATE=1 .venv/bin/python -m pytest tests/docs/test_blocks.py tests/adapters/lightning/test_nemo.py
+    REGENERATE=1 .venv/bin/python -m pytest tests/docs/test_page_blocks.py tests/adapters/lightning/test_nemo.py
 
 writes what comes out into the pages.
 """
