@@ -8,7 +8,7 @@ from functools import cached_property
 from ..formatting import number
 from .curve import LossCurve
 from .divergence import above
-from .gap import FAR_BELOW, CHECK_DATA, Gap, gap
+from .gap import CHECK_DATA, FAR_BELOW, Gap, gap
 from .seeds import Seeds
 from .step_change import jumps_at, rises_at
 
