@@ -211,21 +211,20 @@ class LossOutcome:
         other, apart = self.reference_outcome, self.gap_to_reference
         if other is None:
             return "The reference run's record has too few losses to tell anything."
-        told = []
+        gap = "" if other.gap is None or other.gap.infinite else _interval_told(other.gap)
         if other.harmful_since is not None:
-            told.append(f"The reference run diverges too, from {unit} {other.harmful_since} on.")
+            lead = f"The reference run diverges too, from {unit} {other.harmful_since} on{gap and f', with a gap of {gap}'}."
         elif self.harmful_since is not None:
-            told.append("The reference run does not diverge.")
-        if other.gap is not None and not other.gap.infinite:
-            told.append(f"The reference run's gap is {_interval_told(other.gap)}.")
+            lead = f"The reference run does not diverge{gap and f': its gap is {gap}'}."
+        else:
+            lead = gap and f"The reference run's gap is {gap}."
         if apart is None:
-            told.append("The run and the reference run share too few losses to compare.")
+            rest = "The run and the reference run share too few losses to compare."
         elif self.differs_from_reference is False:
-            told.append(f"The run is not above the reference run: {_interval_told(apart)}.")
-            told.append("FP8 does not explain the loss.")
-        elif not apart.infinite:
-            told.append(f"The run lies above the reference run by {_interval_told(apart)}.")
-        return " ".join(told)
+            rest = f"The run is not above the reference run ({_interval_told(apart)}), so FP8 does not explain the loss."
+        else:
+            rest = "" if apart.infinite else f"The run lies above the reference run by {_interval_told(apart)}."
+        return f"{lead} {rest}".strip()
 
     def percents(self, value: float, step: int | None = None) -> str:
         """Return percents of the loss in words, with what they are of unless that is its level.
