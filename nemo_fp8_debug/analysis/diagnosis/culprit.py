@@ -116,7 +116,9 @@ def blamed(evidence: Evidence) -> Blame:
     """The culprit, the cause, how sure that is, and what else went wrong by itself."""
     blame = _blamed(evidence)
     if not evidence.by_precision and blame.cause not in (*NOT_FP8, *_PLAIN):
-        return _nothing_found(evidence, bool(evidence.before()))
+        plain = next((f for f in evidence.findings if f.cause in ("nonfinite", "dead") and f.confidence != "low"), None)
+        found = _nothing_found(evidence, bool(evidence.before()))
+        return found if plain is None else Blame(plain, plain.cause, plain.confidence)
     return blame if blame.culprit is None else replace(blame, besides=evidence.besides(blame.culprit))
 
 

@@ -21,7 +21,7 @@ from ..loss.step_change import rises_with
 from ..runs.grid import Ints, interval_of
 from ..runs.metrics import IS_NONFINITE
 from ..runs.run import Run
-from .culprit import Evidence, blamed
+from .culprit import Blame, Evidence, blamed
 from .diagnosis import Diagnosis
 from .operands import against_baseline, alone, beginning, shared_with, with_zeros
 from .rules.activations import activations
@@ -48,6 +48,8 @@ from .rules.wrong_product import wrong_product, wrong_reduction
 from .rules.zeros import find_zeros
 
 Source = str | os.PathLike[str] | Run
+#: part of a run's steps, and of its tensors, that may go unseen while the rest still shows that nothing is wrong
+_UNSAMPLED = 0.1
 
 
 def diagnose(
@@ -126,20 +128,50 @@ def diagnose_comparison(comparison: Comparison) -> Diagnosis:
         sure = [f for f in alone(run, _judged_by_bands(run, None)) if f.confidence != "low"]
         operands += [f for f in sure if (f.since or 0) > end and f.operand not in known]
     found = _added_up(run, baseline, comparison, operands, loss)
-    shared = _shared(run, baseline, loss.max_gap) if found.cause in ("none", "unknown") else []
-    blame = replace(found.blame, confidence=None) if shared and found.cause == "none" else found.blame
+    unexplained = found.cause in ("none", "unknown", "software") and found.blame.finding is None
+    shared = _shared(found, run, baseline) if unexplained else []
+    blame = found.blame
+    if shared and found.cause == "none":
+        blame = replace(blame, confidence=None)
+    elif shared and found.cause == "software" and not any(f.rule == "reference" for f in found.findings):
+        blame = Blame(None, "unknown", "low")
     return replace(found, blame=blame, shared=shared)
 
 
-def _shared(run: Run, baseline: Run, max_gap: float) -> list[Finding]:
+def _shared(found: Diagnosis, run: Run, baseline: Run) -> list[Finding]:
     """Return what is wrong with a run by itself and with its baseline too, so that comparing them cannot show it."""
-    no_gradients = [f for f in find_zeros(run, None) if not f.may_follow_the_loss]
-    found = [*nonfinite(run, None), *no_gradients, *shared_with(run, baseline)]
-    since = [LossOutcome(each.loss, None, max_gap).harmful_since for each in (run, baseline)]
+    shared: list[Finding] = []
+    if nonfinite(baseline, None):
+        shared += nonfinite(run, None)
+    if any(not f.may_follow_the_loss for f in find_zeros(baseline, None)):
+        shared += [f for f in find_zeros(run, None) if not f.may_follow_the_loss]
+    shared += shared_with(run, baseline)
+    since = [LossOutcome(each.loss, None, found.loss.max_gap).harmful_since for each in (run, baseline)]
     if None not in since:
         facts = f"both losses rise for good, the run's from {run.unit} {since[0]} on, the baseline's from {since[1]} on"
-        found.append(Finding("divergence", "unknown", "medium", facts, since=since[0]))
-    return found
+        shared.append(Finding("divergence", "unknown", "medium", facts, since=since[0]))
+    known = {(f.rule, f.operand) for f in found.findings if f.operand}
+    return [f for f in shared if (f.rule, f.operand) not in known]
+
+
+def _not_compared(run: Run, baseline: Run | None) -> list[str]:
+    """Return what of a run no baseline shows, in clauses."""
+    if baseline is None:
+        return []
+    missed = []
+    if (end := _baseline_end(run, baseline)) is not None:
+        missed.append(f"what happened after {run.unit} {end}, where the baseline ends")
+    steps, losses = run.metrics.steps, run.loss.steps
+    if (
+        len(losses)
+        and len(steps)
+        and losses[-1] - steps[-1] > max(interval_of(steps), _UNSAMPLED * (losses[-1] - losses[0]))
+    ):
+        missed.append(f"what happened after {run.unit} {steps[-1]}, the last sample")
+    mine, theirs = set(run.metrics.tensors.rows()), set(baseline.metrics.tensors.rows())
+    if len(mine - theirs) > _UNSAMPLED * len(mine):
+        missed.append(f"{len(mine - theirs)} of {len(mine)} tensors, which the baseline does not have")
+    return missed
 
 
 def _alone(run: Run, reference: Run | None, max_gap: float, bands: str | os.PathLike[str] | Bands | None) -> Diagnosis:
@@ -224,12 +256,16 @@ def _added_up(
     sampled = None if harmed_since is None else harmed_since + int(interval_of(run.metrics.steps))
     latest = None if sampled is None else sampled + _slack(run)
     judged = _judged(run, baseline, sampled) and (baseline is not None or covered or _has_limits(run))
-    unharmed, by_precision = loss.harm == "none" and harmed_since is None, loss.differs_from_reference is not False
+    end, not_compared = _baseline_end(run, baseline), _not_compared(run, baseline)
+    if end is not None and harmed_since is not None and harmed_since > end:
+        judged = False  # no band shows whether an operand left before the loss did
+    unharmed = loss.harm == "none" and harmed_since is None and not not_compared
+    by_precision = loss.differs_from_reference is not False
     evidence = Evidence(findings, harmed_since, latest, judged, baseline is not None, unharmed, by_precision)
     blame = blamed(evidence)
     # Where an operand goes wrong, X behind it moves as well: that is no finding of its own.
     told = [f for f in findings if f.rule != "inputs" or f is blame.finding or not operands]
-    return Diagnosis(run, baseline, comparison, told, blame, loss, stopped)
+    return Diagnosis(run, baseline, comparison, told, blame, loss, stopped, not_compared=not_compared)
 
 
 def _with_rise(loss: LossOutcome, findings: Sequence[Finding], sampled: Ints) -> LossOutcome:

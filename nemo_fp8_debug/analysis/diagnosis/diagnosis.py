@@ -45,6 +45,8 @@ class Diagnosis:
     judged_by: str = ""
     #: what is wrong with the run by itself and with its baseline too, if nothing sets the two apart
     shared: Sequence[Finding] = ()
+    #: what of the run the baseline does not show, in clauses
+    not_compared: Sequence[str] = ()
 
     @property
     def culprit(self) -> Finding | None:
@@ -160,7 +162,7 @@ class Diagnosis:
 
     def _cause_told(self) -> str:
         sure = f"{self.confidence} confidence"
-        found, means = self.blame.finding, CAUSES[self.cause]
+        found, means = self.blame.finding, self.describe_cause()
         if self.culprit is not None:
             where = f"{self.culprit.operand} {self._since_told(self.culprit)}"
             return f"It begins with {where}: {means} ({sure}; {self.culprit.evidence}).{self._besides_told()}"
@@ -176,6 +178,11 @@ class Diagnosis:
             )
         return f"{means[0].upper()}{means[1:]} ({sure})."
 
+    def describe_cause(self) -> str:
+        """Return what the cause means; a learning rate that did no harm is the cause of nothing."""
+        harmless = self.cause == "learning_rate" and self.harm not in ("harmful", "likely")
+        return "the learning rate differs" if harmless else CAUSES[self.cause]
+
     def describe_nothing(self) -> str:
         """Return that we found no cause, and what we could have missed."""
         if self.confidence is not None:
@@ -185,16 +192,18 @@ class Diagnosis:
             told = "; ".join(f"{f.operand} since {self.run.unit} {f.since} ({CAUSES[f.cause]})" for f in out[:3])
             seen = f"Out of band without a visible effect on the loss: {told}."
         else:
-            seen = "We saw nothing out of band."
-        return f"{seen} {self._could_have_missed()}"
+            others = self.shared or [f for f in self.findings if f.rule not in ("divergence", "versions", "features")]
+            seen = "No operand is out of band." if others else "We saw nothing out of band."
+        return f"{seen} {self._could_have_missed()}".strip()
 
     def _could_have_missed(self) -> str:
         """Return what is not ruled out, in a sentence."""
-        missed = []
+        missed = [*self.not_compared]
         if self.baseline is None:
             missed.append("a loss that is worse than it could be, and what was wrong from the first step on")
         elif self.loss.harm != "none":
-            missed.append("learning rate, data, kernels or communication, which may explain the loss")
+            both = all("lr" in each.steps.columns and each.steps["lr"].count() for each in (self.run, self.baseline))
+            missed.append(f"{'' if both else 'learning rate, '}data, kernels or communication, which may explain the loss")
         tables = {"products": self.run.verification, "optimizer states": self.run.states}
         absent = [name for name, rows in tables.items() if rows.is_empty()]
         if absent:
@@ -209,7 +218,8 @@ class Diagnosis:
             if f is self.blame.finding or (follows and f.rule == "gradient norm"):
                 continue  # gradients follow a loss that diverges
             if f.rule in ("learning rate", "gradient norm"):
-                told.append(f"{'The learning rate differs: ' if f.rule == 'learning rate' else 'Also, '}{f.evidence}.")
+                rate = f"The learning rate {'changes' if self.baseline is None else 'differs'}: "
+                told.append(f"{rate if f.rule == 'learning rate' else 'Also, '}{f.evidence}.")
         if self.shared:
             each = [f.evidence if f.operand is None else self._shared_told(f) for f in self.shared[:3]]
             told.append(f"The baseline has the same trouble, so a comparison cannot show it: {'; '.join(each)}.")

@@ -59,10 +59,14 @@ def against_baseline(comparison: Comparison) -> list[Finding]:
             layer, since, excess = expert
         looked_into.append((layer, role, since, excess, samples))
     rows = [_rows(each.metrics, looked_into) for each in (run, baseline)]
+    steps, end = run.metrics.steps, baseline.metrics.steps[-1]
     for layer, role, since, excess, samples in looked_into:
         course = Course.of(rows[0], layer, role)
         cause = why(course, since, Course.of(rows[1], layer, role), samples)
-        cause = _as_transient(cause, samples) if samples < IN_A_ROW and cause.cause != "nonfinite" else cause
+        if samples < IN_A_ROW and cause.cause != "nonfinite":
+            # Where the baseline ends before the run, nobody knows for how long it lasts.
+            lasts = steps[-1] > end and int(((steps >= since) & (steps <= end)).sum()) <= samples
+            cause = _as_transient(cause, None if lasts else samples)
         cause = _that_grew(cause, comparison.out_of_band)
         cause = _of_other_batches(replace(cause, excess=excess), comparison)
         found.append(replace(cause, severity=severity(course, since)))
@@ -83,9 +87,15 @@ def _rows(metrics: Metrics, operands: Sequence[tuple[Any, ...]]) -> pl.DataFrame
     return metrics.within(keys).frame(COURSE)
 
 
-def _as_transient(found: Finding, samples: int) -> Finding:
-    """A batch may have far larger gradients than others, which a scale lags behind: no more than a hint."""
-    told = f"{found.evidence}; it lasts for {samples} sample{'s' if samples > 1 else ''}, a transient"
+def _as_transient(found: Finding, samples: int | None) -> Finding:
+    """A batch may have far larger gradients than others, which a scale lags behind: no more than a hint.
+
+    Args:
+        samples: for how many the operand is out; None: nobody knows.
+    """
+    told = found.evidence
+    if samples is not None:
+        told += f"; it lasts for {samples} sample{'s' if samples > 1 else ''}, a transient"
     lags = found.role in GRADIENTS and found.cause in ("clipping", "underflow")
     return replace(found, evidence=told, confidence="low" if lags else found.confidence)
 

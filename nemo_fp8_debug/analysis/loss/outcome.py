@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ..formatting import number
 from .curve import LossCurve
 from .divergence import above
@@ -77,9 +79,23 @@ class LossOutcome:
 
     @property
     def differs_from_reference(self) -> bool | None:
-        """Whether the run lies above the reference run, by a 95% interval that excludes 0; None if nobody can tell."""
+        """Whether the run lies above the reference run; None if nobody can tell.
+
+        True if the 95% interval of their gap lies above 0. False if the interval also excludes a gap as large as the run's
+        own to the baseline, or as large as counts as harm, up to the end of the run.
+        """
         found = self.gap_to_reference
-        return None if found is None else found.infinite or found.interval()[0] > 0
+        if found is None:
+            return None
+        low, high = found.interval() if not found.infinite else (np.inf, np.inf)
+        if low > 0:
+            return True
+        explained = self.max_gap if self.gap is None else max(self.max_gap, self.gap.percent)
+        return False if high < explained and self._reference_lasts(found) else None
+
+    def _reference_lasts(self, found: Gap) -> bool:
+        """Whether the reference run reaches the last twentieth of the run."""
+        return bool(found.last >= self.run.steps[int(0.95 * (len(self.run.steps) - 1))])
 
     @cached_property
     def since(self) -> int | None:
@@ -197,7 +213,7 @@ class LossOutcome:
             return self._alone(unit)
         if self.gap is None:
             since = f"The loss stays above the baseline's from {unit} {self.since} on. " if self.since is not None else ""
-            return f"{since}The runs have too few losses in common to measure a gap."
+            return f"{since}No gap can be measured: fewer than 10 losses are in common, or the baseline's are zero."
         return self._against_the_baseline(self.gap, unit)
 
     def describe_reference(self, unit: str = "step") -> str:
@@ -212,18 +228,29 @@ class LossOutcome:
         if other is None:
             return "The reference run's record has too few losses to tell anything."
         gap = "" if other.gap is None or other.gap.infinite else _interval_told(other.gap)
+        lasts = apart is not None and self._reference_lasts(apart)
         if other.harmful_since is not None:
-            lead = f"The reference run diverges too, from {unit} {other.harmful_since} on{gap and f', with a gap of {gap}'}."
-        elif self.harmful_since is not None:
+            too = " too" if self.harmful_since is not None else ""
+            lead = (
+                f"The reference run diverges{too}, from {unit} {other.harmful_since} on{gap and f', with a gap of {gap}'}."
+            )
+        elif self.harmful_since is not None and lasts:
             lead = f"The reference run does not diverge{gap and f': its gap is {gap}'}."
         else:
             lead = gap and f"The reference run's gap is {gap}."
-        if apart is None:
-            rest = "The run and the reference run share too few losses to compare."
-        elif self.differs_from_reference is False:
-            rest = f"The run is not above the reference run ({_interval_told(apart)}), so FP8 does not explain the loss."
+        if self.baseline is self.reference:
+            rest = ""  # the gap is told already
+        elif apart is None:
+            rest = "Their losses do not allow to compare the run and the reference run."
+        elif not lasts:
+            rest = f"The reference run ends at {unit} {self.reference.steps[-1]}, so it tells nothing of the run's end."
         else:
-            rest = "" if apart.infinite else f"The run lies above the reference run by {_interval_told(apart)}."
+            rest = "" if apart.infinite else f"The run's gap to the reference run is {_interval_told(apart)}"
+            if self.differs_from_reference is None:
+                rest += ", so nobody can tell whether FP8 explains the loss"
+            elif not self.differs_from_reference and self.harm != "none" and not self.is_far_below:
+                rest += ", so FP8 does not explain the loss"
+            rest += "." if rest else ""
         return f"{lead} {rest}".strip()
 
     def percents(self, value: float, step: int | None = None) -> str:
@@ -242,15 +269,17 @@ class LossOutcome:
         if self.stepped_up is not None:
             step, percent = self.stepped_up
             return f"The loss goes up by {self.percents(percent, step)} at {unit} {step} and stays there, so harm is likely."
-        visible = self.percents(self.run.visible_rise)
+        visible = f" (by {self.percents(self.run.visible_rise)} or more, which could have been seen)"
+        visible = visible if np.isfinite(self.run.visible_rise) else ""
         return (
-            f"The loss does not rise above its own minimum (by {visible} or more, which could have been seen); without a "
-            "baseline a gap to what it could be cannot be seen."
+            f"The loss does not rise above its own minimum{visible}; without a baseline a gap to what it could be cannot be "
+            "seen."
         )
 
     def _against_the_baseline(self, found: Gap, unit: str) -> str:
         measured = described(found, unit, self.seeds)
         whose = "the baseline's" if self.seeds is None else "the baselines' mean"
+        whose = "the reference run's" if self.baseline is self.reference else whose
         if self.is_far_below:
             return f"The loss ends {self.percents(-found.percent)} below {whose}: {measured}. {CHECK_DATA}"
         if self.harm == "harmful":

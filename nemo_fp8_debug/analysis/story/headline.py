@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.keys import SHOWN_AS
 from ..diagnosis.diagnosis import Diagnosis
-from ..diagnosis.rules.finding import CAUSES, NOT_FP8, Finding
+from ..diagnosis.rules.finding import NOT_FP8, Finding
 from ..formatting import number
 from ..loss.outcome import LossOutcome, described
 from ..runs.grid import interval_of
@@ -110,7 +110,7 @@ def _title_of_unknown(loss: LossOutcome) -> str:
     if loss.baseline is None:
         return "Cannot tell: without a baseline, a loss that does not rise shows no harm"
     if loss.gap is None:
-        return "Cannot tell: the runs have too few losses in common"
+        return "Cannot tell: the losses of the runs cannot be compared"
     if loss.is_far_below and loss.gap is not None:
         return f"The loss ends {loss.percents(-loss.gap.percent)} below the baseline's"
     return f"Cannot tell whether the loss is {loss.percents(loss.max_gap)} above the baseline's"
@@ -118,7 +118,7 @@ def _title_of_unknown(loss: LossOutcome) -> str:
 
 def cause_told(found: Diagnosis) -> str:
     """Why, in a sentence with figures."""
-    blamed, means, culprit = found.blame.finding, CAUSES[found.cause], found.culprit
+    blamed, means, culprit = found.blame.finding, found.describe_cause(), found.culprit
     reference = found.loss.describe_reference(found.run.unit)
     rest = "".join(f" {told}" for told in ([reference] if reference else []) + found.describe_rest())
     return _cause_told(found, blamed, means, culprit) + rest

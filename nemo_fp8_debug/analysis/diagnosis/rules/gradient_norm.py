@@ -17,6 +17,7 @@ from ...loss.smoothing import running_median
 from ...loss.step_change import rises_at
 from ...runs.grid import Floats, Ints
 from ...runs.run import Run
+from ...runs.source import Bools
 from .finding import Finding
 from .grad_scale import common_loss_scale, severity_of
 
@@ -81,12 +82,13 @@ def _zero(run: Run, baseline: Run | None) -> list[Finding]:
     since = int(steps[behind] if lasts else steps[np.argmax(zero)])
     # Megatron-Core reports 0 where it does not clip, and so computes no norm.
     arrive = _has_gradients(run, since, int(steps[zero][-1]))
-    if arrive and zero.all():
+    recorded = not run.metrics.with_role("grad_output").is_empty()
+    if zero.all() and (arrive or not recorded) and (baseline is None or norms(baseline).is_empty()):
         return []
     facts = f"the gradient norm is exactly 0 at {zero.sum()} of {len(zero)} {run.unit}s"
     facts += f", at all from {run.unit} {since} on" if lasts else f", first at {run.unit} {since}"
     facts += "; dY are not, so that norm may not have been computed" if arrive else ""
-    sure = "high" if lasts and not arrive else "low"
+    sure = "high" if lasts and recorded and not arrive else "low"
     return [Finding("gradient norm", "dead", sure, facts, _ZERO, since=since, severity=2 if sure == "high" else 0)]
 
 
@@ -218,15 +220,25 @@ def _grows(run: Run, baseline: Run | None) -> list[Finding]:
         return []
     apart = np.log2(both["grad_norm"].to_numpy() / both["grad_norm_baseline"].to_numpy())
     smooth = running_median(apart, _HALF)
-    at = next(
-        (at for sign in (1, -1) if (at := stays(sign * smooth > np.log2(_LARGER), sign * apart, _HALF)) is not None), None
-    )
+    far = {sign: sign * smooth > np.log2(_LARGER) for sign in (1, -1)}
+    lasting = (stays(high, sign * apart, _HALF) for sign, high in far.items())
+    at, end = next((at for at in lasting if at is not None), None), len(smooth)
     if at is None:
-        return []
-    since, times = int(both["step"][at]), 2 ** float(np.median(smooth[at:]))
-    facts = f"the gradient norm is {number(times)} times the baseline's from {run.unit} {since} on (median)"
+        at, end = max((_longest(high) for high in far.values()), key=lambda each: each[1] - each[0])
+        if end - at < _LEVEL:
+            return []
+    since, times = int(both["step"][at]), 2 ** float(np.median(smooth[at:end]))
+    until = "on" if end == len(smooth) else f"to {both['step'][end - 1]}"
+    facts = f"the gradient norm is {number(times)} times the baseline's from {run.unit} {since} {until} (median)"
     scale = common_loss_scale(run.steps, baseline.steps)
     if at == 0 and scale is not None and abs(np.log2(times / scale)) <= _NEAR:
         facts += f", which is about the loss scale of both ({number(scale)}): it is not taken back"
         return [Finding("gradient norm", "multiplier", "medium", facts, _FACTOR, since=since)]
     return [Finding("gradient norm", "unknown", "low", facts, _GROWS, since=since)]
+
+
+def _longest(high: Bools) -> tuple[int, int]:
+    """Return where the longest stretch of True begins and ends (exclusive); two zeros if there is none."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], high, [False]]).astype(np.int8)))
+    stretches = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    return max(stretches, key=lambda each: each[1] - each[0], default=(0, 0))
