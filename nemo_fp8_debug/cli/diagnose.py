@@ -39,7 +39,8 @@ def command(
             "--baseline",
             "--good",
             metavar="RUN",
-            help="a run that went well; may be repeated for other seeds; without it RUN is judged by bands of healthy runs",
+            help="a run that went well; may be repeated for other seeds; without it RUN is judged by bands of healthy runs "
+            "or by fixed limits",
         ),
     ] = None,
     reference: Annotated[

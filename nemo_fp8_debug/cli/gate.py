@@ -38,7 +38,8 @@ def command(
     by: Annotated[str, typer.Option(metavar="step|samples", help="match the runs by step, or by samples consumed")] = "step",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Accept a run or not: exits with 0 if its gap is below the limit, 1 if above or far below, 3 if that cannot be told."""
+    """Accept a run or not. Exit with 0 if the gap is below the limit, 1 if it is above or the loss is far below the
+    baseline's, 3 if we cannot tell."""
     limit, part = _percent(max_gap, "--max-gap"), _percent(last, "--last") / 100
     runs, baselines = ([Run.read(path, by, held=0) for path in paths] for paths in (run, baseline))
     found = accept(runs, baselines, limit, part, after)

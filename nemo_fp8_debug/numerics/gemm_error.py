@@ -35,9 +35,9 @@ PRODUCTS: dict[str, tuple[Side, Side]] = {
 SUMS = ("n", "error2", "first_error2", "second_error2", "output2")
 
 _GOLDEN = (5**0.5 - 1) / 2
-#: Of rows and of columns: a prime, and a multiplier near its golden section. As many samples as the prime, d steps apart,
-#: reach all of a part of up to half as many places, unless the prime divides d: no usual interval. Two primes let each row
-#: meet each column.
+#: for rows and for columns: a prime, and a multiplier near its golden section. As many samples as the prime, d steps apart,
+#: reach all places of a part that has at most half as many, unless the prime divides d. Two primes let each row meet each
+#: column.
 _DIGITS = ((59, 36), (53, 33))
 
 

@@ -1,7 +1,8 @@
-"""Links that lead out of a folder that somebody named. They are not followed, by no command and not by the tab.
+"""Find links that lead out of the folder that the user names. Neither the commands nor the tab follow such links.
 
-A record may come from anybody, and a link in it may lead to any file of the reader. A page that is served or sent to others
-would show that file. A command that writes into the record would write there. The folder that the user names may be a link.
+A record may come from anybody, and a link in that record may lead to any file of the reader. A page that is served or sent
+to others would show that file. A command that writes into the record would change that file. The folder that the user names
+may itself be a link.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def leads_out(storage: Storage, name: str) -> bool:
 
 
 def find_link_out(storage: Storage, folder: str) -> str | None:
-    """Name what of a record leads out of `storage`, if anything does.
+    """Return the first name in a record that is a link out of `storage`; None: there is none.
 
     Args:
         storage: a folder whose path is free of links.

@@ -69,7 +69,7 @@ def _refuse_links(root: Storage, run: Storage) -> None:
     except OSError as error:
         raise RecordError(f"{run} cannot be read: {error}") from None
     if bad:
-        raise RecordError(f"{bad} of the record {run} is a link out of {root}, which is not followed; put the files there")
+        raise RecordError(f"{bad} of the record {run} is a link out of {root}; replace the link with the files it leads to")
 
 
 def read_fingerprint(run: Address) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def write(
             for role in ("input", "weight", "grad_output")
         ]
         record.record(sample(step, rows))
-    steps = sorted({*losses, *(s for by_step in scalars.values() for s in by_step)})
+    steps = sorted(s for s in {*losses, *(s for by_step in scalars.values() for s in by_step)} if s < until)
     record.record_steps({s: {"loss": losses.get(s)} | {name: of.get(s) for name, of in scalars.items()} for s in steps})
     for name, by_step in (validation or {}).items():
         for step, loss in by_step.items():

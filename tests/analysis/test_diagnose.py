@@ -313,8 +313,8 @@ class TestAllClear:
         found = diagnose(write(tmp_path / "run", losses=curves[1]), write(tmp_path / "other", losses=curves[0]))
         assert found.harm == "unknown" and found.loss.gap is not None and found.loss.gap.percent > 10
         assert found.confidence is None and "confidence" not in found.verdict()
-        assert "nothing wrong" not in found.verdict() and "We saw nothing out of band." in found.verdict()
-        assert "We could have missed learning rate, data, kernels or communication" in found.verdict()
+        assert "nothing wrong" not in found.verdict() and "We saw no operand out of band." in found.verdict()
+        assert "We could have missed a fault in learning rate, data, kernels or communication." in found.verdict()
 
     def test_is_not_given_next_to_a_hint(self, tmp_path: Path) -> None:
         def outlier(step: int) -> Mapping[str, Any]:
@@ -373,6 +373,59 @@ class TestShortBaseline:
         assert "same trouble" not in diagnose(write(tmp_path / "good"), baseline).verdict()
 
 
+class TestWhatABaselineDoesNotShow:
+    """No all-clear where most of a run was never compared."""
+
+    def test_after_its_end(self, tmp_path: Path) -> None:
+        found = diagnose(write(tmp_path / "run"), write(tmp_path / "half", until=ONSET))
+        assert (
+            found.confidence is None and f"We could have missed what happened after step {ONSET - EVERY}" in found.verdict()
+        )
+
+    def test_after_the_last_sample(self, tmp_path: Path, baseline: Path) -> None:
+        record = write(tmp_path / "run", until=24)
+        longer = RunRecord(record)
+        longer.open(FINGERPRINT)
+        longer.record_steps({s: {"loss": loss} for s, loss in falling(1).items() if s >= 24})
+        longer.close()
+        found = diagnose(record, baseline)
+        assert found.confidence is None and "what happened after step 16, the last sample" in found.verdict()
+
+    def test_in_other_tensors(self, tmp_path: Path, baseline: Path) -> None:
+        others = [f"other.{i}.fc" for i in range(20)]
+        found = diagnose(write(tmp_path / "run", layers=LAYERS + others), baseline)
+        assert found.confidence is None and "60 of 72 tensors, which the baseline does not have" in found.verdict()
+
+    def test_a_divergence_after_its_end_is_not_blamed_on_software(self, tmp_path: Path) -> None:
+        def mild(step: int) -> Mapping[str, Any]:
+            return {"relative_error": 0.05, "mse": 4e-4, "underflow_pct": 8.0} if step >= 136 else {}
+
+        found = diagnose(write(tmp_path / "run", mild, falling(left=140)), write(tmp_path / "half", until=100))
+        assert (found.harm, found.cause) == ("harmful", "unknown")
+
+    def test_what_the_baseline_does_not_have_is_not_shared(self, tmp_path: Path, baseline: Path) -> None:
+        def zero(step: int) -> Mapping[str, Any]:
+            gone = {"amax": 0.0, "amin": 0.0, "mse": 0.0, "relative_error": None, "outlier_log2": None}
+            return gone | {"scale_ratio_log2": None} if step >= 64 else {}
+
+        bad = write(tmp_path / "bad", zero, falling(left=6), culprit=LAYERS, changed="grad_output")
+        assert "same trouble" not in diagnose(bad, baseline).verdict()
+
+    def test_a_loss_that_is_lost_in_both_runs_is_no_software(self, tmp_path: Path) -> None:
+        losses = {i: loss if i < 90 else float("nan") for i, loss in falling().items()}
+        bad, copy = (write(tmp_path / name, losses=losses) for name in ("bad", "copy"))
+        found = diagnose(bad, copy)
+        assert found.cause == "unknown" and "same trouble" in found.verdict() and "in the loss at step 90" in found.verdict()
+
+    def test_a_gradient_norm_that_comes_back_is_told(self, tmp_path: Path) -> None:
+        usual = {i: 1 + 0.05 * np.sin(i) for i in range(N)}
+        good = write(tmp_path / "good", grad_norm=usual)
+        found = diagnose(
+            write(tmp_path / "run", grad_norm={i: n * (10 if 60 < i < 90 else 1) for i, n in usual.items()}), good
+        )
+        assert "10 times the baseline's from step 61 to 89" in found.verdict() and found.confidence is None
+
+
 class TestReference:
     """A BF16 twin with the same gap acquits FP8, however far out an operand is."""
 
@@ -401,6 +454,23 @@ class TestReference:
         for text in (found.loss.describe_reference(), summarize(compare(good, bad, bf16))):
             assert ("FP8 does not explain the loss" in text) != is_fp8
 
+    def test_one_that_ends_early_acquits_nobody(self, tmp_path: Path) -> None:
+        bad, good = write(tmp_path / "bad", corrupted, falling(left=108)), write(tmp_path / "good", losses=falling(1))
+        for usual in (good, None):
+            found = diagnose(bad, usual, write(tmp_path / "short", losses=falling(2), until=104))
+            assert found.culprit and found.cause == "corrupted_scale"
+            assert "does not explain" not in found.verdict() and "does not diverge" not in found.verdict()
+
+    def test_one_that_is_too_noisy_to_tell_acquits_nobody(self, tmp_path: Path) -> None:
+        def noisy(seed: int, rise: float = 0.0) -> dict[int, float]:
+            noise = 1 + np.random.default_rng(seed).normal(0, 0.2, N)
+            return {i: float((2 + 3 * np.exp(-i / 20)) * noise[i] * (1 + rise * (i >= 108))) for i in range(N)}
+
+        bad = write(tmp_path / "bad", corrupted, noisy(7, 0.06))
+        found = diagnose(bad, write(tmp_path / "good", losses=noisy(7)), write(tmp_path / "bf16", losses=noisy(8)))
+        assert found.harm == "harmful" and found.cause == "corrupted_scale"
+        assert "nobody can tell whether FP8 explains the loss" in found.verdict()
+
     def test_its_gap_is_printed_where_the_run_is_not_harmed(self, tmp_path: Path, baseline: Path) -> None:
         bad, bf16 = write(tmp_path / "run", corrupted, falling(1)), write(tmp_path / "bf16", losses=falling(1))
         found = diagnose(bad, baseline, bf16)
@@ -425,10 +495,7 @@ class TestAlone:
     def test_a_run_that_goes_well(self, baseline: Path) -> None:
         found = diagnose(baseline)
         assert (found.cause, found.confidence, found.harm) == ("none", None, "unknown")
-        assert (
-            "We could have missed" in found.verdict()
-            and "without a baseline a gap to what it could be cannot be seen" in found.verdict()
-        )
+        assert "We could have missed" in found.verdict() and "Without a baseline, we cannot see a gap." in found.verdict()
 
     def test_without_losses(self, tmp_path: Path) -> None:
         found = diagnose(write(tmp_path / "bad", corrupted, {}))

@@ -121,7 +121,7 @@ class TestOutcome:
 
     def test_what_cannot_be_seen_is_said(self) -> None:
         found = LossOutcome(*pair(60, 1.0, False, 1))
-        assert found.harm == "unknown" and "the smallest gap that could have been seen is" in found.told()
+        assert found.harm == "unknown" and "We could have seen a gap of" in found.told()
 
     @pytest.mark.parametrize("first", [0, 1, 50])
     def test_nan_is_harm_from_its_first_step_on(self, first: int) -> None:
@@ -137,7 +137,7 @@ class TestOutcome:
 
     def test_alone_a_loss_that_falls_is_not_called_harmless(self) -> None:
         found = LossOutcome(curve(np.linspace(4, 2, 500)))
-        assert found.harm == "unknown" and "without a baseline a gap" in found.told()
+        assert found.harm == "unknown" and "Without a baseline, we cannot see a gap." in found.told()
 
 
 def signed(seed: int, start: float, end: float, worse: float = 0.0, n: int = 400) -> LossCurve:
@@ -168,7 +168,7 @@ class TestAnySign:
         for found in (LossOutcome(run), LossOutcome(run, baseline, same_model=True)):
             assert found.harm == "harmful" and found.since == pytest.approx(200, abs=25)
         assert found.gap is not None and found.gap.percent == pytest.approx(33 if start < 0 else 50, abs=4)
-        assert ("of its range" in found.told()) == (start > 0)
+        assert ("of the loss's range" in found.told()) == (start > 0)
 
     @pytest.mark.parametrize(("start", "end"), SIGNS)
     def test_rises_and_jumps_have_the_sign_of_the_difference(self, start: float, end: float) -> None:

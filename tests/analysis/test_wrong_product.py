@@ -69,7 +69,7 @@ def test_a_kernel_that_is_wrong_by_1_in_64_is_named_without_a_baseline(runs: dic
 
 def test_what_is_over_after_one_sample_is_told_as_transient(runs: dict[str, str]) -> None:
     finding = next(f for f in diagnose(runs["factor_once"]).findings if f.rule == "product")
-    assert finding.since == ONSET and "3 later samples are right: it is transient" in finding.evidence
+    assert finding.since == ONSET and "3 later samples are right, so the fault is transient" in finding.evidence
 
 
 def test_later_samples_of_other_rows_do_not_tell_that_it_is_transient(runs: dict[str, str]) -> None:

@@ -136,7 +136,7 @@ def test_a_record_with_a_link_out_of_the_logdir_is_not_read(tmp_path: Path, what
     tab = Tab(logdir)
     assert names(tab) == [] and "link out of the logdir" in refused(tab)["run"]
     for named in (run, logdir):  # commands treat links as the tab does
-        with pytest.raises(RecordError, match=f"of the record {run} is a link out of {named}, which is not followed"):
+        with pytest.raises(RecordError, match=f"of the record {run} is a link out of {named}; replace the link"):
             find_run(named)
     link = tmp_path / "link"
     link.symlink_to(secret)

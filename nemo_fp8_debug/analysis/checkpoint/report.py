@@ -107,7 +107,7 @@ def lacks_scale(row: Mapping[str, Any]) -> bool:
 
 
 def _errors(rows: Sequence[Mapping[str, Any]], cast: str) -> str:
-    """Median and worst relative error of a cast over weights; codes without a scale are not values, and tell nothing."""
+    """Return the median and worst relative error of a cast over weights. Leave out weights that lack their scale."""
     errors = {row["layer"]: row[cast]["relative_error"] for row in rows if not lacks_scale(row)}
     known = {layer: error for layer, error in errors.items() if error is not None}
     if not known:

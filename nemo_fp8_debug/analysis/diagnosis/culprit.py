@@ -54,7 +54,7 @@ class Evidence:
     paired: bool
     #: whether the loss follows the baseline's, by an interval that excludes harm
     unharmed: bool = False
-    #: False if a reference run in higher precision has the same loss as the run
+    #: False if the run does not end above a reference run in higher precision
     by_precision: bool = True
 
     def of(self, rule: str) -> Finding | None:
@@ -199,7 +199,7 @@ def _besides_operands(evidence: Evidence, first: Finding | None) -> Finding | No
 
 
 def _no_gradients(evidence: Evidence) -> Finding | None:
-    """A gradient norm that stays zero, in time to be the harm; operands that are zero tell more, and come first."""
+    """Return a gradient norm that stays zero, in time to have caused the harm. Operands that are zero go before it."""
     zero = next((f for f in evidence.findings if (f.rule, f.cause) == ("gradient norm", "dead")), None)
     if zero is None or zero.confidence == "low" or zero.since is None:
         return None

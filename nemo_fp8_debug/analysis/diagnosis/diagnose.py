@@ -65,7 +65,7 @@ def diagnose(
     Args:
         run: the record of the run to explain, or a folder above it; a path or any fsspec address.
         baseline: likewise, of a run that went well; or of several of one model that differ in their seed: the loss is
-            compared with the mean of all, and all else with the first. None: the run is judged by `bands`.
+            compared with the mean of all, and all else with the first. None: the run is judged by `bands` or fixed limits.
         reference: likewise, of a run that differs from `run` in precision alone; None: there is none.
         by: what the runs are matched by: `step`, or `samples` that were consumed, for runs of other batch sizes.
         bands: of healthy runs, which a run without a baseline is judged by: a file of `nemo-fp8-debug learn`; None: those

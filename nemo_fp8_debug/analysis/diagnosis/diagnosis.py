@@ -65,7 +65,7 @@ class Diagnosis:
 
     @property
     def about_fp8(self) -> bool:
-        """Whether how FP8 represents operands may be the cause."""
+        """Return True if the cause may be how FP8 represents operands."""
         return self.cause not in NOT_FP8 and self.loss.differs_from_reference is not False
 
     @property
@@ -192,23 +192,24 @@ class Diagnosis:
             told = "; ".join(f"{f.operand} since {self.run.unit} {f.since} ({CAUSES[f.cause]})" for f in out[:3])
             seen = f"Out of band without a visible effect on the loss: {told}."
         else:
-            others = self.shared or [f for f in self.findings if f.rule not in ("divergence", "versions", "features")]
-            seen = "No operand is out of band." if others else "We saw nothing out of band."
-        return f"{seen} {self._could_have_missed()}".strip()
+            seen = "We saw no operand out of band."
+        return " ".join([seen, *self._list_missed()])
 
-    def _could_have_missed(self) -> str:
-        """Return what is not ruled out, in a sentence."""
-        missed = [*self.not_compared]
+    def _list_missed(self) -> list[str]:
+        """Return what we could have missed, a sentence each."""
+        missed = [f"We could have missed {part}." for part in self.not_compared]
         if self.baseline is None:
-            missed.append("a loss that is worse than it could be, and what was wrong from the first step on")
+            missed.append("We could have missed a loss that is too high, and a fault that was there from the first step on.")
         elif self.loss.harm != "none":
             both = all("lr" in each.steps.columns and each.steps["lr"].count() for each in (self.run, self.baseline))
-            missed.append(f"{'' if both else 'learning rate, '}data, kernels or communication, which may explain the loss")
-        tables = {"products": self.run.verification, "optimizer states": self.run.states}
+            missed.append(
+                f"We could have missed a fault in {'' if both else 'learning rate, '}data, kernels or communication."
+            )
+        tables = {"verified products": self.run.verification, "optimizer states": self.run.states}
         absent = [name for name, rows in tables.items() if rows.is_empty()]
         if absent:
-            missed.append(f"wrong {' and '.join(absent)}, which the record does not hold")
-        return f"We could have missed {'; and '.join(missed)}." if missed else ""
+            missed.append(f"The record has no {' and no '.join(absent)}, so we could not see wrong ones.")
+        return missed
 
     def describe_rest(self) -> list[str]:
         """Return what else a reader must know: settings that left the baseline's, and what both runs share."""

@@ -43,7 +43,7 @@ class Acceptance:
 
     @property
     def outcome(self) -> str:
-        """`pass`: all gaps are below the limit; `fail`: one is above, or far below; `cannot tell`."""
+        """`pass`: all gaps are below the limit; `fail`: one is above it, or a loss is far below; `cannot tell`."""
         found = [each.outcome for each in self.gates.values()]
         return FAIL if FAIL in found else CANNOT_TELL if CANNOT_TELL in found else PASS
 

@@ -19,10 +19,10 @@ TOO_FEW = 10
 #: of the interval that is printed, and the chance with which a gap of the smallest visible size is seen
 CONFIDENCE, POWER = 0.95, 0.8
 #: percent below the baseline beyond which the data must be checked: as far as a run of other batches must lie above to be
-#: harmed. Of clean pairs of the benchmark, 0 of 1,548 on the same batches and 2 of 1,032 of another seed lie beyond that.
-#: Of 47 runs on repeated data, 41 do next to another seed.
+#: harmed. In the benchmark, 0 of 1,548 clean pairs on the same batches and 2 of 1,032 of another seed lie beyond this
+#: limit. Next to another seed, so do 41 of 47 runs on repeated data.
 FAR_BELOW = 12.0
-CHECK_DATA = "Before you trust that, check for repeated data, leaked labels or a missing mask."
+CHECK_DATA = "Before you trust this loss, check for repeated data, leaked labels or a missing mask."
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Gate:
 
     @property
     def outcome(self) -> str:
-        """`pass`: the gap is below the limit; `fail`: it is above, or far below; `cannot tell`."""
+        """`pass`: the gap is below the limit; `fail`: the gap is above it, or the loss is far below; `cannot tell`."""
         low, high = self.bounds
         if self.is_far_below:
             return FAIL

@@ -26,7 +26,7 @@ SEARCHED, RISEN = 5.0, 10.0
 #: of one that makes harm likely beside what else is found; and the part of other seeds that is passed where harm begins
 SURE, LIKELY, MOST = 0.999, 0.95, 0.8
 #: what follows percents that are not of the level of a loss
-OF_RANGE = " of its range"
+OF_RANGE = " of the loss's range"
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class LossOutcome:
             return ""
         other, apart = self.reference_outcome, self.gap_to_reference
         if other is None:
-            return "The reference run's record has too few losses to tell anything."
+            return "The reference run has too few losses to judge."
         gap = "" if other.gap is None or other.gap.infinite else _interval_told(other.gap)
         lasts = apart is not None and self._reference_lasts(apart)
         if other.harmful_since is not None:
@@ -269,12 +269,9 @@ class LossOutcome:
         if self.stepped_up is not None:
             step, percent = self.stepped_up
             return f"The loss goes up by {self.percents(percent, step)} at {unit} {step} and stays there, so harm is likely."
-        visible = f" (by {self.percents(self.run.visible_rise)} or more, which could have been seen)"
+        visible = f" We could have seen a rise of {self.percents(self.run.visible_rise)} or more."
         visible = visible if np.isfinite(self.run.visible_rise) else ""
-        return (
-            f"The loss does not rise above its own minimum{visible}; without a baseline a gap to what it could be cannot be "
-            "seen."
-        )
+        return f"The loss does not rise above its own minimum.{visible} Without a baseline, we cannot see a gap."
 
     def _against_the_baseline(self, found: Gap, unit: str) -> str:
         measured = described(found, unit, self.seeds)
@@ -292,12 +289,12 @@ class LossOutcome:
             limit = f"less than the {self.max_gap:g}% that count as harm"
             since = "is" if self.since is None else f"stays from {unit} {self.since} on"
             return f"The loss {since} above {whose}: {measured}, {limit}."
-        visible = f"the smallest gap that could have been seen is {self.percents(found.visible)}"
+        visible = f"We could have seen a gap of {self.percents(found.visible)} or more."
         if self.harm == "none":
-            return f"The loss follows {whose}: {measured}; {visible}."
+            return f"The loss follows {whose}: {measured}. {visible}"
         if not found.paired and found.interval()[0] > self.max_gap:
             return f"The loss is above {whose}: {measured}. {self._another_seed(found)}"
-        return f"Whether the loss is {self.percents(self.max_gap)} above {whose} cannot be told: {measured}; {visible}."
+        return f"We cannot tell whether the loss is {self.percents(self.max_gap)} above {whose}: {measured}. {visible}"
 
     def _another_seed(self, found: Gap) -> str:
         """What it may explain, in a sentence or two."""

@@ -237,18 +237,18 @@ def _stretches(out: Mapping[Key, tuple[int, int]]) -> pl.DataFrame:
 
 
 def _without_few(rows: pl.DataFrame) -> pl.DataFrame:
-    """Take shares that fewer than `LEAST_VALUES` values make for 0, as the limits of `diagnose` do.
+    """Set shares that fewer than `LEAST_VALUES` values make to 0, as the limits of `diagnose` do.
 
-    Counts scatter by their square root, 24 by 5, so that fewer tell little of a share. Clean runs with
-    delayed scaling clip one to 23 values now and then. In their later halves, only 2 of 78 clip more.
+    A count scatters by its square root, 24 by 5, so a smaller count gives no reliable share. Clean runs with delayed
+    scaling clip one to 23 values now and then. In their later halves, only 2 of 78 clip more.
     """
     shares = ("underflow_pct", "overflow_pct")
     return rows.with_columns(pl.when(_values(name) < LEAST_VALUES).then(0.0).otherwise(name).alias(name) for name in shares)
 
 
 def _without_rare_clipping(rows: pl.DataFrame) -> pl.DataFrame:
-    """Leave out the relative error of samples that clip as few values, which make that error, unless most samples do, or
-    the operand is known to be out of order then.
+    """Leave out the relative error of samples that clip fewer than `LEAST_VALUES` values, because these make that error.
+    Keep it if at least half of the samples clip so few, or if the operand is known to be out of order at that sample.
 
     A delayed scale lags behind a batch with larger gradients than those before: the next samples are in order again.
     """

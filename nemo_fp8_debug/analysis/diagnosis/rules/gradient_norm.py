@@ -67,12 +67,12 @@ def norms(run: Run) -> pl.DataFrame:
 
 
 def gradient_norm(run: Run, baseline: Run | None) -> list[Finding]:
-    """That it is zero, that it moves at once to a level that it keeps, or that it grows beyond the baseline's."""
+    """Find a norm that is zero, that moves at once to another level and keeps it, or that leaves the baseline's."""
     return [*_zero(run, baseline), *_moves_or_grows(run, baseline)]
 
 
 def _zero(run: Run, baseline: Run | None) -> list[Finding]:
-    """That it is exactly zero, which the baseline's never is."""
+    """Find a norm that is exactly zero, unless the baseline's norm is zero at any step."""
     rows = norms(run).filter(~pl.col("step").is_in(run.made_up_for.implode()))
     steps, zero = rows["step"].to_numpy(), (rows["grad_norm"] == 0).to_numpy()
     if not zero.any() or (baseline is not None and (norms(baseline)["grad_norm"] == 0).any()):
@@ -86,8 +86,8 @@ def _zero(run: Run, baseline: Run | None) -> list[Finding]:
     if zero.all() and (arrive or not recorded) and (baseline is None or norms(baseline).is_empty()):
         return []
     facts = f"the gradient norm is exactly 0 at {zero.sum()} of {len(zero)} {run.unit}s"
-    facts += f", at all from {run.unit} {since} on" if lasts else f", first at {run.unit} {since}"
-    facts += "; dY are not, so that norm may not have been computed" if arrive else ""
+    facts += f", and at each one from {run.unit} {since} on" if lasts else f", first at {run.unit} {since}"
+    facts += "; dY has other values, so the norm may not have been computed" if arrive else ""
     sure = "high" if lasts and recorded and not arrive else "low"
     return [Finding("gradient norm", "dead", sure, facts, _ZERO, since=since, severity=2 if sure == "high" else 0)]
 

@@ -97,9 +97,9 @@ def _again(rows: pl.DataFrame, first: Mapping[str, Any]) -> str:
         return "; no later sample has it"
     again = int((later["outcome"] == "beyond").sum())
     if not again:
-        # Samples look at other rows and columns, so that what is wrong in some of them may still be there.
-        told = ": it is transient" if first["shape"] == "all" else " in other rows and columns"
-        return f"; {len(later)} later samples are right{told}"
+        # Each sample checks other rows and columns, so a row or column that is wrong may still be there.
+        told = ", so the fault is transient" if first["shape"] == "all" else " in other rows and columns"
+        return f"; {len(later)} later sample{' is' if len(later) == 1 else 's are'} right{told}"
     return f"; {again} of {len(later)} later samples are wrong again"
 
 

@@ -87,17 +87,17 @@ def _finding(
 
 
 def _told(run: Run, role: str, since: int, layers: Sequence[str], of: Sequence[str], zeros: _Zeros) -> str:
-    """Since when, for how long, and which layers have such zeros."""
+    """Return since when, for how long, and in which layers a tensor is zero."""
     at, tensor = f"{run.unit} {since}", SHOWN_AS[role]
-    when = f"from {at} to the end" if zeros.lasts else f"at some samples, first at {at},"
+    when = f"from {at} to the end," if zeros.lasts else f"at some samples, first at {at},"
     others = [layer for layer in of if layer not in layers]
     if not others:
-        return f"{when} {tensor} of all GEMMs ({len(of)}) is zero"
+        return f"{when} {tensor} is zero in all {len(of)} GEMMs"
     if len(others) < len(layers) and len(others) <= _LISTED:
         which = f"all but {', '.join(others)}"
     else:
         which = ", ".join(layers[:_LISTED]) + (f" and {len(layers) - _LISTED} more" if len(layers) > _LISTED else "")
-    return f"{when} {tensor} of {len(layers)} of {len(of)} GEMMs is zero: {which}"
+    return f"{when} {tensor} is zero in {len(layers)} of {len(of)} GEMMs: {which}"
 
 
 def _find(metrics: Metrics) -> dict[Key, _Zeros]:
