@@ -41,7 +41,7 @@ from nemo_fp8_debug.record.schema import SCHEMAS
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: Python that needs another process, and the file that runs it there
-IN_NEMO, IN_TE = "tests/adapters/lightning/nemo_runs.py", "tests/te/inside/test_blocks_of_te.py"
+IN_NEMO, IN_TE = "tests/adapters/lightning/nemo_runs.py", "tests/te/inside/test_page_blocks_of_te.py"
 ELSEWHERE = {
     "README.md#use-it": IN_NEMO,
     "attach.md#nemo-2x-and-any-lightning-trainer": IN_NEMO,
