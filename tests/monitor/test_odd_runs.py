@@ -135,7 +135,7 @@ def test_layers_inside_torch_compile_are_left_alone(monkeypatch: pytest.MonkeyPa
     command = [sys.executable, "-W", "ignore", "-c", WITH_COMPILED_PART]
     chosen, refused = finished(*command).stdout.splitlines()
     assert chosen == "['0']"
-    assert refused.startswith("0 and all other chosen layers run inside torch.compile")
+    assert refused.startswith("'0' and all other chosen layers run inside torch.compile")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
