@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...core.keys import GRADIENTS
-from .rules.finding import NOT_FP8, Finding
+from .rules.finding import NO_RECIPE, NOT_FP8, Finding
 
 #: how many times as far out as others an operand must be, to be blamed if it is first seen with the loss; and how many may
 #: be as far out as it, of those that are first seen with it
 STANDS_OUT, TOGETHER = 4.0, 1
 #: rules about what lies between GEMMs, and about steps of weights
 BETWEEN = ("attention", "router", "steps of weights")
-#: causes that need no reference run to be told from FP8's: values are what they are
-_PLAIN = ("none", "unknown", "nonfinite", "dead")
-#: rules about the loss and about settings: what they find is no value that is out of band
+#: rules about the loss and about settings, whose findings put no value out of band
 _NO_VALUES = ("divergence", "versions", "features")
 
 
@@ -27,7 +25,7 @@ class Blame:
     finding: Finding | None
     #: one of CAUSES
     cause: str
-    #: of the cause, one of CONFIDENCE; None: we found no cause, and what we found does not show that there is none
+    #: how sure the cause is, one of CONFIDENCE; None: we found no cause, but cannot rule one out
     confidence: str | None
     #: other operands whose scale surely went wrong in time to add to the harm
     besides: Sequence[Finding] = ()
@@ -115,8 +113,8 @@ def _tensor(found: Finding) -> tuple[object, ...]:
 def blamed(evidence: Evidence) -> Blame:
     """The culprit, the cause, how sure that is, and what else went wrong by itself."""
     blame = _blamed(evidence)
-    if not evidence.by_precision and blame.cause not in (*NOT_FP8, *_PLAIN):
-        plain = next((f for f in evidence.findings if f.cause in ("nonfinite", "dead") and f.confidence != "low"), None)
+    if not evidence.by_precision and blame.cause not in (*NOT_FP8, *NO_RECIPE, "none", "unknown"):
+        plain = next((f for f in evidence.findings if f.cause in NO_RECIPE and f.confidence != "low"), None)
         found = _nothing_found(evidence, bool(evidence.before()))
         return found if plain is None else Blame(plain, plain.cause, plain.confidence)
     return blame if blame.culprit is None else replace(blame, besides=evidence.besides(blame.culprit))

@@ -141,10 +141,11 @@ def diagnose_comparison(comparison: Comparison) -> Diagnosis:
 def _shared(found: Diagnosis, run: Run, baseline: Run) -> list[Finding]:
     """Return what is wrong with a run by itself and with its baseline too, so that comparing them cannot show it."""
     shared: list[Finding] = []
-    if nonfinite(baseline, None):
-        shared += nonfinite(run, None)
-    if any(not f.may_follow_the_loss for f in find_zeros(baseline, None)):
-        shared += [f for f in find_zeros(run, None) if not f.may_follow_the_loss]
+    # The baseline is read only if the run shows something, which few do.
+    if (mine := nonfinite(run, None)) and nonfinite(baseline, None):
+        shared += mine
+    if (mine := _without_gradients(run)) and _without_gradients(baseline):
+        shared += mine
     shared += shared_with(run, baseline)
     since = [LossOutcome(each.loss, None, found.loss.max_gap).harmful_since for each in (run, baseline)]
     if None not in since:
@@ -152,6 +153,11 @@ def _shared(found: Diagnosis, run: Run, baseline: Run) -> list[Finding]:
         shared.append(Finding("divergence", "unknown", "medium", facts, since=since[0]))
     known = {(f.rule, f.operand) for f in found.findings if f.operand}
     return [f for f in shared if (f.rule, f.operand) not in known]
+
+
+def _without_gradients(run: Run) -> list[Finding]:
+    """Return that all dY of a run are zero, if they are."""
+    return [f for f in find_zeros(run, None) if not f.may_follow_the_loss]
 
 
 def _not_compared(run: Run, baseline: Run | None) -> list[str]:

@@ -60,13 +60,18 @@ class Diagnosis:
 
     @property
     def confidence(self) -> str | None:
-        """Confidence in the cause, one of CONFIDENCE; None: we found no cause, and do not know that there is none."""
+        """How sure the cause is, one of CONFIDENCE; None: we found no cause, but cannot rule one out."""
         return self.blame.confidence
 
     @property
-    def about_fp8(self) -> bool:
-        """Return True if the cause may be how FP8 represents operands."""
-        return self.cause not in NOT_FP8 and self.loss.differs_from_reference is not False
+    def about_fp8(self) -> bool | None:
+        """Whether the cause is how FP8 represents operands; None: a reference run is given, and nobody can tell.
+
+        With a reference run, FP8 is the cause only if the run ends above the reference run.
+        """
+        if self.cause in NOT_FP8:
+            return False
+        return True if self.loss.reference is None else self.loss.differs_from_reference
 
     @property
     def divergence_step(self) -> int | None:

@@ -60,7 +60,7 @@ class LossCurve:
 
     @cached_property
     def range(self) -> float | None:
-        """What 100% of a rise above this loss are; None: its level. See `range_of`."""
+        """The loss that counts as 100% of a rise above this one; None: its level. See `range_of`."""
         return range_of(self.losses)
 
     def range_before(self, step: int) -> float | None:

@@ -241,15 +241,16 @@ class LossOutcome:
         if self.baseline is self.reference:
             rest = ""  # the gap is told already
         elif apart is None:
-            rest = "Their losses do not allow to compare the run and the reference run."
+            rest = "We cannot compare the losses of the run and the reference run."
         elif not lasts:
-            rest = f"The reference run ends at {unit} {self.reference.steps[-1]}, so it tells nothing of the run's end."
+            rest = f"The reference run ends at {unit} {self.reference.steps[-1]}, too early to judge the run's end."
         else:
             rest = "" if apart.infinite else f"The run's gap to the reference run is {_interval_told(apart)}"
-            if self.differs_from_reference is None:
-                rest += ", so nobody can tell whether FP8 explains the loss"
-            elif not self.differs_from_reference and self.harm != "none" and not self.is_far_below:
-                rest += ", so FP8 does not explain the loss"
+            if self.harm != "none" and not self.is_far_below and not self.differs_from_reference:
+                unknown = self.differs_from_reference is None
+                rest += (
+                    ", so nobody can tell whether FP8 explains the loss" if unknown else ", so FP8 does not explain the loss"
+                )
             rest += "." if rest else ""
         return f"{lead} {rest}".strip()
 

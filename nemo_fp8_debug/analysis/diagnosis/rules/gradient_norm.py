@@ -93,7 +93,7 @@ def _zero(run: Run, baseline: Run | None) -> list[Finding]:
 
 
 def _has_gradients(run: Run, first: int, last: int) -> bool:
-    """Whether any dY has values in the samples of these steps."""
+    """Return True if any dY has values in the samples of these steps."""
     gradients = run.metrics.with_role("grad_output")
     within = gradients.over(gradients.steps[(gradients.steps >= first) & (gradients.steps <= last)])
     return not within.gathered(["amax"], lambda rows: rows.filter(pl.col("amax") > 0).head(1)).is_empty()
@@ -238,7 +238,7 @@ def _grows(run: Run, baseline: Run | None) -> list[Finding]:
 
 
 def _longest(high: Bools) -> tuple[int, int]:
-    """Return where the longest stretch of True begins and ends (exclusive); two zeros if there is none."""
+    """Return the first place of the longest stretch of True and the place after it, or two zeros."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], high, [False]]).astype(np.int8)))
     stretches = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     return max(stretches, key=lambda each: each[1] - each[0], default=(0, 0))

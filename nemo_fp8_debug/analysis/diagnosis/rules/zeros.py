@@ -1,4 +1,4 @@
-"""Which operands hold nothing but zeros? A zero tensor has no errors, so that no other rule sees one."""
+"""Find operands that hold nothing but zeros. A zero tensor has no errors, so no other rule sees one."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def is_zero(grid: Grid) -> Bools:
 
 
 def _zero_samples(grid: Grid) -> list[tuple[Key, tuple[Ints, Bools]]]:
-    """Of each tensor that is all zeros at any time, the steps at which it is known, and which those are."""
+    """Return the steps at which a tensor is known, and at which it is zero, for each tensor that ever is."""
     # Without tokens there are no values.
     zero = is_zero(grid) & ~(grid.metric("n") == 0)
     known = ~np.isnan(grid.metric("amax")) | (grid.metric("nonfinite") > 0)

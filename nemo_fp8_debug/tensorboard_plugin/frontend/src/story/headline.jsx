@@ -106,7 +106,7 @@ const Ways = ({told: {since, unit, cause}, brief}) => (
 const Why = ({told}) => (
   <>
     <span class="chips">
-      {told.cause !== 'none' && told.cause !== 'unknown' && <span class="chip">{told.about_fp8 ? 'FP8 is the cause' : 'not FP8'}</span>}
+      {told.cause !== 'none' && told.cause !== 'unknown' && told.about_fp8 != null && <span class="chip">{told.about_fp8 ? 'FP8 is the cause' : 'not FP8'}</span>}
       {told.confidence && <><span class="chip">{told.confidence} confidence</span> <Help word="confidence" /></>}
     </span>{' '}
     <Sentence text={told.cause_told} />

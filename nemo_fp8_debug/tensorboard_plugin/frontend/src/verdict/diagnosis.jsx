@@ -7,14 +7,14 @@ import {Table} from '../components/table.jsx';
 import {titleOf} from '../units.js';
 
 export function Diagnosed({found, unit, run}) {
-  const fits = found.findings.filter((finding) => found.about_fp8 || finding.cause === found.cause);
+  const fits = found.findings.filter((finding) => found.about_fp8 !== false || finding.cause === found.cause);
   const others = found.findings.filter((finding) => !fits.includes(finding));
   return (
     <section aria-label="Diagnosis">
       <h2>The verdict in full</h2>
       <p class="verdict"><Sentence text={found.verdict} /></p>
       <Facts found={found} unit={unit} />
-      {found.about_fp8 ? <ToDo findings={fits} culprit={found.culprit} /> : <LookElsewhere findings={fits} />}
+      {found.about_fp8 !== false ? <ToDo findings={fits} culprit={found.culprit} /> : <LookElsewhere findings={fits} />}
       {found.notes.map((note) => <p key={note} class="soft"><Sentence text={note} /></p>)}
       {fits.length > 0 && <Findings name={`findings of ${run}`} caption="What the rules found" findings={fits} unit={unit} />}
       {others.length > 0 && (

@@ -17,7 +17,7 @@ export function Recommended({found, snippets, aboutFp8, run}) {
 }
 
 const nothing = (aboutFp8) =>
-  aboutFp8 ? 'No operand is to blame: there is nothing to change.' : 'Nothing: the loss diverged for a reason that is not in how operands are represented.';
+  aboutFp8 !== false ? 'No operand is to blame: there is nothing to change.' : 'Nothing: the loss diverged for a reason that is not in how operands are represented.';
 
 function Changes({found, snippets, run}) {
   const {before, after} = found.fp8_coverage;

@@ -55,7 +55,7 @@ export function WhatIf() {
 /** That no recipe mends what FP8 did not do. */
 function NotByFp8() {
   const told = story.value?.headline;
-  if (told?.cause === undefined || told.cause === 'unknown' || (told.about_fp8 && told.cause !== 'none')) return null;
+  if (told?.cause === undefined || told.cause === 'unknown' || (told.about_fp8 !== false && told.cause !== 'none')) return null;
   const found = told.cause === 'none' ? 'The verdict names no cause: no recipe needs to be changed.' : `FP8 is not to blame (${told.confidence} confidence): another recipe would not have prevented it.`;
   return <p class="told" data-words="not by FP8"><b>{found}</b> Below is what recipes would lose of each tensor. <Link to={{view: 'verdict'}}>All the evidence</Link></p>;
 }
