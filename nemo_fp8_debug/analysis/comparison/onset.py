@@ -282,7 +282,10 @@ def _may_be_out(evidence: Evidence, pair: Pair) -> Ints:
     found = evidence.scaled(pair.of_run(evidence.metric))
     with np.errstate(invalid="ignore"):
         within = found - pair.highest(evidence) <= evidence.least
-    return np.flatnonzero((~within & ~np.isnan(found)).any(axis=1))
+    rises = ~within & ~np.isnan(found)
+    # Three samples in a row, or a transient behind the first ones: the first ones alone put no tensor out.
+    behind = 0 if evidence.metric == "nonfinite" else FIRST
+    return np.flatnonzero(rises[:, behind:].any(axis=1))
 
 
 def _transient(excess: Floats, times: float) -> int | None:
