@@ -356,7 +356,7 @@ def write_benchmark_runs(folder: Path, names: dict[str, tuple[str, str]]) -> Non
         record.open(recorded.fingerprint)
         for step in recorded.metrics.steps.tolist():
             rows = metrics.filter(step=step)
-            record.record(Sample(step, {column: rows[column].to_list() for column in COLUMNS}, {}))
+            record.record(Sample(step, {"metrics": {column: rows[column].to_list() for column in COLUMNS}}, {}))
         record.record_steps(
             {row["step"]: {"loss": row["loss"], "lr": row["lr"]} for row in recorded.steps.iter_rows(named=True)}
         )

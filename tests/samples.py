@@ -62,7 +62,7 @@ COLUMNS = [name for name in SCHEMAS["metrics"] if name not in ("attempt", "step"
 def sample(step: int, rows: Iterable[Mapping[str, Any]], **scalars: float) -> Sample:
     """A sample of rows that are ordinary but for what they say."""
     full = [ORDINARY | row for row in rows]
-    return Sample(step, {name: [row[name] for row in full] for name in COLUMNS}, scalars)
+    return Sample(step, {"metrics": {name: [row[name] for row in full] for name in COLUMNS}}, scalars)
 
 
 def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) -> Sample:
@@ -75,4 +75,4 @@ def measured_sample(step: int, tensors: Mapping[tuple[str, str], torch.Tensor]) 
         operands.append(operand)
     measured = measure(collect(operands))
     metrics = measured.metrics | unscaled(measured.metrics, None)
-    return Sample(step, metrics, {"loss": 2.5}, measured.histograms)
+    return Sample(step, {"metrics": metrics, "histograms": measured.histograms}, {"loss": 2.5})

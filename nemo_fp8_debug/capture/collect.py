@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.cpu.histograms import Histograms
-from ..measurement.operand_stats import COPY, Cast, OperandStats
+from ..measurement.operand_stats import Cast, OperandStats
 from ..numerics import metrics
 from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums, SumsFound
@@ -38,7 +38,8 @@ def _shard(operand: Operand, known: _UnderScales) -> OperandStats:
         amax=float(moments.amax) if moments else total.amax,
         moments=moments,
         sums=_total(operand.sums) if operand.sums else mine and mine[0],
-        what_if={name: _total(rows) for name, rows in operand.what_if_sums.items()} | _copy(operand),
+        what_if={name: _total(rows) for name, rows in operand.what_if_sums.items()},
+        copy=_total(operand.copy_sums) if _copy_is_known(operand) else None,
         scales=mine and mine[1],
         parts=mine[2] if mine else [(cast, None, total)],
         block_scales=operand.block_scales if all(use == operand.casts[0] for use in operand.casts) else None,
@@ -60,10 +61,6 @@ def cast_of(use: ScaleInUse, operand: Operand) -> Cast:
 def _copy_is_known(operand: Operand) -> bool:
     """Whether all calls have a copy that is cast alike."""
     return 0 < len(operand.copy_casts) == operand.calls and all(c == operand.copy_casts[0] for c in operand.copy_casts)
-
-
-def _copy(operand: Operand) -> dict[str, QuantizationSums]:
-    return {COPY: _total(operand.copy_sums)} if _copy_is_known(operand) else {}
 
 
 def _total(parts: Sequence[SumsFound]) -> QuantizationSums:

@@ -47,8 +47,6 @@ class Chosen:
     errors: int = 0
     #: rows and columns of each whose result is compared with what it ought to be
     verify: int = 0
-    #: whether copies that ranks hold are compared
-    replicas: bool = False
     #: of the optimizer's tensors, as in `core.keys.STATES`
     states: Sequence[str] = ()
 

@@ -50,6 +50,8 @@ SHOWN_AS = {
 RESULTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW", "reduction": "the reduced dW"}
 #: roles whose values are multiplied by the effective gradient scale
 GRADIENTS = ("grad_output", *ATTENTION_BACKWARD)
+#: numbers of every step that a host may report
+STEP_SCALARS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "grad_scale")
 #: source of the scales of experts that were not all found in the same way
 MIXED = "mixed"
 

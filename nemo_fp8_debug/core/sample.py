@@ -1,51 +1,38 @@
-"""One sampled step as the recorders get it: a table, a row an operand."""
+"""One sampled step as the recorders get it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .keys import SHOWN_AS
+from .table import Columns
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The metrics of one step."""
+    """The tables of one step."""
 
     step: int
-    #: columns of equal length: KEYS, then what was measured against, then the metrics; None where a metric cannot be had
-    columns: Mapping[str, Sequence[Any]]
+    #: columns by table, as the record names it; the first table is that of operands
+    tables: Mapping[str, Columns]
     #: of the step as a whole: loss, learning rate, gradient norm, as far as they are known
     scalars: Mapping[str, float]
-    #: columns of equal length: KEYS, the scale and format they were cast with, and the occupied bins with their counts
-    histograms: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    #: as `columns`, under recipes that were not in use
-    what_if: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     #: why the step was sampled, where it was not its turn
     trigger: str | None = None
-    #: columns of equal length: layer, gemm, product and the errors of what it puts out, where that was asked for
-    outputs: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
-    #: as `columns`, of the copies of operands that other products multiply, with the product
-    copies: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    #: columns of equal length: what rows are about, and how the scales of their blocks are distributed
-    block_scales: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    #: columns of equal length: layer, gemm, product and whether what it returned is right, where that was asked for
-    verification: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    #: as `columns`, of what optimizers keep of weights, in use and under what-if recipes
-    states: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    #: as `histograms`, of the same
-    state_histograms: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    #: as `columns`, of what lies between GEMMs, in use and under what-if recipes, with metrics of its own
-    activations: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    #: as `histograms`, of the same
-    activation_histograms: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    #: columns of equal length: layer, gemm, what, and whether the copies that ranks hold of it are equal
-    replicas: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    @property
+    def columns(self) -> Columns:
+        """The metrics of operands: KEYS, how each was cast, then its metrics; None where one cannot be had."""
+        return next(iter(self.tables.values()), {})
+
+    def table(self, name: str) -> Columns:
+        """Return the columns of a table; empty if the sample has none."""
+        return self.tables.get(name, {})
 
     def __len__(self) -> int:
-        return len(self.columns["layer"])
+        return len(self.columns.get("layer", ()))
 
     def first_nonfinite(self) -> str | None:
         """The operand that was the first in the order of execution to hold NaN or infinity, in words."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
+from ..core.plain_arrays import Array
 from ..measurement.replicas import Checksums, Compared
-from .packing import NONE
+from .tensor_sums import NONE
 
 #: of a slot, added up over ranks: that hold it, whose checksum is the largest, the smallest, and the sums of both ranks
 _COLUMNS = 5
@@ -29,22 +31,29 @@ class ReplicaComparison:
                 self._place[name, what] = self.size, parts
                 self.size += parts
 
-    def extremes(self, found: Checksums) -> torch.Tensor:
+    def slots(self, found: Checksums) -> Array:
+        """int64 [n, 2]: the slot of each copy that this rank has, and its checksum."""
+        places = [(self._place.get(key), part, checksum) for key, (part, checksum) in found.items()]
+        rows = [(place[0] + part, checksum) for place, part, checksum in places if place and part < place[1]]
+        return np.array(rows, np.int64).reshape(-1, 2)
+
+    def extremes(self, slots: Array) -> torch.Tensor:
         """int32 [2 slots]: checksums and their negatives, whose maxima tell whether all are equal."""
         made = torch.full((2, self.size), NONE, dtype=torch.int32)
-        for slot, checksum in self._slots(found):
+        for slot, checksum in slots.tolist():
             made[0, slot], made[1, slot] = checksum, -checksum
         return made.flatten()
 
-    def rows(self, found: Checksums, extremes: torch.Tensor) -> torch.Tensor:
+    def rows(self, slots: Array, extremes: torch.Tensor) -> torch.Tensor:
         """float64 [slots, columns], which add up over ranks.
 
         Args:
+            slots: as of `slots`.
             extremes: their maxima over ranks.
         """
         largest, smallest = extremes.view(2, -1)
         rows = torch.zeros(self.size, _COLUMNS, dtype=torch.float64)
-        for slot, checksum in self._slots(found):
+        for slot, checksum in slots.tolist():
             top, bottom = checksum == int(largest[slot]), -checksum == int(smallest[slot])
             rows[slot] = torch.tensor([1, top, bottom, top * self._rank, bottom * self._rank], dtype=torch.float64)
         return rows
@@ -63,10 +72,6 @@ class ReplicaComparison:
             if rows[:, 0].sum() > 0:
                 found[key] = _wrong(rows[0], largest[first] > 0) if key[1] == "master" else _compared(rows)
         return found
-
-    def _slots(self, found: Checksums) -> list[tuple[int, int]]:
-        places = [(self._place.get(key), part, checksum) for key, (part, checksum) in found.items()]
-        return [(place[0] + part, checksum) for place, part, checksum in places if place and part < place[1]]
 
 
 def _wrong(row: torch.Tensor, any_is: bool) -> Compared:

@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 
+from ..core.keys import Key
 from ..numerics.metric_names import ACTIVATION_METRICS
 from .operand_stats import OperandStats
 
 
-def activation_columns(stats: Sequence[OperandStats]) -> dict[str, list[Any]]:
-    """Columns of those that have any, with layer and role; None where a metric cannot be had."""
-    found = [(s.key, _OF_ROLE[s.key[1]](s.further)) for s in stats if s.further is not None and s.key[1] in _OF_ROLE]
-    if not found:
-        return {}
-    columns: dict[str, list[Any]] = {name: [of.get(name) for _, of in found] for name in (*ACTIVATION_METRICS, "loads")}
-    return {"layer": [layer for (layer, _), _ in found], "role": [role for (_, role), _ in found]} | columns
+def activation_columns(stats: Sequence[OperandStats], keys: Sequence[Key]) -> dict[str, list[Any]]:
+    """Return columns of metrics that activations alone have; None where one cannot be had.
+
+    Args:
+        keys: (layer, role) of each row; an aggregate of experts has none of these metrics.
+    """
+    known = {s.key: _OF_ROLE[s.key[1]](s.further) for s in stats if s.further is not None and s.key[1] in _OF_ROLE}
+    found = [known.get(key, {}) for key in keys]
+    return {name: [of.get(name) for of in found] for name in (*ACTIVATION_METRICS, "loads")}
 
 
 def of_channels(sums: torch.Tensor) -> dict[str, float | None]:

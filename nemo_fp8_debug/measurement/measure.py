@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.keys import ROLES, UNCAST
 from ..core.layer_names import aggregate_of, is_aggregate
 from ..kernels.cpu.histograms import Histograms
 from ..numerics.block_scale_counts import distributions
@@ -19,65 +18,40 @@ from ..numerics.formats import FORMATS, FloatFormat
 from ..numerics.metric_columns import rows
 from ..numerics.metrics import Moments, QuantizationSums
 from ..numerics.recipe import parse_recipe
-from ..numerics.tensor_scaling import CurrentScaling, DelayedScaling
-from .activations import activation_columns
+from ..numerics.tensor_scaling import CurrentScaling
 from .expert_groups import ExpertAggregates
-from .operand_stats import COPY, OperandStats, added_up
-from .states import norm_columns, update_columns
+from .operand_stats import OperandStats, added_up
 
-Columns = dict[str, list[Any]]
+Rows = dict[str, list[Any]]
 #: the GEMM that multiplies the column-wise copy of an operand
 PRODUCT_OF_COPY = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
 
 
-#: what recipes are tried on
-_TRIED = {*ROLES, *(role for roles in UNCAST.values() for role in roles)}
 #: metrics of what a cast did
 _OF_ERRORS = ("underflow_pct", "overflow_pct", "mse", "relative_error", "sqnr_db", "cosine")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a sample records of its operands."""
+    """What is measured of some tensors, in columns."""
 
-    #: columns of metrics
-    metrics: Columns
-    #: columns of histograms
-    histograms: Columns
-    #: columns of metrics under recipes that were not in use
-    what_if: Columns
-    #: columns of metrics of outputs
-    outputs: Columns = field(default_factory=dict)
-    #: columns of metrics of copies that other products multiply
-    copies: Columns = field(default_factory=dict)
-    #: columns of the scales of blocks
-    block_scales: Columns = field(default_factory=dict)
-    #: columns of whether products are right
-    verification: Columns = field(default_factory=dict)
-    #: columns of whether copies that ranks hold are equal
-    replicas: Columns = field(default_factory=dict)
-    #: columns of what histograms of activations do not tell
-    activations: Columns = field(default_factory=dict)
-    #: layer, role and norm of weights and of what optimizers keep of them
-    norms: Columns = field(default_factory=dict)
-    #: layer and errors of what a step adds to its weight
-    updates: Columns = field(default_factory=dict)
-
-    def and_those_of(self, others: Sequence[Measured]) -> Measured:
-        """The rows of all, as of the stages of a pipeline."""
-
-        def joined(parts: Sequence[Columns]) -> Columns:
-            filled = [part for part in parts if part]
-            return {name: [v for part in filled for v in part[name]] for name in filled[0]} if filled else {}
-
-        every = [self, *others]
-        return Measured(**{f.name: joined([getattr(m, f.name) for m in every]) for f in fields(self)})
+    #: as they were cast
+    metrics: Rows
+    histograms: Rows
+    #: under recipes that were not in use
+    what_if: Rows
+    #: copies that other products multiply
+    copies: Rows
+    #: scales of blocks
+    block_scales: Rows
+    #: norms, as `metrics` has the rows
+    norms: list[float]
 
 
 def measure(
     stats: Sequence[OperandStats], others: Sequence[EmulatedScales] = (), names: Collection[str] = frozenset()
 ) -> Measured:
-    """All metrics of operands, and of the experts of each layer as one.
+    """Return all metrics of tensors, and of the experts of each layer as one.
 
     Args:
         others: what-if recipes; float32 operands, whose histograms are rounded, are left out under delayed and
@@ -93,7 +67,7 @@ def measure(
     experts = Counter(aggregate for name in {*names, *(s.key[0] for s in stats)} if (aggregate := aggregate_of(name)))
     operands = _Operands([*stats, *aggregated], aggregates, totals, moments, experts)
     scale, sums = _in_use(stats, operands)
-    described: Columns = {
+    described: Rows = {
         "recipe": [s.cast.recipe for s in operands.rows],
         "scale_source": [s.cast.source for s in operands.rows],
         "nonfinite_order": [s.nonfinite_order for s in operands.rows],
@@ -101,13 +75,17 @@ def measure(
     formats = [FORMATS[s.cast.format] for s in operands.rows]
     measured = operands.columns(range(len(stats)), sums, scale, lambda rows: [formats[i] for i in rows]) | described
     _leave_out_errors_of_stored(measured)
-    tables = {"copies": _copies(stats, operands), "block_scales": _block_scales(operands)}
-    tables["activations"] = activation_columns(stats)
-    tables |= {"norms": norm_columns(operands.rows, moments.sum_x2), "updates": update_columns(stats)}
-    return Measured(measured, _histograms(stats, scale), _what_if(stats, operands, others), **tables)
+    return Measured(
+        metrics=measured,
+        histograms=_histograms(stats, scale),
+        what_if=_what_if(stats, operands, others),
+        copies=_copies(stats, operands),
+        block_scales=_block_scales(operands),
+        norms=moments.sum_x2.double().sqrt().tolist(),
+    )
 
 
-def _leave_out_errors_of_stored(columns: Columns) -> None:
+def _leave_out_errors_of_stored(columns: Rows) -> None:
     """Of codes alone nobody knows what was lost when they were made."""
     for i, source in enumerate(columns["scale_source"]):
         if source == "stored":
@@ -115,12 +93,12 @@ def _leave_out_errors_of_stored(columns: Columns) -> None:
                 columns[name][i] = None
 
 
-def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Columns:
+def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Rows:
     """Of copies whose blocks run the other way, or that are cast otherwise, than in the GEMM that `metrics` has."""
-    chosen = [i for i, s in enumerate(stats) if COPY in s.what_if and s.cast.copy_recipe]
+    chosen = [i for i, s in enumerate(stats) if s.copy is not None and s.cast.copy_recipe]
     if not chosen:
         return {}
-    sums = QuantizationSums.concat([stats[i].what_if[COPY] for i in chosen])
+    sums = QuantizationSums.concat([c for i in chosen if (c := stats[i].copy) is not None])
     scale = torch.full((len(chosen),), torch.nan)
     casts = [row.cast for row in operands.rows]
     index, *_ = operands.aggregates.append_to(chosen, sums, scale, operands.moments.amax)
@@ -132,7 +110,7 @@ def _copies(stats: Sequence[OperandStats], operands: _Operands) -> Columns:
     }
 
 
-def _block_scales(operands: _Operands) -> Columns:
+def _block_scales(operands: _Operands) -> Rows:
     """How the scales of blocks are distributed, of operands that are cast in blocks."""
     counted = [s for s in operands.rows if s.block_scales is not None]
     if not counted:
@@ -165,8 +143,8 @@ class _Operands:
         sums: QuantizationSums,
         scale: torch.Tensor,
         formats: Callable[[Sequence[int]], Sequence[FloatFormat]],
-    ) -> Columns:
-        """Columns of the operands that are chosen, and of their aggregates.
+    ) -> Rows:
+        """Rows of the operands that are chosen, and of their aggregates.
 
         Args:
             sums: of those chosen.
@@ -178,7 +156,7 @@ class _Operands:
         shown = [self.rows[i] for i in index]
         return self.about(shown) | rows(self.moments.rows(at), sums, scale, formats(index))
 
-    def about(self, stats: Sequence[OperandStats]) -> Columns:
+    def about(self, stats: Sequence[OperandStats]) -> Rows:
         """What rows are about."""
         return {
             "layer": [s.key[0] for s in stats],
@@ -233,7 +211,7 @@ def _moments(stats: Sequence[OperandStats], totals: Histograms) -> Moments:
     return rows.rows(_order([*rest, *direct])).with_median(of_histograms.median)
 
 
-def _what_if(stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]) -> Columns:
+def _what_if(stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]) -> Rows:
     tables = _what_if_by_histograms(stats, operands, [o for o in others if not o.recipe.in_blocks])
     tables += _what_if_directly(stats, operands, others)
     return {name: [value for table in tables for value in table[name]] for name in tables[0]} if tables else {}
@@ -241,12 +219,10 @@ def _what_if(stats: Sequence[OperandStats], operands: _Operands, others: Sequenc
 
 def _what_if_by_histograms(
     stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]
-) -> list[Columns]:
+) -> list[Rows]:
     tables = []
     for other in others:
-        # What is no operand has no history.
-        roles = ROLES if isinstance(other.recipe.scaling, DelayedScaling) else _TRIED
-        chosen = [i for i, s in enumerate(stats) if not s.moments and s.key[1] in roles]
+        chosen = [i for i, s in enumerate(stats) if not s.moments and other.serves(s.key[1])]
         if chosen:
             keys, amax = [stats[i].key for i in chosen], operands.moments.amax[chosen].float()
             scale = other.scales_for(keys, amax)
@@ -256,7 +232,7 @@ def _what_if_by_histograms(
     return tables
 
 
-def _what_if_directly(stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]) -> list[Columns]:
+def _what_if_directly(stats: Sequence[OperandStats], operands: _Operands, others: Sequence[EmulatedScales]) -> list[Rows]:
     tables = []
     for other in others:
         name = other.recipe.name
@@ -269,17 +245,17 @@ def _what_if_directly(stats: Sequence[OperandStats], operands: _Operands, others
 
 def _table(
     other: EmulatedScales, operands: _Operands, chosen: Sequence[int], sums: QuantizationSums, scale: torch.Tensor
-) -> Columns:
+) -> Rows:
     keys = [s.key for s in operands.rows]
     columns = operands.columns(chosen, sums, scale, lambda rows: other.formats([keys[i] for i in rows]))
     return columns | _named(other, len(columns["layer"]))
 
 
-def _named(other: EmulatedScales, n: int) -> Columns:
+def _named(other: EmulatedScales, n: int) -> Rows:
     return {"recipe": [other.recipe.name] * n, "scale_source": ["what-if"] * n}
 
 
-def _histograms(stats: Sequence[OperandStats], scale: torch.Tensor) -> Columns:
+def _histograms(stats: Sequence[OperandStats], scale: torch.Tensor) -> Rows:
     """The histograms as a table; bins of infinity and NaN included, so that a histogram is whole."""
     parts = [
         (stat.key, cast, found if stat.one_scale else known, histogram)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,9 +10,6 @@ import torch
 from ..core.keys import MIXED, Key
 from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums, merge
-from .reduced_gradients import GradientParts
-from .replicas import Checksums, Compared
-from .verification import ProductsFound
 
 
 @dataclass(frozen=True)
@@ -29,14 +26,6 @@ class Cast:
     copy_recipe: str = ""
     copy_format: str = ""
     copy_source: str = ""
-
-
-#: beside the names of what-if recipes: of the copy that another product multiplies
-COPY = " copy"
-
-
-#: beside the same: how often each scale of a block occurs
-BLOCK_SCALES = " block scales"
 
 
 @dataclass
@@ -58,6 +47,8 @@ class OperandStats:
     sums: QuantizationSums | None
     #: one row under each recipe that histograms cannot answer for, by its name
     what_if: dict[str, QuantizationSums] = field(default_factory=dict)
+    #: one row of the copy that another product multiplies, where it is measured and all calls have one
+    copy: QuantizationSums | None = None
     #: smallest and largest scale in use; None: not known yet, or blocks have scales of their own
     scales: tuple[float, float] | None = None
     #: histograms of what was cast with one scale each, where they are kept apart, and the recipe and format of each
@@ -78,26 +69,6 @@ class OperandStats:
     def one_scale(self) -> bool:
         """Whether all of it was cast, or is measured, with one scale."""
         return self.scales is None or self.scales[0] == self.scales[1]
-
-
-#: by (layer, product), float64 [6]: the sums of `numerics.products`, and the ranks whose parts are in them
-OutputSums = Mapping[tuple[str, str], torch.Tensor]
-
-
-@dataclass
-class Collected:
-    """What a rank found in a step, or all ranks of its family together."""
-
-    operands: list[OperandStats] = field(default_factory=list)
-    outputs: OutputSums = field(default_factory=dict)
-    #: of a rank as `verification.FOUND`, of all together as `verification.OF_RANKS`
-    products: ProductsFound = field(default_factory=dict)
-    #: of a rank, by layer
-    gradients: Mapping[str, GradientParts] = field(default_factory=dict)
-    #: of a rank's copies
-    checksums: Checksums = field(default_factory=dict)
-    #: of the copies of all ranks, by (layer, what)
-    replicas: Mapping[tuple[str, str], Compared] = field(default_factory=dict)
 
 
 def added_up(key: Key, stats: Sequence[OperandStats]) -> OperandStats:

@@ -12,7 +12,10 @@ from ..core.keys import MIXED, Key
 from ..core.layer_names import aggregate_of
 from ..numerics.gemm_error import PRODUCTS, SUMS
 from ..numerics.metric_names import OUTPUT_METRICS
-from .operand_stats import Cast, OutputSums
+from .operand_stats import Cast
+
+#: by (layer, product), float64 [6]: the sums of `numerics.products`, and the ranks whose parts are in them
+OutputSums = Mapping[tuple[str, str], torch.Tensor]
 
 
 def output_columns(sums: OutputSums, kinds: Mapping[str, str], casts: Mapping[Key, Cast]) -> dict[str, list[Any]]:

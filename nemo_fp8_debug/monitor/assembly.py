@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..capture.backends.parallel import parts_of
 from ..capture.gemms import select
-from ..capture.output_samples import Chosen
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ROLES
 from ..core.waits import Waits
@@ -23,6 +23,7 @@ from .live_control import LiveControl
 from .model_scan import ModelScan
 from .pipeline import Pipeline, meet
 from .recorder_queue import Recording
+from .run_setup import RunSetup
 from .run_summary import Summary
 from .sampled_step import Watched
 from .schedule import Schedule
@@ -115,8 +116,7 @@ def assemble(
     recording.submit_job(live_control.read)
     shard_group, over = meet(ranks, model.kinds, errors)
     model.scales.emulate(shard_group.keys(ROLES))
-    chosen = Chosen(config.output_rows, config.verify_rows, config.replicas, tuple(config.states))
-    pipeline = Pipeline(ranks, shard_group, model.scales, errors, chosen)
+    pipeline = Pipeline(RunSetup(config, ranks, shard_group, model.scales, parts_of()), errors)
     pipeline.over = over
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)
     delivery.report(None)

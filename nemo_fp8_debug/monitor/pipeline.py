@@ -7,31 +7,30 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from ..capture.backends.parallel import parts_of
-from ..capture.collect import collect
 from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.operands import Operand
-from ..capture.output_samples import Chosen, Products
+from ..capture.output_samples import Products
 from ..capture.reduced_gradients import ReducedGradients
 from ..capture.replicas import ReplicaChecks
-from ..capture.scales import Scales
 from ..core.error_guard import ErrorGuard
+from ..core.features import load_modules
 from ..core.keys import ROLES, SHOWN_AS, Key
+from ..core.observation import Observation, Plan, SampledTables
+from ..core.table import Columns, concat_columns
 from ..core.waits import SAMPLE_OF_RANKS
 from ..core.worker import Worker
 from ..distributed import Ranks, Reduction, ShardGroup
-from ..distributed.reduction import Plan
 from ..errors import warn
-from ..measurement.measure import Measured, measure
-from ..measurement.operand_stats import Collected, OperandStats
-from ..measurement.output_error import output_columns
-from ..measurement.replicas import replica_columns
-from ..measurement.verification import verification_columns
 from ..numerics.delayed_state import EmulatedScales
 from ..numerics.recipe import Recipe
+from ..record.schema import TABLES
+from .run_setup import RunSetup
 
+#: rows by table
+Tables = Mapping[str, Columns]
 Steps = Mapping[int, Mapping[str, float]]
 
 
@@ -39,7 +38,8 @@ Steps = Mapping[int, Mapping[str, float]]
 class Sampled:
     """A sampled step as this rank saw it."""
 
-    step: int
+    #: what ranks agree on before they add up
+    plan: Plan
     operands: list[Operand]
     products: list[Products]
     #: copies that are compared over ranks; None: that is not asked for
@@ -49,8 +49,6 @@ class Sampled:
     #: operands that this rank was to see
     expected: Collection[Key]
     what_if: Sequence[Recipe]
-    #: what is added up beside those: COPY, BLOCK_SCALES
-    beside: Sequence[str]
     #: whether a layer of this name is looked at, on whichever rank it is
     chosen: Callable[[str], bool]
     #: numbers of the steps since the sample before and of this one, as far as they are known here
@@ -58,20 +56,18 @@ class Sampled:
     #: of what was collected
     device_to_host: DeviceToHostCopy
 
-    def collected(self) -> Collected:
-        """What this rank found."""
-        self.device_to_host.wait()
-        sums = {key: of for p in self.products for key, of in p.sums().items()}
-        checks = {key: of for p in self.products for key, of in p.checks().items()}
-        gradients = self.gradients.found() if self.gradients else {}
-        return Collected(collect(self.operands), sums, checks, gradients, self.replicas.found() if self.replicas else {})
+    @property
+    def step(self) -> int:
+        """Of the run."""
+        return self.plan.step
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What the ranks found together."""
 
-    measured: Measured
+    #: by table
+    tables: Tables
     #: numbers of steps that other ranks know, as the last stage of a pipeline its loss
     steps: Steps
 
@@ -79,17 +75,14 @@ class Outcome:
 class Pipeline:
     """Measures samples; on several ranks in a thread of its own, in step with the other ranks."""
 
-    def __init__(self, ranks: Ranks, shard_group: ShardGroup, scales: Scales, errors: ErrorGuard, chosen: Chosen) -> None:
-        """
-        Args:
-            chosen: what is looked at beside operands.
-        """
-        self._ranks, self._shard_group, self._scales, self._errors = ranks, shard_group, scales, errors
-        self._keys = shard_group.keys(ROLES)
+    def __init__(self, setup: RunSetup, errors: ErrorGuard) -> None:
+        self._ranks, self._shard_group, self._errors = setup.ranks, setup.shard_group, errors
+        self._keys = setup.shard_group.keys(ROLES)
         self._others: dict[str, EmulatedScales] = {}
-        self._reduction = Reduction(ranks, shard_group, chosen, parts_of())
-        self._verified_rows = chosen.rows
-        self._worker = Worker("nemo_fp8_debug reduction") if ranks.world > 1 else None
+        made = [module.observe(setup) for module in load_modules("observer")]
+        self._observations: list[Observation] = [one for one in made if one is not None]
+        self._reduction = Reduction(setup.ranks, setup.shard_group, self._observations)
+        self._worker = Worker("nemo_fp8_debug reduction") if setup.ranks.world > 1 else None
         #: of the sample under way: its outcome, or None as soon as ranks are out of sync
         self._last: Future[Outcome | None] | None = None
         self._last_step = -1
@@ -97,7 +90,7 @@ class Pipeline:
         self.over = False
         self._ending = threading.Lock()
         self._speaking: threading.Thread | None = None
-        ranks.listen(self.end_because)
+        setup.ranks.listen(self.end_because)
 
     def submit(self, sampled: Sampled) -> Callable[[], Outcome | None]:
         """Measure a sample; on several ranks in the background.
@@ -165,18 +158,32 @@ class Pipeline:
             group.close(in_sync=not self.over)
         self._ranks.close(in_sync=not self.over)
 
-    def _alone(self, sampled: Sampled) -> Measured:
-        found = self._reduction.alone(sampled.collected())
-        self._report(sampled, found.operands)
-        self._scales.observe({stat.key: stat.amax for stat in found.operands if stat.key[1] in ROLES})
-        return self._measured(found, sampled)
+    def finish(self, tables: Tables, scalars: Mapping[str, float]) -> dict[str, Columns]:
+        """Return the tables of a sample as they are recorded, in the order of the record.
 
-    def _measured(self, whole: Collected, sampled: Sampled) -> Measured:
-        kinds, casts = self._shard_group.kinds, {stat.key: stat.cast for stat in whole.operands}
-        of_operands = measure(whole.operands, self._what_if(sampled.what_if), {n for n in kinds if sampled.chosen(n)})
-        verification = verification_columns(whole.products, kinds, self._verified_rows, sampled.step)
-        outputs, replicas = output_columns(whole.outputs, kinds, casts), replica_columns(whole.replicas, kinds)
-        return replace(of_operands, outputs=outputs, verification=verification, replicas=replicas)
+        Args:
+            scalars: of the step.
+        """
+        done = dict(tables)
+        for one in self._observations:
+            done |= one.finish(done, scalars)
+        return {name: done[name] for name in TABLES if done.get(name)}
+
+    def _collect(self, sampled: Sampled) -> dict[str, Any]:
+        """What this rank found, by observation."""
+        sampled.device_to_host.wait()
+        return {one.name: one.collect(sampled) for one in self._observations}
+
+    def _alone(self, sampled: Sampled) -> Tables:
+        found = self._reduction.alone(self._collect(sampled))
+        self._report(sampled, found)
+        return self._tables(found, sampled)
+
+    def _tables(self, whole: Mapping[str, Any], sampled: Sampled) -> Tables:
+        kinds = self._shard_group.kinds
+        what_if, chosen = self._what_if(sampled.what_if), {name for name in kinds if sampled.chosen(name)}
+        made = SampledTables(sampled.step, whole, kinds, chosen, what_if)
+        return {name: columns for one in self._observations for name, columns in one.rows(made).items()}
 
     def _what_if(self, recipes: Sequence[Recipe]) -> list[EmulatedScales]:
         """Keep the histories of recipes that are tried as before, and begin those of new ones."""
@@ -184,8 +191,9 @@ class Pipeline:
         self._others = {r.name: known.get(r.name) or EmulatedScales(r, self._keys) for r in recipes}
         return list(self._others.values())
 
-    def _report(self, sampled: Sampled, stats: Sequence[OperandStats]) -> None:
+    def _report(self, sampled: Sampled, whole: Mapping[str, Any]) -> None:
         """Say what is missing."""
+        stats = [stat for found in whole.values() if isinstance(found, list) for stat in found]
         layers = {layer for layer, _ in sampled.expected}
         if silent := layers - {layer for layer, _ in (stat.key for stat in stats)}:
             self._errors.warn(
@@ -202,7 +210,7 @@ class Pipeline:
             )
 
     def _report_mixed(self, step: int) -> None:
-        if mixed := self._reduction.mixed:
+        if mixed := [key for one in self._observations for key in getattr(one, "mixed", ())]:
             (layer, role), *_ = mixed
             self._errors.warn(
                 f"{len(mixed)} operands of step {step} are left out, first {SHOWN_AS[role]} of {layer}: their dtype differs "
@@ -226,32 +234,30 @@ class Pipeline:
             self.end(sampled.step, error)
             return None
 
-    def _in_shard_group(self, sampled: Sampled) -> Measured | None:
-        """Metrics of whole tensors, on the first rank of the group."""
-        plan, found = Plan(sampled.step, [*(recipe.name for recipe in sampled.what_if), *sampled.beside]), Collected()
+    def _in_shard_group(self, sampled: Sampled) -> Tables | None:
+        """Rows of whole tensors, on the first rank of the group."""
+        plan, found = sampled.plan, dict[str, Any]()
         with self._errors.guard("while collecting a sample"):
-            found = sampled.collected()
+            found = self._collect(sampled)
         if self._shard_group.group is None:
-            whole: Collected | None = self._reduction.alone(found)
-            amax = {stat.key: stat.amax for stat in found.operands}
+            whole: dict[str, Any] | None = self._reduction.alone(found)
         else:
-            packed = self._reduction.pack(plan, Collected(), sampled.expected)  # this rank takes part, whatever it has
+            packed = self._reduction.pack(plan, {}, sampled.expected)  # this rank takes part, whatever it has
             with self._errors.guard("while packing a sample"):
                 packed = self._reduction.pack(plan, found, sampled.expected)
             # Histograms of whole tensors take their place.
             sampled.operands.clear()
-            found.operands.clear()
-            whole, amax = self._reduction.reduce(plan, packed)
-        self._scales.observe({key: value for key, value in amax.items() if key[1] in ROLES})
+            found.clear()
+            whole = self._reduction.reduce(plan, packed)
         if whole is None:
             return None
         with self._errors.guard("while measuring"):
-            self._report(sampled, whole.operands)
+            self._report(sampled, whole)
             self._report_mixed(sampled.step)
-            return self._measured(whole, sampled)
+            return self._tables(whole, sampled)
         return None
 
-    def _gathered_at_the_writer(self, mine: Measured | None, sampled: Sampled) -> Outcome | None:
+    def _gathered_at_the_writer(self, mine: Tables | None, sampled: Sampled) -> Outcome | None:
         leaders, group = self._shard_group.leaders, self._shard_group.leaders_group
         if self._ranks.rank not in leaders:
             return None
@@ -268,8 +274,9 @@ class Pipeline:
                 of_others.setdefault(step, {}).update(numbers)
         if self.over and not any(parts):
             return None
-        first, *rest = filter(None, [*parts, measure([])])
-        return Outcome(first.and_those_of(rest), of_others)
+        names = dict.fromkeys(name for part in parts if part for name in part)
+        tables = {name: concat_columns([part[name] for part in parts if part and name in part]) for name in names}
+        return Outcome(tables, of_others)
 
 
 def _pass_on(outcome: Future[Outcome | None], worked: Future[Outcome | None]) -> None:

@@ -32,9 +32,9 @@ from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
 from ..core.keys import Key
 from ..core.layer_names import compile_patterns
+from ..core.observation import Plan
 from ..distributed import ShardGroup
 from ..kernels.empty_histograms import forget_empty_histograms
-from ..measurement.operand_stats import BLOCK_SCALES, COPY
 from ..options.config import Config
 from ..record.dump import TensorDump
 from .activations import activation_capture
@@ -279,8 +279,8 @@ class SampledStep:
         holders: list[Holder] = [*operands, *products, self._queue, *of_ranks]
         home = DeviceToHostCopy(holders, {device for operand in operands if (device := operand.device)})
         of_sample: Callable[[str], bool] = lambda name: sampled(name) or dumped(name)  # noqa: E731
-        beside = [name for name, on in ((COPY, self._plan.copies), (BLOCK_SCALES, self._plan.block_scales)) if on]
-        return Sampled(self.step, operands, products, copies, gradients, expected, what_if, beside, of_sample, steps, home)
+        plan = Plan(self.step, [recipe.name for recipe in what_if], self._plan.copies, self._plan.block_scales)
+        return Sampled(plan, operands, products, copies, gradients, expected, what_if, of_sample, steps, home)
 
 
 def _never(x: torch.Tensor) -> bool:

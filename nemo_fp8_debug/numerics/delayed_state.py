@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..core.keys import Key
+from ..core.keys import ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key
 from ..errors import ConfigError
 from .block_scaling import BlockRule
 from .formats import FloatFormat
@@ -91,6 +91,12 @@ class EmulatedScales:
         self.recipe = recipe
         self._state = DelayedState(recipe, keys)
         self._seen: set[Key] = set()
+
+    def serves(self, role: str) -> bool:
+        """Return True if tensors of a role are measured under this recipe: none but operands of GEMMs have histories."""
+        if role in (*ATTENTION_FORWARD, *ATTENTION_BACKWARD):
+            return False
+        return role in ROLES or not isinstance(self.recipe.scaling, DelayedScaling)
 
     def next_scale(self, key: Key) -> torch.Tensor | CurrentScaling | BlockRule:
         """What casts an operand next: a float32 scalar tensor, or the rule that finds scales from the tensor itself.

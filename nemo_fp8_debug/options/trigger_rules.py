@@ -125,7 +125,7 @@ class WrongProduct:
 
     def passed_by(self, sample: Sample) -> str | None:
         """The one whose result is farthest off, in words."""
-        columns = sample.verification
+        columns = sample.table("verification")
         wrong = [i for i, outcome in enumerate(columns.get("outcome", ())) if outcome == "beyond"]
         if not wrong:
             return None

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any
 
 from ..core.sample import Sample
+from ..core.table import Columns
 from .expert_histograms import HARM, one_and_worst, worst_experts
-
-_Columns = Mapping[str, Sequence[Any]]
+from .schema import TABLES
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,13 @@ class HistogramBudget:
 
     def applied(self, sample: Sample) -> Sample:
         """The sample with its metrics, and the histograms that are due; all, if it is out of turn or has NaN or infinity."""
-        histograms, of_states, of_activations = (
-            self._of_table(sample, columns, metrics)
-            for columns, metrics in (
-                (sample.histograms, sample.columns),
-                (sample.state_histograms, sample.states),
-                (sample.activation_histograms, {}),
-            )
-        )
-        return replace(sample, histograms=histograms, state_histograms=of_states, activation_histograms=of_activations)
+        tables = dict(sample.tables)
+        for table in TABLES.values():
+            if histograms := sample.table(table.histograms):
+                tables[table.histograms] = self._of_table(sample, histograms, sample.table(table.name))
+        return replace(sample, tables=tables)
 
-    def _of_table(self, sample: Sample, histograms: _Columns, metrics: _Columns) -> _Columns:
-        if not histograms:
-            return histograms
+    def _of_table(self, sample: Sample, histograms: Columns, metrics: Columns) -> Columns:
         if sample.trigger is None and sample.first_nonfinite() is None:
             due = [self.is_due(role, sample.step) for role in histograms["role"]]
             histograms = histograms if all(due) else _rows(histograms, due)
@@ -61,6 +54,6 @@ class HistogramBudget:
         return histograms
 
 
-def _rows(columns: _Columns, kept: Sequence[bool]) -> _Columns:
+def _rows(columns: Columns, kept: Sequence[bool]) -> Columns:
     """Some of the rows; nothing at all if there are none."""
     return {name: list(compress(values, kept)) for name, values in columns.items()} if any(kept) else {}

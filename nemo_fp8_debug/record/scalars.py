@@ -8,18 +8,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..core.features import load_modules
 from ..core.keys import ROLES
 from ..core.layer_names import aggregate_key, aggregate_of, few_experts, is_aggregate
 from ..core.sample import Sample
-from ..numerics.metric_names import ACTIVATION_METRICS, METRICS, UNITS, WORSE
+from ..core.table import Columns
+from ..numerics.metric_names import METRICS, WORSE
 
 #: streamed as scalars, each tensor its own tag
 STREAMED = ("scale", *METRICS)
 #: experts of a layer that get tags of their own beside their aggregate, for each metric the worst
 EXPERTS_SHOWN = 3
-#: metrics that are streamed for recipes that were not in use
-_WEIGHED = ("underflow_pct", "overflow_pct", "relative_error")
-
 Write = Callable[[dict[str, float], int], None]
 #: metrics whose axis would be unreadable, by what is streamed instead: its name, and how it is computed; None has no tag
 ON_LOG_AXES: dict[str, tuple[str, Callable[[float], float | None]]] = {
@@ -28,11 +27,11 @@ ON_LOG_AXES: dict[str, tuple[str, Callable[[float], float | None]]] = {
 }
 
 
-#: metrics of tensors that nothing casts, and what of all layers is streamed
+#: how values of all layers are summed up
+WORST: dict[str, Callable[[list[float]], float]] = {"worst": max, "median": statistics.median}
+SPREAD: dict[str, Callable[[list[float]], float]] = {"smallest": min, "median": statistics.median, "largest": max}
+#: metrics that are summed up of tensors that nothing casts
 _OF_UNCAST = ("amax", "underflow_pct", "relative_error")
-_KINDS: dict[str, Callable[[list[float]], float]] = {"worst": max, "median": statistics.median}
-_ENDS: dict[str, Callable[[list[float]], float]] = {"smallest": min, "median": statistics.median, "largest": max}
-_OF_ACTIVATIONS = [name for name in ACTIVATION_METRICS if name not in ("rows", "channel")]
 
 
 def tag_of(metric: str) -> str:
@@ -85,8 +84,7 @@ class ScalarRecorder:
 
     def record(self, sample: Sample) -> None:
         """Write one sampled step."""
-        tags, _ = self.scalars(sample)
-        self._write(tags, sample.step)
+        self._write(self.scalars(sample).values, sample.step)
 
     def record_steps(self, steps: Mapping[int, Mapping[str, float]]) -> None:
         """The host logs its loss itself."""
@@ -97,51 +95,81 @@ class ScalarRecorder:
     def close(self) -> None:
         """Nothing is held back."""
 
-    def scalars(self, sample: Sample) -> tuple[dict[str, float], dict[tuple[str, str], list[str]]]:
-        """The tags of a step, and by (metric, role) the layers that have one, worst first."""
-        tags: dict[str, float] = {}
-        worst: dict[tuple[str, str], list[str]] = {}
-        keys = list(zip(sample.columns["layer"], sample.columns["role"], strict=True))
-        tensors = len(few_experts(keys, lambda key: aggregate_key(*key), EXPERTS_SHOWN))
-        for role in ROLES:
-            rows = [i for i, r in enumerate(sample.columns["role"]) if r == role]
-            for metric in STREAMED:
-                values = {sample.columns["layer"][i]: sample.columns[metric][i] for i in rows}
-                values = {layer: v for layer, v in values.items() if v is not None and math.isfinite(v)}
-                if not values:
-                    continue
-                found, worst[metric, role] = self._streamed(metric, role, values, tensors)
-                tags |= found
-        tags |= self._of_products(sample.outputs, "relative_error", "output_error", tensors)
-        tags |= self._of_products(sample.verification, "error_over_bound", "error_over_bound", tensors)
-        if shares := _gradient_shares(sample.states):
-            tags |= self._streamed("gradient_share_pct", "weight_gradient", shares, tensors)[0]
-        tags |= _of_uncast("fp8_states", sample.states) | _activations(sample)
-        return tags | _update_to_weights(sample) | _unscaled(sample) | _what_if(sample), worst
+    def scalars(self, sample: Sample) -> Tags:
+        """Return the tags of a step."""
+        tags = Tags(self._budget, sample)
+        for module in load_modules("scalars"):
+            module.add_scalars(sample, tags)
+        return tags
 
-    def _streamed(
-        self, metric: str, of: str, values: Mapping[str, float], tensors: int
-    ) -> tuple[dict[str, float], list[str]]:
-        """Tags of a metric of a role or product, by layer, and the layers that have one of their own, worst first."""
+
+class Tags:
+    """The tags of one sampled step, to which each feature adds its own."""
+
+    def __init__(self, budget: TagBudget, sample: Sample) -> None:
+        """
+        Args:
+            budget: of tags of single tensors.
+        """
+        self._budget = budget
+        keys = list(zip(sample.columns["layer"], sample.columns["role"], strict=True))
+        self._tensors = len(few_experts(keys, lambda key: aggregate_key(*key), EXPERTS_SHOWN))
+        self.values: dict[str, float] = {}
+        #: by (metric, role) the layers that have a tag, worst first
+        self.worst: dict[tuple[str, str], list[str]] = {}
+
+    def stream(self, metric: str, role: str, values: Mapping[str, float]) -> None:
+        """Add a metric of single layers, the worst first, and the worst and the median of all.
+
+        Args:
+            role: or product.
+            values: by layer, finite.
+        """
         sign = WORSE.get(metric, 1)
         ranked = sorted(values, key=lambda layer: sign * values[layer], reverse=True)
-        chosen = self._budget.choose(metric, of, ranked, tensors)
+        chosen = self._budget.choose(metric, role, ranked, self._tensors)
         shown = [layer for layer in ranked if layer in chosen]
         name, values = tag_of(metric), _on_axis(metric, values)
-        tags = {f"fp8_{name}/{of}/{layer}": values[layer] for layer in shown if layer in values}
+        self.values |= {f"fp8_{name}/{role}/{layer}": values[layer] for layer in shown if layer in values}
         if single := [values[layer] for layer in ranked if layer in values and not is_aggregate(layer)]:
-            tags[f"fp8/{name}/{of}/worst"] = single[0]
-            tags[f"fp8/{name}/{of}/median"] = statistics.median(single)
-        return tags, shown
+            self.values[f"fp8/{name}/{role}/worst"] = single[0]
+            self.values[f"fp8/{name}/{role}/median"] = statistics.median(single)
+        self.worst[metric, role] = shown
 
-    def _of_products(self, columns: Mapping[str, Sequence[Any]], metric: str, tag: str, tensors: int) -> dict[str, float]:
-        """A metric of what GEMMs put out, by product."""
+    def stream_products(self, columns: Columns, metric: str, name: str) -> None:
+        """Add a metric of the products of GEMMs.
+
+        Args:
+            name: of the metric in tags.
+        """
         values = defaultdict[str, dict[str, float]](dict)
         rows = zip(*(columns[name] for name in ("product", "layer", metric)), strict=True) if columns else ()
         for product, layer, value in rows:
             if value is not None:
                 values[product][layer] = value
-        return {t: v for p, of in values.items() for t, v in self._streamed(tag, p, of, tensors)[0].items()}
+        for product, by_layer in values.items():
+            self.stream(name, product, by_layer)
+
+    def sum_up(self, values: Mapping[str, list[float]], kinds: Mapping[str, Callable[[list[float]], float]]) -> None:
+        """Add what all layers have together.
+
+        Args:
+            values: by tag, each with at least one.
+            kinds: `WORST` or `SPREAD`.
+        """
+        self.values |= {f"{tag}/{kind}": of(found) for tag, found in values.items() for kind, of in kinds.items()}
+
+    def sum_up_uncast(self, prefix: str, columns: Columns) -> None:
+        """Add the worst and the median of tensors that nothing casts, as they are and under each what-if recipe."""
+        values = defaultdict[str, list[float]](list)
+        names = ("role", "recipe", "scale_source", *_OF_UNCAST)
+        rows = zip(*(columns[name] for name in names), strict=True) if columns else ()
+        for role, recipe, source, *found in rows:
+            under = f"/{recipe}" if source == "what-if" else ""
+            for metric, value in zip(_OF_UNCAST, found, strict=True):
+                if value is not None and math.isfinite(value):
+                    values[f"{prefix}/{metric}/{role}{under}"].append(value)
+        self.sum_up(values, WORST)
 
 
 def _on_axis(metric: str, values: Mapping[str, float]) -> Mapping[str, float]:
@@ -150,64 +178,3 @@ def _on_axis(metric: str, values: Mapping[str, float]) -> Mapping[str, float]:
         return values
     found = {layer: ON_LOG_AXES[metric][1](value) for layer, value in values.items()}
     return {layer: value for layer, value in found.items() if value is not None}
-
-
-def _of_uncast(tag: str, columns: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-    """The worst and the median of tensors that nothing casts, as they are and under each what-if recipe."""
-    values = defaultdict[str, list[float]](list)
-    rows = zip(*(columns[name] for name in ("role", "recipe", "scale_source", *_OF_UNCAST)), strict=True) if columns else ()
-    for role, recipe, source, *found in rows:
-        under = f"/{recipe}" if source == "what-if" else ""
-        for metric, value in zip(_OF_UNCAST, found, strict=True):
-            if value is not None and math.isfinite(value):
-                values[f"{tag}/{metric}/{role}{under}"].append(value)
-    return {f"{name}/{kind}": of(found) for name, found in values.items() for kind, of in _KINDS.items()}
-
-
-def _gradient_shares(states: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-    """Of the squared gradient norm, in percent, by layer."""
-    rows = zip(*(states.get(name, ()) for name in ("layer", "role", "share_pct")), strict=False)
-    return {layer: share for layer, role, share in rows if role == "weight_gradient" and share is not None}
-
-
-def _activations(sample: Sample) -> dict[str, float]:
-    """Those of all tensors, and the smallest, median and largest of what activations have of their own."""
-    columns, values = sample.activations, defaultdict[str, list[float]](list)
-    for metric in _OF_ACTIVATIONS if columns else ():
-        for role, value in zip(columns["role"], columns.get(metric, ()), strict=False):
-            if value is not None:
-                values[f"fp8_activations/{metric}/{role}"].append(value)
-    tags = {f"{name}/{kind}": of(found) for name, found in values.items() for kind, of in _ENDS.items()}
-    return _of_uncast("fp8_activations", columns) | tags
-
-
-def _update_to_weights(sample: Sample) -> dict[str, float]:
-    """What a step adds to a weight over the weight: the smallest, median and largest of all layers."""
-    rows = zip(sample.states.get("layer", ()), sample.states.get("update_to_weight", ()), strict=False)
-    found = [ratio for layer, ratio in rows if ratio is not None and not is_aggregate(layer)]
-    return {f"fp8_states/update_to_weight/{kind}": of(found) for kind, of in _ENDS.items()} if found else {}
-
-
-def _unscaled(sample: Sample) -> dict[str, float]:
-    """The worst and the median of what dY is in the units of the loss, and what it is multiplied by."""
-    multiplier, tags = sample.scalars.get("grad_scale"), dict[str, float]()
-    for metric in UNITS if multiplier else ():
-        if found := [value for value in sample.columns[f"unscaled_{metric}"] if value is not None and math.isfinite(value)]:
-            tags[f"fp8/unscaled_{metric}/grad_output/worst"] = max(found) if WORSE[metric] > 0 else min(found)
-            tags[f"fp8/unscaled_{metric}/grad_output/median"] = statistics.median(found)
-    return tags | ({"fp8/grad_scale": multiplier} if multiplier else {})
-
-
-def _what_if(sample: Sample) -> dict[str, float]:
-    """The worst and the median of each role under each what-if recipe, beside those in use."""
-    columns, tags = sample.what_if, dict[str, float]()
-    for metric in _WEIGHED if columns else ():
-        values: dict[str, list[float]] = defaultdict(list)
-        of_rows = zip(columns["layer"], columns["recipe"], columns["role"], columns[metric], strict=True)
-        for layer, recipe, role, value in of_rows:
-            if value is not None and math.isfinite(value) and not is_aggregate(layer):
-                values[f"{role}/{recipe}"].append(value)
-        for name, found in values.items():
-            tags[f"fp8_what_if/{metric}/{name}/worst"] = max(found)
-            tags[f"fp8_what_if/{metric}/{name}/median"] = statistics.median(found)
-    return tags

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.keys import RESULTS, ROLES, SHOWN_AS
+from ..core.features import load_modules
+from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_of, is_aggregate
 from ..core.sample import Sample
 from ..numerics.limits import MADE_UP
@@ -59,9 +60,9 @@ class Overview:
                 found.scalars["early_warning"] = score
                 found.texts["worst_tensor/early_warning"] = f"{SHOWN_AS[key[1]]} of {key[0]}"
             self._before = sample
-        _products(sample, found)
-        if apart := sample.replicas.get("ranks_apart"):
-            found.scalars["replicas_apart"] = sum(bool(count) for count in apart)
+        for module in load_modules("scalars"):
+            if hasattr(module, "add_summary"):
+                module.add_summary(sample, found)
         if self._coverage is not None:
             found.scalars["coverage_pct"] = self._coverage
         if sample.remarks:
@@ -89,19 +90,6 @@ def _nonfinite(sample: Sample, found: StartHere) -> None:
     for name in ("nan", "inf"):
         counts = zip(sample.columns[name], of_layers, strict=True)
         found.scalars[f"{name}_count"] = sum(count or 0 for count, counted in counts if counted)
-
-
-def _products(sample: Sample, found: StartHere) -> None:
-    """Of what GEMMs returned, where that is verified."""
-    columns = sample.verification
-    ratios = [(value, i) for i, value in enumerate(columns.get("error_over_bound", ())) if value is not None]
-    if not ratios:
-        return
-    worst, at = max(ratios, key=lambda of: math.inf if math.isnan(of[0]) else of[0])
-    if math.isfinite(worst):
-        found.scalars["verification/error_over_bound/worst"] = worst
-    found.scalars["verification/wrong_products"] = sum(outcome == "beyond" for outcome in columns["outcome"])
-    found.texts["worst_tensor/verification"] = f"{RESULTS[columns['product'][at]]} of {columns['layer'][at]}"
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from ..core.features import load_modules
 from ..core.keys import ROLES, SHOWN_AS
 from ..core.layer_names import aggregate_of, few_experts
 from ..core.sample import Sample
@@ -34,9 +36,6 @@ _LABELS = {
     "early_warning": "early warning",
     "nan_count": "NaN count",
     "inf_count": "infinity count",
-    "verification/error_over_bound/worst": "error over bound, worst product",
-    "verification/wrong_products": "wrong products",
-    "replicas_apart": "replicas apart",
 }
 _LOSS_TAGS = r"(reduced_)?(train(ing)?[_/])?loss(_step)?$"
 
@@ -71,16 +70,16 @@ class TensorBoardRecorder(ScalarRecorder):
 
     def record(self, sample: Sample) -> None:
         """Write one sampled step, and the layout where the worst layers have changed."""
-        tags, worst = self.scalars(sample)
+        tags = self.scalars(sample)
         found = self._overview.of(sample)
         summary = {tag: value for name, value in found.scalars.items() if (tag := summary_tag(name))}
-        self._write(tags | summary, sample.step)
+        self._write(tags.values | summary, sample.step)
         if (names := _as_markdown({"worst tensor": _worst_tensors(found.texts)})) != self._worst_tensors:
             self._writer.add_text("fp8_debug/worst_tensors", names, sample.step)
             self._worst_tensors = names
         if sample.remarks:
             self._writer.add_text("fp8_debug/remarks", sample.remarks, sample.step)
-        layout = _layout(worst)
+        layout = _layout(tags.worst)
         if layout != self._layout:
             self._writer.add_custom_scalars(layout)
             self._layout = layout
@@ -107,11 +106,18 @@ def summary_tag(name: str) -> str | None:
     >>> summary_tag("underflow_pct/input/worst")
     '00 FP8 start here/underflow %, worst X'
     """
-    if name in _LABELS:
-        return START_HERE + _LABELS[name]
+    if name in (labels := _summary_labels()):
+        return START_HERE + labels[name]
     metric, _, rest = name.partition("/")
     role, _, kind = rest.partition("/")
     return f"{START_HERE}{_LABELS[metric]}, worst {SHOWN_AS[role]}" if kind == "worst" else None
+
+
+@cache
+def _summary_labels() -> dict[str, str]:
+    """Return what the summary calls its scalars, those of each feature among them."""
+    own = [getattr(module, "LABELS", {}) for module in load_modules("scalars")]
+    return _LABELS | {name: label for labels in own for name, label in labels.items()}
 
 
 def _worst_tensors(texts: Mapping[str, str]) -> dict[str, str]:

@@ -24,8 +24,8 @@ from ..core.sample import Sample
 from ..errors import ConfigError, warn
 from . import parquet
 from .histogram_budget import HistogramBudget
-from .merging import BY_STEP, MERGED, Merger, Written
-from .schema import STEP_SCALARS, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
+from .merging import MERGED, Merger, Written
+from .schema import STEP_SCALARS, TABLES, VERSION, Part, arrow_schema, arrow_table, attempt_of_fingerprint, part_name
 from .storage import Storage
 
 #: bytes of parts that are kept while the place cannot be written
@@ -97,26 +97,14 @@ class RunRecord:
     def record(self, sample: Sample) -> None:
         """Write one sampled step."""
         sample = self._budget.applied(sample)
-        for table, columns in (
-            ("metrics", sample.columns),
-            ("what_if", sample.what_if),
-            ("outputs", sample.outputs),
-            ("copies", sample.copies),
-            ("block_scales", sample.block_scales),
-            ("verification", sample.verification),
-            ("replicas", sample.replicas),
-            ("states", sample.states),
-            ("state_histograms", sample.state_histograms),
-            ("activations", sample.activations),
-            ("activation_histograms", sample.activation_histograms),
-            ("histograms", sample.histograms),
-        ):
-            if columns:
-                rows = len(columns["layer"])
+        # Histograms are large, and are written last.
+        for table in sorted(map(TABLES.__getitem__, sample.tables), key=lambda table: table.by_step):
+            if columns := sample.tables[table.name]:
+                rows = table.count_rows(columns)
                 keys: dict[str, list[Any]] = {"attempt": [self.attempt] * rows, "step": [sample.step] * rows}
-                if table not in BY_STEP:
+                if "consumed_samples" in table.columns:
                     keys["consumed_samples"] = [sample.scalars.get("consumed_samples")] * rows
-                self.write_part(table, {**keys, **columns}, sample.step)
+                self.write_part(table.name, {**keys, **columns}, sample.step)
         self.samples += 1
         self._tidy_up()
 
@@ -178,7 +166,7 @@ class RunRecord:
             )
         while sum(len(content) for _, _, content in self._backlog) > BACKLOG:
             # Histograms are large, and what is lost with one is least.
-            doomed = next((entry for entry in self._backlog if entry[0] in BY_STEP), self._backlog[0])
+            doomed = next((entry for entry in self._backlog if TABLES[entry[0]].by_step), self._backlog[0])
             self._backlog.remove(doomed)
             self.lost += 1
 

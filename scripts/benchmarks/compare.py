@@ -54,7 +54,7 @@ def write(run: Path, tensors: int, steps: int, seed: int, harmed: bool) -> None:
     record.open({"recipe": {"measured_against": "delayed-hybrid"}})
     for i in range(steps):
         grown = np.where(off & harmed & (i > steps / 2), 100.0, 1.0)
-        record.record(Sample(INTERVAL * i, columns(keys, grown, random), {}))
+        record.record(Sample(INTERVAL * i, {"metrics": columns(keys, grown, random)}, {}))
         losses = 2 + 3 * np.exp(-i / steps * 5) + random.normal(0, 0.02, INTERVAL) + (harmed and i > 0.6 * steps)
         record.record_steps({INTERVAL * i + j: {"loss": loss} for j, loss in enumerate(losses)})
     record.close()

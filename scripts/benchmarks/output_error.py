@@ -33,7 +33,7 @@ class Last:
 
     def record(self, sample: Sample) -> None:
         """Keep it."""
-        columns = (sample.outputs[name] for name in ("layer", "product", "relative_error"))
+        columns = (sample.table("outputs")[name] for name in ("layer", "product", "relative_error"))
         self.errors = {(layer, product): error for layer, product, error in zip(*columns, strict=True)}
 
     def record_steps(self, steps: Mapping[int, Mapping[str, Any]]) -> None:

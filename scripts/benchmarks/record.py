@@ -50,11 +50,12 @@ def write(run: Path, tensors: int, steps: int, counted: int) -> None:
     record.open({})
     took: dict[bool, list[float]] = {False: [], True: []}
     for step in range(steps):
-        sample = Sample(step, metric_columns(keys, random), {}, histograms if step >= steps - counted else {})
+        tables = {"metrics": metric_columns(keys, random), "histograms": histograms if step >= steps - counted else {}}
+        sample = Sample(step, tables, {})
         started = time.perf_counter()
         record.record(sample)
         record.record_steps({100 * step + i: {"loss": random.normal(), "time": time.time()} for i in range(100)})
-        took[bool(sample.histograms)].append(time.perf_counter() - started)
+        took[bool(sample.table("histograms"))].append(time.perf_counter() - started)
     print(f"{tensors} tensors x {steps} sampled steps")
     for with_histograms, times in took.items():
         if times:

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from many_ranks.processes import forked, free_port, prepare, statuses, temporary_folder
 
-from nemo_fp8_debug.capture.output_samples import Chosen
 from nemo_fp8_debug.core.keys import ROLES
+from nemo_fp8_debug.core.observation import Plan
 from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
-from nemo_fp8_debug.distributed.reduction import Plan
 from nemo_fp8_debug.kernels import histogram_of
-from nemo_fp8_debug.measurement.operand_stats import Cast, Collected, OperandStats
+from nemo_fp8_debug.measurement.operand_stats import Cast, OperandStats
 from nemo_fp8_debug.numerics.histogram import BINS
+from nemo_fp8_debug.observations.operands.tensors import TensorObservation
 
 VALUES, KINDS = 1 << 16, 24
 CAST = Cast("current-HYBRID", "E4M3", "current", "bfloat16")
@@ -79,8 +79,16 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-#: of tensors whose copies could be compared
-PARTS = {"weight": 1, "weight_gradient": 1, "master": 1}
+class Operands(TensorObservation):
+    """Operands of GEMMs, and nothing that follows their scales."""
+
+    name = "operands"
+
+
+def tensors_of(names: list[str], ranks: Ranks) -> Operands:
+    return Operands({(name, role): "linear" for name in names for role in ROLES}, ranks)
+
+
 #: bytes of the rows that a rank sends to the writer, a tensor
 ROWS = 500
 
@@ -98,7 +106,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
     ShardGroup.publish(ranks, kinds)
     ranks.start({})
     group = ShardGroup.discover(ranks, kinds)
-    reduction, rows = Reduction(ranks, group, Chosen(), PARTS), bytes(ROWS * n)
+    reduction, rows = Reduction(ranks, group, [tensors_of(names, ranks)]), bytes(ROWS * n)
     assert group.group
     group.group.gather(b"")  # ranks connect with the first one when they first talk to it
     ranks.share({})
@@ -106,11 +114,11 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
     before, peaks = memory("VmRSS"), []
     for step in range(rounds):
         forget_peak()
-        mine, plan, Counted.asked = stats(rank, names, n), Plan(step, []), []
+        mine, plan, Counted.asked = stats(rank, names, n), Plan(step), []
         found: list[Any] = []
 
         def pack(plan: Plan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
-            found.append(reduction.pack(plan, Collected(mine), [s.key for s in mine]))
+            found.append(reduction.pack(plan, {"operands": mine}, [s.key for s in mine]))
             mine.clear()
 
         times.setdefault("packing", []).append(seconds(pack))
@@ -121,7 +129,7 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
         asked = Counted.asked
         assert len(asked) == 2, asked
         times.setdefault("collectives", []).append(sum(took for _, took in asked))
-        check(found[1][0], rank, world, n)
+        check(found[1], rank, world, n)
         found.clear()
         times.setdefault("message", []).append(seconds(lambda: ranks.share({"over": False, "control": None})))
         times.setdefault("gathering", []).append(seconds(lambda: group.group.gather(rows)))
@@ -137,12 +145,12 @@ def work(rank: int, world: int, port: int, n: int, rounds: int, alone: bool) -> 
     return {"times": {k: statistics.median(v) for k, v in times.items()}, "bytes": sizes, "peak": max(peaks)}
 
 
-def check(whole: Collected | None, rank: int, world: int, n: int) -> None:
+def check(whole: dict[str, Any] | None, rank: int, world: int, n: int) -> None:
     """The first rank has all values of all ranks."""
     assert (whole is not None) == (rank == 0)
     if whole is not None:
-        assert [s.ranks for s in whole.operands] == [world] * n
-        assert all(int(s.histogram.counts.sum()) == world * VALUES for s in whole.operands)
+        assert [s.ranks for s in whole["operands"]] == [world] * n
+        assert all(int(s.histogram.counts.sum()) == world * VALUES for s in whole["operands"])
 
 
 def main() -> None:

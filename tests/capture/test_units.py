@@ -199,7 +199,7 @@ def test_a_grad_scaler_that_skips_a_step() -> None:
     for layer in ("layers.0", "layers.2"):
         true = seen.rows(first)[layer, "grad_output"]["unscaled_amax"]
         assert true == pytest.approx(expected.rows(0)[layer, "grad_output"]["amax"], rel=2e-3)
-    what_if = seen.samples[first].what_if
+    what_if = seen.samples[first].table("what_if")
     of_dy = [i for i, role in enumerate(what_if["role"]) if role == "grad_output"]
     scale = seen.samples[first].scalars["grad_scale"]
     assert of_dy and all(what_if["unscaled_mse"][i] == what_if["mse"][i] / scale**2 for i in of_dy)

@@ -268,16 +268,16 @@ def train(mode: str, rank: int, world: int, watched: bool) -> dict[str, Any]:
 
 def metrics_of(samples: Samples) -> Iterator[tuple[int, str, str, dict[str, Any]]]:
     for step, sample in samples.samples.items():
-        histograms = dict(
-            zip(zip(sample.histograms["layer"], sample.histograms["role"], strict=True), histograms_of(sample), strict=True)
-        )
+        recorded = sample.table("histograms")
+        keys = zip(recorded["layer"], recorded["role"], strict=True)
+        histograms = dict(zip(keys, histograms_of(sample), strict=True))
         for i, key in enumerate(zip(sample.columns["layer"], sample.columns["role"], strict=True)):
             row = {name: column[i] for name, column in sample.columns.items()}
             yield step, *key, row | {"histogram": histograms[key]}
 
 
 def histograms_of(sample: Any) -> Iterator[dict[int, int]]:
-    for bins, counts in zip(sample.histograms["bins"], sample.histograms["counts"], strict=True):
+    for bins, counts in zip(sample.table("histograms")["bins"], sample.table("histograms")["counts"], strict=True):
         yield dict(zip(bins.tolist(), counts.tolist(), strict=True))
 
 

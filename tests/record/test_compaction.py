@@ -210,7 +210,7 @@ class TestThinned:
         record = start(tmp_path)
         for step in (0, 1, 2):
             columns = dict(measured(step).columns) | ({"nan": [1, 0, 0]} if step == 1 else {})
-            record.record(Sample(step, columns, {}, measured(step).histograms))
+            record.record(Sample(step, {"metrics": columns, "histograms": measured(step).table("histograms")}, {}))
         compact(tmp_path, Thinning(older_than=0), killed=True)
         assert read_table(tmp_path, "histograms")["step"].unique().to_list() == [1, 2]
 
@@ -224,11 +224,11 @@ class TestThinned:
         for step, each in enumerate(steps):
             rows = found.filter(step=step)
             total = np.zeros(100, np.int64)
-            for bins, counts in zip(each.histograms["bins"][:4], each.histograms["counts"][:4], strict=True):
+            for bins, counts in zip(*(each.table("histograms")[name][:4] for name in ("bins", "counts")), strict=True):
                 total[bins] += counts
             assert rows["layer"].to_list() == [f"layers.0.experts.{step}.fc1", "layers.0.fc2", "layers.0.experts.*.fc1"]
             assert rows["counts"].to_list() == [
-                *(list(each.histograms["counts"][i]) for i in (step, 4)),
+                *(list(each.table("histograms")["counts"][i]) for i in (step, 4)),
                 list(total[total > 0]),
             ]
             assert rows["bins"].to_list()[2] == list(np.flatnonzero(total))
@@ -256,7 +256,7 @@ def of_experts(step: int, rng: np.random.Generator) -> Sample:
         "bins": bins,
         "counts": [rng.integers(1, 100, 20) for _ in layers],
     }
-    return Sample(step, sample(step, rows).columns, {}, histograms)
+    return Sample(step, {"metrics": sample(step, rows).columns, "histograms": histograms}, {})
 
 
 class TestCommand:

@@ -35,8 +35,9 @@ class TestWritten:
         table = read_table(run, "histograms")
         assert table.schema == pl.Schema(SCHEMAS["histograms"])
         columns = table.filter(step=20).drop("attempt", "step").to_dict(as_series=False)
+        recorded = measured(20).table("histograms")
         assert columns == {
-            name: [getattr(v, "tolist", lambda v=v: v)() for v in values] for name, values in measured(20).histograms.items()
+            name: [getattr(v, "tolist", lambda v=v: v)() for v in values] for name, values in recorded.items()
         }
         counted = table.with_columns(n=pl.col("counts").list.sum())
         assert counted["n"].to_list() == 3 * [64 * 32, 8 * 32, 4]

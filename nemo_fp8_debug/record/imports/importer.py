@@ -54,7 +54,7 @@ class Imported:
         for step, rows in sorted(self.rows.items()):
             in_use = self._columns({key: row for key, row in rows.items() if not key[3]})
             what_if = self._columns({key: row for key, row in rows.items() if key[3]})
-            yield Sample(step, in_use, {}, what_if=what_if)
+            yield Sample(step, {"metrics": in_use, "what_if": what_if}, {})
 
     def _columns(self, rows: dict[Key, dict[str, Any]]) -> dict[str, list[Any]]:
         if not rows:

@@ -51,7 +51,7 @@ class LoggerRecorder:
     def record(self, sample: Sample) -> None:
         """Hand one sampled step on."""
         found = self._overview.of(sample)
-        scalars = found.scalars | (self._every_tensor.scalars(sample)[0] if self._every_tensor else {})
+        scalars = found.scalars | (self._every_tensor.scalars(sample).values if self._every_tensor else {})
         rows = {sample.step: _named(scalars)}
         texts = {PREFIX + name: text for name, text in found.texts.items()}
         self._each(lambda sink: sink.log(rows))

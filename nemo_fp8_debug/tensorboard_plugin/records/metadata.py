@@ -4,41 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.keys import SHOWN_AS, UNCAST
-from ...numerics.metric_names import ACTIVATION_METRICS, LABELS, METRICS, STATE_METRICS, UNITS, UPDATE_METRICS, WORSE
+from ...core.keys import SHOWN_AS
+from ...numerics.metric_names import LABELS, METRICS, UNITS, WORSE
+from ...record import schema
 from ...record.schema import SCHEMAS
 from .part_files import NONFINITE
 
 ROLES = dict(SHOWN_AS)
 #: tables of tensors, and those of their histograms
-TABLES = {"metrics": "histograms", "states": "state_histograms", "activations": "activation_histograms"}
+TABLES = {table.name: table.histograms for table in schema.TABLES.values() if table.roles}
 
 #: metrics that can be asked for: every number of a row but those that say which row it is
 NUMBERS = (
-    *(name for name, kind in SCHEMAS["metrics"].items() if kind.is_numeric() and name not in ("attempt", "step")),
+    *dict.fromkeys(
+        name
+        for table in TABLES
+        for name, kind in SCHEMAS[table].items()
+        if kind.is_numeric() and name not in ("attempt", "step")
+    ),
     NONFINITE,
-    *STATE_METRICS,
-    *UPDATE_METRICS,
-    *ACTIVATION_METRICS,
 )
 
 #: scales of the colors that are not linear
 _SCALES = {
-    **dict.fromkeys(("mse", "relative_error", "amax", "amin", "kurtosis", "channel_ratio", "load_ratio"), "log"),
-    **dict.fromkeys(("norm", "update_to_weight", *UPDATE_METRICS), "log"),
+    **dict.fromkeys(("mse", "relative_error", "amax", "amin", "kurtosis"), "log"),
     "scale_ratio_log2": "diverging",
 }
-#: of one table alone: whether more is worse
-_OF_STATES = dict.fromkeys((*STATE_METRICS, *UPDATE_METRICS), 1)
-_OF_ACTIVATIONS = {
-    "channel_ratio": 1,
-    "entropy": -1,
-    "sink_pct": 1,
-    "load_ratio": 1,
-    "idle_experts": 1,
-    "dropped_pct": 1,
-}
-_OF_TABLES = {"states": _OF_STATES, "activations": _OF_ACTIVATIONS}
 
 #: float formats as `numerics.formats` has them, for a process that does not import torch
 FORMATS: dict[str, dict[str, float]] = {
@@ -57,7 +48,11 @@ def metrics_of() -> list[dict[str, Any]]:
     offered += [_about(f"unscaled_{name}", name, ", in the units of the loss") for name in UNITS]
     scale = {"name": "scale", "label": "scale in use", "unit": "", "worse": 1, "scale": "log"}
     nonfinite = {"name": NONFINITE, "label": "NaN and infinities", "unit": "values", "worse": 1, "scale": "linear"}
-    own = [_of_table(table, name, worse) for table, of in _OF_TABLES.items() for name, worse in of.items()]
+    own = [
+        {"name": name, "label": m.label, "unit": m.unit, "worse": m.worse, "scale": m.scale, "table": table}
+        for table in TABLES
+        for name, m in schema.TABLES[table].metrics.items()
+    ]
     return [*offered, scale, nonfinite, *own]
 
 
@@ -78,11 +73,7 @@ def table_of(role: str) -> str:
         >>> table_of("input"), table_of("first_moment")
         ('metrics', 'states')
     """
-    return next((table for table, roles in UNCAST.items() if role in roles), "metrics")
-
-
-def _of_table(table: str, name: str, worse: int) -> dict[str, Any]:
-    return _described(name, name, worse) | {"table": table}
+    return next((table for table in TABLES if role in schema.TABLES[table].roles), next(iter(TABLES)))
 
 
 def _about(name: str, like: str, more: str = "") -> dict[str, Any]:

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from benchmarks.reduction import PARTS, ROWS, stats
+from benchmarks.reduction import ROWS, stats, tensors_of
 
-from nemo_fp8_debug.capture.output_samples import Chosen
 from nemo_fp8_debug.core.keys import ROLES
+from nemo_fp8_debug.core.observation import Plan
 from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
 from nemo_fp8_debug.distributed.gloo import Group
-from nemo_fp8_debug.distributed.reduction import Plan
-from nemo_fp8_debug.measurement.operand_stats import Collected, OperandStats
+from nemo_fp8_debug.measurement.operand_stats import OperandStats
 from nemo_fp8_debug.numerics.histogram import BINS
 
 from .processes import forked, free_port, statuses, temporary_folder
@@ -214,7 +213,7 @@ def of_ranks_apart(rank: int) -> dict[str, Any]:
     ranks, group = Ranks(), OneRank()
     gathering = ranks.group("gathering", [0, 1], 60.0)
     shard_group = ShardGroup([0, 1], dict.fromkeys(names, "linear"), {}, group=group)
-    reduction, taken = Reduction(ranks, shard_group, Chosen(), PARTS), dict[str, list[float]]()
+    reduction, taken = Reduction(ranks, shard_group, [tensors_of(names, ranks)]), dict[str, list[float]]()
 
     def timed(name: str, call: Callable[[], object]) -> None:
         dist.barrier()
@@ -224,10 +223,10 @@ def of_ranks_apart(rank: int) -> dict[str, Any]:
 
     for step in range(4 * TIMES):
         # As `benchmarks/reduction.py` does it: what memory costs depends on what was held, and is held, beside.
-        mine, plan, found = stats(rank, names, TENSORS), Plan(step, []), list[Any]()
+        mine, plan, found = stats(rank, names, TENSORS), Plan(step), list[Any]()
 
         def pack(plan: Plan = plan, mine: list[OperandStats] = mine, found: list[Any] = found) -> None:
-            found.append(reduction.pack(plan, Collected(mine), [s.key for s in mine]))
+            found.append(reduction.pack(plan, {"operands": mine}, [s.key for s in mine]))
             mine.clear()  # as the monitor does
 
         timed("packing", pack)
@@ -236,10 +235,10 @@ def of_ranks_apart(rank: int) -> dict[str, Any]:
         rows = bytes(1 + step % 2 * GATHERED)
         timed(f"gathering {step % 2}", lambda rows=rows: gathering.gather(rows))
     of = {name: statistics.median(each) for name, each in taken.items()}
-    of_one, plan = group.sizes[-2:], Plan(4 * TIMES, [])
+    of_one, plan = group.sizes[-2:], Plan(4 * TIMES)
     for each in (1 - rank, rank):
         mine = stats(each, names, TENSORS)
-        reduction.reduce(plan, reduction.pack(plan, Collected(mine), [s.key for s in mine]))
+        reduction.reduce(plan, reduction.pack(plan, {"operands": mine}, [s.key for s in mine]))
         group.others = group.maxima
     return {
         **of,

@@ -31,7 +31,7 @@ class Verified:
 
     def record(self, sample: Any) -> None:
         """Keep the rows of a sample."""
-        of = sample.verification
+        of = sample.table("verification")
         self.rows += [dict(zip(of, row, strict=True)) | {"step": sample.step} for row in zip(*of.values(), strict=True)]
 
     def record_steps(self, steps: Any) -> None:

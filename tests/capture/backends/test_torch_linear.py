@@ -104,7 +104,7 @@ def test_many_micro_batches_take_no_more_memory_and_give_the_same_metrics(monkey
         with monitor.step(0):
             train_step(model, batches)
         rows.append(samples.rows(0))
-        histograms = samples.samples[0].histograms
+        histograms = samples.samples[0].table("histograms")
         of_x = [
             i for i, key in enumerate(zip(histograms["layer"], histograms["role"], strict=True)) if key == ("up", "input")
         ]

@@ -1,0 +1,72 @@
+"""A table of the record as an object: writer, readers, SQL, TensorBoard and the tab work on any of them, and name none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: columns of equal length, by name
+Columns = Mapping[str, Sequence[Any]]
+#: columns that say which sample a row is of
+SAMPLE: dict[str, str] = {"attempt": "int32", "step": "int64"}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What people call a column, and how a chart shows it."""
+
+    label: str
+    unit: str = ""
+    #: 1 if more is worse, -1 if less is
+    worse: int = 1
+    #: of a chart's axis: "linear", "log" or "diverging"
+    scale: str = "linear"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the record.
+
+    Attributes:
+        name: of its folder in the record.
+        columns: type of each column, by name and in order: a name of `COLUMN_TYPES`.
+        metrics: columns that no other table has and the tab offers, by name.
+        roles: tensors that it has rows of, if the tab maps it; empty: it does not.
+        histograms: name of the table that has histograms of the same tensors; empty: there is none.
+        by_step: whether the parts keep the rows of a step together, as those with lists in each row do.
+        is_added_later: whether rows are added to a record whose run is over, by several writers.
+    """
+
+    name: str
+    columns: Mapping[str, str]
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    roles: Sequence[str] = ()
+    histograms: str = ""
+    by_step: bool = False
+    is_added_later: bool = False
+
+    def count_rows(self, columns: Columns) -> int:
+        """Return how many rows columns have."""
+        return len(next(iter(columns.values()), ()))
+
+
+def typed(kind: str, *names: str) -> dict[str, str]:
+    """Return columns of one type.
+
+    Example:
+        >>> typed("float64", "mean", "largest")
+        {'mean': 'float64', 'largest': 'float64'}
+    """
+    return dict.fromkeys(names, kind)
+
+
+def concat_columns(parts: Sequence[Columns]) -> dict[str, list[Any]]:
+    """Return the rows of several tables that have the same columns, one after the other; empty ones are left out.
+
+    Example:
+        >>> concat_columns([{"layer": ["a"]}, {}, {"layer": ["b", "c"]}])
+        {'layer': ['a', 'b', 'c']}
+    """
+    filled = [part for part in parts if part]
+    return {name: [value for part in filled for value in part[name]] for name in filled[0]} if filled else {}

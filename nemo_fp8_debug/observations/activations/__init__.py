@@ -1,0 +1,1 @@
+"""What lies between GEMMs: norms, routers, attention scores. Internal."""

@@ -1,0 +1,26 @@
+"""Tables of what lies between GEMMs: metrics, in use and under other recipes, and histograms."""
+
+from __future__ import annotations
+
+from ...core.keys import ACTIVATIONS
+from ...core.table import Metric, Table, typed
+from ..operands.table import HISTOGRAMS, TENSORS
+
+#: metrics that a histogram cannot tell
+METRICS = {
+    "channel_ratio": Metric("largest / median channel", scale="log"),
+    "entropy": Metric("entropy of weights", "nats", worse=-1),
+    "sink_pct": Metric("weight of the first key", "%"),
+    "load_ratio": Metric("largest / mean load of experts", scale="log"),
+    "idle_experts": Metric("experts without a token", "experts"),
+    "dropped_pct": Metric("dropped tokens", "%"),
+}
+#: what else a row has of its own
+COUNTS = ("rows", "channel")
+_COLUMNS = {**TENSORS, **typed("float64", *COUNTS, *METRICS), "loads": "list[int64]"}
+_ROLES = tuple(role for roles in ACTIVATIONS.values() for role in roles)
+
+TABLES = (
+    Table("activations", _COLUMNS, METRICS, _ROLES, "activation_histograms"),
+    Table("activation_histograms", HISTOGRAMS, by_step=True),
+)

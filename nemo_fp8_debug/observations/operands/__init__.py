@@ -1,0 +1,1 @@
+"""Operands of GEMMs: how well FP8 represents each, in use and under other recipes. Internal."""

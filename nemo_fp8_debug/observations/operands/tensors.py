@@ -1,0 +1,78 @@
+"""Tensors that are counted in histograms: how ranks add them up, and the rows of their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...capture.collect import collect
+from ...core.keys import Key
+from ...core.observation import Arrays, Plan, SampledTables
+from ...core.table import Columns
+from ...distributed import Ranks
+from ...distributed.tensor_sums import TensorSums
+from ...measurement.measure import Measured, measure
+from ...measurement.operand_stats import OperandStats
+from ...monitor.pipeline import Sampled
+
+Stats = list[OperandStats]
+
+
+class TensorObservation:
+    """Tensors of one feature, by (layer, role)."""
+
+    name = ""
+    #: of its tensors
+    roles: Collection[str] = ()
+
+    def __init__(self, kinds: Mapping[Key, str], ranks: Ranks) -> None:
+        """
+        Args:
+            kinds: of all tensors that ranks may have.
+        """
+        self._sums = TensorSums(kinds, ranks)
+
+    @property
+    def mixed(self) -> Sequence[Key]:
+        """Tensors of the last sample that ranks have in different dtypes."""
+        return self._sums.mixed
+
+    def collect(self, step: Sampled) -> Stats:
+        """See `Observation`."""
+        return collect([operand for operand in step.operands if operand.role in self.roles])
+
+    def pack(self, plan: Plan, found: Stats | None, expected: Collection[Key]) -> Arrays:
+        """See `Observation`."""
+        return self._sums.pack(plan, found or [], expected)
+
+    def extremes(self, packed: Arrays) -> torch.Tensor:
+        """See `Observation`."""
+        return self._sums.extremes(packed)
+
+    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> torch.Tensor:
+        """See `Observation`."""
+        return self._sums.sums(plan, packed, extremes)
+
+    def whole(self, plan: Plan, sums: torch.Tensor, extremes: torch.Tensor) -> Stats:
+        """See `Observation`."""
+        return self._sums.whole(plan, sums, extremes)
+
+    def alone(self, found: Stats) -> Stats:
+        """See `Observation`."""
+        return found
+
+    def measure(self, sampled: SampledTables) -> Measured:
+        """Return the metrics of whole tensors."""
+        return measure(sampled.whole[self.name], sampled.what_if, sampled.chosen)
+
+    def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> Mapping[str, Columns]:
+        """See `Observation`."""
+        return {}
+
+
+def join_rows(in_use: Columns, tried: Columns, own: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Return rows of tensors as they are, with columns of their own, and then under other recipes, which lack those."""
+    none = [None] * len(tried.get("layer", ()))
+    return {name: [*values, *tried.get(name, none)] for name, values in {**in_use, **own}.items()}

@@ -1,0 +1,1 @@
+"""Outputs of GEMMs: how much of their error each operand brings. Internal."""

@@ -1,0 +1,1 @@
+"""Products of GEMMs, and gradients that ranks add up: whether what was returned is right. Internal."""

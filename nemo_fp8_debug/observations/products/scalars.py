@@ -1,0 +1,35 @@
+"""Tags of verified products, and what the summary of a step says of them."""
+
+from __future__ import annotations
+
+import math
+
+from ...core.keys import RESULTS
+from ...core.sample import Sample
+from ...record.scalars import Tags
+from ...record.start_here import StartHere
+from .table import TABLES
+
+#: what the summary calls its scalars
+LABELS = {
+    "verification/error_over_bound/worst": "error over bound, worst product",
+    "verification/wrong_products": "wrong products",
+}
+
+
+def add_scalars(sample: Sample, tags: Tags) -> None:
+    """Add how far each product is off, in parts of its bound."""
+    tags.stream_products(sample.table(TABLES[0].name), "error_over_bound", "error_over_bound")
+
+
+def add_summary(sample: Sample, summary: StartHere) -> None:
+    """Add the product that is farthest off, and how many are wrong."""
+    columns = sample.table(TABLES[0].name)
+    ratios = [(value, i) for i, value in enumerate(columns.get("error_over_bound", ())) if value is not None]
+    if not ratios:
+        return
+    worst, at = max(ratios, key=lambda ratio: math.inf if math.isnan(ratio[0]) else ratio[0])
+    if math.isfinite(worst):
+        summary.scalars["verification/error_over_bound/worst"] = worst
+    summary.scalars["verification/wrong_products"] = sum(outcome == "beyond" for outcome in columns["outcome"])
+    summary.texts["worst_tensor/verification"] = f"{RESULTS[columns['product'][at]]} of {columns['layer'][at]}"

@@ -1,0 +1,69 @@
+"""Whether copies that ranks hold of the same tensor are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from ...core.keys import Key
+from ...core.observation import Arrays, Plan, SampledTables
+from ...core.table import Columns
+from ...distributed.replicas import ReplicaComparison
+from ...measurement.replicas import Checksums, Compared, replica_columns
+from ...monitor.pipeline import Sampled
+from ...monitor.run_setup import RunSetup
+from .table import TABLES
+
+_Compared = Mapping[tuple[str, str], Compared]
+
+
+def observe(setup: RunSetup) -> ReplicaObservation | None:
+    """Return what compares copies; None if that is not asked for."""
+    if not setup.config.replicas:
+        return None
+    return ReplicaObservation(ReplicaComparison(setup.gemms, setup.parts, setup.ranks.rank))
+
+
+class ReplicaObservation:
+    """Checksums of copies."""
+
+    name = "replicas"
+
+    def __init__(self, comparison: ReplicaComparison) -> None:
+        self._copies = comparison
+
+    def collect(self, step: Sampled) -> Checksums:
+        """See `Observation`."""
+        return step.replicas.found() if step.replicas else {}
+
+    def pack(self, plan: Plan, found: Checksums | None, expected: Collection[Key]) -> Arrays:
+        """See `Observation`."""
+        return {"slots": self._copies.slots(found or {})}
+
+    def extremes(self, packed: Arrays) -> torch.Tensor:
+        """See `Observation`."""
+        return self._copies.extremes(packed["slots"])
+
+    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> torch.Tensor:
+        """See `Observation`."""
+        return self._copies.rows(packed["slots"], extremes).flatten()
+
+    def whole(self, plan: Plan, sums: torch.Tensor, extremes: torch.Tensor) -> _Compared:
+        """See `Observation`."""
+        return self._copies.of_all(sums, extremes)
+
+    def alone(self, found: Checksums) -> _Compared:
+        """Return what this rank compares for itself: weights with their masters."""
+        slots = self._copies.slots(found)
+        extremes = self._copies.extremes(slots)
+        copies = self._copies.of_all(self._copies.rows(slots, extremes).flatten(), extremes)
+        return {key: compared for key, compared in copies.items() if compared.ranks}
+
+    def rows(self, sampled: SampledTables) -> dict[str, Columns]:
+        """See `Observation`."""
+        return {TABLES[0].name: replica_columns(sampled.whole[self.name], sampled.kinds)}
+
+    def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
+        """See `Observation`."""
+        return {}

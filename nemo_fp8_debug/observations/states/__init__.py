@@ -1,0 +1,1 @@
+"""Weight gradients and optimizer states, and the steps of weights. Internal."""

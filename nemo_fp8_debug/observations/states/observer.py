@@ -1,0 +1,61 @@
+"""Weight gradients, optimizer states and steps of weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.layer_names import is_aggregate
+from ...core.observation import SampledTables
+from ...core.table import Columns
+from ...measurement.states import update_columns
+from ...monitor.run_setup import RunSetup
+from ..operands.tensors import TensorObservation, join_rows
+from .table import TABLES, UPDATE_METRICS
+
+
+def observe(setup: RunSetup) -> StateObservation | None:
+    """Return what observes states; None if they are not asked for."""
+    return StateObservation(setup) if setup.config.states else None
+
+
+class StateObservation(TensorObservation):
+    """States."""
+
+    name = "states"
+    roles = TABLES[0].roles
+
+    def __init__(self, setup: RunSetup) -> None:
+        kinds = setup.shard_group.kinds
+        keys = [(name, role) for name in setup.gemms for role in setup.config.states]
+        super().__init__({key: kinds[key[0]] for key in keys}, setup.ranks)
+
+    def rows(self, sampled: SampledTables) -> dict[str, Columns]:
+        """See `Observation`."""
+        found = self.measure(sampled)
+        if not found.metrics["layer"]:
+            return {}
+        updates = update_columns(sampled.whole[self.name])
+        own: dict[str, list[Any]] = {"norm": found.norms, "share_pct": [None] * len(found.norms), "update_to_weight": []}
+        own |= {name: [] for name in UPDATE_METRICS}
+        for layer, role, norm in zip(found.metrics["layer"], found.metrics["role"], found.norms, strict=True):
+            weight = sampled.norms.get((layer, "weight")) if role == "update" else None
+            own["update_to_weight"].append(norm / weight if weight else None)
+            errors = updates.get(layer, {}) if role == "update" else {}
+            for name in UPDATE_METRICS:
+                own[name].append(errors.get(name))
+        states, histograms = (table.name for table in TABLES)
+        return {states: join_rows(found.metrics, found.what_if, own), histograms: found.histograms}
+
+    def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
+        """Return states with their share of the squared norms of all layers, which stages of a pipeline have parts of."""
+        name = TABLES[0].name
+        if not (states := tables.get(name)):
+            return {}
+        rows = list(zip(states["layer"], states["role"], states["norm"], strict=True))
+        totals = defaultdict[str, float](float)
+        for layer, role, norm in rows:
+            totals[role] += 0.0 if norm is None or is_aggregate(layer) else norm**2
+        shares = [None if n is None or not totals[role] else 100 * n**2 / totals[role] for _, role, n in rows]
+        return {name: {**states, "share_pct": shares}}

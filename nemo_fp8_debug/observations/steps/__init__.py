@@ -1,0 +1,1 @@
+"""What a host reports of each step and of its evaluations. Internal."""
