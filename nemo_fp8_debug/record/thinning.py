@@ -15,10 +15,10 @@ from ..core.layer_names import aggregate_of
 from ..errors import ConfigError
 from .expert_histograms import HARM, one_and_worst, worst_experts
 from .reader import read_table
-from .schema import arrow_table
+from .schema import TABLES, arrow_table
 
 #: tables of histograms, and the table that has the metrics of the same tensors
-OF_HISTOGRAMS = {"histograms": "metrics", "state_histograms": "states", "activation_histograms": "activations"}
+OF_HISTOGRAMS = {table.histograms: table.name for table in TABLES.values() if table.histograms}
 
 
 @dataclass(frozen=True)

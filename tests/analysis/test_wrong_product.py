@@ -113,7 +113,7 @@ def test_the_error_of_a_product_is_divided_among_its_causes(tmp_path: Path) -> N
     emulation.detach()
     found = Finding("operand", "underflow", "high", "", "", "0", "input", 0)
     run = Run.read(str(tmp_path))
-    budget = error_budget(found, run.outputs, run.verification, run.states)
+    budget = error_budget(found, run.table("outputs"), run.table("verification"), run.table("states"))
     assert budget is not None
     of_y = next(part for part in budget.evidence.split("; ") if "error of Y" in part)
     shares = {what: float(share) for share, what in re.findall(r"(-?\d+)% ((?:of |joint)[^,]*)", of_y)}

@@ -159,8 +159,8 @@ def test_the_budget_of_a_step_sums_to_100_percent(tmp_path: Path) -> None:
     watched.steps(tmp_path, states=tuple(STATES))
     emulation.detach()
     run = Run.read(tmp_path)
-    about = Finding("operand", "outlier", "low", "", layer=run.states["layer"][0], role="input", since=0)
-    found = error_budget(about, run.outputs, run.verification, run.states)
+    about = Finding("operand", "outlier", "low", "", layer=run.table("states")["layer"][0], role="input", since=0)
+    found = error_budget(about, run.table("outputs"), run.table("verification"), run.table("states"))
     assert found
     told = found.evidence.partition("of the error of the step of W: ")[2]
     shares = [int(part.split("%")[0]) for part in told.split(", ")]

@@ -46,5 +46,5 @@ def activations_apart(baseline: Run, run: Run) -> pl.DataFrame:
 
 def _values(run: Run) -> pl.DataFrame:
     """step, layer, role, metric, value"""
-    rows = run.activations.filter(pl.col("scale_source") != "what-if").with_columns(size=ROOT_MEAN_SQUARE)
+    rows = run.table("activations").filter(pl.col("scale_source") != "what-if").with_columns(size=ROOT_MEAN_SQUARE)
     return rows.unpivot(_METRICS, index=["step", *_KEY], variable_name="metric").drop_nulls("value")

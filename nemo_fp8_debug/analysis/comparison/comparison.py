@@ -94,6 +94,9 @@ class Comparison:
         steps = pl.Series(self.run.metrics.steps)
         tail = steps.tail(max(1, round(len(steps) * TAIL)))
         columns = ["step", "layer", "role", "recipe", *_WEIGHED]
-        uncast = [rows.filter(scale_source="what-if").select(columns) for rows in (self.run.states, self.run.activations)]
+        uncast = [
+            rows.filter(scale_source="what-if").select(columns)
+            for rows in (self.run.table("states"), self.run.table("activations"))
+        ]
         rows = pl.concat([self.run.others.select(columns), *uncast]).filter(pl.col("step").is_in(tail.implode()))
         return rows.group_by("layer", "role", "recipe", maintain_order=True).agg(pl.median(*_WEIGHED))

@@ -48,5 +48,5 @@ def states_apart(baseline: Run, run: Run) -> pl.DataFrame:
 
 def _sizes(run: Run) -> pl.DataFrame:
     """step, layer, role, share_pct, rms (null where it is zero or not known), lost (NaN and infinite values)."""
-    rows = run.states.filter(pl.col("scale_source") != "what-if")
+    rows = run.table("states").filter(pl.col("scale_source") != "what-if")
     return rows.select("step", *_KEY, "share_pct", rms=ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))

@@ -9,6 +9,7 @@ from functools import partial
 
 import polars as pl
 
+from ...core.features import load_modules
 from ...core.scale_sources import HIGH_PRECISION, QUANTIZED
 from ...errors import RecordError
 from ..bands.bands import Bands, bands_for
@@ -253,12 +254,16 @@ def _added_up(
         *_evaluate((gradient_norm, weights, still_weights, steps_of_weights, activations), run, baseline),
         *settings(run.fingerprint, baseline.fingerprint if baseline else None, start),
         *filter(None, [compared(run.loss, baseline.loss if baseline else None, run.unit)]),
-        *_evaluate((multiplier,), run, baseline),
+        *_evaluate((multiplier, *(module.find for module in load_modules("rule"))), run, baseline),
         *operands,
     ]
-    findings += filter(None, [reach(f, run.outputs, baseline.outputs if baseline else None) for f in operands[:1]])
+    findings += filter(
+        None, [reach(f, run.table("outputs"), baseline.table("outputs") if baseline else None) for f in operands[:1]]
+    )
     findings += filter(None, [channels(run, baseline, next(iter(operands), None), harmed_since)])
-    findings += filter(None, [error_budget(f, run.outputs, run.verification, run.states) for f in operands[:1]])
+    findings += filter(
+        None, [error_budget(f, run.table("outputs"), run.table("verification"), run.table("states")) for f in operands[:1]]
+    )
     sampled = None if harmed_since is None else harmed_since + int(interval_of(run.metrics.steps))
     latest = None if sampled is None else sampled + _slack(run)
     judged = _judged(run, baseline, sampled) and (baseline is not None or covered or _has_limits(run))

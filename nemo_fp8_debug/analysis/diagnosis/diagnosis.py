@@ -210,7 +210,7 @@ class Diagnosis:
             missed.append(
                 f"We could have missed a fault in {'' if both else 'learning rate, '}data, kernels or communication."
             )
-        tables = {"verified products": self.run.verification, "optimizer states": self.run.states}
+        tables = {"verified products": self.run.table("verification"), "optimizer states": self.run.table("states")}
         absent = [name for name, rows in tables.items() if rows.is_empty()]
         if absent:
             missed.append(f"The record has no {' and no '.join(absent)}, so we could not see wrong ones.")

@@ -84,29 +84,14 @@ class Run:
         return replace(self, metrics=self.metrics.without_steps(self.made_up_for.to_list()))
 
     @cached_property
-    def outputs(self) -> pl.DataFrame:
-        """`outputs` table, empty where outputs were not asked for; read when first asked for."""
-        return self._table("outputs")
+    def _tables(self) -> dict[str, pl.DataFrame]:
+        return {}
 
-    @cached_property
-    def verification(self) -> pl.DataFrame:
-        """`verification` table, empty where nothing was verified; read when first asked for."""
-        return self._table("verification")
-
-    @cached_property
-    def states(self) -> pl.DataFrame:
-        """`states` table, empty where optimizer states were not asked for; read when first asked for."""
-        return self._table("states")
-
-    @cached_property
-    def activations(self) -> pl.DataFrame:
-        """`activations` table, empty where activations were not asked for; read when first asked for."""
-        return self._table("activations")
-
-    @cached_property
-    def replicas(self) -> pl.DataFrame:
-        """`replicas` table, empty where copies were not compared; read when first asked for."""
-        return self._table("replicas")
+    def table(self, name: str) -> pl.DataFrame:
+        """Return a table of the record, empty if the run has none; it is read when first asked for."""
+        if name not in self._tables:
+            self._tables[name] = _with_names(_along(self.axis, read_table(self.path, name)), self.renamed_to)
+        return self._tables[name]
 
     @cached_property
     def validation(self) -> dict[str, LossCurve]:
@@ -119,9 +104,6 @@ class Run:
         """Metrics under recipes that were not in use, measured in the run or added by replay; read when first asked for."""
         rows = pl.concat([read_table(self.path, table) for table in ("what_if", "replayed")])
         return _with_names(_along(self.axis, rows), self.renamed_to)
-
-    def _table(self, name: str) -> pl.DataFrame:
-        return _with_names(_along(self.axis, read_table(self.path, name)), self.renamed_to)
 
     def renamed(self, names: Mapping[str, str]) -> Run:
         """The same with other names for its layers."""

@@ -36,7 +36,9 @@ def activations(run: Run, baseline: Run | None) -> list[Finding]:
 
 def _in_use(run: Run) -> pl.DataFrame:
     """Without what-if recipes, and what was sampled of steps that others made up for."""
-    rows = run.activations.filter(pl.col("scale_source") != "what-if", pl.col("role").is_in(list(UNCAST["activations"])))
+    rows = run.table("activations").filter(
+        pl.col("scale_source") != "what-if", pl.col("role").is_in(list(UNCAST["activations"]))
+    )
     return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))
 
 

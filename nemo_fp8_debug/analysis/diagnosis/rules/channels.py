@@ -52,5 +52,5 @@ def channels(run: Run, baseline: Run | None, culprit: Finding | None, harmed_sin
 
 
 def _norms(run: Run) -> pl.DataFrame:
-    rows = run.activations.filter(pl.col("scale_source") != "what-if", pl.col("role").is_in(_ROLES))
+    rows = run.table("activations").filter(pl.col("scale_source") != "what-if", pl.col("role").is_in(_ROLES))
     return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))

@@ -79,7 +79,7 @@ def _lost_between(run: Run) -> pl.DataFrame:
         ["nan", "inf", "nonfinite_order"],
         lambda rows: rows.filter(IS_NONFINITE).unique("tensor", keep="first", maintain_order=True),
     )
-    activations = run.activations.filter((pl.col("scale_source") != "what-if") & IS_NONFINITE)
+    activations = run.table("activations").filter((pl.col("scale_source") != "what-if") & IS_NONFINITE)
     activations = activations.filter(~pl.col("step").is_in(run.made_up_for.implode()))
     return pl.concat([run.metrics.named(operands).select(columns), activations.select(columns)])
 
@@ -101,7 +101,7 @@ def _lost_states(run: Run | None) -> pl.DataFrame:
     """step, layer, role of those that are not finite."""
     if run is None:
         return pl.DataFrame(schema={"step": pl.Int64, "layer": pl.String, "role": pl.String})
-    states = run.states.filter((pl.col("scale_source") != "what-if") & IS_NONFINITE)
+    states = run.table("states").filter((pl.col("scale_source") != "what-if") & IS_NONFINITE)
     return states.filter(~pl.col("step").is_in(run.made_up_for.implode())).select("step", "layer", "role")
 
 

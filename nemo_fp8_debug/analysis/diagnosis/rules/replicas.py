@@ -19,7 +19,7 @@ _ORDER = {"master": -1, "weight": 0, "input": 1, "weight_gradient": 2}
 
 def replicas(run: Run) -> list[Finding]:
     """The first copies of a run that are not equal, in the order of a step."""
-    apart = run.replicas.filter(pl.col("outcome") == "apart")
+    apart = run.table("replicas").filter(pl.col("outcome") == "apart")
     if apart.is_empty():
         return []
     order = pl.col("what").replace_strict(_ORDER, return_dtype=pl.Int64)
@@ -34,6 +34,6 @@ def replicas(run: Run) -> list[Finding]:
         told = f"{_SHOWN[row['what']]} of {row['layer']} is not the same on {copies}: {rank}"
     if len(of_step) > 1:
         told += f"; so it is of {len(of_step) - 1} more tensors in the same sample"
-    equal = run.replicas.filter((pl.col("step") < row["step"]) & (pl.col("outcome") == "equal"))
+    equal = run.table("replicas").filter((pl.col("step") < row["step"]) & (pl.col("outcome") == "equal"))
     told += f"; equal up to {run.unit} {equal['step'].sort()[-1]}" if len(equal) else ", from the start or before"
     return [Finding("replicas", "replicas", "high", told, _ADVICE, row["layer"], None, row["step"], severity=1)]

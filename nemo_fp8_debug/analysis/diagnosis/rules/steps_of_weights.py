@@ -31,7 +31,7 @@ def steps_of_weights(run: Run, baseline: Run | None) -> list[Finding]:
 
 
 def _steps(run: Run) -> pl.DataFrame:
-    rows = run.states.filter(pl.col("role") == "update", pl.col("scale_source") != "what-if")
+    rows = run.table("states").filter(pl.col("role") == "update", pl.col("scale_source") != "what-if")
     return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))
 
 
@@ -64,7 +64,7 @@ def _still(run: Run, mine: pl.DataFrame, theirs: pl.DataFrame | None) -> list[Fi
     if theirs is not None:
         theirs = theirs.filter(norm=0.0).select("layer").unique()
         mine = mine.join(theirs, on="layer", how="anti", maintain_order="left")
-    gradients = run.states.filter(pl.col("role") == "weight_gradient", pl.col("scale_source") != "what-if")
+    gradients = run.table("states").filter(pl.col("role") == "weight_gradient", pl.col("scale_source") != "what-if")
     moved = gradients.filter(pl.col("norm") > 0).select("step", "layer")
     rates = run.steps.filter(pl.col("lr") > 0).select("step")
     still = mine.filter(norm=0.0).join(moved, on=["step", "layer"], how="semi", maintain_order="left")

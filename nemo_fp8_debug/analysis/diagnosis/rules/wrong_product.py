@@ -36,7 +36,7 @@ _LEAST_FACTOR = 2.0**-8
 
 def wrong_product(run: Run) -> list[Finding]:
     """The first product of a run that is wrong; of several in one sample, the one whose result is farthest off."""
-    rows = run.verification.filter(pl.col("product") != _REDUCTION)
+    rows = run.table("verification").filter(pl.col("product") != _REDUCTION)
     first = _first(rows)
     if first is None:
         return []
@@ -52,7 +52,7 @@ def wrong_product(run: Run) -> list[Finding]:
 
 def wrong_reduction(run: Run) -> list[Finding]:
     """The first gradient of a run that is not the sum of what ranks have computed."""
-    rows = run.verification.filter(pl.col("product") == _REDUCTION)
+    rows = run.table("verification").filter(pl.col("product") == _REDUCTION)
     first = _first(rows)
     if first is None:
         return []
