@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,10 +27,11 @@ from ..numerics.tensor_scaling import CurrentScaling, amax_of
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, unknown_cast
 from .backends.transformer_engine.quantizers import cast_by
 from .backends.transformer_engine.release import unread_release
-from .gemms import Gemm, global_name, is_compiled
+from .gemms import Gemm
 from .hooks import OperandSink
 from .operand_guard import Fault, OperandGuard
 from .passes import Passes
+from .scan import ScannedModule
 from .tracing import Hook
 
 #: the roles of each node, by the name that Transformer Engine gives its quantizer
@@ -53,15 +54,9 @@ _ALONG_TOKENS = ("value", "grad_value")
 _BACKEND = Backend("Transformer Engine attention", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
 
 
-def attentions(roots: Sequence[nn.Module]) -> list[Gemm]:
-    """Every attention of Transformer Engine in a model that torch.compile does not run."""
-    compiled = {id(inner) for root in roots for outer in root.modules() if is_compiled(outer) for inner in outer.modules()}
-    return [
-        Gemm(global_name(root, path), module, _BACKEND)
-        for root in roots
-        for path, module in root.named_modules()
-        if is_attention(module) and id(module) not in compiled
-    ]
+def find_attentions(scanned: Iterable[ScannedModule]) -> list[Gemm]:
+    """Return every attention of Transformer Engine in a model that torch.compile does not run."""
+    return [Gemm(one.name, one.module, _BACKEND) for one in scanned if is_attention(one.module) and not one.compiled]
 
 
 def is_attention(module: nn.Module) -> bool:

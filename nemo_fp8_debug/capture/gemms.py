@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..core.arguments import quoted
-from ..core.layer_names import WRAPPERS, compile_patterns
+from ..core.layer_names import compile_patterns
 from ..errors import ConfigError
 from .backends import BACKENDS, Backend
 from .backends.base import is_plain, raw_weight
 from .backends.in_forward import is_computed
 from .backends.parallel import first_expert
 from .overrides import emulated
+from .scan import ScannedModule, scan_modules
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,22 @@ class Gemm:
 
 
 def find_gemms(roots: Sequence[nn.Module], in_forward: bool = False) -> list[Gemm]:
-    """Every GEMM of a model whose module a backend knows, in module order.
+    """Return every GEMM of a model whose module a backend knows, in module order.
 
     Args:
         roots: the model, or its chunks where a virtual pipeline splits it.
         in_forward: also those whose operands exist inside the forward of their module only.
     """
-    compiled = {id(inner) for root in roots for outer in root.modules() if is_compiled(outer) for inner in outer.modules()}
+    return list_gemms(scan_modules(roots), in_forward)
+
+
+def list_gemms(scanned: Iterable[ScannedModule], in_forward: bool = False) -> list[Gemm]:
+    """Return what `find_gemms` does, of a model that is scanned already."""
     return [
-        Gemm(global_name(root, path) + _part_of_name(part, len(parts)), module, backend, id(module) in compiled, part)
-        for root in roots
-        for path, module in root.named_modules()
-        if (backend := next((h for h in BACKENDS if h.owns(module)), None)) and (in_forward or not backend.in_forward)
-        for parts in (backend.parts(module),)
+        Gemm(one.name + _part_of_name(part, len(parts)), one.module, backend, one.compiled, part)
+        for one in scanned
+        if (backend := next((h for h in BACKENDS if h.owns(one.module)), None)) and (in_forward or not backend.in_forward)
+        for parts in (backend.parts(one.module),)
         for part in parts
     ]
 
@@ -80,10 +83,10 @@ def _part_of_name(part: str, parts: int) -> str:
     return f".{number}" if number else ""
 
 
-def unknown_gemms(roots: Sequence[nn.Module]) -> dict[str, str]:
+def find_unknown_gemms(scanned: Iterable[ScannedModule]) -> dict[str, str]:
     """Modules of backends that quantize for themselves, with a matrix of their own, that no host here owns: name ->
     class."""
-    found = {global_name(root, path): module for root in roots for path, module in root.named_modules() if path}
+    found = {one.name: one.module for one in scanned if one.holder}
     return {
         name: f"{type(module).__module__}.{type(module).__qualname__}"
         for name, module in found.items()
@@ -91,44 +94,6 @@ def unknown_gemms(roots: Sequence[nn.Module]) -> dict[str, str]:
         and any(p is not None and p.dim() in (2, 3) for p in module._parameters.values())
         and not any(h.owns(module) for h in BACKENDS)
     }
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether it is one that torch.compile made, or runs inside what that made of it."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return bool(dynamo and isinstance(module, dynamo.OptimizedModule)) or module._compiled_call_impl is not None
-
-
-#: lists of a rank's own experts, in Megatron and DeepSpeed, two levels below what knows their group
-_EXPERT_LISTS = ("local_experts", "deepspeed_experts")
-
-
-def global_name(root: nn.Module, path: str) -> str:
-    """The name of the module at `path` that does not depend on wrappers or on the pipeline stage."""
-    parts = path.split(".")
-    kept: list[str] = []
-    module = root
-    for i, part in enumerate(parts):
-        module = module.get_submodule(part)
-        chunk = part.isdigit() and not kept and isinstance(root, nn.ModuleList) and parts[i + 1 : i + 2] == ["module"]
-        wraps = part in WRAPPERS or chunk
-        number = _megatron_number(module) if part.isdigit() else None
-        if number is not None:
-            kept.append(str(number - 1))
-        elif part.isdigit() and i > 1 and parts[i - 1] in _EXPERT_LISTS:
-            owner, experts = (root.get_submodule(".".join(parts[:end])) for end in (i - 2, i))
-            kept.append(str(int(part) + first_expert(len(experts._modules), owner)))
-        elif not wraps:
-            kept.append(part)
-    return ".".join(kept) or "model"
-
-
-def _megatron_number(module: nn.Module) -> int | None:
-    """Return the number that Megatron gives a layer: 1-based, over all pipeline stages. Others count otherwise."""
-    if not any(kind.__module__.partition(".")[0] == "megatron" for kind in type(module).__mro__):
-        return None
-    number = getattr(module, "layer_number", None)
-    return number if isinstance(number, int) else None
 
 
 def matching(gemms: Iterable[Gemm], patterns: Sequence[str] | None) -> list[Gemm]:

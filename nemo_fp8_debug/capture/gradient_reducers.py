@@ -6,7 +6,7 @@ Each is read from what the framework holds. One that is not known here is `OTHER
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import nn
 
 from ..measurement.verification import NOT_REDUCED, OTHER_REDUCTION
 from .backends.parallel import gradient_ranks
-from .masters import begin_of_part, buffers_of
+from .masters import begin_of_part
+from .scan import ScannedModule
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,12 @@ def of_ddp(weight: Any) -> Reducer | None:
 class Sharded:
     """Of FSDP2: whose parameter takes the place of a module's weight while it is not gathered."""
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
+    def __init__(self, scanned: Iterable[ScannedModule]) -> None:
         self._of: dict[tuple[int, str], tuple[Any, Any]] = {}
-        for root in roots:
-            for module in root.modules():
-                for group in _groups_of(module):
-                    for one in group.fsdp_params:
-                        info = one._module_info
-                        self._of[id(info.module), info.param_name] = one, group
+        for group in [group for one in scanned for group in _groups_of(one.module)]:
+            for one in group.fsdp_params:
+                info = one._module_info
+                self._of[id(info.module), info.param_name] = one, group
 
     def parameter(self, module: nn.Module, name: str) -> Any:
         """The sharded parameter, a DTensor; None: it has none."""
@@ -98,16 +97,19 @@ def _groups_of(module: nn.Module) -> Sequence[Any]:
     return getattr(state, "_fsdp_param_groups", () if group is None else (group,))
 
 
-def of_megatron(module: nn.Module, weight: Any, roots: Sequence[nn.Module]) -> tuple[Reducer, slice | None]:
+def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple[Reducer, slice | None]:
     """Of a weight with a `main_grad`, and which of its values this rank has reduced; None: it keeps none of them.
 
     Megatron may divide all gradients by the tokens of a step, and clips them in place.
+
+    Args:
+        buffers: as `find_buffers` has them.
     """
     ranks = gradient_ranks(module)
     shared = any(getattr(weight, name, False) for name in ("shared_embedding", "average_gradients_across_tp_domain"))
     if ranks is None or shared:
         return OTHER, None
-    for buffer in buffers_of(roots):
+    for buffer in buffers:
         if weight in buffer.param_index_map:
             bucket = buffer.buckets[buffer.param_index_map[weight][2]]
             factor = bucket.gradient_scaling_factor / (ranks if buffer.ddp_config.average_in_collective else 1)

@@ -7,16 +7,16 @@ of other optimizers is in their state: they are seen when they step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .backends.base import ScaleInUse, StoredCodes
+from .scan import ScannedModule
 
 #: under which optimizers keep it in their state, such as Transformer Engine's FusedAdam
 _STATES = ("master_param", "master_params", "master_weight")
@@ -25,8 +25,9 @@ _STATES = ("master_param", "master_params", "master_weight")
 class Masters:
     """Finds master weights of a model's parameters."""
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self._roots = list(roots)
+    def __init__(self) -> None:
+        #: Megatron's buffers of gradients, as the sampled step finds them
+        self.buffers: Sequence[Any] = ()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def watch(self) -> RemovableHandle:
@@ -57,7 +58,7 @@ class Masters:
         main = parameter.main_param
         if main is None:
             return torch.empty(0, device=parameter.device), 0
-        for buffer in buffers_of(self._roots):
+        for buffer in self.buffers:
             if parameter in buffer.param_index_map:
                 start = begin_of_part(buffer, parameter)
                 if main.dtype == torch.float32 and start + main.numel() <= parameter.numel():
@@ -65,13 +66,11 @@ class Masters:
         raise LookupError("ranks keep parts of its master weight, and which one this rank has is not known")
 
 
-def buffers_of(roots: Sequence[nn.Module]) -> Iterator[Any]:
-    """Megatron's buffers of gradients, of which ranks may keep parts."""
-    for root in roots:
-        for module in root.modules():
-            for name in ("buffers", "expert_parallel_buffers"):
-                found = vars(module).get(name)
-                yield from found if isinstance(found, list) else ()
+def find_buffers(scanned: Iterable[ScannedModule]) -> list[Any]:
+    """Return Megatron's buffers of gradients, of which ranks may keep parts."""
+    names = "buffers", "expert_parallel_buffers"
+    lists = [vars(one.module).get(name) for one in scanned for name in names]
+    return [buffer for found in lists if isinstance(found, list) for buffer in found]
 
 
 def beside_master(stored: StoredCodes, masters: Masters | None) -> tuple[torch.Tensor, ScaleInUse, ScaleInUse]:

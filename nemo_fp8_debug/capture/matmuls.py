@@ -22,6 +22,7 @@ from .backends.in_forward import parameter_of
 from .dataflow import COMPUTED, MOVED, UNTOLD, Dataflow, Origin
 from .dtensor import is_dtensor
 from .operator_mode import over_dtensors
+from .scan import scan_modules
 from .unseen_operators import enter_again, leave_modes
 
 #: where each product has its two operands
@@ -67,6 +68,7 @@ class Matmuls(TorchDispatchMode):
         self._module, self._watched, self._found = module, set(parameters), found
         self._inputs = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
         self._input_memory = {x.untyped_storage()._cdata for x in self._inputs if not is_dtensor(x)}
+        self._scanned = scan_modules([module])
         self._flow = Dataflow()
         self._waiting: list[tuple[torch.Tensor, Callable[[torch.Tensor, bool], None]]] = []
         self._on = True
@@ -141,10 +143,10 @@ class Matmuls(TorchDispatchMode):
 
     def _begin_parameters(self) -> None:
         """As the module holds them now: a sharding engine may have gathered them since its forward began."""
-        for path, module in self._module.named_modules():
-            for key, value in (*module._parameters.items(), *module._buffers.items()):
+        for one in self._scanned:
+            for key, value in (*one.module._parameters.items(), *one.module._buffers.items()):
                 if value is not None and type(local_of(value)) in (torch.Tensor, nn.Parameter):
-                    self._flow.begin_parameter(local_of(value), f"{path}.{key}" if path else key)
+                    self._flow.begin_parameter(local_of(value), f"{one.path}.{key}" if one.path else key)
 
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> Matmul | None:
         of_a, of_b = (self._flow.of(x) or Origin(UNTOLD) for x in (a, b))

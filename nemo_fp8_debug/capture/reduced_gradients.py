@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -27,7 +26,9 @@ from .backends.parallel import part_of
 from .dtensor import is_dtensor, local
 from .gemms import Gemm
 from .gradient_reducers import ALONE, OTHER, Reducer, Sharded, is_alone, of_ddp, of_megatron
+from .masters import find_buffers
 from .results import adds_to_main_grad
+from .scan import ScannedModule
 from .stepped import is_split_by_zero, weight_of
 from .tracing import Hook
 
@@ -94,7 +95,7 @@ class ReducedGradients:
     def __init__(
         self,
         gemms: Sequence[Gemm],
-        roots: Sequence[nn.Module],
+        scanned: Sequence[ScannedModule],
         step: int,
         keeps: Callable[[Gemm], Callable[[torch.Tensor], bool]],
         guard: Callable[[str], AbstractContextManager[None]],
@@ -102,12 +103,12 @@ class ReducedGradients:
         """
         Args:
             gemms: whose weights are looked at.
-            roots: the model, or its chunks.
+            scanned: the modules of the model, as they are in this step.
             step: the same on all ranks, which decides which values are compared.
             keeps: of a GEMM: whether this rank counts a tensor that lies as its weight does.
             guard: a context that keeps an exception out of the training loop.
         """
-        self._roots, self._guard, self._sharded = list(roots), guard, Sharded(roots)
+        self._buffers, self._guard, self._sharded = find_buffers(scanned), guard, Sharded(scanned)
         self._gradients: dict[str, _Gradient] = {}
         for gemm in gemms:
             weight = weight_of(gemm)
@@ -133,7 +134,7 @@ class ReducedGradients:
         """Look no longer."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._roots, self._closed = [], [], True
+        self._handles, self._closed = [], True
 
     def _hook(self, one: _Gradient) -> None:
         weight = one.weight
@@ -156,7 +157,7 @@ class ReducedGradients:
         if getattr(weight, "_post_accumulate_grad_hooks", None) or is_split_by_zero(weight):
             return OTHER
         if hasattr(weight, "main_grad"):
-            return of_megatron(module, weight, self._roots)[0]
+            return of_megatron(module, weight, self._buffers)[0]
         if self._sharded.parameter(module, one.name) is not None:
             return self._sharded.reducer(module, one.name)
         if is_dtensor(weight):
@@ -220,7 +221,7 @@ class ReducedGradients:
                 main = getattr(one.weight, "main_grad", None)
                 if main is None or is_dtensor(main):
                     continue
-                one.reducer, held = of_megatron(one.gemm.module, one.weight, self._roots)
+                one.reducer, held = of_megatron(one.gemm.module, one.weight, self._buffers)
                 if held is not None and one.keeps(main):
                     one.keep_part(main.detach().reshape(-1)[held], held.start)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from .gemms import is_compiled
+from .scan import ScannedModule
 
 #: what Dynamo has traced a hook of, by `_name_of`
 _traced: set[str] = set()
@@ -59,24 +59,9 @@ class Hook:
         return Hook, ()
 
 
-def compiled_by_now(roots: Iterable[nn.Module]) -> set[int]:
-    """The ids of modules of a model that run inside torch.compile, as far as is known."""
-    compiled: set[int] = set()
-    for root in roots:
-        for module in _modules(root):
-            if id(module) not in compiled and is_compiled(module):
-                compiled.update(map(id, module.modules()))
-            elif _names.get(module) in _traced:
-                compiled.add(id(module))
+def compiled_by_now(scanned: Collection[ScannedModule]) -> set[int]:
+    """Return the ids of modules of a model that run inside torch.compile, as far as is known."""
+    compiled = {id(one.module) for one in scanned if one.compiled}
+    if _traced:
+        compiled |= {id(one.module) for one in scanned if _names.get(one.module) in _traced}
     return compiled
-
-
-def _modules(root: nn.Module) -> Iterable[nn.Module]:
-    """`root.modules()` in another order, in a fraction of its time: hundreds are walked through in every sampled step."""
-    found, waiting = {id(root): root}, [root]
-    while waiting:
-        for child in waiting.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                waiting.append(child)
-    return found.values()

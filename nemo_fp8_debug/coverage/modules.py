@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..capture.backends.base import is_plain
 from ..capture.backends.in_forward import NO_MATRIX, is_conv1d
+from ..capture.scan import ScannedModule, find_inside
 from .experts import experts_of_a_token, meets_all
 from .ledger import HIGH_PRECISION, POSITION, UNKNOWN, Entry
 from .parameters import needs_gradient, shape_of
@@ -150,13 +151,13 @@ def _of_whole_experts(name: str, module: nn.Module, shape: tuple[int, ...], arou
     return Entry(name, "experts", status, _WHOLE, 1, shape, size, trained=needs_gradient(module), first=name)
 
 
-def computes_scores(module: nn.Module) -> bool:
-    """Whether a module is the innermost one that calls itself attention.
+def find_scores(scanned: Iterable[ScannedModule]) -> set[int]:
+    """Return the ids of modules that compute attention scores: the innermost ones that call themselves attention.
 
     Transformer Engine's `DotProductAttention` counts as that: the modules in it are ways to compute the same.
     """
-    inner = [m for m in module.modules() if m is not module and not _is_choice(m)]
-    return _is_attention(module) and not _is_choice(module) and not any(map(_is_attention, inner))
+    found = {id(m): m for one in scanned if _is_attention(m := one.module) and not _is_choice(m)}
+    return {key for key, module in found.items() if not found.keys() & find_inside(module)}
 
 
 def _is_choice(module: nn.Module) -> bool:

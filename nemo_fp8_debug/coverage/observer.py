@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..capture.gemms import global_name
+from ..capture.scan import scan_modules
 from ..core.arguments import shown
 from ..errors import ConfigError
 from .module_stack import ModuleStack
@@ -79,7 +79,7 @@ def observe_coverage(model: nn.Module | Sequence[nn.Module]) -> Iterator[Observe
     roots = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
     if not roots or not all(isinstance(root, nn.Module) for root in roots):
         raise ConfigError(f"model is {shown(model)}; observe_coverage takes a torch.nn.Module, or the list of its chunks")
-    modules = {module: global_name(root, path) for root in roots for path, module in root.named_modules()}
+    modules = {one.module: one.name for one in scan_modules(roots)}
     hidden = [name for module, name in modules.items() if type(module).__module__.startswith("transformer_engine.")]
     counted = ObservedCoverage(not_seen=hidden)
     with ModuleStack(modules) as stack, _Counting(counted, stack):

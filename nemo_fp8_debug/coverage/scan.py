@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -13,44 +13,47 @@ from torch import nn
 from ..capture.attention import in_fp8, is_attention, is_emulated
 from ..capture.backends.base import is_plain
 from ..capture.backends.transformer_engine import inspection
-from ..capture.gemms import Gemm, find_gemms, global_name
+from ..capture.gemms import Gemm, list_gemms
 from ..capture.overrides import emulated
+from ..capture.scan import ScannedModule, scan_modules
 from ..core.keys import ROLES
 from .experts import experts_of_a_token
 from .ledger import HIGH_PRECISION, OBSERVED, QUANTIZED_OBSERVED, QUANTIZED_UNOBSERVED, UNKNOWN, Entry, Ledger
-from .modules import FP8_SCORES, FUNCTIONS, IF_MULTIPLIED, SCORES, computes_scores, entries_of
+from .modules import FP8_SCORES, FUNCTIONS, IF_MULTIPLIED, SCORES, entries_of, find_scores
 from .parameters import linear_shape, needs_gradient, parts_of_ranks
 
 _HEADS = ("lm_head", "output_layer", "embed_out", "classifier", "head", "score")
 _EXPERT_LISTS = ("experts", "local_experts")
-#: the modules around each module, innermost first, by its id
-Around = Mapping[int, Sequence[nn.Module]]
 
 
 def ledger_of(roots: Sequence[nn.Module], gemms: Sequence[Gemm] | None = None, roles: Collection[str] = ROLES) -> Ledger:
-    """What a model multiplies, and what of it is observed.
+    """Return what a model multiplies, and what of it is observed.
 
     Args:
         roots: the model, or its chunks.
         gemms: those that are looked at; None: all that hooks can see.
         roles: operands that are looked at.
     """
-    every = find_gemms(roots, in_forward=True)
+    return build_ledger(scan_modules(roots), gemms, roles)
+
+
+def build_ledger(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm] | None, roles: Collection[str]) -> Ledger:
+    """Return what `ledger_of` does, of a model that is scanned already."""
+    every = list_gemms(scanned, in_forward=True)
     found = [g for g in every if not g.backend.in_forward]
     inside = {g.name: g for g in every if g.backend.in_forward}
     observed = {g.name for g in (every if gemms is None else gemms) if not g.compiled}
-    around = {key: outer for root in roots for key, outer in _around(root).items()}
+    around = {id(one.module): one.around for one in scanned}
+    scores = find_scores(scanned)
     parts = Counter(id(g.module) for g in found)
     entries = [_of_gemm(g, around[id(g.module)], parts[id(g.module)], g.name in observed, roles) for g in found]
-    for root in roots:
-        for path, module in root.named_modules():
-            name = global_name(root, path)
-            if id(module) not in parts:
-                for entry in entries_of(name, module, around[id(module)]):
-                    gemm = inside.get(entry.name)
-                    entries.append(entry if gemm is None else _of_product(entry, gemm, entry.name in observed, roles))
-            if computes_scores(module):
-                entries.append(_of_scores(name, module, roles))
+    for one in scanned:
+        if id(one.module) not in parts:
+            for entry in entries_of(one.name, one.module, around[id(one.module)]):
+                gemm = inside.get(entry.name)
+                entries.append(entry if gemm is None else _of_product(entry, gemm, entry.name in observed, roles))
+        if id(one.module) in scores:
+            entries.append(_of_scores(one.name, one.module, roles))
     return Ledger((*_grouped(entries), Entry("*", "other", UNKNOWN, FUNCTIONS, first="*")))
 
 
@@ -61,15 +64,6 @@ def _of_scores(name: str, module: nn.Module, roles: Collection[str]) -> Entry:
     status = (QUANTIZED_OBSERVED if seen else QUANTIZED_UNOBSERVED) if quantized else UNKNOWN
     reason = SCORES if not quantized else "" if seen else FP8_SCORES
     return Entry(f"{name} (scores)", "attention", status, reason, first=name)
-
-
-def _around(root: nn.Module) -> Around:
-    modules = dict(root.named_modules())
-    found: dict[int, Sequence[nn.Module]] = {}
-    for path, module in modules.items():
-        outer = modules.get(path.rpartition(".")[0]) if path else None
-        found[id(module)] = () if outer is None else (outer, *found[id(outer)])
-    return found
 
 
 def _of_gemm(gemm: Gemm, around: Sequence[nn.Module], parts: int, observed: bool, roles: Collection[str]) -> Entry:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
-from ..capture.gemms import global_name
+from ..capture.scan import scan_modules
 from ..errors import ConfigError
 
 
@@ -32,13 +33,12 @@ def name_modules(model: nn.Module | Sequence[nn.Module]) -> int:
         0
     """
     named = 0
-    for root in [model] if isinstance(model, nn.Module) else model:
-        for path, module in root.named_modules():
-            if not hasattr(module, "get_quantizer_roles"):
-                continue
-            name = global_name(root, path)
-            if type(getattr(module, "fp8_meta", {}).get("scaling_fwd")).__name__ == "CustomRecipeState":
-                raise ConfigError(f"{name} has run under a custom recipe already; call name_modules before the first step")
-            module.name = name
-            named += 1
+    for one in scan_modules([model] if isinstance(model, nn.Module) else model):
+        module: Any = one.module
+        if not hasattr(module, "get_quantizer_roles"):
+            continue
+        if type(getattr(module, "fp8_meta", {}).get("scaling_fwd")).__name__ == "CustomRecipeState":
+            raise ConfigError(f"{one.name} has run under a custom recipe already; call name_modules before the first step")
+        module.name = one.name
+        named += 1
     return named

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import nn
 
 from ..capture.activations.capture import ActivationCapture
 from ..capture.activations.sites import Site, sites_in
@@ -14,16 +13,17 @@ from ..capture.backends.base import not_quantized
 from ..capture.dtensor import is_counted
 from ..capture.operand_guard import Fault
 from ..capture.operands import Operand
+from ..capture.scan import ScannedModule, scan_modules
 from ..capture.tracing import compiled_by_now
 from ..capture.uncast import UncastOperand
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ACTIVATIONS, Key
 from ..core.layer_names import compile_patterns
-from ..coverage.modules import computes_scores
+from ..coverage.modules import find_scores
 from ..options.config import Config
 
 
-def find_sites(roots: Sequence[nn.Module], kinds: Sequence[str], errors: ErrorGuard) -> list[Site]:
+def find_sites(scanned: Sequence[ScannedModule], kinds: Sequence[str], errors: ErrorGuard) -> list[Site]:
     """The modules whose activations are looked at; says what is left out.
 
     Args:
@@ -31,7 +31,7 @@ def find_sites(roots: Sequence[nn.Module], kinds: Sequence[str], errors: ErrorGu
     """
     if not kinds:
         return []
-    sites, compiled = sites_in(roots, kinds, computes_scores)
+    sites, compiled = sites_in(scanned, kinds, find_scores(scanned))
     if compiled:
         errors.warn(
             f"the activations of {len(compiled)} modules (first {compiled[0]}) are not looked at: they run inside "
@@ -57,7 +57,7 @@ def activation_capture(
     """
     if not found:
         return None
-    chosen, compiled = compile_patterns(plan.layers), compiled_by_now([site.gemm.module for site in found])
+    chosen, compiled = compile_patterns(plan.layers), compiled_by_now(scan_modules(site.gemm.module for site in found))
     sites = [site for site in found if chosen(site.gemm.name) and id(site.gemm.module) not in compiled]
     counts = partial(is_counted, rank=rank, first=None)
     mine: dict[Key, Operand] = {

@@ -21,7 +21,8 @@ from torch.nn.parameter import is_lazy
 from ..capture.backends import torchao
 from ..capture.backends.torchao.configuration import configurations
 from ..capture.backends.transformer_engine import inspection
-from ..capture.gemms import Gemm, global_name
+from ..capture.gemms import Gemm
+from ..capture.scan import ScannedModule
 from ..options.config import Config
 
 #: distributions whose version can explain a difference between two runs
@@ -110,24 +111,24 @@ _ENVIRONMENT = "NVTE_"
 
 
 def fingerprint(
-    roots: Sequence[nn.Module], gemms: Sequence[Gemm], config: Config, recipe: Mapping[str, Any]
+    scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: Config, recipe: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Describe a run in plain values, by section."""
-    host = _options(roots, _HOST_OPTIONS, _HOST_PREFIX)
+    host, parameters = _options(scanned, _HOST_OPTIONS, _HOST_PREFIX), _find_parameters(scanned)
     return {
         "versions": _versions(),
         "devices": _devices(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
         "recipe": dict(recipe) | {"fp8_engine": _engine(host, recipe, gemms)},
-        **_torchao(roots),
+        **_torchao(scanned),
         "backend_options": host,
-        "risky_features_on": {k: v for k, v in _options(roots, _RISKY).items() if v and v != "none"},
+        "risky_features_on": {k: v for k, v in _options(scanned, _RISKY).items() if v and v != "none"},
         "model": {
-            "class": type(roots[0]).__name__,
-            "parameters": sum(p.numel() for root in roots for p in root.parameters() if not is_lazy(p)),
-            "parameter_dtypes": dict(Counter(str(p.dtype) for root in roots for p in root.parameters())),
+            "class": type(scanned[0].root).__name__,
+            "parameters": sum(p.numel() for p in parameters if not is_lazy(p)),
+            "parameter_dtypes": dict(Counter(str(p.dtype) for p in parameters)),
             # FP8 parameters call themselves bfloat16.
-            "parameter_types": dict(Counter(type(p).__name__ for root in roots for p in root.parameters())),
+            "parameter_types": dict(Counter(type(p).__name__ for p in parameters)),
             "training_ranks": torch.distributed.get_world_size() if _distributed() else 1,
         },
         "sampled": {
@@ -187,14 +188,13 @@ def _driver() -> str | None:
     return found[1] if found else None
 
 
-def _options(roots: Sequence[nn.Module], names: Sequence[str], prefix: str | None = None) -> dict[str, Any]:
+def _options(scanned: Sequence[ScannedModule], names: Sequence[str], prefix: str | None = None) -> dict[str, Any]:
     """Those of the configurations that Megatron modules carry; empty on another host.
 
     Args:
         prefix: of further names.
     """
-    modules = [m for root in roots for m in root.modules()]
-    carried = [getattr(m, name, None) for name in ("config", "ddp_config") for m in modules]
+    carried = [getattr(one.module, name, None) for name in ("config", "ddp_config") for one in scanned]
     known = ("tensor_model_parallel_size", "overlap_grad_reduce")
     options: dict[str, Any] = {}
     for config in {id(c): c for c in carried if any(hasattr(c, name) for name in known)}.values():
@@ -227,8 +227,14 @@ def _engine(host: Mapping[str, Any], recipe: Mapping[str, Any], gemms: Sequence[
     return "Transformer Engine" if formats else "none"
 
 
-def _torchao(roots: Sequence[nn.Module]) -> dict[str, Any]:
-    found = configurations((global_name(root, path), module) for root in roots for path, module in root.named_modules())
+def _find_parameters(scanned: Sequence[ScannedModule]) -> list[nn.Parameter]:
+    """Return the parameters of each root, those that modules share once."""
+    found = {(id(one.root), id(p)): p for one in scanned for p in one.module._parameters.values() if p is not None}
+    return list(found.values())
+
+
+def _torchao(scanned: Sequence[ScannedModule]) -> dict[str, Any]:
+    found = configurations((one.name, one.module) for one in scanned)
     return {"torchao": {"configurations": found}} if found else {}
 
 

@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 from ..capture.activations.sites import Site
-from ..capture.attention import attentions
+from ..capture.attention import find_attentions
 from ..capture.backends.transformer_engine import inspection
-from ..capture.gemms import Gemm, find_gemms, matching, seen_in_forward, select, unknown_gemms
+from ..capture.gemms import Gemm, find_unknown_gemms, list_gemms, matching, seen_in_forward, select
 from ..capture.masters import Masters
 from ..capture.overrides import emulated
 from ..capture.scales import Scales
+from ..capture.scan import ScannedModule, scan_modules
 from ..core.arguments import shown
 from ..core.error_guard import ErrorGuard
 from ..core.keys import ATTENTION
-from ..coverage.scan import ledger_of
+from ..coverage.scan import build_ledger
 from ..distributed.shard_group import name_of_activation
 from ..errors import ConfigError
 from ..options.config import Config
@@ -58,7 +59,7 @@ class ModelScan:
 
     def released(self) -> ModelScan:
         """What remains to be said of a model that is held no longer."""
-        return replace(self, roots=(), known=(), compiled=(), gemms=(), attentions=(), sites=(), masters=Masters(()))
+        return replace(self, roots=(), known=(), compiled=(), gemms=(), attentions=(), sites=(), masters=Masters())
 
 
 def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
@@ -76,7 +77,8 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
         raise ConfigError(f"model is {shown(model)}; Monitor takes a torch.nn.Module first, or the list of its chunks")
     if config.eager and not hasattr(torch.compiler, "set_stance"):
         raise ConfigError(f"eager needs torch 2.6 or later, and this is {torch.__version__}")
-    found = [replace(g, compiled=g.compiled and not config.eager) for g in find_gemms(roots, in_forward=True)]
+    scanned = scan_modules(roots)
+    found = [replace(g, compiled=g.compiled and not config.eager) for g in list_gemms(scanned, in_forward=True)]
     known = [g for g in found if not g.compiled]
     if ranks == 1:
         gemms = select(found, config.layers)
@@ -84,18 +86,18 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
             select(found, patterns)
     else:  # a pipeline stage may have none that match
         gemms = matching(known, config.layers)
-    _warn_of_what_is_left_out(roots, gemms, errors)
+    _warn_of_what_is_left_out(scanned, gemms, errors)
     inspection.check(known)
     scales = Scales(known, config.measured_recipe, config.recipe)
-    setup = fingerprint(roots, gemms, config, scales.description)
-    setup["coverage"] = _coverage(roots, gemms, config, errors)
-    compiled, sites = [g for g in found if g.compiled], find_sites(roots, config.activations, errors)
-    return ModelScan(roots, known, compiled, gemms, attentions(roots), sites, scales, Masters(roots), setup)
+    setup = fingerprint(scanned, gemms, config, scales.description)
+    setup["coverage"] = _coverage(scanned, gemms, config, errors)
+    compiled, sites = [g for g in found if g.compiled], find_sites(scanned, config.activations, errors)
+    return ModelScan(roots, known, compiled, gemms, find_attentions(scanned), sites, scales, Masters(), setup)
 
 
-def _coverage(roots: Sequence[nn.Module], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:
+def _coverage(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:
     try:
-        return ledger_of(roots, gemms, config.roles).compact()
+        return build_ledger(scanned, gemms, config.roles).compact()
     except Exception as error:  # a module that answers in an odd way must not cost the record
         if errors.raises:
             raise
@@ -103,8 +105,8 @@ def _coverage(roots: Sequence[nn.Module], gemms: Sequence[Gemm], config: Config,
         return {}
 
 
-def _warn_of_what_is_left_out(roots: Sequence[nn.Module], gemms: Sequence[Gemm], errors: ErrorGuard) -> None:
-    if unknown := unknown_gemms(roots):
+def _warn_of_what_is_left_out(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], errors: ErrorGuard) -> None:
+    if unknown := find_unknown_gemms(scanned):
         first = next(iter(unknown))
         errors.warn(f"{len(unknown)} modules are not known here and left out, first {first}, a {unknown[first]}")
     untold = [g for g in gemms if not emulated(g.module) and not seen_in_forward(g)]

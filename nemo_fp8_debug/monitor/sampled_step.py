@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from ..capture.dtensor import is_counted, is_dtensor
 from ..capture.gemms import matching, seen_in_forward
 from ..capture.grad_scale import GradScale
 from ..capture.hooks import Capture, OperandSink
+from ..capture.masters import find_buffers
 from ..capture.matmul_capture import MatmulCapture
 from ..capture.operands import Operand
 from ..capture.optimizer_states import StateCapture
@@ -28,6 +29,7 @@ from ..capture.passes import Transformed
 from ..capture.product_checks import CheckQueue
 from ..capture.reduced_gradients import ReducedGradients
 from ..capture.replicas import ReplicaChecks
+from ..capture.scan import ScannedModule, scan_modules
 from ..capture.tracing import compiled_by_now
 from ..core.error_guard import ErrorGuard
 from ..core.keys import Key
@@ -110,7 +112,8 @@ class SampledStep:
     def open(self, heard: bool) -> None:
         """Find what to look at, and install the hooks if the first rank has said so."""
         self._expected = self._counted_here()  # whatever fails from here on, the part of this rank is missed
-        compiled = self._leave_out_compiled()
+        scanned = scan_modules(self._watched.model.roots)
+        compiled = self._leave_out_compiled(scanned)
         names = {gemm.name for gemm in self._known}
         self._expected = {key for key in self._expected if key[0] in names}
         self._expected |= compiled_parts(self._compiled, self._plan, self._watched.shard_group)
@@ -147,14 +150,14 @@ class SampledStep:
             if name in of_outputs
         }
         if heard:
-            self._attach(sinks, compiled)
+            self._attach(sinks, compiled, scanned)
 
     def _counted_here(self) -> set[Key]:
         return counted_parts(self._known, self._plan, self._dumped, self._watched.shard_group, self._watched.rank)
 
-    def _leave_out_compiled(self) -> Collection[int]:
+    def _leave_out_compiled(self, scanned: Sequence[ScannedModule]) -> Collection[int]:
         """Layers that torch.compile has been called on since the monitor was attached; all modules that run inside of it."""
-        ids = compiled_by_now(self._watched.model.roots)
+        ids = compiled_by_now(scanned)
         if self._plan.eager:
             return ids
         known = self._watched.model.known
@@ -165,8 +168,9 @@ class SampledStep:
             warn_of_late_compiling(self._watched.errors, [gemm.name for gemm in late])
         return ids
 
-    def _attach(self, sinks: dict[Key, OperandSink], compiled: Collection[int]) -> None:
+    def _attach(self, sinks: dict[Key, OperandSink], compiled: Collection[int], scanned: Sequence[ScannedModule]) -> None:
         model, guard = self._watched.model, self._watched.errors.guard
+        model.masters.buffers = find_buffers(scanned)
         if self._plan.eager:
             self._eager = torch.compiler.set_stance("force_eager")
         self._multiplier = GradScale(model.roots, compiled, partial(guard, _MULTIPLIER))
@@ -189,7 +193,7 @@ class SampledStep:
         self._states = state_capture(self._known, self._plan, self._operands, *beside)
         if self._plan.verify_rows and self._products:
             verified, keeps = [g for g in self._known if g.name in self._products], partial(counts_weight, shard_group, rank)
-            self._gradients = ReducedGradients(verified, model.roots, self.step, keeps, guard)
+            self._gradients = ReducedGradients(verified, scanned, self.step, keeps, guard)
         for capture in (*self._captures, self._replicas, self._gradients, self._states):
             if capture is not None:
                 capture.attach()
@@ -228,7 +232,7 @@ class SampledStep:
         self._warn_of_what_is_not_multiplied()
         self._captures, self._multiplier, self._attention, self._states = [], None, None, None
         with self._watched.errors.guard("while looking for compiled layers"):
-            self._leave_out_compiled()
+            self._leave_out_compiled(scan_modules(self._watched.model.roots))
         if self._watched.world == 1:  # else another rank may see them
             self._expected -= {(gemm.name, role) for gemm in self._compiled for role in self._plan.roles}
         lost, self._lost = self._lost, {}

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_fp8_debug import Monitor
-from nemo_fp8_debug.capture.gemms import global_name
+from nemo_fp8_debug.capture.scan import scan_modules
 
 STEPS, MICRO_BATCHES, SEQUENCE, WIDTH = 3, 4, 8, 16
 
@@ -284,7 +284,7 @@ def histograms_of(sample: Any) -> Iterator[dict[int, int]]:
 def whole_weights(net: nn.Module) -> dict[str, dict[int, int]]:
     """How often each magnitude occurs in the weights as they are multiplied, by the names that a monitor gives them."""
     with FullyShardedDataParallel.summon_full_params(net, writeback=False):
-        found = {global_name(net, name): m.weight.detach() for name, m in net.named_modules() if isinstance(m, nn.Linear)}
+        found = {one.name: one.module.weight.detach() for one in scan_modules([net]) if isinstance(one.module, nn.Linear)}
         return {name: magnitudes(w.full_tensor() if hasattr(w, "full_tensor") else w) for name, w in found.items()}
 
 

@@ -9,7 +9,7 @@ them reads; the experts are those of the last top-k over all of them, or of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..operator_mode import OperatorMode, over_dtensors
+from ..scan import ScannedModule, find_inside
 from ..unseen_operators import enter_again, leave_modes
 
 _ROUTER = re.compile(r"(Router|MoE\w*Gate|TopKGate)\Z")
@@ -40,20 +41,21 @@ class Router:
     experts: int
 
 
-def routers_in(root: nn.Module) -> Iterator[tuple[str, Router]]:
-    """The routers of a model, by path."""
+def find_routers(scanned: Iterable[ScannedModule]) -> Iterator[tuple[ScannedModule, Router]]:
+    """Yield the routers of a root, and what gives their logits."""
     found: set[int] = set()
-    for path, module in root.named_modules():
+    for one in scanned:
+        module = one.module
         experts = _own_experts(module)
         if experts is not None and id(module) not in found:
-            found.update(map(id, module.modules()))
-            yield path, Router(module, module, experts)
+            found |= {id(module), *find_inside(module)}
+            yield one, Router(module, module, experts)
         for name in _GATES if experts is None else ():
             gate = module._modules.get(name)
             of_block = _number_of_experts(module)
             if gate is not None and of_block and _outputs(gate) == of_block and not _ROUTER.search(type(gate).__name__):
                 found.add(id(gate))
-                yield f"{path}.{name}" if path else name, Router(gate, module, of_block)
+                yield ScannedModule(gate, one, name), Router(gate, module, of_block)
 
 
 def _own_experts(module: nn.Module) -> int | None:

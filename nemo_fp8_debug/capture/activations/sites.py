@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-
-from torch import nn
+from itertools import groupby
 
 from ...core.keys import ACTIVATIONS
 from ..attention import is_attention
 from ..backends import parallel
-from ..gemms import Gemm, global_name, is_compiled
+from ..gemms import Gemm
+from ..scan import ScannedModule, find_inside
 from ..uncast import NO_GEMM
 from .norms import roles_of_norm
-from .routers import Router, routers_in
+from .routers import Router, find_routers
 
 #: norms of queries and keys, of which tensor-parallel ranks have heads of their own
 _OF_HEADS = re.compile(r"(^|\.)[qk]_?(layer)?_?norm\Z")
@@ -37,38 +37,38 @@ class Site:
 
 
 def sites_in(
-    roots: Sequence[nn.Module], kinds: Collection[str], computes_scores: Callable[[nn.Module], bool]
+    scanned: Sequence[ScannedModule], kinds: Collection[str], scores: Collection[int]
 ) -> tuple[list[Site], list[str]]:
-    """The modules of a model whose activations are looked at, and the names of those that torch.compile runs.
+    """Return the modules of a model whose activations are looked at, and the names of those that torch.compile runs.
 
     Args:
         kinds: of activations, as the option has them.
-        computes_scores: whether a module is an attention.
+        scores: the ids of modules that compute attention scores.
     """
     roles = {role for kind in kinds for role in ACTIVATIONS[kind]}
+    left_out = {id(one.module) for one in scanned if one.compiled}
     sites: list[Site] = []
     compiled: list[str] = []
-    for root in roots:
-        left_out = {id(inner) for outer in root.modules() if is_compiled(outer) for inner in outer.modules()}
-        for path, module, found, router in _found(root, computes_scores):
-            name, mine = global_name(root, path), [role for role in found if role in roles]
-            if mine and id(module) in left_out:
-                compiled.append(name)
+    for _, of_root in groupby(scanned, key=lambda one: id(one.root)):
+        for one, found, router in _found(list(of_root), scores):
+            mine = [role for role in found if role in roles]
+            if mine and id(one.module) in left_out:
+                compiled.append(one.name)
             elif mine:
-                sites.append(Site(Gemm(name, module, NO_GEMM), mine, router))
+                sites.append(Site(Gemm(one.name, one.module, NO_GEMM), mine, router))
     return sites, compiled
 
 
 def _found(
-    root: nn.Module, computes_scores: Callable[[nn.Module], bool]
-) -> Iterator[tuple[str, nn.Module, Sequence[str], Router | None]]:
-    for path, router in routers_in(root):
-        yield path, router.module, ("router_logits",), router
-    inner = {id(m) for outer in root.modules() if is_attention(outer) for m in outer.modules() if m is not outer}
-    for path, module in root.named_modules():
-        if id(module) in inner:
+    scanned: Sequence[ScannedModule], scores: Collection[int]
+) -> Iterator[tuple[ScannedModule, Sequence[str], Router | None]]:
+    for one, router in find_routers(scanned):
+        yield one, ("router_logits",), router
+    inner = {key for one in scanned if is_attention(one.module) for key in find_inside(one.module)}
+    for one in scanned:
+        if id(one.module) in inner:
             continue
-        if found := roles_of_norm(module):
-            yield path, module, found, None
-        elif computes_scores(module):
-            yield path, module, ("attention_logits",), None
+        if found := roles_of_norm(one.module):
+            yield one, found, None
+        elif id(one.module) in scores:
+            yield one, ("attention_logits",), None
