@@ -14,7 +14,7 @@ from processes import run_script
 
 from nemo_fp8_debug import diagnose, read_record
 from nemo_fp8_debug.capture.replicas import checksum
-from nemo_fp8_debug.distributed.replicas import ReplicaComparison
+from nemo_fp8_debug.observations.replicas.comparison import ReplicaComparison
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from ...core.keys import Key
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
 from ...distributed import Ranks
-from ...distributed.tensor_sums import TensorSums
 from ...measurement.measure import Measured, measure
 from ...measurement.operand_stats import OperandStats
 from ...monitor.pipeline import Sampled
+from .sums import TensorSums
 
 Stats = list[OperandStats]
 

@@ -11,14 +11,14 @@ import torch
 from ...core.keys import Key
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
-from ...distributed.gradient_sums import GradientSums
-from ...distributed.worst_products import WorstProducts
 from ...measurement.reduced_gradients import GradientParts
 from ...measurement.verification import FOUND, ProductsFound, verification_columns
 from ...monitor.pipeline import Sampled
 from ...monitor.run_setup import RunSetup
 from ...numerics.gemm_error import PRODUCTS
+from .gradient_sums import GradientSums
 from .table import TABLES
+from .worst_products import WorstProducts
 
 
 @dataclass(frozen=True)

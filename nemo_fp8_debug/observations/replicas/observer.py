@@ -9,10 +9,10 @@ import torch
 from ...core.keys import Key
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
-from ...distributed.replicas import ReplicaComparison
 from ...measurement.replicas import Checksums, Compared, replica_columns
 from ...monitor.pipeline import Sampled
 from ...monitor.run_setup import RunSetup
+from .comparison import ReplicaComparison
 from .table import TABLES
 
 _Compared = Mapping[tuple[str, str], Compared]

@@ -10,14 +10,14 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from ..core.keys import Key
-from ..core.observation import Arrays, Plan
-from ..core.plain_arrays import Array
-from ..measurement.operand_stats import Cast, OperandStats
-from ..numerics.block_scale_counts import CODES
-from ..numerics.histogram import BINS, Histogram
-from ..numerics.metrics import Moments, QuantizationSums
-from .rank_store import Ranks
+from ...core.keys import Key
+from ...core.observation import Arrays, Plan
+from ...core.plain_arrays import Array
+from ...distributed import Ranks
+from ...measurement.operand_stats import Cast, OperandStats
+from ...numerics.block_scale_counts import CODES
+from ...numerics.histogram import BINS, Histogram
+from ...numerics.metrics import Moments, QuantizationSums
 
 #: bins of a histogram that are sent together: a binade of bfloat16, an eighth of one of float16
 BINADE = 128

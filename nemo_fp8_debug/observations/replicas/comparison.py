@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ..core.plain_arrays import Array
-from ..measurement.replicas import Checksums, Compared
-from .tensor_sums import NONE
+from ...core.plain_arrays import Array
+from ...measurement.replicas import Checksums, Compared
+from ..operands.sums import NONE
 
 #: of a slot, added up over ranks: that hold it, whose checksum is the largest, the smallest, and the sums of both ranks
 _COLUMNS = 5
