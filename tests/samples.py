@@ -14,10 +14,10 @@ from nemo_fp8_debug.capture.collect import collect
 from nemo_fp8_debug.capture.gemms import Gemm
 from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.core.sample import Sample
-from nemo_fp8_debug.measurement.measure import measure
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.metric_columns import unscaled
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
+from nemo_fp8_debug.observations.operands.measure import measure
 from nemo_fp8_debug.record.schema import SCHEMAS
 
 FINGERPRINT = {"versions": {"torch": "2.8.0"}, "recipe": {"measured_against": "delayed-hybrid"}}

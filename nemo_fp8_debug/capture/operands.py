@@ -63,7 +63,7 @@ class Operand:
     #: whether the scales of blocks are counted, and how many there were of each, as `numerics.block_scale_counts` has them
     counts_block_scales: bool = False
     block_scales: torch.Tensor | None = None
-    #: float64, sums of all calls that a histogram cannot tell, as `measurement.activations` has them; None: there are none
+    #: float64, sums of all calls that a histogram cannot tell, as features have them; None: there are none
     further: torch.Tensor | None = None
     calls: int = 0
     #: calls with a copy of what another rank counts

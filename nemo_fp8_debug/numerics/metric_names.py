@@ -1,5 +1,11 @@
 """The names of metrics, for those that read them and need no torch."""
 
+from __future__ import annotations
+
+from functools import cache
+
+from ..core.features import load_modules
+
 #: metrics in the order of the record's columns, and whether more of one is worse (1) or better (-1)
 WORSE = {
     "underflow_pct": 1,
@@ -31,50 +37,20 @@ LABELS = {
     "outlier_log2": ("largest / median magnitude", "log2"),
     "kurtosis": ("kurtosis", ""),
     "nonfinite": ("NaN and infinities", ""),
-    "channel_ratio": ("largest / median channel", ""),
-    "entropy": ("entropy of weights", "nats"),
-    "sink_pct": ("weight of the first key", "%"),
-    "load_ratio": ("largest / mean load of experts", ""),
-    "idle_experts": ("experts without a token", "experts"),
-    "dropped_pct": ("dropped tokens", "%"),
-    "norm": ("norm", ""),
-    "share_pct": ("share of all squared norms", "%"),
-    "update_to_weight": ("step of W / W", ""),
-    "update_error": ("error of the step of W", ""),
-    "error_of_weight_gradient": ("error of the step of W by dW", ""),
-    "error_of_first_moment": ("error of the step of W by m", ""),
-    "error_of_second_moment": ("error of the step of W by v", ""),
-    "error_of_weight": ("error of the step of W by its rounding", ""),
 }
 
 #: metrics that grow with the values, and with which power of them
 UNITS = {"amax": 1, "amin": 1, "mse": 2}
 
-#: metrics of what GEMMs put out
-OUTPUT_METRICS = ("relative_error", "error_of_input", "error_of_weight", "error_of_grad_output")
 #: of the scales of an operand's blocks
 BLOCK_SCALES = ("blocks", "empty_blocks", "scale_min", "scale_median", "scale_max", "at_smallest_pct", "at_largest_pct")
-#: of what optimizers keep beside those of all tensors
-STATE_METRICS = ("norm", "share_pct", "update_to_weight")
-#: of what a step adds to a weight: its error, and what of it each of these does
-UPDATE_METRICS = (
-    "update_error",
-    "error_of_weight_gradient",
-    "error_of_first_moment",
-    "error_of_second_moment",
-    "error_of_weight",
-)
-#: of activations beside those of all tensors
-ACTIVATION_METRICS = (
-    "rows",
-    "channel",
-    "channel_ratio",
-    "entropy",
-    "sink_pct",
-    "load_ratio",
-    "idle_experts",
-    "dropped_pct",
-)
+
+
+@cache
+def _labels_of_features() -> dict[str, tuple[str, str]]:
+    """Return labels and units of metrics that one table alone has."""
+    tables = [table for module in load_modules("table") for table in module.TABLES]
+    return {name: (metric.label, metric.unit) for table in tables for name, metric in table.metrics.items()}
 
 
 def label_of(metric: str) -> str:
@@ -84,5 +60,5 @@ def label_of(metric: str) -> str:
         >>> label_of("underflow_pct"), label_of("mse"), label_of("something_new")
         ('underflow (%)', 'mean squared error', 'something new')
     """
-    label, unit = LABELS.get(metric, (metric.replace("_", " "), ""))
+    label, unit = (LABELS | _labels_of_features()).get(metric, (metric.replace("_", " "), ""))
     return f"{label} ({unit})" if unit else label

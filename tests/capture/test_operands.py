@@ -13,12 +13,12 @@ from nemo_fp8_debug.capture.collect import collect
 from nemo_fp8_debug.capture.gemms import Gemm
 from nemo_fp8_debug.capture.operands import KEPT_APART, Operand
 from nemo_fp8_debug.kernels import histogram_of
-from nemo_fp8_debug.measurement.measure import measure
 from nemo_fp8_debug.numerics.block_scaling import quantization_sums_in_blocks
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.metrics import QuantizationSums
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
+from nemo_fp8_debug.observations.operands.measure import measure
 
 #: casts of a step's calls: one histogram of them all, one histogram a call up to `KEPT_APART`, and what comes after
 IN_USE = {

@@ -22,13 +22,13 @@ from nemo_fp8_debug.capture.gemms import Gemm
 from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.capture.packed_transfer import GROUP, copied_to_host, packed, unpacked
 from nemo_fp8_debug.kernels import histogram_of
-from nemo_fp8_debug.measurement.measure import measure
 from nemo_fp8_debug.numerics.block_scaling import MXFP8Scaling
 from nemo_fp8_debug.numerics.delayed_state import EmulatedScales
 from nemo_fp8_debug.numerics.formats import E4M3
 from nemo_fp8_debug.numerics.histogram import BINS
 from nemo_fp8_debug.numerics.recipe import parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import CurrentScaling
+from nemo_fp8_debug.observations.operands.measure import measure
 
 DTYPES = [torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (3,), (2, 5)]

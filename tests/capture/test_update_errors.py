@@ -17,10 +17,11 @@ from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.core.keys import STATES
 from nemo_fp8_debug.numerics.adam import Adam, Held, update_sums
 from nemo_fp8_debug.numerics.gemm_error import spread
-from nemo_fp8_debug.numerics.metric_names import UPDATE_METRICS
+from nemo_fp8_debug.observations.states import table
 
 IN, OUT, STEPS = 128, 64, 3
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
+UPDATE_METRICS = tuple(table.UPDATE_METRICS)
 PARTS = UPDATE_METRICS[1:]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from ...core.keys import SHOWN_AS
-from ...numerics.metric_names import ACTIVATION_METRICS
+from ...record.schema import TABLES
 from ..runs.run import Run
 from .drift import TAIL
 from .states import ROOT_MEAN_SQUARE
@@ -13,7 +13,7 @@ from .states import ROOT_MEAN_SQUARE
 _KEY = ["layer", "role"]
 #: percentages, of which one point is added before they are divided, since they may be zero
 _PERCENTAGES = ("sink_pct", "dropped_pct")
-_METRICS = ("size", "amax", *(name for name in ACTIVATION_METRICS if name not in ("rows", "channel", "idle_experts")))
+_METRICS = ("size", "amax", *(name for name in TABLES["activations"].metrics if name != "idle_experts"))
 
 
 def activations_apart(baseline: Run, run: Run) -> pl.DataFrame:

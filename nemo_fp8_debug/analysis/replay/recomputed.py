@@ -12,8 +12,8 @@ import torch
 
 from ...core.keys import Key
 from ...core.layer_names import aggregate_key
-from ...measurement.expert_groups import ExpertAggregates
 from ...numerics import metrics
+from ...numerics.expert_groups import ExpertAggregates
 from ...numerics.formats import FloatFormat
 from ...numerics.histogram import DTYPES, Histogram, HistogramBatch
 from ...numerics.metric_columns import rows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ...core.observation import SampledTables
 from ...core.table import Columns
-from ...measurement.activations import activation_columns
 from ...monitor.run_setup import RunSetup
 from ..operands.tensors import TensorObservation, join_rows
+from .metrics import activation_columns
 from .table import TABLES
 
 

@@ -9,9 +9,9 @@ import torch
 from ...core.keys import ATTENTION, ROLES, Key, roles_of
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
-from ...measurement.measure import measure
 from ...monitor.run_setup import RunSetup
 from ...numerics.metric_columns import unscaled
+from .measure import measure
 from .table import METRICS_TABLE
 from .tensors import Stats, TensorObservation
 

@@ -12,9 +12,9 @@ from ...core.keys import Key
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
 from ...distributed import Ranks
-from ...measurement.measure import Measured, measure
 from ...measurement.operand_stats import OperandStats
 from ...monitor.pipeline import Sampled
+from .measure import Measured, measure
 from .sums import TensorSums
 
 Stats = list[OperandStats]

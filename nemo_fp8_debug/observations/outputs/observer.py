@@ -10,10 +10,10 @@ import torch
 from ...core.keys import Key
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
-from ...measurement.output_error import OutputSums, output_columns
 from ...monitor.pipeline import Sampled
 from ...monitor.run_setup import RunSetup
 from ...numerics.gemm_error import PRODUCTS, SUMS
+from .rows import OutputSums, output_columns
 from .table import TABLES
 
 

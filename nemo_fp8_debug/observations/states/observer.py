@@ -9,10 +9,10 @@ from typing import Any
 from ...core.layer_names import is_aggregate
 from ...core.observation import SampledTables
 from ...core.table import Columns
-from ...measurement.states import update_columns
 from ...monitor.run_setup import RunSetup
 from ..operands.tensors import TensorObservation, join_rows
 from .table import TABLES, UPDATE_METRICS
+from .update_errors import update_columns
 
 
 def observe(setup: RunSetup) -> StateObservation | None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..numerics.adam import UPDATE_SUMS
-from ..numerics.metric_names import UPDATE_METRICS
-from .operand_stats import OperandStats
+from ...measurement.operand_stats import OperandStats
+from ...numerics.adam import UPDATE_SUMS
+from .table import UPDATE_METRICS
 
 
 def update_columns(stats: Sequence[OperandStats]) -> dict[str, dict[str, float | None]]:

@@ -13,7 +13,7 @@ import torch
 
 from ..core.keys import Key
 from ..core.layer_names import aggregate_key
-from ..numerics.metrics import QuantizationSums
+from .metrics import QuantizationSums
 
 
 class ExpertAggregates:

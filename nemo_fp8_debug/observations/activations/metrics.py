@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..core.keys import Key
-from ..numerics.metric_names import ACTIVATION_METRICS
-from .operand_stats import OperandStats
+from ...core.keys import Key
+from ...measurement.operand_stats import OperandStats
+from .table import COUNTS, METRICS
 
 
 def activation_columns(stats: Sequence[OperandStats], keys: Sequence[Key]) -> dict[str, list[Any]]:
@@ -20,7 +20,7 @@ def activation_columns(stats: Sequence[OperandStats], keys: Sequence[Key]) -> di
     """
     known = {s.key: _OF_ROLE[s.key[1]](s.further) for s in stats if s.further is not None and s.key[1] in _OF_ROLE}
     found = [known.get(key, {}) for key in keys]
-    return {name: [of.get(name) for of in found] for name in (*ACTIVATION_METRICS, "loads")}
+    return {name: [of.get(name) for of in found] for name in (*COUNTS, *METRICS, "loads")}
 
 
 def of_channels(sums: torch.Tensor) -> dict[str, float | None]:

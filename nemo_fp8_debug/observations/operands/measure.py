@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.layer_names import aggregate_of, is_aggregate
-from ..kernels.cpu.histograms import Histograms
-from ..numerics.block_scale_counts import distributions
-from ..numerics.delayed_state import EmulatedScales
-from ..numerics.formats import FORMATS, FloatFormat
-from ..numerics.metric_columns import rows
-from ..numerics.metrics import Moments, QuantizationSums
-from ..numerics.recipe import parse_recipe
-from ..numerics.tensor_scaling import CurrentScaling
-from .expert_groups import ExpertAggregates
-from .operand_stats import OperandStats, added_up
+from ...core.layer_names import aggregate_of, is_aggregate
+from ...kernels.cpu.histograms import Histograms
+from ...measurement.operand_stats import OperandStats, added_up
+from ...numerics.block_scale_counts import distributions
+from ...numerics.delayed_state import EmulatedScales
+from ...numerics.expert_groups import ExpertAggregates
+from ...numerics.formats import FORMATS, FloatFormat
+from ...numerics.metric_columns import rows
+from ...numerics.metrics import Moments, QuantizationSums
+from ...numerics.recipe import parse_recipe
+from ...numerics.tensor_scaling import CurrentScaling
 
 Rows = dict[str, list[Any]]
 #: the GEMM that multiplies the column-wise copy of an operand
