@@ -8,17 +8,16 @@ amaxes. Nothing is waited for: an amax is looked at once the engine has waited f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import ScaleInUse, UnknownCast
 from .collectives import Collectives
-from .tracing import Hook
+from .dispatcher import Dispatcher
 
 #: group of ranks and amax, in order
 Reduced = Sequence[tuple[Any, torch.Tensor]]
@@ -61,53 +60,21 @@ def with_shared_amax(use: ScaleInUse, reduced: Reduced) -> ScaleInUse:
     return replace(use, scale=use.scale.scale(amax.reshape(()), use.format.max), amax_group=None)
 
 
-class Forwards:
-    """What ranks reduce in the forward of modules, by module; of the call that has returned last."""
+def wait_for_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
+    """Return what has a function called with what ranks reduce while an autograd node runs. Does not hold the node."""
+    mode, waiting = AmaxReductions(), list[Callable[[Reduced], None]]()
 
-    def __init__(self) -> None:
-        self._reduced: dict[nn.Module, Reduced] = {}
-
-    def of(self, module: nn.Module) -> Reduced:
-        """Nothing of a module that is not looked at."""
-        return self._reduced.get(module, ())
-
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Look at a module's calls, until the hooks are removed; before all hooks that were there."""
-        mode = AmaxReductions()
-
-        def begin(*_: Any) -> None:
+    def begin(*_: Any) -> None:
+        if waiting:
             mode.begin()
 
-        def end(*_: Any) -> None:
+    def end(*_: Any) -> None:
+        if waiting:
             mode.end()
-            self._reduced[module] = mode.seen
+            takes = waiting.copy()
+            waiting.clear()
+            for take in takes:
+                take(mode.seen)
 
-        return [
-            module.register_forward_pre_hook(Hook(begin, module), prepend=True),
-            module.register_forward_hook(Hook(end, module), prepend=True, always_call=True),
-        ]
-
-
-class AfterBackward:
-    """Waits until the function of an autograd node has run, and sees what ranks reduce meanwhile. Does not hold the node."""
-
-    def __init__(self, node: Any) -> None:
-        self._mode = AmaxReductions()
-        self._waiting: list[Callable[[Reduced], None]] = []
-        node.register_prehook(self._begin)
-        node.register_hook(self._end)
-
-    def wait(self, take: Callable[[Reduced], None]) -> None:
-        """Have `take` called with what ranks have reduced."""
-        self._waiting.append(take)
-
-    def _begin(self, *_: Any) -> None:
-        if self._waiting:
-            self._mode.begin()
-
-    def _end(self, *_: Any) -> None:
-        if self._waiting:
-            self._mode.end()
-            waiting, self._waiting = self._waiting, []
-            for take in waiting:
-                take(self._mode.seen)
+    dispatcher.watch_node(node, nullcontext, begin, end)  # a guard would leave the mode
+    return waiting.append

@@ -20,19 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils.hooks import RemovableHandle
 
 from ..numerics.block_scaling import BlockRule
 from ..numerics.tensor_scaling import CurrentScaling, amax_of
 from .backends.base import Args, Backend, Kwargs, ScaleInUse, UnknownCast, unknown_cast
 from .backends.transformer_engine.quantizers import cast_by
 from .backends.transformer_engine.release import unread_release
+from .dispatcher import Dispatcher, Pass
 from .gemms import Gemm
 from .hooks import OperandSink
 from .operand_guard import Fault, OperandGuard
-from .passes import Passes
 from .scan import ScannedModule
-from .tracing import Hook
 
 #: the roles of each node, by the name that Transformer Engine gives its quantizer
 FORWARD = {"QKV_quantizer": ("query", "key", "value"), "S_quantizer": ("probabilities",), "O_quantizer": ("context",)}
@@ -95,71 +93,60 @@ def is_emulated() -> bool:
 
 
 class AttentionCapture:
-    """The hooks of one sampled step on attentions."""
+    """Looks at attentions in one sampled step."""
 
     def __init__(
         self,
         found: Sequence[Gemm],
         sinks: Mapping[tuple[str, str], OperandSink],
         on_fault: Fault,
-        order: Iterator[int] | None = None,
+        dispatcher: Dispatcher,
     ) -> None:
         """
         Args:
             found: attentions that are looked at.
             sinks: by (name, role): what gets each operand.
-            order: gives out places in the order of execution; what is captured together shares it.
+            dispatcher: of the step.
         """
-        self._found, self._sinks, self._on_fault = list(found), dict(sinks), on_fault
-        self._handles: list[RemovableHandle] = []
-        self._modes: dict[nn.Module, _Watching] = {}
-        self._passes = Passes(order)
+        self._found, self._sinks, self._on_fault, self._dispatcher = found, sinks, on_fault, dispatcher
         self._emulated: set[str] = set()
         self._untold = unread_release()
         #: names of attentions that ran in FP8 and were not seen
         self.unseen: dict[str, None] = {}
 
-    def attach(self) -> None:
-        """Install the hooks."""
+    def subscribe(self) -> None:
+        """Look at calls from now on."""
         for gemm in self._found:
-            unfused = gemm.module._modules.get("unfused_attention")
-            after = Hook(partial(self._after_attention, gemm), gemm.module)
-            self._handles.append(gemm.module.register_forward_hook(after, prepend=True))
+            unfused, guard = gemm.module._modules.get("unfused_attention"), partial(self._guarded, gemm)
+            self._dispatcher.watch_returned(gemm.module, guard, partial(self._see_attention, gemm))
             if unfused is not None and self._sinks:
-                before, end = (Hook(partial(hook, gemm), unfused) for hook in (self._before, self._after))
-                self._handles += [
-                    unfused.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                    unfused.register_forward_hook(end, prepend=True, always_call=True),
-                ]
+                enter, leave = partial(self._enter, gemm), partial(self._leave, gemm)
+                self._dispatcher.watch_calls(unfused, guard, enter, leave, partial(self._is_emulated, gemm))
 
-    def detach(self) -> None:
-        """Remove the hooks; gradients that arrive later are ignored."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._sinks = [], {}
+    def _guarded(self, gemm: Gemm) -> OperandGuard:
+        return OperandGuard(self._on_fault, gemm.name, "input", True)
 
-    def _before(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def _is_emulated(self, gemm: Gemm, kwargs: Kwargs) -> bool:
         if kwargs.get("fp8"):
             self._emulated.add(gemm.name)
-            counted = None
-            with OperandGuard(self._on_fault, gemm.name, "input", True):
-                counted = self._passes.counted(module)
-            if counted is not None:
-                mode = _Watching([*args, *kwargs.values()], partial(self._take_node, gemm))
-                mode.__enter__()  # type: ignore[no-untyped-call]
-                self._modes[module] = mode
+        return bool(kwargs.get("fp8"))
 
-    def _after(self, gemm: Gemm, module: nn.Module, args: Args, out: Any) -> None:
-        if mode := self._modes.pop(module, None):
-            mode.leave()
+    def _enter(self, gemm: Gemm, counted: Pass, args: Args, kwargs: Kwargs) -> None:
+        if counted.counts:
+            counted.kept = _Watching([*args, *kwargs.values()], partial(self._take_node, gemm))
+            counted.watch(counted.kept)
+
+    def _leave(self, gemm: Gemm, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+        mode, counted.kept = counted.kept, None
+        if mode is not None:
             mode.look_at(out if isinstance(out, tuple) else (out,))
             lost = [role for name, roles in (FORWARD | BACKWARD).items() if name not in mode.names for role in roles]
             mode.forget()
             for role in lost:
                 self._on_fault(gemm.name, role, LookupError("its node in the graph of autograd could not be found"), True)
 
-    def _after_attention(self, gemm: Gemm, module: nn.Module, args: Args, out: Any) -> None:
-        recipe = _recipe_of(module)
+    def _see_attention(self, gemm: Gemm, out: Any) -> None:
+        module, recipe = gemm.module, _recipe_of(gemm.module)
         if getattr(module, "fp8", False) and recipe is not None and _asks(recipe) and gemm.name not in self._emulated:
             self.unseen[gemm.name] = None
 
@@ -171,12 +158,13 @@ class AttentionCapture:
         """
         name, quantizer = node.quantizer_name, node.quantizer
         if roles := FORWARD.get(name):
-            self._take(gemm, roles, inputs(), quantizer)
+            self._take(gemm, roles, quantizer, inputs())
         elif roles := BACKWARD.get(name):
             # Nothing here may hold the node, which holds what is saved for the backward.
-            node.register_prehook(lambda grads: self._take(gemm, roles, grads, quantizer))
+            take = partial(self._take, gemm, roles, quantizer)
+            self._dispatcher.watch_node(node, partial(self._guarded, gemm), before=take)
 
-    def _take(self, gemm: Gemm, roles: Sequence[str], tensors: Sequence[torch.Tensor | None], quantizer: Any) -> None:
+    def _take(self, gemm: Gemm, roles: Sequence[str], quantizer: Any, tensors: Sequence[torch.Tensor | None]) -> None:
         sinks = [self._sinks.get((gemm.name, role)) for role in roles]
         if not all(sinks):
             return
@@ -188,7 +176,7 @@ class AttentionCapture:
                 if x is None:
                     raise LookupError("the tensor that the emulation was given could not be found")
                 if sink is not None:
-                    sink.add(_as_cast(x.detach(), role, use), next(self._passes.order), use)
+                    sink.add(_as_cast(x.detach(), role, use), next(self._dispatcher.order), use)
             except Exception as error:
                 self._on_fault(gemm.name, role, error, True)
 
@@ -254,7 +242,11 @@ class _Watching(TorchFunctionMode):
             if isinstance(x, torch.Tensor) and x.grad_fn is not None and all(x is not known for known in self._recent):
                 self._recent.append(x)
 
-    def leave(self) -> None:
+    def begin(self) -> None:
+        """Look from now on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
         """The call is over."""
         if _get_current_function_mode() is self:
             self.__exit__(None, None, None)

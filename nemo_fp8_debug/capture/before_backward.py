@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from .amax_reductions import Reduced
+from .dispatcher import Dispatcher
 
 
-class BeforeBackward:
-    """Waits until the function of an autograd node that is written in Python is about to run. Does not hold the node."""
+def wait_for_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
+    """Return what has a function called once, as a node written in Python is about to run. Does not hold the node.
 
-    def __init__(self, node: Any) -> None:
-        self._node = weakref.ref(node)  # which holds the hook of the tensor, which holds this
+    To be called as the gradient arrives: hooks run in the order in which they came.
+    """
+    held = weakref.ref(node)  # which holds the hook of the tensor, which holds this
 
-    def wait(self, take: Callable[[Reduced], None]) -> None:
-        """Have `take` called, once. To be called as the gradient arrives: hooks run in the order in which they came."""
-        waiting, node = [take], self._node()
+    def wait(take: Callable[[Reduced], None]) -> None:
+        waiting, node = [take], held()
 
         def last(*_: Any) -> None:
             while waiting:
@@ -29,4 +31,6 @@ class BeforeBackward:
         if node is None:
             last()
         else:
-            node.register_prehook(last)
+            dispatcher.watch_node(node, nullcontext, before=last)
+
+    return wait

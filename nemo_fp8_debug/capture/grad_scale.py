@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .dispatcher import Dispatcher
 from .patching import Watcher, patched
-from .tracing import Hook
 
 #: relative; a multiplier that is made of several factors is rounded by each
 _ROUNDING = 1e-6
@@ -28,33 +28,31 @@ class GradScale:
     """Of one sampled step."""
 
     def __init__(
-        self, roots: Sequence[nn.Module], compiled: Collection[int], guarded: Callable[[], AbstractContextManager[None]]
+        self,
+        roots: Sequence[nn.Module],
+        compiled: Collection[int],
+        guarded: Callable[[], AbstractContextManager[None]],
+        dispatcher: Dispatcher,
     ) -> None:
         """
         Args:
             roots: the model, or its chunks.
             compiled: as `compiled_by_now` has them.
             guarded: a context that keeps an exception within out of the training loop.
+            dispatcher: of the step.
         """
-        self._guarded = guarded
+        self._guarded, self._dispatcher = guarded, dispatcher
         self._roots = [root for root in roots if id(root) not in compiled]
-        self._undo: list[Callable[[], None]] = []
         self._of_roots: list[torch.Tensor] = []
         self._of_shown: list[torch.Tensor] = []
 
-    def attach(self) -> None:
-        """Look for losses."""
+    def subscribe(self) -> None:
+        """Look for losses from now on."""
         for root in self._roots:
-            self._undo.append(root.register_forward_hook(Hook(self._see_output, root)).remove)
+            self._dispatcher.watch_returned(root, self._guarded, self._see_output)
         schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
         if schedules is not None:
-            self._undo.append(patched(schedules, "forward_step", _forward_step, self._see_result))
-
-    def detach(self) -> None:
-        """Leave everything as it was."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
+            self._dispatcher.at_close(patched(schedules, "forward_step", _forward_step, self._see_result))
 
     def show(self, loss: Any, tokens: torch.Tensor | float = 1) -> None:
         """A loss that is going to be backpropagated; has precedence over those that root modules return.
@@ -75,9 +73,8 @@ class GradScale:
         same = values.amax() - values.amin() <= _ROUNDING * values.abs().amax()
         return torch.where(same & values.isfinite().all(), values[0], torch.nan)
 
-    def _see_output(self, root: nn.Module, args: Any, output: Any) -> None:
-        with self._guarded():
-            self._watch(_loss_of(output), 1, self._of_roots)
+    def _see_output(self, output: Any) -> None:
+        self._watch(_loss_of(output), 1, self._of_roots)
 
     def _see_result(self, result: Any) -> None:
         with self._guarded():
@@ -91,10 +88,9 @@ class GradScale:
         whole = base if base is not None and base.numel() == 1 and base.requires_grad else loss
 
         def see(gradient: torch.Tensor) -> None:
-            with self._guarded():
-                seen.append(gradient.detach().double().sum() * tokens)
+            seen.append(gradient.detach().double().sum() * tokens)
 
-        whole.register_hook(see)
+        self._dispatcher.watch_gradient(whole, self._guarded, see)
 
 
 def _forward_step(original: Callable[..., Any], tell: Watcher, step: Callable[..., Any], *rest: Any, **options: Any) -> Any:

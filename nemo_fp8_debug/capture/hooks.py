@@ -1,8 +1,8 @@
-"""Hooks that exist during one sampled step and hand each operand of each GEMM over exactly once.
+"""Observes GEMM modules during one sampled step, and hands each operand of each GEMM over exactly once.
 
 Where each operand is seen, and why there:
-X and W  in a forward pre-hook that runs before all others: an intervention that replaces operands has not yet done so.
-         W is only found there, and its values are read in a forward hook that runs before all others: an optimizer that
+X and W  as a forward is entered, before all other hooks: an intervention that replaces operands has not yet done so.
+         W is only found there, and its values are read before all hooks that come after the forward: an optimizer that
          gathers what it has updated while the forward is under way (Megatron's overlap_param_gather) has done so by then.
          Where an engine keeps stats of W and gathers it for the forward only (ZeRO-3, FSDP2), or splits X and W
          among ranks (DTensor), both are found there too: the engine has not yet let go of them.
@@ -14,26 +14,35 @@ What exists inside of a module only is handed over by Transformer Engine, where 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from .amax_reductions import AfterBackward, Forwards, Reduced, with_shared_amax
-from .backends.base import Args, Kwargs, ScaleInUse, StoredCodes, UnknownCast, as_multiplied, is_prepared_later, unknown_cast
+from .amax_reductions import AmaxReductions, Reduced, wait_for_backward, with_shared_amax
+from .backends.base import (
+    Args,
+    Backend,
+    Kwargs,
+    ScaleInUse,
+    StoredCodes,
+    UnknownCast,
+    as_multiplied,
+    is_prepared_later,
+    unknown_cast,
+)
 from .backends.transformer_engine import inspection
-from .before_backward import BeforeBackward
+from .before_backward import wait_for_node
+from .dispatcher import Dispatcher, Pass
 from .gemms import Gemm
 from .masters import Masters, beside_master
 from .operand_guard import Fault, OperandGuard
 from .output_samples import Products
 from .overrides import emulated
-from .passes import Pass, Passes
 from .replicas import ReplicaChecks
-from .tracing import Hook
 
 
 class OperandSink(Protocol):
@@ -50,167 +59,202 @@ class OperandSink(Protocol):
         """
 
 
+@dataclass(eq=False)
+class _Plan:
+    """What is looked at of one GEMM in this step."""
+
+    gemm: Gemm
+    #: by role: what gets an operand that hooks see, and one from inside of its module
+    sinks: dict[str, OperandSink]
+    inside: dict[str, OperandSink]
+    products: Products | None
+    #: tells how the engine casts, if that is asked and known; None: it is not
+    cast: Callable[..., Callable[[], ScaleInUse]] | None
+    #: how the first call of the step casts W
+    weight_cast: ScaleInUse | None = None
+    #: whether a weight in codes was looked at
+    stored_seen: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the GEMM."""
+        return self.gemm.name
+
+
+@dataclass(eq=False)
+class _ModulePlan:
+    """What is looked at of a module in this step, decided as that opens."""
+
+    module: nn.Module
+    backend: Backend
+    gemms: list[_Plan]
+    #: X is looked at once the forward is over: X itself, or how its engine casts it, is not known before
+    takes_inputs_later: bool
+    #: ranks may share the amaxes of its casts
+    shares_amax: bool
+    #: operands are ready only between the hooks of a sharding engine
+    is_sharded: bool = False
+    #: the call whose forward runs
+    running: Pass | None = None
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What is kept of a call, and of its recompute."""
+
+    #: what is known of the call before it runs
+    arguments: Kwargs = field(default_factory=dict)
+    #: how X and W are cast in it, by GEMM and role, if the backend can tell; None: it has not returned yet
+    casts: dict[tuple[str, str], ScaleInUse] | None = None
+    #: what multiplies, by GEMM, while the forward runs
+    weights: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    #: sees amaxes that ranks share
+    reductions: AmaxReductions | None = None
+
+
 class Capture:
-    """The hooks of one sampled step."""
+    """Looks at the operands of GEMMs whose modules are called with X."""
 
     def __init__(
         self,
         sinks: Mapping[tuple[str, str], OperandSink],
         on_fault: Fault,
+        dispatcher: Dispatcher,
         read_casts: bool = True,
         products: Mapping[str, Products] | None = None,
-        order: Iterator[int] | None = None,
         masters: Masters | None = None,
         replicas: ReplicaChecks | None = None,
     ) -> None:
         """
         Args:
             sinks: by (GEMM name, role): what gets each operand that is to be looked at.
-            on_fault: told of a fault in a hook, which costs that operand, or what it was cast with, and nothing else.
+            on_fault: told of a fault, which costs that operand, or what it was cast with, and nothing else.
+            dispatcher: of the step.
             read_casts: whether to ask backends how operands are cast.
             products: by GEMM name: what gets the same operands, and which forward call each belongs to.
-            order: gives out places in the order of execution; what is captured together shares it.
             masters: finds master weights of those that are stored in codes.
             replicas: compares copies over ranks.
         """
-        inside = {key for key, sink in sinks.items() if key[1] in sink.gemm.unseen}
-        self._sinks = {key: sink for key, sink in sinks.items() if key not in inside}
-        self._inside = {key: sinks[key] for key in inside}
-        self._on_fault = on_fault
-        self._read_casts = read_casts
-        self._products = products or {}
-        self._handles: list[RemovableHandle] = []
-        self._passes = Passes(order)
-        self._masters, self._replicas = masters, replicas
-        self._sharded: set[nn.Module] = set()  # whose operands are ready only between the hooks of a sharding engine
-        self._under_way: dict[nn.Module, Pass | None] = {}  # of modules whose forward runs; None: not counted
-        self._weights: dict[nn.Module, dict[str, torch.Tensor | None]] = {}  # of the same, by GEMM
-        self._weight_casts: dict[str, ScaleInUse] = {}  # by GEMM: that of its first call
-        self._stored: set[tuple[str, str]] = set()  # weights in codes that were looked at
-        self._reduced = Forwards()
+        self._on_fault, self._dispatcher, self._read_casts = on_fault, dispatcher, read_casts
+        self._products, self._masters, self._replicas = products or {}, masters, replicas
         self._untold: dict[Callable[[], str], str] = {}  # by what tells it: why casts cannot be told in this step
+        self._plans: dict[tuple[nn.Module, str], _Plan] = {}
+        self._modules = {module: self._make_plan(module, of) for module, of in _by_module(sinks).items()}
 
-    def attach(self) -> None:
-        """Install the hooks."""
-        gemms: dict[nn.Module, dict[str, Gemm]] = defaultdict(dict)
-        for sink in (*self._sinks.values(), *self._inside.values()):
-            gemms[sink.gemm.module][sink.gemm.name] = sink.gemm
-        for module, by_name in gemms.items():
-            own = list(by_name.values())
-            before, after = (
-                Hook(partial(self._run, hook, own), module) for hook in (self._before_forward, self._after_forward)
-            )
-            self._handles += [
-                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                module.register_forward_hook(after, prepend=True, with_kwargs=True),
-            ]
-            if self._masters and any(gemm.backend.stored(module, gemm.part) for gemm in own):
-                self._handles.append(self._masters.watch())
-            if self._read_casts and own[0].backend.shares_amax(module):
-                self._handles += self._reduced.attach(module)
-        for products in self._products.values():
-            self._handles += products.attach()
-        if self._inside:
-            with self._guarded(*next(iter(self._inside))):
-                inspection.watch([(sink.gemm, role) for (_, role), sink in self._inside.items()], self._take_inside)
+    def _make_plan(self, module: nn.Module, sinks: Mapping[str, Mapping[str, OperandSink]]) -> _ModulePlan:
+        """Decide once what hooks on a module do at each call.
 
-    def _run(self, hook: Callable[..., None], gemms: Sequence[Gemm], *arguments: Any) -> None:
-        with self._guarded(gemms[0].name, "input"):
-            hook(gemms, *arguments)
+        Args:
+            sinks: by GEMM and role.
+        """
+        gemms, acted_on = list[_Plan](), emulated(module) is not None
+        for name, of_roles in sinks.items():
+            gemm = next(iter(of_roles.values())).gemm
+            seen = {role: sink for role, sink in of_roles.items() if role not in gemm.unseen}
+            inside = {role: sink for role, sink in of_roles.items() if role not in seen}
+            told = self._read_casts and not acted_on and gemm.backend.cast is not None and not gemm.backend.foreign(module)
+            cast = gemm.backend.cast if told else None
+            self._plans[module, gemm.part] = plan = _Plan(gemm, seen, inside, self._products.get(name), cast)
+            gemms.append(plan)
+        backend = gemms[0].gemm.backend
+        later = backend.cast is not None and not acted_on
+        shared = self._read_casts and backend.shares_amax(module)
+        return _ModulePlan(module, backend, gemms, later, shared)
 
-    def detach(self) -> None:
-        """Remove the hooks; gradients that arrive later are ignored."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._weights = [], {}
-        if self._inside:
-            inspection.unwatch()
-        self._sinks, self._inside, self._products = {}, {}, {}
+    def subscribe(self) -> None:
+        """Look at calls from now on."""
+        dispatcher, inside = self._dispatcher, list[tuple[Gemm, str]]()
+        for plan in self._modules.values():
+            guard = partial(OperandGuard, self._on_fault, plan.gemms[0].name, "input", True)
+            dispatcher.watch_calls(plan.module, guard, partial(self._enter, plan), partial(self._leave, plan))
+            for one in plan.gemms:
+                inside += [(one.gemm, role) for role in one.inside]
+                if one.products and one.products.sees_sums:
+                    dispatcher.watch_ready(plan.module, guard, partial(self._watch_sums, plan, one.products))
+        if self._masters and any(p.gemm.backend.stored(p.gemm.module, p.gemm.part) for p in self._plans.values()):
+            dispatcher.watch_optimizer(partial(self._guarded, "", "weight"), self._masters.note)
+        if inside:
+            dispatcher.at_close(inspection.unwatch)
+            with self._guarded(inside[0][0].name, inside[0][1]):
+                inspection.watch(inside, self._take_inside)
 
     def _guarded(self, name: str, role: str, lost: bool = True) -> OperandGuard:
         return OperandGuard(self._on_fault, name, role, lost)
 
-    def _before_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        counted = self._passes.counted(module)
-        self._under_way[module] = counted
-        if noted := counted or self._passes.first.get(module):
-            noted.arguments = gemms[0].backend.arguments(module, args, kwargs)
-        if counted is None:
+    def _enter(self, plan: _ModulePlan, call: Pass, args: Args, kwargs: Kwargs) -> None:
+        plan.running = call if call.counts else None
+        kept = call.kept = call.kept or _Kept()
+        kept.arguments = plan.backend.arguments(plan.module, args, kwargs)
+        if plan.shares_amax:
+            kept.reductions = AmaxReductions()
+            call.watch(kept.reductions)
+        if not call.counts:
             return
-        for gemm in gemms:
-            if products := self._products.get(gemm.name):
-                products.begin_call(args, kwargs)
-        self._weights[module] = self._found_weights(gemms, module, args, kwargs)
-        if any(is_prepared_later(module, weight) for weight in self._weights[module].values()):
-            self._sharded.add(module)
-        if not self._takes_inputs_later(gemms, module):
-            self._take_inputs(gemms, module, args, kwargs, counted)
+        for one in plan.gemms:
+            if one.products:
+                one.products.begin_call(args, kwargs)
+        kept.weights = self._find_weights(plan, args, kwargs)
+        if not plan.is_sharded and any(is_prepared_later(plan.module, weight) for weight in kept.weights.values()):
+            plan.is_sharded = plan.takes_inputs_later = True
+        if not plan.takes_inputs_later:
+            self._take_inputs(plan, call, args, kwargs)
 
-    def _takes_inputs_later(self, gemms: Sequence[Gemm], module: nn.Module) -> bool:
-        """Whether X is looked at once the forward is over: X itself, or how its engine casts it, is not known before."""
-        return module in self._sharded or (gemms[0].backend.cast is not None and not emulated(module))
+    def _watch_sums(self, plan: _ModulePlan, products: Products, args: Args, kwargs: Kwargs) -> None:
+        mode = products.watch_sums()
+        if mode is not None and plan.running is not None:
+            plan.running.watch(mode)
 
-    def _reads_casts(self, gemm: Gemm) -> bool:
-        told = gemm.backend.cast is not None and not gemm.backend.foreign(gemm.module)
-        return self._read_casts and told and not emulated(gemm.module)
-
-    def _found_weights(
-        self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs
-    ) -> dict[str, torch.Tensor | None]:
+    def _find_weights(self, plan: _ModulePlan, args: Args, kwargs: Kwargs) -> dict[str, torch.Tensor | None]:
         found: dict[str, torch.Tensor | None] = {}
-        for gemm in gemms:
-            with self._guarded(gemm.name, "weight"):
-                found[gemm.name] = gemm.backend.weight(module, args, kwargs, gemm.part)
+        for one in plan.gemms:
+            with self._guarded(one.name, "weight"):
+                found[one.name] = one.gemm.backend.weight(plan.module, args, kwargs, one.gemm.part)
         return found
 
-    def _take_inputs(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, counted: Pass) -> None:
-        for gemm in gemms:
-            if (gemm.name, "input") in self._sinks:
-                with self._guarded(gemm.name, "input"):
-                    self._take(gemm, "input", gemm.backend.input(module, args, kwargs, gemm.part), counted)
+    def _take_inputs(self, plan: _ModulePlan, call: Pass, args: Args, kwargs: Kwargs) -> None:
+        for one in plan.gemms:
+            if "input" in one.sinks:
+                with self._guarded(one.name, "input"):
+                    self._take(one, "input", one.gemm.backend.input(plan.module, args, kwargs, one.gemm.part), call)
 
-    def _take(self, gemm: Gemm, role: str, x: torch.Tensor | None, counted: Pass) -> None:
-        key = gemm.name, role
-        if (sink := self._sinks.get(key)) and x is not None:
-            x = x if gemm.backend.has_own_fp8 else as_multiplied(x)
-            use = (counted.casts or {}).get(key)
-            sink.add(x, counted.order + (role == "weight"), use)
+    def _take(self, plan: _Plan, role: str, x: torch.Tensor | None, call: Pass) -> None:
+        if (sink := plan.sinks.get(role)) and x is not None:
+            x = x if plan.gemm.backend.has_own_fp8 else as_multiplied(x)
+            use = (call.kept.casts or {}).get((plan.name, role))
+            sink.add(x, call.order + (role == "weight"), use)
             if self._replicas:
-                self._replicas.see(gemm.name, role, x)
-            self._multiply(gemm, role, x, counted, use)
+                self._replicas.see(plan.name, role, x)
+            _multiply(plan, role, x, call, use)
 
-    def _multiply(self, gemm: Gemm, role: str, x: torch.Tensor, counted: Pass, use: ScaleInUse | None) -> None:
-        if products := self._products.get(gemm.name):
-            products.add(role, x, counted.order, use)
-
-    def _note_casts(self, gemms: Sequence[Gemm], out: Any, to: Pass) -> None:
+    def _note_casts(self, plan: _ModulePlan, out: Any, kept: _Kept) -> None:
         """How a call that has just returned casts X and W: its engine's scales may move before a recompute.
 
         W is reported once a step, as its first call casts it; whether later ones cast it anew is not asked.
         """
-        if to.casts is not None:
+        if kept.casts is not None:
             return
-        to.casts = {(gemm.name, "weight"): use for gemm in gemms if (use := self._weight_casts.get(gemm.name))}
-        for gemm in gemms:
+        kept.casts = {(one.name, "weight"): one.weight_cast for one in plan.gemms if one.weight_cast}
+        reduced = kept.reductions.seen if kept.reductions else ()
+        for one in plan.gemms if any(one.cast for one in plan.gemms) else ():
             for role in ("input", "weight"):
-                if role == "weight" and gemm.backend.stored(gemm.module, gemm.part):
+                if role == "weight" and one.gemm.backend.stored(plan.module, one.gemm.part):
                     continue  # it is not cast in the call
-                if (gemm.name, role) not in to.casts and (read := self._cast_reader(gemm, to.arguments, role, out)):
-                    to.casts[gemm.name, role] = use = read(self._reduced.of(gemm.module))
+                if (one.name, role) not in kept.casts and (read := self._cast_reader(one, kept.arguments, role, out)):
+                    kept.casts[one.name, role] = use = read(reduced)
                     if role == "weight":
-                        self._weight_casts[gemm.name] = use
+                        one.weight_cast = use
 
-    def _cast_reader(self, gemm: Gemm, kwargs: Kwargs, role: str, out: Any) -> Callable[[Reduced], ScaleInUse] | None:
+    def _cast_reader(self, plan: _Plan, kwargs: Kwargs, role: str, out: Any) -> Callable[[Reduced], ScaleInUse] | None:
         """What tells how a role is cast in a call, or that it is unknown; None: the backend never quantizes."""
-        cast = gemm.backend.cast
-        if cast is None or not self._reads_casts(gemm) or (gemm.name, role) not in self._sinks:
+        if plan.cast is None or role not in plan.sinks:
             return None
+        gemm = plan.gemm
         with self._guarded(gemm.name, role, lost=False):
             if gemm.backend.untold not in self._untold:
                 self._untold[gemm.backend.untold] = gemm.backend.untold()
             if why := self._untold[gemm.backend.untold]:
                 raise UnknownCast(why)
-            read = cast(gemm.module, kwargs, gemm.part, role, gemm.backend.output(out))
+            read = plan.cast(gemm.module, kwargs, gemm.part, role, gemm.backend.output(out))
             return partial(self._known_cast, gemm.name, role, read)
         return lambda reduced: unknown_cast(role)
 
@@ -221,81 +265,87 @@ class Capture:
 
     def _take_inside(self, gemm: Gemm, role: str, x: torch.Tensor, cast: Callable[[], ScaleInUse]) -> None:
         """An operand from inside of a module, in its forward, in a recompute of that, or in its backward."""
-        key = gemm.name, role
-        with self._guarded(*key):
-            counted = self._under_way.get(gemm.module)
-            if (sink := self._inside.get(key)) and (counted or role == "grad_output"):
-                use = self._known_cast(*key, cast) if self._reads_casts(gemm) else None
-                sink.add(x, counted.order + 2 if counted else next(self._passes.order), use)
-                if counted:  # which call a gradient from inside belongs to, nobody says
-                    self._multiply(gemm, role, x, counted, use)
+        with self._guarded(gemm.name, role):
+            plan, call = self._plans[gemm.module, gemm.part], self._modules[gemm.module].running
+            if (sink := plan.inside.get(role)) and (call or role == "grad_output"):
+                use = self._known_cast(gemm.name, role, cast) if plan.cast else None
+                sink.add(x, call.order + 2 if call else next(self._dispatcher.order), use)
+                if call:  # which call a gradient from inside belongs to, nobody says
+                    _multiply(plan, role, x, call, use)
 
-    def _after_forward(self, gemms: Sequence[Gemm], module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
-        counted, first = self._under_way.pop(module, None), self._passes.first.pop(module, None)
-        weights = self._weights.pop(module, {})
-        if noted := counted or first:
-            self._note_casts(gemms, out, noted)
-        if counted is None:
+    def _leave(self, plan: _ModulePlan, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+        plan.running, kept = None, call.kept
+        weights, kept.weights = kept.weights, {}
+        self._note_casts(plan, out, kept)
+        if not call.counts:
             return
-        if self._takes_inputs_later(gemms, module):
-            self._take_inputs(gemms, module, args, kwargs, counted)
-        if module in self._sharded:
-            weights = self._found_weights(gemms, module, args, kwargs)
-        for gemm in gemms:
-            with self._guarded(gemm.name, "weight"):
-                if stored := gemm.backend.stored(gemm.module, gemm.part):
-                    self._take_stored(gemm, stored, counted)
+        if plan.takes_inputs_later:
+            self._take_inputs(plan, call, args, kwargs)
+        if plan.is_sharded:
+            weights = self._find_weights(plan, args, kwargs)
+        for one in plan.gemms:
+            with self._guarded(one.name, "weight"):
+                if stored := one.gemm.backend.stored(plan.module, one.gemm.part):
+                    self._take_stored(one, stored, call)
                 else:
-                    self._take(gemm, "weight", weights.get(gemm.name), counted)
-            if (gemm.name, "grad_output") in self._sinks:
-                with self._guarded(gemm.name, "grad_output"):
-                    self._hook_gradient(gemm, module, args, kwargs, out, counted)
-            if products := self._products.get(gemm.name):
-                with self._guarded(gemm.name, "input"):
-                    products.end_call(counted.order, (args, kwargs), weights.get(gemm.name), out)
+                    self._take(one, "weight", weights.get(one.name), call)
+            if "grad_output" in one.sinks:
+                with self._guarded(one.name, "grad_output"):
+                    self._watch_gradient(plan, one, call, args, kwargs, out)
+            if one.products:
+                with self._guarded(one.name, "input"):
+                    one.products.end_call(call.order, (args, kwargs), weights.get(one.name), out)
 
-    def _take_stored(self, gemm: Gemm, stored: StoredCodes, counted: Pass) -> None:
-        key = gemm.name, "weight"
-        if key in self._stored or not (sink := self._sinks.get(key)):
+    def _take_stored(self, plan: _Plan, stored: StoredCodes, call: Pass) -> None:
+        if plan.stored_seen or not (sink := plan.sinks.get("weight")):
             return
-        self._stored.add(key)
+        plan.stored_seen = True
         x, use, multiplied = beside_master(stored, self._masters)
-        sink.add(x, counted.order + 1, use)
+        sink.add(x, call.order + 1, use)
         if self._replicas:
-            self._replicas.see_stored(gemm.name, stored)
-        self._multiply(gemm, "weight", x if multiplied is use else stored.decoded().values, counted, multiplied)
+            self._replicas.see_stored(plan.name, stored)
+        _multiply(plan, "weight", x if multiplied is use else stored.decoded().values, call, multiplied)
 
-    def _hook_gradient(self, gemm: Gemm, module: nn.Module, args: Args, kwargs: Kwargs, out: Any, counted: Pass) -> None:
-        y = gemm.backend.output(out)
+    def _watch_gradient(self, plan: _ModulePlan, one: _Plan, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+        backend, part = plan.backend, one.gemm.part
+        y = backend.output(out)
         if not y.requires_grad:
             return
         # Of the arguments a hook that lives until backward keeps only those that are no activations.
         small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
-        read = self._cast_reader(gemm, counted.arguments, "grad_output", out)
-        node = gemm.backend.node(y) if read else None
-        later = node and (AfterBackward if gemm.backend.shares_amax(module) else BeforeBackward)(node)
+        guard = partial(OperandGuard, self._on_fault, one.name, "grad_output", True)
+        read = self._cast_reader(one, call.kept.arguments, "grad_output", out)
+        node = backend.node(y) if read else None
+        waits = wait_for_backward if backend.shares_amax(plan.module) else wait_for_node
+        wait = waits(self._dispatcher, node) if node else None
 
         def take(grad: torch.Tensor) -> None:
-            with self._guarded(gemm.name, "grad_output"):
-                if (gemm.name, "grad_output") not in self._sinks:
-                    return
-                if (dy := gemm.backend.grad(grad, module, small, kwargs, gemm.part)) is not None:
-                    add = partial(self._take_gradient, gemm, dy, counted, read)
-                    later.wait(add) if later else add(())
+            if (dy := backend.grad(grad, plan.module, small, kwargs, part)) is not None:
+                add = partial(self._take_gradient, one, dy, call, read)
+                wait(add) if wait else add(())
 
-        y.register_hook(take)
+        self._dispatcher.watch_gradient(y, guard, take)
 
     def _take_gradient(
-        self,
-        gemm: Gemm,
-        dy: torch.Tensor,
-        counted: Pass,
-        read: Callable[[Reduced], ScaleInUse] | None,
-        reduced: Reduced,
+        self, plan: _Plan, dy: torch.Tensor, call: Pass, read: Callable[[Reduced], ScaleInUse] | None, reduced: Reduced
     ) -> None:
         """dY, when it is known how it is cast: at once, or after the backward in which ranks share its amax."""
-        with self._guarded(gemm.name, "grad_output"):
-            if sink := self._sinks.get((gemm.name, "grad_output")):
-                use = read(reduced) if read else None
-                sink.add(dy, next(self._passes.order), use)
-                self._multiply(gemm, "grad_output", dy, counted, use)
+        with self._guarded(plan.name, "grad_output"):
+            use = read(reduced) if read else None
+            plan.sinks["grad_output"].add(dy, next(self._dispatcher.order), use)
+            _multiply(plan, "grad_output", dy, call, use)
+
+
+def _multiply(plan: _Plan, role: str, x: torch.Tensor, call: Pass, use: ScaleInUse | None) -> None:
+    if plan.products:
+        plan.products.add(role, x, call.order, use)
+
+
+def _by_module(
+    sinks: Mapping[tuple[str, str], OperandSink],
+) -> Mapping[nn.Module, Mapping[str, Mapping[str, OperandSink]]]:
+    """Sinks by module, name of the GEMM, and role."""
+    found: dict[nn.Module, dict[str, dict[str, OperandSink]]] = defaultdict(lambda: defaultdict(dict))
+    for (name, role), sink in sinks.items():
+        found[sink.gemm.module][name][role] = sink
+    return found

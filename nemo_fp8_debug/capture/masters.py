@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from .backends.base import ScaleInUse, StoredCodes
 from .scan import ScannedModule
@@ -30,9 +28,9 @@ class Masters:
         self.buffers: Sequence[Any] = ()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def watch(self) -> RemovableHandle:
-        """Notice the optimizers that step, until the handle is removed."""
-        return register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizers.add(optimizer))
+    def note(self, optimizer: Any) -> None:
+        """Notice an optimizer that steps."""
+        self._optimizers.add(optimizer)
 
     def of(self, parameter: Any) -> tuple[torch.Tensor, int] | None:
         """The master weight, flat and in float32, and at which value of the parameter it begins; None: none is found.

@@ -8,7 +8,7 @@ operands, its arguments and its parameter are measured instead, as `unknown`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,18 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from .backends.base import Args, Kwargs, ScaleInUse, UnknownCast, as_multiplied, raw_weight, unknown_cast
 from .backends.in_forward import is_computed, parameter_name, parameter_names, parameter_of
+from .dispatcher import Dispatcher, Pass
 from .dtensor import is_dtensor
 from .gemms import Gemm
 from .hooks import OperandSink
-from .matmuls import GradientHook, Matmul, Matmuls
+from .matmuls import Matmul, Matmuls
 from .operand_guard import Fault, OperandGuard
 from .output_samples import Products
-from .passes import Pass, Passes
-from .tracing import Hook
 
 _COMPUTED = "its module computes it by other operators than those that are known not to quantize"
 
@@ -45,68 +43,50 @@ class _Call:
 
 
 class MatmulCapture:
-    """The hooks of one sampled step on modules whose products are inside their forward."""
+    """Looks at modules whose products are inside their forward, in one sampled step."""
 
     def __init__(
         self,
         sinks: Mapping[tuple[str, str], OperandSink],
         on_fault: Fault,
+        dispatcher: Dispatcher,
         read_casts: bool = True,
         products: Mapping[str, Products] | None = None,
-        order: Iterator[int] | None = None,
     ) -> None:
         """Arguments are those of `hooks.Capture`."""
-        self._sinks, self._on_fault, self._read_casts = dict(sinks), on_fault, read_casts
-        self._products = products or {}
-        self._passes = Passes(order)
-        self._handles: list[RemovableHandle] = []
-        self._calls: dict[nn.Module, _Call] = {}
+        self._sinks, self._on_fault, self._read_casts = sinks, on_fault, read_casts
+        self._products, self._dispatcher = products or {}, dispatcher
         self._weights: set[str] = set()
         #: names of GEMMs whose module ran, while no operator of torch multiplied their parameter
         self.not_multiplied: dict[str, None] = {}
 
-    def attach(self) -> None:
-        """Install the hooks."""
+    def subscribe(self) -> None:
+        """Look at calls from now on."""
         by_module: dict[nn.Module, dict[str, Gemm]] = defaultdict(dict)
         for sink in self._sinks.values():
             for name in parameter_names(sink.gemm.module, sink.gemm.part):
                 by_module[sink.gemm.module][name] = sink.gemm
         for module, gemms in by_module.items():
-            before, after = (Hook(partial(hook, gemms), module) for hook in (self._before, self._after))
-            self._handles += [
-                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True),
-            ]
-
-    def detach(self) -> None:
-        """Remove the hooks; gradients that arrive later are ignored."""
-        for handle in self._handles:
-            handle.remove()
-        for call in self._calls.values():
-            if call.mode is not None:
-                call.mode.end()
-        self._handles, self._sinks, self._products, self._calls = [], {}, {}, {}
+            guard = partial(self._guarded, next(iter(gemms.values())), "input")
+            enter, leave = (partial(f, module, gemms) for f in (self._enter, self._leave))
+            self._dispatcher.watch_calls(module, guard, enter, leave)
 
     def _guarded(self, gemm: Gemm, role: str) -> OperandGuard:
         return OperandGuard(self._on_fault, gemm.name, role, True)
 
-    def _before(self, gemms: Mapping[str, Gemm], module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        with self._guarded(next(iter(gemms.values())), "input"):
-            counted = self._passes.counted(module)
-            if counted is not None:
-                call = self._calls[module] = _Call(counted)
-                call.mode = Matmuls(module, gemms, (args, kwargs), partial(self._take_product, gemms, call))
-        if (found := self._calls.get(module)) and found.mode is not None:
-            found.mode.begin()
+    def _enter(self, module: nn.Module, gemms: Mapping[str, Gemm], counted: Pass, args: Args, kwargs: Kwargs) -> None:
+        if counted.counts:
+            call = counted.kept = _Call(counted)
+            call.mode = Matmuls(module, gemms, (args, kwargs), partial(self._take_product, gemms, call))
+            counted.watch(call.mode)
 
-    def _after(self, gemms: Mapping[str, Gemm], module: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
-        call = self._calls.pop(module, None)
+    def _leave(
+        self, module: nn.Module, gemms: Mapping[str, Gemm], counted: Pass, args: Args, kwargs: Kwargs, out: Any
+    ) -> None:
+        call, counted.kept = counted.kept, None
         if call is None or call.mode is None:
             return
         mode, call.mode = call.mode, None
-        mode.end()
-        if out is None:
-            return  # the forward raised
         with self._guarded(next(iter(gemms.values())), "grad_output"):
             call.gradients_are_told = not mode.hooked and not _has_functions_of_others(out, (args, kwargs))
         for gemm in {gemm.name: gemm for gemm in gemms.values()}.values():
@@ -139,7 +119,7 @@ class MatmulCapture:
     def _place(self, call: _Call) -> int:
         """In the order of execution; products of a recompute have that of its first pass."""
         again = torch._C._current_graph_task_id() != -1
-        return call.counted.order if again or not call.seen else next(self._passes.order)
+        return call.counted.order if again or not call.seen else next(self._dispatcher.order)
 
     def _add(self, gemm: Gemm, role: str, x: torch.Tensor, place: int, untold: str) -> None:
         """
@@ -162,19 +142,19 @@ class MatmulCapture:
             products.add(role, x, place, use)
 
     def _hook_gradient(self, gemm: Gemm, call: _Call, place: int, turned: bool, out: torch.Tensor, hooked: bool) -> None:
-        def take(grad: torch.Tensor) -> None:
-            key = gemm.name, "grad_output"
-            with self._guarded(gemm, "grad_output"):
-                if sink := self._sinks.get(key):
-                    _check_rows(gemm)
-                    told = call.gradients_are_told and not hooked
-                    use = self._use(gemm, "grad_output", "" if told else gemm.backend.foreign(gemm.module) or _COMPUTED)
-                    dy = grad.transpose(-1, -2) if turned else grad
-                    sink.add(dy, next(self._passes.order), use)
-                    self._multiply(gemm, "grad_output", dy, place, use)
+        sink = self._sinks.get((gemm.name, "grad_output"))
 
-        if out.requires_grad:
-            out.register_hook(GradientHook(take))
+        def take(grad: torch.Tensor) -> None:
+            assert sink is not None
+            _check_rows(gemm)
+            told = call.gradients_are_told and not hooked
+            use = self._use(gemm, "grad_output", "" if told else gemm.backend.foreign(gemm.module) or _COMPUTED)
+            dy = grad.transpose(-1, -2) if turned else grad
+            sink.add(dy, next(self._dispatcher.order), use)
+            self._multiply(gemm, "grad_output", dy, place, use)
+
+        if sink is not None and out.requires_grad:
+            self._dispatcher.watch_gradient(out, partial(self._guarded, gemm, "grad_output"), take, is_inside=True)
 
     def _take_arguments(self, gemm: Gemm, call: _Call, args: Args, kwargs: Kwargs, out: Any) -> None:
         """What a Linear was given, since what it multiplied cannot be told."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from .backends.in_forward import parameter_of
 from .dataflow import COMPUTED, MOVED, UNTOLD, Dataflow, Origin
+from .dispatcher import EventHook
 from .dtensor import is_dtensor
 from .operator_mode import over_dtensors
 from .scan import scan_modules
@@ -138,7 +139,7 @@ class Matmuls(TorchDispatchMode):
 
     def _is_of_this_forward(self, x: torch.Tensor) -> bool:
         hooks = (x._backward_hooks or {}).values()
-        mine = all(isinstance(hook, GradientHook) for hook in hooks)
+        mine = all(isinstance(hook, EventHook) and hook.is_inside for hook in hooks)
         return not mine and x.grad_fn is not None and x.untyped_storage()._cdata not in self._input_memory
 
     def _begin_parameters(self) -> None:
@@ -182,17 +183,6 @@ class Matmuls(TorchDispatchMode):
             whole = parameter.detach() if along else parameter.detach().transpose(-1, -2)
             return whole.to(multiplied.dtype)  # type: ignore[no-any-return]
         return multiplied if multiplied.numel() == local_of(parameter).numel() else None
-
-
-class GradientHook:
-    """A hook of ours on a tensor."""
-
-    def __init__(self, call: Callable[[torch.Tensor], None]) -> None:
-        self._call = call
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        """What autograd calls."""
-        self._call(grad)
 
 
 def local_of(x: Any) -> torch.Tensor:

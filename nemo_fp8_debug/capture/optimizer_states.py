@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ..core.keys import STATES, Key
 from ..numerics.recipe import Recipe
 from .backends.base import not_quantized
+from .dispatcher import Dispatcher
 from .dtensor import is_dtensor
 from .gemms import Gemm
 from .operands import Operand
@@ -60,7 +60,7 @@ def state_operands(
 
 
 class StateCapture:
-    """The hooks of one sampled step on all optimizers."""
+    """Looks at all optimizers that step in one sampled step."""
 
     def __init__(
         self,
@@ -85,22 +85,10 @@ class StateCapture:
         #: weights as they were before the step, by layer
         self._earlier: dict[str, Any] = {}
         self._stepped = False
-        self._handles: list[RemovableHandle] = []
 
-    def attach(self) -> None:
-        """Install the hooks."""
-        hooks = (
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._before(optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._after(optimizer)),
-        )
-        self._handles = list(hooks)
-
-    def detach(self) -> None:
-        """Remove them."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._earlier, self._samples = {}, {}
+    def subscribe(self, dispatcher: Dispatcher) -> None:
+        """Look at optimizers from now on."""
+        dispatcher.watch_optimizer(partial(self._guard, _LOOKING), self._before, self._after)
 
     @property
     def unseen(self) -> bool:
@@ -108,25 +96,23 @@ class StateCapture:
         return bool(self._operands) and not self._stepped
 
     def _before(self, optimizer: Any) -> None:
-        with self._guard(_LOOKING):
-            for stepped in stepped_by(optimizer, self._gemms):
-                self._stepped = True
-                self._take(stepped.name, "weight_gradient", stepped.of(_gradient(optimizer, stepped.parameter)))
-                if self._wants(stepped.name, "update"):
-                    self._earlier[stepped.name] = stepped.of(stepped.parameter).detach().clone()
-                    self._begin_sample(stepped, optimizer)
+        for stepped in stepped_by(optimizer, self._gemms):
+            self._stepped = True
+            self._take(stepped.name, "weight_gradient", stepped.of(_gradient(optimizer, stepped.parameter)))
+            if self._wants(stepped.name, "update"):
+                self._earlier[stepped.name] = stepped.of(stepped.parameter).detach().clone()
+                self._begin_sample(stepped, optimizer)
 
     def _after(self, optimizer: Any) -> None:
-        with self._guard(_LOOKING):
-            for stepped in stepped_by(optimizer, self._gemms):
-                for role in _NAMES:
-                    self._take_state(stepped, role, optimizer)
-                now = stepped.of(stepped.parameter).detach()
-                if stepped.parameter is not stepped.weight:
-                    self._take(stepped.name, "master_weight", now)
-                if (earlier := self._earlier.pop(stepped.name, None)) is not None:
-                    self._take(stepped.name, "update", now.float() - earlier.float())
-                    self._end_sample(stepped, optimizer)
+        for stepped in stepped_by(optimizer, self._gemms):
+            for role in _NAMES:
+                self._take_state(stepped, role, optimizer)
+            now = stepped.of(stepped.parameter).detach()
+            if stepped.parameter is not stepped.weight:
+                self._take(stepped.name, "master_weight", now)
+            if (earlier := self._earlier.pop(stepped.name, None)) is not None:
+                self._take(stepped.name, "update", now.float() - earlier.float())
+                self._end_sample(stepped, optimizer)
 
     def _begin_sample(self, stepped: Stepped, optimizer: Any) -> None:
         gradient = _gradient(optimizer, stepped.parameter)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ..kernels import quantize_dequantize
 from ..measurement.verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
@@ -23,13 +22,13 @@ from ..numerics.gemm_error import PRODUCTS, Rows, Side, Terms, scale_of, spread,
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied
 from .backends.parallel import adds_up
+from .dispatcher import Dispatcher
 from .dtensor import local
 from .gemms import Gemm
 from .operands import Operand
 from .overrides import emulated
 from .product_checks import CheckQueue, ProductChecks, Used
 from .results import BeforeSums, Results
-from .tracing import Hook
 
 
 def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:
@@ -76,6 +75,7 @@ class Products:
         step: int,
         guard: Callable[[str], AbstractContextManager[None]],
         queue: CheckQueue,
+        dispatcher: Dispatcher,
     ) -> None:
         """
         Args:
@@ -83,7 +83,9 @@ class Products:
             step: which decides which rows are taken.
             guard: a context that keeps an exception out of the training loop.
             queue: checks what is verified.
+            dispatcher: of the step.
         """
+        self._dispatcher = dispatcher
         self.name = gemm.name
         self._gemm, self._operands, self._chosen, self._step, self._guard = gemm, operands, chosen, step, guard
         self._call: int | None = None
@@ -114,32 +116,23 @@ class Products:
                     self._checks.gradient(m)
                 self._take(role, m, use or operand.in_use)
 
-    def attach(self) -> list[RemovableHandle]:
-        """Hooks on a module that adds up its output over ranks; they come after those that tell which call counts."""
-        module = self._gemm.module
-        if not self._checks or not adds_up(module, "fprop"):
-            return []
-        mode = BeforeSums(self._checks, "fprop")
+    @property
+    def sees_sums(self) -> bool:
+        """Whether the module adds up its output over ranks, and what it adds is looked at."""
+        return self._checks is not None and adds_up(self._gemm.module, "fprop")
 
-        def begin(*_: Any) -> None:
-            if self._results:
-                mode.shape = self._results.shape
-                mode.begin()
-
-        def end(*_: Any) -> None:
-            mode.end()
-
-        return [
-            module.register_forward_pre_hook(Hook(begin, module)),
-            module.register_forward_hook(Hook(end, module), prepend=True, always_call=True),
-        ]
+    def watch_sums(self) -> BeforeSums | None:
+        """Return what sees the sums of the call that is about to run; None: they are not looked at."""
+        if self._results is None or self._checks is None:
+            return None
+        return BeforeSums(self._checks, "fprop", self._results.shape)
 
     def begin_call(self, args: Args, kwargs: Kwargs) -> None:
         """A forward call that counts is about to run: what it returns is looked at if it is the first one."""
         self._results = None
         if self._checks and self._call is None:
             with self._guard("while looking at what a GEMM returned"):
-                self._results = Results(self._gemm, self._checks, args, kwargs, self._guard)
+                self._results = Results(self._gemm, self._checks, args, kwargs, self._guard, self._dispatcher)
 
     def end_call(self, call: int, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
         """The call has returned.

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .dispatcher import Dispatcher, Guard
+
 #: by name of a node: where X and W are among its inputs, and whether W is transposed there
 _PLACES = {
     "AddmmBackward0": (1, 2, True),
@@ -73,6 +75,8 @@ def _place_of(node: Any, x: torch.Tensor | None) -> int | None:
 
 
 def watch(
+    dispatcher: Dispatcher,
+    guard: Guard,
     found: ProductNode,
     take: Callable[[str, torch.Tensor | None], None],
     begin: Callable[[Any], None],
@@ -94,8 +98,7 @@ def watch(
                 grad = grads[place]
                 take(product, grad.t() if turned and product == "wgrad" and grad is not None else grad)
 
-    found.node.register_prehook(begin)
-    found.node.register_hook(after)
+    dispatcher.watch_node(found.node, guard, begin, after)
 
 
 def bias_of(module: nn.Module) -> torch.Tensor | None:

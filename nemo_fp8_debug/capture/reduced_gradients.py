@@ -15,14 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ..measurement.reduced_gradients import GradientParts, bound_of_sum
 from ..measurement.verification import PARTS_MISSING
 from ..measurement.verification import REDUCED_ROWS as ROWS
 from ..numerics.gemm_error import spread
 from .backends.parallel import part_of
+from .dispatcher import Dispatcher
 from .dtensor import is_dtensor, local
 from .gemms import Gemm
 from .gradient_reducers import ALONE, OTHER, Reducer, Sharded, is_alone, of_ddp, of_megatron
@@ -30,11 +29,8 @@ from .masters import find_buffers
 from .results import adds_to_main_grad
 from .scan import ScannedModule
 from .stepped import is_split_by_zero, weight_of
-from .tracing import Hook
 
 _LOOKING = "while comparing reduced gradients"
-#: Engines queue callbacks in a backward pass, some of which queue another: so many later than ours all have run.
-_LAST = 4
 #: roundings beside those of sums: by an average before and after them, by tokens, by clipping
 _SCALINGS = 4
 
@@ -99,6 +95,7 @@ class ReducedGradients:
         step: int,
         keeps: Callable[[Gemm], Callable[[torch.Tensor], bool]],
         guard: Callable[[str], AbstractContextManager[None]],
+        dispatcher: Dispatcher,
     ) -> None:
         """
         Args:
@@ -107,8 +104,9 @@ class ReducedGradients:
             step: the same on all ranks, which decides which values are compared.
             keeps: of a GEMM: whether this rank counts a tensor that lies as its weight does.
             guard: a context that keeps an exception out of the training loop.
+            dispatcher: of the step.
         """
-        self._buffers, self._guard, self._sharded = find_buffers(scanned), guard, Sharded(scanned)
+        self._buffers, self._sharded = find_buffers(scanned), Sharded(scanned)
         self._gradients: dict[str, _Gradient] = {}
         for gemm in gemms:
             weight = weight_of(gemm)
@@ -116,41 +114,33 @@ class ReducedGradients:
                 copied = [gemm.backend.copied(gemm.module, role) for role in ("input", "grad_output")]
                 shape = (weight.shape[0], weight.shape[1])
                 self._gradients[gemm.name] = _Gradient(gemm, weight, not all(copied), keeps(gemm), shape, step)
-        self._handles: list[RemovableHandle] = []
+        self._dispatcher, self._guarded = dispatcher, partial(guard, _LOOKING)
         self._hooked: set[int] = set()
-        self._queued = self._closed = False
+        self._queued = self._stepped = False
 
-    def attach(self) -> None:
+    def subscribe(self) -> None:
         """Look at gradients from now on."""
-        self._handles = [register_optimizer_step_pre_hook(self._before_step)]
+        self._dispatcher.watch_optimizer(self._guarded, self._before_step)
         for one in self._gradients.values():
             module = one.gemm.module
-            begin = partial(self._before_forward, one)
-            self._handles.append(module.register_forward_pre_hook(Hook(begin, module)))
+            self._dispatcher.watch_ready(module, self._guarded, partial(self._before_forward, one))
             if self._sharded.parameter(module, one.name) is None:
-                self._hook(one)
+                self._watch(one)
 
-    def detach(self) -> None:
-        """Look no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._closed = [], True
-
-    def _hook(self, one: _Gradient) -> None:
+    def _watch(self, one: _Gradient) -> None:
         weight = one.weight
         if weight.is_leaf and weight.requires_grad and not is_dtensor(weight) and id(weight) not in self._hooked:
             self._hooked.add(id(weight))
             of = [other for other in self._gradients.values() if other.weight is weight]
-            self._handles.append(weight.register_hook(partial(self._see, of)))
+            self._dispatcher.watch_gradient(weight, self._guarded, partial(self._see, of))
 
     def _before_forward(self, one: _Gradient, *_: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return
-        with self._guard(_LOOKING):
-            if self._sharded.parameter(one.gemm.module, one.name) is not None:
-                one.weight = weight_of(one.gemm)
-                self._hook(one)
-            one.reducer = self._reducer(one)
+        if self._sharded.parameter(one.gemm.module, one.name) is not None:
+            one.weight = weight_of(one.gemm)
+            self._watch(one)
+        one.reducer = self._reducer(one)
 
     def _reducer(self, one: _Gradient) -> Reducer:
         weight, module = one.weight, one.gemm.module
@@ -166,14 +156,13 @@ class ReducedGradients:
 
     def _see(self, of: Sequence[_Gradient], grad: torch.Tensor | None) -> None:
         """What a backward pass adds, before it is added."""
-        if self._closed:
+        if self._stepped:
             return
-        with self._guard(_LOOKING):
-            for one in of:
-                self._see_summand(one, grad)
-            if not self._queued:
-                self._queued = True
-                _after_backward(self._after_backward, _LAST)
+        for one in of:
+            self._see_summand(one, grad)
+        if not self._queued:
+            self._queued = True
+            self._dispatcher.after_backward(self._guarded, self._after_backward)
 
     def _see_summand(self, one: _Gradient, grad: torch.Tensor | None) -> None:
         weight = one.weight
@@ -195,10 +184,9 @@ class ReducedGradients:
 
     def _after_backward(self) -> None:
         self._queued = False
-        with self._guard(_LOOKING):
-            for one in self._gradients.values():
-                if not self._closed and not hasattr(one.weight, "main_grad"):
-                    self._see_reduced(one)
+        for one in self._gradients.values():
+            if not self._stepped and not hasattr(one.weight, "main_grad"):
+                self._see_reduced(one)
 
     def _see_reduced(self, one: _Gradient) -> None:
         parameter = self._sharded.parameter(one.gemm.module, one.name)
@@ -213,17 +201,16 @@ class ReducedGradients:
 
     def _before_step(self, *_: Any) -> None:
         """An optimizer begins: what comes later is of another step."""
-        if self._closed:
+        if self._stepped:
             return
-        self._closed = True
-        with self._guard(_LOOKING):
-            for one in self._gradients.values():
-                main = getattr(one.weight, "main_grad", None)
-                if main is None or is_dtensor(main):
-                    continue
-                one.reducer, held = of_megatron(one.gemm.module, one.weight, self._buffers)
-                if held is not None and one.keeps(main):
-                    one.keep_part(main.detach().reshape(-1)[held], held.start)
+        self._stepped = True
+        for one in self._gradients.values():
+            main = getattr(one.weight, "main_grad", None)
+            if main is None or is_dtensor(main):
+                continue
+            one.reducer, held = of_megatron(one.gemm.module, one.weight, self._buffers)
+            if held is not None and one.keeps(main):
+                one.keep_part(main.detach().reshape(-1)[held], held.start)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each tensor by what `to` gives for it."""
@@ -265,9 +252,3 @@ def _parts(one: _Gradient) -> GradientParts | None:
         known=reducer.known,
         reason=reducer.reason,
     )
-
-
-def _after_backward(call: Callable[[], None], times: int) -> None:
-    """Have `call` called when the backward pass that runs is over."""
-    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-    queue(call if times == 0 else partial(_after_backward, call, times - 1))

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ..measurement.replicas import Checksums
 from ..numerics.stored_codes import is_cast_of
 from .backends.base import StoredCodes, raw_weight
 from .backends.parallel import part_of
 from .backends.transformer_engine.casts import is_quantized
+from .dispatcher import Dispatcher
 from .dtensor import is_dtensor, local
 from .gemms import Gemm
 from .masters import Masters
 from .stepped import is_split_by_zero, stepped_by
 
+_COMPARING = "while comparing copies over ranks"
 #: values whose weights are made at once; bounds temporaries to some tens of MiB
 _CHUNK = 1 << 20
 _MULTIPLIER, _OFFSET = -7046029254386353131, 1442695040888963407  # 2^64 / golden ratio, odd; Knuth's increment
@@ -69,23 +70,18 @@ class ReplicaChecks:
         self._gemms, self._masters, self._guard = {gemm.name: gemm for gemm in gemms}, masters, guard
         self._alone = is_alone
         self._found: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
-        self._handles: list[RemovableHandle] = []
 
-    def attach(self) -> None:
+    def subscribe(self, dispatcher: Dispatcher) -> None:
         """Look at gradients as an optimizer steps by them."""
-        self._handles = [register_optimizer_step_pre_hook(self._before_step), self._masters.watch()]
-
-    def detach(self) -> None:
-        """Look no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        guard = partial(self._guard, _COMPARING)
+        dispatcher.watch_optimizer(guard, self._before_step)
+        dispatcher.watch_optimizer(guard, self._masters.note)
 
     def see(self, name: str, role: str, x: torch.Tensor) -> None:
         """Take a tensor in; its first call of a step counts."""
         if (name, role) in self._found or name not in self._gemms:
             return
-        with self._guard("while comparing copies over ranks"):
+        with self._guard(_COMPARING):
             part = None if is_dtensor(x) or self._alone else part_of(self._gemms[name].module, role)
             if part is not None and x.numel():
                 self._found[name, role] = part, checksum(x)
@@ -96,7 +92,7 @@ class ReplicaChecks:
         """Take in a weight that is stored in codes: what they stand for, and whether that is what its master is cast to."""
         if (name, "weight") in self._found or (name, "master") in self._found or name not in self._gemms:
             return
-        with self._guard("while comparing copies over ranks"):
+        with self._guard(_COMPARING):
             codes, parameter = stored.decoded(), stored.parameter
             self.see(name, "weight", codes.values)
             master = self._masters.of(parameter)
@@ -119,11 +115,10 @@ class ReplicaChecks:
             differs = (values.to(mine.dtype) != mine) & values.isfinite()
             self._found[gemm.name, "master"] = 0, differs.any().long()
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        with self._guard("while comparing copies over ranks"):
-            for stepped in () if self._alone else stepped_by(optimizer, self._gemms):
-                if (grad := _whole_gradient(stepped.weight)) is not None:
-                    self.see(stepped.name, "weight_gradient", grad)
+    def _before_step(self, optimizer: Any) -> None:
+        for stepped in () if self._alone else stepped_by(optimizer, self._gemms):
+            if (grad := _whole_gradient(stepped.weight)) is not None:
+                self.see(stepped.name, "weight_gradient", grad)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each checksum by what `to` gives for it."""

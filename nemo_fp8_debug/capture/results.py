@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from .backends.base import Args, Kwargs, as_multiplied, raw_weight
 from .backends.parallel import adds_up, sequence_part
 from .backends.transformer_engine.casts import call_of, is_quantized
 from .collectives import Collectives
+from .dispatcher import Dispatcher
 from .dtensor import is_dtensor, local
 from .gemms import Gemm
 from .overrides import emulated
 from .product_checks import ProductChecks
 from .product_nodes import bias_of, product_node, watch
 
+_LOOKING = "while looking at what a GEMM returned"
 _OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 Guard = Callable[[str], AbstractContextManager[None]]
 
@@ -31,13 +34,16 @@ Guard = Callable[[str], AbstractContextManager[None]]
 class Results:
     """What the GEMM of one forward call returns, and its backward. Holds no activation and no node."""
 
-    def __init__(self, gemm: Gemm, checks: ProductChecks, args: Args, kwargs: Kwargs, guard: Guard) -> None:
+    def __init__(
+        self, gemm: Gemm, checks: ProductChecks, args: Args, kwargs: Kwargs, guard: Guard, dispatcher: Dispatcher
+    ) -> None:
         """
         Args:
             args, kwargs: of the call, which is about to run.
             guard: a context that keeps an exception out of the training loop.
+            dispatcher: of the step.
         """
-        self._gemm, self._checks, self._guard = gemm, checks, guard
+        self._gemm, self._checks, self._guard, self._dispatcher = gemm, checks, guard, dispatcher
         # Of the arguments what lives until the backward keeps only those that are no activations.
         self._args = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
         self._kwargs = kwargs
@@ -103,17 +109,16 @@ class Results:
         around = [part for part in (mode, fused) if part is not None]
 
         def begin(grads: Any) -> None:
-            with self._guard("while looking at what a GEMM returned"):
-                self._see_multiplied_gradient(grads)
-                for part in around:
-                    part.begin()
+            self._see_multiplied_gradient(grads)
+            for part in around:
+                part.begin()
 
         def end() -> None:
-            with self._guard("while looking at what a GEMM returned"):
+            with self._guard(_LOOKING):
                 for part in around:
                     part.end()
 
-        watch(found, self._take, begin, end)
+        watch(self._dispatcher, partial(self._guard, _LOOKING), found, self._take, begin, end)
 
     def _see_multiplied_gradient(self, grads: Any) -> None:
         if emulated(self._gemm.module) is None and grads and isinstance(grads[0], torch.Tensor):
@@ -135,7 +140,7 @@ class Results:
         return m.reshape(size, -1, m.shape[1])[rank] if m.shape[0] % size == 0 else m
 
     def _take(self, product: str, grad: torch.Tensor | None) -> None:
-        with self._guard("while looking at what a GEMM returned"):
+        with self._guard(_LOOKING):
             if self._checks.is_returned(product):
                 return
             mine = grad if grad is None or product == "wgrad" else self._part_of_sequence("row", self._mine(grad))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..capture.activations.capture import ActivationCapture
 from ..capture.activations.sites import Site, sites_in
 from ..capture.backends.base import not_quantized
+from ..capture.dispatcher import Dispatcher
 from ..capture.dtensor import is_counted
 from ..capture.operand_guard import Fault
 from ..capture.operands import Operand
@@ -45,7 +46,7 @@ def find_sites(scanned: Sequence[ScannedModule], kinds: Sequence[str], errors: E
 
 
 def activation_capture(
-    found: Sequence[Site], plan: Config, operands: dict[Key, Operand], lose: Fault, order: Iterator[int], rank: int
+    found: Sequence[Site], plan: Config, operands: dict[Key, Operand], lose: Fault, dispatcher: Dispatcher, rank: int
 ) -> ActivationCapture | None:
     """What looks at activations in this step; None: there are none to look at.
 
@@ -53,7 +54,7 @@ def activation_capture(
         found: all modules whose activations can be looked at.
         operands: what is captured in the step; those of activations are added.
         lose: told of a fault.
-        order: gives out places in the order of execution.
+        dispatcher: of the step.
     """
     if not found:
         return None
@@ -68,7 +69,7 @@ def activation_capture(
         for role in site.roles
     }
     operands |= mine
-    return ActivationCapture(sites, mine, lose, order) if mine else None
+    return ActivationCapture(sites, mine, lose, dispatcher) if mine else None
 
 
 def _never(x: torch.Tensor) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from ..capture.attention import AttentionCapture
 from ..capture.backends.base import unknown_cast
+from ..capture.dispatcher import Dispatcher
 from ..capture.gemms import matching
 from ..capture.operand_guard import Fault
 from ..capture.operands import Operand
@@ -21,15 +22,15 @@ def attention_capture(
     plan: Config,
     operands: dict[Key, Operand],
     lose: Fault,
-    order: Iterator[int],
+    dispatcher: Dispatcher,
 ) -> AttentionCapture | None:
-    """Installs hooks on the attentions that are looked at; None: there is none.
+    """Look at attentions from now on; None: there is none to look at.
 
     Args:
         compiled: as `compiled_by_now` has them.
         operands: what is captured in the step; those of attention are added.
         lose: told of a fault.
-        order: gives out places in the order of execution.
+        dispatcher: of the step.
     """
     if not (found := matching(model.attentions, plan.layers)):
         return None
@@ -40,8 +41,8 @@ def attention_capture(
     if model.scales.auto:
         sinks = {(g.name, role): Operand(g, role, unknown_cast(role)) for g in found for role in roles}
     operands |= sinks
-    capture = AttentionCapture(found, sinks, lose, order)
-    capture.attach()
+    capture = AttentionCapture(found, sinks, lose, dispatcher)
+    capture.subscribe()
     return capture
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from ..capture.activations.capture import ActivationCapture
 from ..capture.attention import AttentionCapture
 from ..capture.backends.base import UnknownCast, raw_weight
 from ..capture.device_to_host import DeviceToHostCopy, Holder
+from ..capture.dispatcher import Dispatcher, Transformed
 from ..capture.dtensor import is_counted, is_dtensor
 from ..capture.gemms import matching, seen_in_forward
 from ..capture.grad_scale import GradScale
@@ -25,7 +24,6 @@ from ..capture.matmul_capture import MatmulCapture
 from ..capture.operands import Operand
 from ..capture.optimizer_states import StateCapture
 from ..capture.output_samples import Chosen, Products
-from ..capture.passes import Transformed
 from ..capture.product_checks import CheckQueue
 from ..capture.reduced_gradients import ReducedGradients
 from ..capture.replicas import ReplicaChecks
@@ -74,7 +72,7 @@ class Watched:
 
 
 class SampledStep:
-    """A step whose operands are looked at; between `open` and `detach` hooks are installed."""
+    """A step whose operands are looked at, from `open` to `detach`."""
 
     def __init__(self, step: int, watched: Watched, schedule: Schedule) -> None:
         """
@@ -89,6 +87,7 @@ class SampledStep:
         self._operands: dict[Key, Operand] = {}
         self._products: dict[str, Products] = {}
         self._queue = CheckQueue()
+        self._dispatcher = Dispatcher()
         self._captures: list[Capture | MatmulCapture | ActivationCapture] = []
         self._attention: AttentionCapture | None = None
         self._replicas: ReplicaChecks | None = None
@@ -96,7 +95,6 @@ class SampledStep:
         self._states: StateCapture | None = None
         self._multiplier: GradScale | None = None
         self._lost: dict[str, list[Key]] = {}
-        self._eager: Any = None  # while compiled layers run in eager mode
         self._known = watched.model.known
         self._compiled = watched.model.compiled
 
@@ -110,7 +108,7 @@ class SampledStep:
         return self._schedule.dumped(self.step) if self._watched.dump else []
 
     def open(self, heard: bool) -> None:
-        """Find what to look at, and install the hooks if the first rank has said so."""
+        """Find what to look at, and look at it if the first rank has said so."""
         self._expected = self._counted_here()  # whatever fails from here on, the part of this rank is missed
         scanned = scan_modules(self._watched.model.roots)
         compiled = self._leave_out_compiled(scanned)
@@ -145,12 +143,12 @@ class SampledStep:
                     sinks[key] = Dumping(operand, dump, self._watched.attempt, self.step, rank)
         guard = self._watched.errors.guard
         self._products = {
-            name: Products(of_outputs[name], operands, chosen, self.step, guard, self._queue)
+            name: Products(of_outputs[name], operands, chosen, self.step, guard, self._queue, self._dispatcher)
             for name, operands in seen.items()
             if name in of_outputs
         }
         if heard:
-            self._attach(sinks, compiled, scanned)
+            self._subscribe(sinks, compiled, scanned)
 
     def _counted_here(self) -> set[Key]:
         return counted_parts(self._known, self._plan, self._dumped, self._watched.shard_group, self._watched.rank)
@@ -168,17 +166,16 @@ class SampledStep:
             warn_of_late_compiling(self._watched.errors, [gemm.name for gemm in late])
         return ids
 
-    def _attach(self, sinks: dict[Key, OperandSink], compiled: Collection[int], scanned: Sequence[ScannedModule]) -> None:
-        model, guard = self._watched.model, self._watched.errors.guard
+    def _subscribe(self, sinks: dict[Key, OperandSink], compiled: Collection[int], scanned: Sequence[ScannedModule]) -> None:
+        model, guard, dispatcher = self._watched.model, self._watched.errors.guard, self._dispatcher
         model.masters.buffers = find_buffers(scanned)
         if self._plan.eager:
-            self._eager = torch.compiler.set_stance("force_eager")
-        self._multiplier = GradScale(model.roots, compiled, partial(guard, _MULTIPLIER))
-        self._multiplier.attach()
-        order = itertools.count(step=3)
+            dispatcher.at_close(partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None))
+        self._multiplier = GradScale(model.roots, compiled, partial(guard, _MULTIPLIER), dispatcher)
+        self._multiplier.subscribe()
         inside = {key: sink for key, sink in sinks.items() if seen_in_forward(sink.gemm)}
         outside = {key: sink for key, sink in sinks.items() if key not in inside}
-        options = self._lose, model.scales.auto, self._products, order
+        options = self._lose, dispatcher, model.scales.auto, self._products
         if self._plan.replicas:
             gemms = list({sink.gemm.name: sink.gemm for sink in outside.values()}.values())
             self._replicas = ReplicaChecks(gemms, model.masters, guard, self._watched.world == 1)
@@ -187,21 +184,26 @@ class SampledStep:
         if inside:
             self._captures.append(MatmulCapture(inside, *options))
         shard_group, rank = self._watched.shard_group, self._watched.rank
-        if activations := activation_capture(model.sites, self._plan, self._operands, self._lose, order, rank):
+        if activations := activation_capture(model.sites, self._plan, self._operands, self._lose, dispatcher, rank):
             self._captures.append(activations)
         beside = shard_group, rank, guard, self._products, self.step
         self._states = state_capture(self._known, self._plan, self._operands, *beside)
         if self._plan.verify_rows and self._products:
             verified, keeps = [g for g in self._known if g.name in self._products], partial(counts_weight, shard_group, rank)
-            self._gradients = ReducedGradients(verified, scanned, self.step, keeps, guard)
-        for capture in (*self._captures, self._replicas, self._gradients, self._states):
-            if capture is not None:
-                capture.attach()
-        self._attention = attention_capture(model, compiled, self._plan, self._operands, self._lose, order)
+            self._gradients = ReducedGradients(verified, scanned, self.step, keeps, guard, dispatcher)
+        for capture in self._captures:
+            capture.subscribe()
+        if self._replicas is not None:
+            self._replicas.subscribe(dispatcher)
+        if self._gradients is not None:
+            self._gradients.subscribe()
+        if self._states is not None:
+            self._states.subscribe(dispatcher)
+        self._attention = attention_capture(model, compiled, self._plan, self._operands, self._lose, dispatcher)
 
     @property
     def captures(self) -> bool:
-        """Whether hooks see operands."""
+        """Whether operands are seen."""
         return bool(self._captures)
 
     def show_loss(self, loss: Any, tokens: torch.Tensor | float) -> None:
@@ -218,14 +220,7 @@ class SampledStep:
 
     def detach(self) -> None:
         """Remove the hooks, and warn of what was lost."""
-        of_ranks = self._replicas, self._gradients, self._states
-        with contextlib.ExitStack() as removed:  # all of them, whatever one raises
-            for watching in (*self._captures, self._multiplier, self._attention, *of_ranks):
-                if watching is not None:
-                    removed.callback(watching.detach)
-            if self._eager is not None:
-                removed.callback(self._eager.__exit__, None, None, None)
-        self._eager = None
+        self._dispatcher.close()
         forget_empty_histograms()
         warn_of_unseen(self._attention, self._watched.errors)
         warn_of_unseen_states(self._states, self._watched.errors)

@@ -179,7 +179,9 @@ class TestWhatIf:
         for step in STEPS:
             rows = broken(step)
             better = sample(step, [{**row, "recipe": "current-hybrid", "relative_error": 0.01} for row in rows])
-            record.record(dataclasses.replace(sample(step, rows), what_if=better.columns))
+            record.record(
+                dataclasses.replace(sample(step, rows), tables={**sample(step, rows).tables, "what_if": better.columns})
+            )
         record.record_steps({step: {"loss": loss} for step, loss in rising().items()})
         record.close()
         return folder

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nemo_fp8_debug.capture.backends.base import ScaleInUse, UnknownCast
+from nemo_fp8_debug.capture.dispatcher import Dispatcher
 from nemo_fp8_debug.capture.gemms import Gemm, find_gemms, seen_in_forward
 from nemo_fp8_debug.capture.matmul_capture import MatmulCapture
 
@@ -64,11 +65,12 @@ def look_at(model: nn.Module, step: Callable[[], None]) -> Seen:
         if not isinstance(error, UnknownCast):
             seen.faults.append(error)
 
-    capture = MatmulCapture(sinks, fault)
-    capture.attach()
+    dispatcher = Dispatcher()
+    capture = MatmulCapture(sinks, fault, dispatcher)
+    capture.subscribe()
     try:
         step()
     finally:
-        capture.detach()
+        dispatcher.close()
         seen.not_multiplied = list(capture.not_multiplied)
     return seen

@@ -15,6 +15,7 @@ from helpers import Samples
 from torch import nn
 
 from nemo_fp8_debug import Monitor
+from nemo_fp8_debug.capture.dispatcher import Dispatcher
 from nemo_fp8_debug.capture.grad_scale import GradScale
 from nemo_fp8_debug.capture.patching import patched
 from nemo_fp8_debug.core.sample import Sample
@@ -66,8 +67,9 @@ def test_a_loss_that_the_model_returns(
     returned: Callable[[torch.Tensor], Any], taken: Callable[[Any], torch.Tensor], in_place: bool
 ) -> None:
     model = Model(returned)
-    multiplier = GradScale([model], (), nullcontext)
-    multiplier.attach()
+    dispatcher = Dispatcher()
+    multiplier = GradScale([model], (), nullcontext, dispatcher)
+    multiplier.subscribe()
     for micro in range(2):
         loss = taken(model(batch(0, micro)))
         if in_place:
@@ -76,15 +78,15 @@ def test_a_loss_that_the_model_returns(
         else:
             loss = loss / 4 * 256
         loss.sum().backward()
-    multiplier.detach()
+    dispatcher.close()
     assert float(multiplier.value()) == 64
     assert not model._forward_hooks
 
 
 def test_what_is_not_known_is_not_made_up() -> None:
     model = Model()
-    multiplier = GradScale([model, model.layers], (), nullcontext)
-    multiplier.attach()
+    multiplier = GradScale([model, model.layers], (), nullcontext, Dispatcher())
+    multiplier.subscribe()
     model.layers(batch(0)).square().mean().backward()  # no scalar
     with torch.no_grad():
         model(batch(0))

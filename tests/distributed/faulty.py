@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_fp8_debug import ConfigError, Monitor
-from nemo_fp8_debug.capture.hooks import Capture
+from nemo_fp8_debug.capture.dispatcher import Dispatcher
 from nemo_fp8_debug.capture.operands import Operand
 from nemo_fp8_debug.distributed import patience, rank_store
 from nemo_fp8_debug.monitor import recorder_queue
@@ -140,7 +140,7 @@ def a_hook_fails(run: Run, step: int) -> None:
 def hooks_are_lost(run: Run, step: int) -> None:
     """As torch.compile loses those of a module that it compiled before."""
     if run.rank == 1 and run.watched and step == 4:
-        run.monitor._sampled._captures[0].detach()
+        run.monitor._sampled._dispatcher.close()
 
 
 def is_blocked(run: Run, step: int) -> None:
@@ -171,7 +171,7 @@ def start(run: Run, scenario: str) -> Act:
         with contextlib.ExitStack() as stack:
             run.start()
             if run.rank == 1:
-                stack.enter_context(raising(Capture, "attach"))
+                stack.enter_context(raising(Dispatcher, "watch_calls"))
             run.train(nothing)
     elif scenario in BEFORE_HOOKS:
         run.start()

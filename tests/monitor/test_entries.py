@@ -23,12 +23,13 @@ PACKAGE = str(Path(nemo_fp8_debug.__file__).parent)
 GUARDS = ("core/error_guard.py", "capture/operand_guard.py", "capture/unseen_operators.py", "monitor/entries.py")
 #: hooks that torch calls, up to the guard that each begins with
 BEFORE_A_GUARD = {
-    "capture/hooks.py:Capture._run",
-    "capture/hooks.py:Capture._guarded",
-    "capture/reduced_gradients.py:ReducedGradients._before_forward",
-    "capture/grad_scale.py:GradScale._see_output",
-    "capture/results.py:Results._see_gradients.<locals>.end",
-    "capture/results.py:Results._take",
+    "capture/dispatcher.py:Dispatcher._enter",
+    "capture/dispatcher.py:Dispatcher._prepare",
+    "capture/dispatcher.py:Dispatcher._leave",
+    "capture/dispatcher.py:Dispatcher._return",
+    "capture/dispatcher.py:_Call.__init__",
+    "capture/dispatcher.py:_Call.begin_modes",
+    "capture/dispatcher.py:_Call.end_modes",
 }
 OPTIONS: dict[str, Any] = {"interval": 1, "output_rows": 4, "verify_rows": 4, "what_if": ["current-e4m3", "delayed"]}
 

@@ -1,23 +1,20 @@
-"""The hooks of one sampled step on norms, routers and attentions."""
+"""Looks at norms, routers and attentions in one sampled step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ...core.keys import Key
 from ..attention import is_attention
 from ..backends.base import Args, Kwargs
+from ..dispatcher import Dispatcher, Pass
 from ..operand_guard import Fault, OperandGuard
 from ..operands import MEASURED, Operand
-from ..operator_mode import OperatorMode
-from ..passes import Pass, Passes
-from ..tracing import Hook
 from .attention_logits import Scores, attention_sums, of_module, seen_logits
 from .norms import channel_sums, input_of, output_of
 from .routers import Choice, Router, load_sums, router_sums
@@ -30,46 +27,33 @@ _End = Callable[[Pass, Args, Kwargs, Any], None]
 
 
 class ActivationCapture:
-    """Looks at activations between `attach` and `detach`; forward calls count as they do for operands."""
+    """Looks at activations; forward calls count as they do for operands."""
 
     def __init__(
-        self, sites: Sequence[Site], operands: Mapping[Key, Operand], on_fault: Fault, order: Iterator[int] | None = None
+        self, sites: Sequence[Site], operands: Mapping[Key, Operand], on_fault: Fault, dispatcher: Dispatcher
     ) -> None:
         """
         Args:
             operands: by (name, role): what gets each activation.
             on_fault: told of a fault.
-            order: gives out places in the order of execution; what is captured together shares it.
+            dispatcher: of the step.
         """
-        self._sites, self._operands, self._on_fault = sites, dict(operands), on_fault
-        self._passes = Passes(order)
-        self._handles: list[RemovableHandle] = []
-        self._open: dict[nn.Module, Pass] = {}
-        self._modes: dict[nn.Module, OperatorMode] = {}
+        self._sites, self._operands, self._on_fault, self._dispatcher = sites, operands, on_fault, dispatcher
 
-    def attach(self) -> None:
-        """Install the hooks."""
+    def subscribe(self) -> None:
+        """Look at calls from now on."""
         for site in self._sites:
             module, name, roles = site.gemm.module, site.gemm.name, site.roles
             if site.router is not None:
-                self._attach_router(name, site.router)
+                self._watch_router(name, site.router)
             elif "attention_logits" not in roles:
-                self._hook(module, name, roles, partial(self._before_norm, name), partial(self._after_norm, name))
+                self._watch(module, name, roles, partial(self._before_norm, name), partial(self._after_norm, name))
             elif is_attention(module) or _is_of_megatron(module):
-                self._hook(module, name, roles, partial(self._read_arguments, name, module), _nothing)
+                self._watch(module, name, roles, partial(self._read_arguments, name, module), _nothing)
             else:
-                begin, end = (partial(f, name, module) for f in (self._watch_scores, self._end_scores))
-                self._hook(module, name, roles, begin, end)
+                self._watch(module, name, roles, partial(self._watch_scores, name), self._end_scores)
 
-    def detach(self) -> None:
-        """Remove them."""
-        for handle in self._handles:
-            handle.remove()
-        for mode in self._modes.values():
-            mode.end()
-        self._handles, self._operands, self._modes, self._open = [], {}, {}, {}
-
-    def _hook(self, module: nn.Module, name: str, roles: Sequence[str], begin: _Begin, end: _End) -> None:
+    def _watch(self, module: nn.Module, name: str, roles: Sequence[str], begin: _Begin, end: _End) -> None:
         """
         Args:
             roles: what each of the two looks at.
@@ -77,27 +61,18 @@ class ActivationCapture:
             end: once it has returned.
         """
 
-        def before(_: nn.Module, args: Args, kwargs: Kwargs) -> None:
-            with OperandGuard(self._on_fault, name, roles[0], True):
-                if (counted := self._passes.counted(module)) is not None:
-                    self._open[module] = counted
-                    begin(counted, args, kwargs)
-            if (mode := self._modes.get(module)) is not None:
-                mode.begin()
+        def entered(call: Pass, args: Args, kwargs: Kwargs) -> None:
+            if call.counts:
+                begin(call, args, kwargs)
 
-        def after(_: nn.Module, args: Args, kwargs: Kwargs, out: Any) -> None:
-            if (mode := self._modes.get(module)) is not None:
-                mode.end()
-            counted = self._open.pop(module, None)
-            if counted is not None and out is not None:
+        def left(call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+            if call.counts:
                 with OperandGuard(self._on_fault, name, roles[-1], True):
-                    end(counted, args, kwargs, out)
-            self._modes.pop(module, None)
+                    end(call, args, kwargs, out)
+                call.kept = None
 
-        self._handles += [
-            module.register_forward_pre_hook(Hook(before, module), prepend=True, with_kwargs=True),
-            module.register_forward_hook(Hook(after, module), prepend=True, with_kwargs=True, always_call=True),
-        ]
+        guard = partial(OperandGuard, self._on_fault, name, roles[0], True)
+        self._dispatcher.watch_calls(module, guard, entered, left)
 
     def _add(self, name: str, role: str, x: torch.Tensor, order: int, further: torch.Tensor) -> None:
         operand = self._operands.get((name, role))
@@ -114,16 +89,17 @@ class ActivationCapture:
     def _after_norm(self, name: str, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
         if (name, "norm_output") in self._operands:
             y = output_of(out, input_of(args, kwargs)).detach()
-            self._add(name, "norm_output", y, next(self._passes.order), channel_sums(y))
+            self._add(name, "norm_output", y, next(self._dispatcher.order), channel_sums(y))
 
     def _read_arguments(self, name: str, module: nn.Module, counted: Pass, args: Args, kwargs: Kwargs) -> None:
         self._add_attention(name, counted, of_module(module, args, kwargs))
 
-    def _watch_scores(self, name: str, module: nn.Module, counted: Pass, args: Args, kwargs: Kwargs) -> None:
-        self._modes[module] = Scores(partial(self._add_attention, name, counted))
+    def _watch_scores(self, name: str, counted: Pass, args: Args, kwargs: Kwargs) -> None:
+        counted.kept = Scores(partial(self._add_attention, name, counted))
+        counted.watch(counted.kept)
 
-    def _end_scores(self, name: str, module: nn.Module, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
-        mode = self._modes[module]
+    def _end_scores(self, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
+        mode = counted.kept
         if isinstance(mode, Scores) and (mode.failed or not mode.seen):
             raise mode.failed or LookupError(_NO_LOGITS)
 
@@ -131,16 +107,17 @@ class ActivationCapture:
         logits = logits.detach()
         self._add(name, "attention_logits", seen_logits(logits), counted.order, attention_sums(logits))
 
-    def _attach_router(self, name: str, router: Router) -> None:
+    def _watch_router(self, name: str, router: Router) -> None:
         begin, end = partial(self._watch_choice, name, router), partial(self._end_choice, name, router)
-        self._hook(router.chooser, name, _LOGITS, begin, end)
+        self._watch(router.chooser, name, _LOGITS, begin, end)
         if router.module is not router.chooser:
-            self._hook(router.module, name, _LOGITS, _nothing, partial(self._take_logits, name, router))
+            self._watch(router.module, name, _LOGITS, _nothing, partial(self._take_logits, name, router))
 
     def _watch_choice(self, name: str, router: Router, counted: Pass, args: Args, kwargs: Kwargs) -> None:
         inside = router.module is router.chooser
         logits = partial(self._add_logits, name, router, counted) if inside else None
-        self._modes[router.chooser] = Choice(router.experts, logits, ends=not inside)
+        counted.kept = Choice(router.experts, logits, ends=not inside)
+        counted.watch(counted.kept)
 
     def _take_logits(self, name: str, router: Router, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
         self._add_logits(name, router, counted, out[0] if isinstance(out, tuple) else out)
@@ -150,7 +127,7 @@ class ActivationCapture:
         self._add(name, "router_logits", logits, counted.order, router_sums(router.experts, logits))
 
     def _end_choice(self, name: str, router: Router, counted: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
-        mode, operand = self._modes[router.chooser], self._operands.get((name, *_LOGITS))
+        mode, operand = counted.kept, self._operands.get((name, *_LOGITS))
         if operand is None or not isinstance(mode, Choice):
             return
         if mode.failed or not (operand.calls or operand.copies):
