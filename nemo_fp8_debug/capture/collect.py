@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.cpu.histograms import Histograms
-from ..measurement.operand_stats import Cast, OperandStats
 from ..numerics import metrics
 from ..numerics.histogram import Histogram
 from ..numerics.metrics import Moments, QuantizationSums, SumsFound
 from ..numerics.tensor_scaling import CurrentScaling, scales_of
 from .backends.base import ScaleInUse
+from .operand_stats import Cast, OperandStats
 from .operands import Operand
 
 

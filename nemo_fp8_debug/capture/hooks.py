@@ -36,13 +36,11 @@ from .backends.base import (
 )
 from .backends.transformer_engine import inspection
 from .before_backward import wait_for_node
-from .dispatcher import Dispatcher, Pass
+from .dispatcher import Dispatcher, Mode, Pass
 from .gemms import Gemm
 from .masters import Masters, beside_master
 from .operand_guard import Fault, OperandGuard
-from .output_samples import Products
 from .overrides import emulated
-from .replicas import ReplicaChecks
 
 
 class OperandSink(Protocol):
@@ -59,6 +57,50 @@ class OperandSink(Protocol):
         """
 
 
+class ProductSink(Protocol):
+    """Gets the same operands of one GEMM, and which forward call each belongs to."""
+
+    #: part of dW of the call, exact and as quantized operands give it
+    weight_gradient: tuple[torch.Tensor, torch.Tensor] | None
+
+    @property
+    def sees_sums(self) -> bool:
+        """Whether the module adds up its output over ranks, and what it adds is looked at."""
+
+    def watch_sums(self) -> Mode | None:
+        """Return what sees the sums of the call that is about to run; None: they are not looked at."""
+
+    def begin_call(self, args: Args, kwargs: Kwargs) -> None:
+        """A forward call that counts is about to run."""
+
+    def add(self, role: str, x: torch.Tensor, call: int, use: ScaleInUse | None) -> None:
+        """Take an operand, which may change later.
+
+        Args:
+            call: the forward call that it belongs to.
+            use: how it is cast in this call, if that is known.
+        """
+
+    def end_call(self, call: int, given: tuple[Args, Kwargs], weight: torch.Tensor | None, out: Any) -> None:
+        """The call has returned.
+
+        Args:
+            given: what the module was called with.
+            weight: that it multiplied.
+            out: what it returned.
+        """
+
+
+class CopySink(Protocol):
+    """Gets X and W of all GEMMs, as this rank has them."""
+
+    def see(self, name: str, role: str, x: torch.Tensor) -> None:
+        """Take a tensor, which may change later."""
+
+    def see_stored(self, name: str, stored: StoredCodes) -> None:
+        """Take a weight that is stored in codes."""
+
+
 @dataclass(eq=False)
 class _Plan:
     """What is looked at of one GEMM in this step."""
@@ -67,7 +109,7 @@ class _Plan:
     #: by role: what gets an operand that hooks see, and one from inside of its module
     sinks: dict[str, OperandSink]
     inside: dict[str, OperandSink]
-    products: Products | None
+    products: ProductSink | None
     #: tells how the engine casts, if that is asked and known; None: it is not
     cast: Callable[..., Callable[[], ScaleInUse]] | None
     #: how the first call of the step casts W
@@ -121,9 +163,9 @@ class Capture:
         on_fault: Fault,
         dispatcher: Dispatcher,
         read_casts: bool = True,
-        products: Mapping[str, Products] | None = None,
+        products: Mapping[str, ProductSink] | None = None,
         masters: Masters | None = None,
-        replicas: ReplicaChecks | None = None,
+        copies: CopySink | None = None,
     ) -> None:
         """
         Args:
@@ -133,10 +175,10 @@ class Capture:
             read_casts: whether to ask backends how operands are cast.
             products: by GEMM name: what gets the same operands, and which forward call each belongs to.
             masters: finds master weights of those that are stored in codes.
-            replicas: compares copies over ranks.
+            copies: gets what other ranks may have copies of.
         """
         self._on_fault, self._dispatcher, self._read_casts = on_fault, dispatcher, read_casts
-        self._products, self._masters, self._replicas = products or {}, masters, replicas
+        self._products, self._masters, self._copies = products or {}, masters, copies
         self._untold: dict[Callable[[], str], str] = {}  # by what tells it: why casts cannot be told in this step
         self._plans: dict[tuple[nn.Module, str], _Plan] = {}
         self._modules = {module: self._make_plan(module, of) for module, of in _by_module(sinks).items()}
@@ -199,7 +241,7 @@ class Capture:
         if not plan.takes_inputs_later:
             self._take_inputs(plan, call, args, kwargs)
 
-    def _watch_sums(self, plan: _ModulePlan, products: Products, args: Args, kwargs: Kwargs) -> None:
+    def _watch_sums(self, plan: _ModulePlan, products: ProductSink, args: Args, kwargs: Kwargs) -> None:
         mode = products.watch_sums()
         if mode is not None and plan.running is not None:
             plan.running.watch(mode)
@@ -222,8 +264,8 @@ class Capture:
             x = x if plan.gemm.backend.has_own_fp8 else as_multiplied(x)
             use = (call.kept.casts or {}).get((plan.name, role))
             sink.add(x, call.order + (role == "weight"), use)
-            if self._replicas:
-                self._replicas.see(plan.name, role, x)
+            if self._copies:
+                self._copies.see(plan.name, role, x)
             _multiply(plan, role, x, call, use)
 
     def _note_casts(self, plan: _ModulePlan, out: Any, kept: _Kept) -> None:
@@ -302,8 +344,8 @@ class Capture:
         plan.stored_seen = True
         x, use, multiplied = beside_master(stored, self._masters)
         sink.add(x, call.order + 1, use)
-        if self._replicas:
-            self._replicas.see_stored(plan.name, stored)
+        if self._copies:
+            self._copies.see_stored(plan.name, stored)
         _multiply(plan, "weight", x if multiplied is use else stored.decoded().values, call, multiplied)
 
     def _watch_gradient(self, plan: _ModulePlan, one: _Plan, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:

@@ -22,10 +22,9 @@ from .backends.in_forward import is_computed, parameter_name, parameter_names, p
 from .dispatcher import Dispatcher, Pass
 from .dtensor import is_dtensor
 from .gemms import Gemm
-from .hooks import OperandSink
+from .hooks import OperandSink, ProductSink
 from .matmuls import Matmul, Matmuls
 from .operand_guard import Fault, OperandGuard
-from .output_samples import Products
 
 _COMPUTED = "its module computes it by other operators than those that are known not to quantize"
 
@@ -51,7 +50,7 @@ class MatmulCapture:
         on_fault: Fault,
         dispatcher: Dispatcher,
         read_casts: bool = True,
-        products: Mapping[str, Products] | None = None,
+        products: Mapping[str, ProductSink] | None = None,
     ) -> None:
         """Arguments are those of `hooks.Capture`."""
         self._sinks, self._on_fault, self._read_casts = sinks, on_fault, read_casts

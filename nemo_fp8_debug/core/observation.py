@@ -44,6 +44,9 @@ class Observation(Protocol):
     #: of its folder
     name: str
 
+    def observe(self, step: Any) -> Any:
+        """Return what looks at a sampled step that opens, as `monitor.open_step` has both."""
+
     def collect(self, step: Any) -> Any:
         """Return what this rank found in a sampled step, once that is in host memory."""
 

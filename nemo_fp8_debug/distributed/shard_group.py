@@ -31,8 +31,8 @@ class ShardGroup:
     kinds: Mapping[str, str]
     #: the first rank that has each GEMM
     first: Mapping[str, int]
-    #: activations that are looked at, and the kind of the module of each
-    activations: Mapping[Key, str] = field(default_factory=dict)
+    #: tensors beside operands that are looked at, and the kind of the module of each
+    tensors: Mapping[Key, str] = field(default_factory=dict)
     #: None where there is nobody to reduce with
     group: Group | None = None
     #: the first ranks of all shard groups, and the rank that writes
@@ -47,8 +47,8 @@ class ShardGroup:
     @classmethod
     def alone(cls, rank: int, kinds: Mapping[str, str]) -> ShardGroup:
         """One rank that shares nothing."""
-        gemms, activations = _parted(dict(sorted(kinds.items())))
-        return cls([rank], gemms, dict.fromkeys(gemms, rank), activations)
+        gemms, tensors = _parted(dict(sorted(kinds.items())))
+        return cls([rank], gemms, dict.fromkeys(gemms, rank), tensors)
 
     @staticmethod
     def publish(ranks: Ranks, kinds: Mapping[str, str]) -> None:
@@ -78,25 +78,25 @@ class ShardGroup:
         mine = ranks.read(f"shard-group/{told}") if told is not None else None
         if mine is None:  # no GEMM here
             mine = {"ranks": [ranks.rank], "kinds": {}, "first": {}}
-        gemms, activations = _parted(mine["kinds"])
+        gemms, tensors = _parted(mine["kinds"])
         return cls(
             mine["ranks"],
             gemms,
             mine["first"],
-            activations,
+            tensors,
             _group(f"shard-group-{told}", ranks, mine["ranks"]),
             leaders,
             _group("leaders", ranks, leaders),
         )
 
 
-def name_of_activation(key: Key) -> str:
-    """What an activation is called among the names that ranks tell each other."""
+def name_of_tensor(key: Key) -> str:
+    """Return what a tensor is called among the names that ranks exchange."""
     return _MARK.join(key)
 
 
 def _parted(kinds: Mapping[str, str]) -> tuple[dict[str, str], dict[Key, str]]:
-    """GEMMs and attentions, and activations."""
+    """GEMMs and attentions, and other tensors."""
     gemms = {name: kind for name, kind in kinds.items() if _MARK not in name}
     apart = {tuple(name.split(_MARK, 1)): kind for name, kind in kinds.items() if _MARK in name}
     return gemms, {(layer, role): kind for (layer, role), kind in apart.items()}

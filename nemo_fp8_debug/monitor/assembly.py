@@ -21,11 +21,11 @@ from ..record.writer import RunRecord
 from .delivery import Delivery
 from .live_control import LiveControl
 from .model_scan import ModelScan
+from .open_step import Watched
 from .pipeline import Pipeline, meet
 from .recorder_queue import Recording
 from .run_setup import RunSetup
 from .run_summary import Summary
-from .sampled_step import Watched
 from .schedule import Schedule
 from .triggers import Triggers
 
@@ -120,5 +120,5 @@ def assemble(
     pipeline.over = over
     delivery = Delivery(ranks, recording, pipeline, live_control, dump, errors, config.layers)
     delivery.report(None)
-    watched = Watched(model, shard_group, ranks.rank, ranks.world, place.attempt, dump, errors)
+    watched = Watched(model, shard_group, ranks.rank, ranks.world, place.attempt, dump, errors, pipeline.observations)
     return Parts(shard_group, schedule, live_control, pipeline, delivery, watched)

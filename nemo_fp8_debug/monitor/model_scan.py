@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..capture.activations.sites import Site
 from ..capture.attention import find_attentions
 from ..capture.backends.transformer_engine import inspection
 from ..capture.gemms import Gemm, find_unknown_gemms, list_gemms, matching, seen_in_forward, select
@@ -19,13 +18,23 @@ from ..capture.scales import Scales
 from ..capture.scan import ScannedModule, scan_modules
 from ..core.arguments import shown
 from ..core.error_guard import ErrorGuard
-from ..core.keys import ATTENTION
+from ..core.features import load_modules
+from ..core.keys import ATTENTION, Key
 from ..coverage.scan import build_ledger
-from ..distributed.shard_group import name_of_activation
+from ..distributed.shard_group import name_of_tensor
 from ..errors import ConfigError
 from ..options.config import Config
-from .activations import find_sites
 from .fingerprint import fingerprint
+
+
+@dataclass(frozen=True)
+class FoundModules:
+    """Modules that a feature looks at for something else than their GEMMs."""
+
+    #: in the feature's own terms
+    modules: Sequence[Any] = ()
+    #: of the tensors that are looked at, the kind of the module of each
+    kinds: Mapping[Key, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,8 @@ class ModelScan:
     gemms: Sequence[Gemm]
     #: attentions of Transformer Engine, which may run in FP8
     attentions: Sequence[Gemm]
-    #: modules whose activations are looked at
-    sites: Sequence[Site]
+    #: what features have found besides, by feature
+    features: Mapping[str, FoundModules]
     scales: Scales
     #: of weights that are stored in codes
     masters: Masters
@@ -52,14 +61,14 @@ class ModelScan:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """By name what there is to look at: of a GEMM or activation its kind, of an attention that with a mark before it."""
+        """By name what there is to look at: of a GEMM or tensor its kind, of an attention that with a mark before it."""
         gemms = {g.name: g.kind for g in self.known} | {g.name: f"{ATTENTION}{g.kind}" for g in self.attentions}
-        sites = {name_of_activation((s.gemm.name, role)): s.gemm.kind for s in self.sites for role in s.roles}
-        return gemms | sites
+        tensors = (item for found in self.features.values() for item in found.kinds.items())
+        return gemms | {name_of_tensor(key): kind for key, kind in tensors}
 
     def released(self) -> ModelScan:
         """What remains to be said of a model that is held no longer."""
-        return replace(self, roots=(), known=(), compiled=(), gemms=(), attentions=(), sites=(), masters=Masters())
+        return replace(self, roots=(), known=(), compiled=(), gemms=(), attentions=(), features={}, masters=Masters())
 
 
 def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelScan:
@@ -91,8 +100,11 @@ def scan(model: Any, config: Config, ranks: int, errors: ErrorGuard) -> ModelSca
     scales = Scales(known, config.measured_recipe, config.recipe)
     setup = fingerprint(scanned, gemms, config, scales.description)
     setup["coverage"] = _coverage(scanned, gemms, config, errors)
-    compiled, sites = [g for g in found if g.compiled], find_sites(scanned, config.activations, errors)
-    return ModelScan(roots, known, compiled, gemms, find_attentions(scanned), sites, scales, Masters(), setup)
+    compiled, features = [g for g in found if g.compiled], dict[str, FoundModules]()
+    for module in load_modules("observer"):
+        if hasattr(module, "find_modules"):
+            features[module.NAME] = module.find_modules(scanned, config, errors)
+    return ModelScan(roots, known, compiled, gemms, find_attentions(scanned), features, scales, Masters(), setup)
 
 
 def _coverage(scanned: Sequence[ScannedModule], gemms: Sequence[Gemm], config: Config, errors: ErrorGuard) -> dict[str, Any]:

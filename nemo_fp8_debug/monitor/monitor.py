@@ -253,7 +253,7 @@ class Monitor:
         if sampled:
             scalars = sampled.measured_multiplier() | scalars
             # Other ranks may have looked at what this one has not.
-            opened = sampled.captures or (self._ranks.world > 1 and not self._recording.stuck)
+            opened = sampled.is_looked_at or (self._ranks.world > 1 and not self._recording.stuck)
             sampled.detach()
         self._sampled = self._begun = None
         self._tell_triggers(scalars)

@@ -12,9 +12,6 @@ from typing import Any
 
 from ..capture.device_to_host import DeviceToHostCopy
 from ..capture.operands import Operand
-from ..capture.output_samples import Products
-from ..capture.reduced_gradients import ReducedGradients
-from ..capture.replicas import ReplicaChecks
 from ..core.error_guard import ErrorGuard
 from ..core.features import load_modules
 from ..core.keys import ROLES, SHOWN_AS, Key
@@ -41,11 +38,8 @@ class Sampled:
     #: what ranks agree on before they add up
     plan: Plan
     operands: list[Operand]
-    products: list[Products]
-    #: copies that are compared over ranks; None: that is not asked for
-    replicas: ReplicaChecks | None
-    #: before and after ranks add them up; None: that is not asked for
-    gradients: ReducedGradients | None
+    #: what else looked at the step, by feature
+    observers: Mapping[str, Any]
     #: operands that this rank was to see
     expected: Collection[Key]
     what_if: Sequence[Recipe]
@@ -80,8 +74,9 @@ class Pipeline:
         self._keys = setup.shard_group.keys(ROLES)
         self._others: dict[str, EmulatedScales] = {}
         made = [module.observe(setup) for module in load_modules("observer")]
-        self._observations: list[Observation] = [one for one in made if one is not None]
-        self._reduction = Reduction(setup.ranks, setup.shard_group, self._observations)
+        #: features that are looked at
+        self.observations: list[Observation] = [one for one in made if one is not None]
+        self._reduction = Reduction(setup.ranks, setup.shard_group, self.observations)
         self._worker = Worker("nemo_fp8_debug reduction") if setup.ranks.world > 1 else None
         #: of the sample under way: its outcome, or None as soon as ranks are out of sync
         self._last: Future[Outcome | None] | None = None
@@ -165,14 +160,14 @@ class Pipeline:
             scalars: of the step.
         """
         done = dict(tables)
-        for one in self._observations:
+        for one in self.observations:
             done |= one.finish(done, scalars)
         return {name: done[name] for name in TABLES if done.get(name)}
 
     def _collect(self, sampled: Sampled) -> dict[str, Any]:
         """What this rank found, by observation."""
         sampled.device_to_host.wait()
-        return {one.name: one.collect(sampled) for one in self._observations}
+        return {one.name: one.collect(sampled) for one in self.observations}
 
     def _alone(self, sampled: Sampled) -> Tables:
         found = self._reduction.alone(self._collect(sampled))
@@ -183,7 +178,7 @@ class Pipeline:
         kinds = self._shard_group.kinds
         what_if, chosen = self._what_if(sampled.what_if), {name for name in kinds if sampled.chosen(name)}
         made = SampledTables(sampled.step, whole, kinds, chosen, what_if)
-        return {name: columns for one in self._observations for name, columns in one.rows(made).items()}
+        return {name: columns for one in self.observations for name, columns in one.rows(made).items()}
 
     def _what_if(self, recipes: Sequence[Recipe]) -> list[EmulatedScales]:
         """Keep the histories of recipes that are tried as before, and begin those of new ones."""
@@ -210,7 +205,7 @@ class Pipeline:
             )
 
     def _report_mixed(self, step: int) -> None:
-        if mixed := [key for one in self._observations for key in getattr(one, "mixed", ())]:
+        if mixed := [key for one in self.observations for key in getattr(one, "mixed", ())]:
             (layer, role), *_ = mixed
             self._errors.warn(
                 f"{len(mixed)} operands of step {step} are left out, first {SHOWN_AS[role]} of {layer}: their dtype differs "

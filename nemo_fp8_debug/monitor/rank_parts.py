@@ -1,12 +1,16 @@
-"""Which operands this rank counts, and which another one does."""
+"""Which tensors this rank counts, and which another one does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from ..capture.backends.parallel import copied_part
 from ..capture.backends.transformer_engine import inspection
+from ..capture.dtensor import is_counted
 from ..capture.gemms import Gemm, matching
+from ..capture.stepped import is_split_by_zero, weight_of
 from ..core.keys import Key
 from ..distributed import ShardGroup
 from ..options.config import Config
@@ -44,3 +48,16 @@ def copied_elsewhere(gemm: Gemm, role: str) -> bool | None:
 def is_shown(gemm: Gemm, role: str) -> bool:
     """Whether anything shows an operand to hooks."""
     return role not in gemm.unseen or inspection.sees(gemm, role)
+
+
+def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[torch.Tensor], bool]:
+    """Whether this rank counts a tensor that lies as a weight does: a part that no other has, or the first of copies."""
+    is_copy, weight = copied_part(gemm.module), weight_of(gemm)
+    if getattr(weight, "main_param_sharded", False):
+        return lambda x: not is_copy
+    copied = gemm.backend.copied(gemm.module, "weight")
+    first = shard_group.first[gemm.name] if copied is None else None
+    if copied:
+        return lambda x: False
+    # An engine may split states only after the monitor was made.
+    return lambda x: not is_copy if is_split_by_zero(weight_of(gemm)) else is_counted(x, rank, first)

@@ -26,14 +26,6 @@ def warn_of_lost(errors: ErrorGuard, step: int, lost: Mapping[str, Sequence[Key]
         errors.warn(message, kind=kinds)
 
 
-def warn_of_unmultiplied(errors: ErrorGuard, names: Sequence[str]) -> None:
-    """Parameters of modules that ran, which no operator of torch multiplied."""
-    errors.warn(
-        f"{len(names)} parameters (first {names[0]}) are multiplied by no operator of torch, and are not observed",
-        kind="not multiplied",
-    )
-
-
 def warn_of_late_compiling(errors: ErrorGuard, names: Sequence[str]) -> None:
     """Layers that torch.compile was called on since the monitor was attached."""
     errors.warn(

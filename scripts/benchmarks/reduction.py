@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from many_ranks.processes import forked, free_port, prepare, statuses, temporary_folder
 
+from nemo_fp8_debug.capture.operand_stats import Cast, OperandStats
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.core.observation import Plan
 from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
 from nemo_fp8_debug.kernels import histogram_of
-from nemo_fp8_debug.measurement.operand_stats import Cast, OperandStats
 from nemo_fp8_debug.numerics.histogram import BINS
 from nemo_fp8_debug.observations.operands.tensors import TensorObservation
 

@@ -57,7 +57,7 @@ def test_no_activation_outlives_the_step() -> None:
 
 
 def test_a_fault_costs_products_and_no_operand(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_fp8_debug.capture import output_samples
+    from nemo_fp8_debug.observations.products import samples as output_samples
 
     def faulty(*arguments: Any) -> None:
         raise ZeroDivisionError("injected")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_fp8_debug import Emulation, Monitor
-from nemo_fp8_debug.capture.product_nodes import product_node
+from nemo_fp8_debug.observations.products.nodes import product_node
 
 PRODUCTS = {"fprop", "dgrad", "wgrad"}
 

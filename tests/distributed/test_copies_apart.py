@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from processes import run_script
 
 from nemo_fp8_debug import diagnose, read_record
-from nemo_fp8_debug.capture.replicas import checksum
+from nemo_fp8_debug.observations.replicas.checksums import checksum
 from nemo_fp8_debug.observations.replicas.comparison import ReplicaComparison
 
 
@@ -30,7 +30,7 @@ def apart(folder: Path) -> list[tuple[int, str, str, int | None]]:
 
 
 # Long tests rest on nemo_fp8_debug/distributed/*.py.
-# Long tests rest on nemo_fp8_debug/capture/replicas.py.
+# Long tests rest on nemo_fp8_debug/observations/replicas/*.py.
 @pytest.mark.long
 def test_equal_copies_are_equal_and_parts_are_no_copies(trained: Path) -> None:
     rows = read_record(str(trained / "clean"), "replicas")

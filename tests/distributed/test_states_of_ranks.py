@@ -45,7 +45,7 @@ def equal_the_oracle(run: Path) -> int:
 
 
 # Long tests rest on nemo_fp8_debug/distributed/*.py.
-# Long tests rest on nemo_fp8_debug/capture/optimizer_states.py.
+# Long tests rest on nemo_fp8_debug/observations/states/*.py.
 @pytest.mark.long
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

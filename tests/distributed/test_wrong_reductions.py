@@ -14,7 +14,7 @@ from processes import run_script
 from wrong_reductions import ONSET, STEPS, WORLD, WRONG, WRONG_RANK
 
 from nemo_fp8_debug import diagnose, read_record
-from nemo_fp8_debug.measurement.reduced_gradients import bound_of_sum
+from nemo_fp8_debug.observations.products.gradient_parts import bound_of_sum
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def reductions(folder: Path) -> pl.DataFrame:
 
 
 # Long tests rest on nemo_fp8_debug/distributed/*.py.
-# Long tests rest on nemo_fp8_debug/*/reduced_gradients.py.
+# Long tests rest on nemo_fp8_debug/observations/products/*.py.
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_sums_of_a_run_that_goes_well_are_within_their_bound(trained: Path, engine: str) -> None:

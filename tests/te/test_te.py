@@ -24,7 +24,7 @@ OTHERS = ("test_stored_weights", "test_verified", "test_inspection")
 
 # Long tests rest on tests/te/inside/*.py.
 # Long tests rest on nemo_fp8_debug/capture/backends/transformer_engine/*.py.
-# Long tests rest on nemo_fp8_debug/measurement/*.py.
+# Long tests rest on nemo_fp8_debug/observations/*/*.py.
 @pytest.mark.parametrize("which", long_but(("most",), ("most", "others")))
 def test_inside_emulated_te(which: str) -> None:
     assert (TE / "transformer_engine").is_dir(), f"no Transformer Engine in {TE}; scripts/setup.sh tests installs it"

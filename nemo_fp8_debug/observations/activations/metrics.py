@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ...capture.operand_stats import OperandStats
 from ...core.keys import Key
-from ...measurement.operand_stats import OperandStats
 from .table import COUNTS, METRICS
 
 

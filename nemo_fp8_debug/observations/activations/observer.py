@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from functools import partial
+
+import torch
+
+from ...capture.backends.base import not_quantized
+from ...capture.dtensor import is_counted
+from ...capture.operands import Operand
+from ...capture.packed_transfer import Move
+from ...capture.scan import ScannedModule, scan_modules
+from ...capture.tracing import compiled_by_now
+from ...capture.uncast import UncastOperand
+from ...core.error_guard import ErrorGuard
+from ...core.keys import ACTIVATIONS, Key
+from ...core.layer_names import compile_patterns
 from ...core.observation import SampledTables
 from ...core.table import Columns
+from ...coverage.modules import find_scores
+from ...monitor.model_scan import FoundModules
+from ...monitor.open_step import OpenStep
 from ...monitor.run_setup import RunSetup
+from ...options.config import Config
 from ..operands.tensors import TensorObservation, join_rows
+from .capture import ActivationCapture
 from .metrics import activation_columns
+from .sites import Site, sites_in
 from .table import TABLES
+
+NAME = "activations"
+
+
+def find_modules(scanned: Sequence[ScannedModule], config: Config, errors: ErrorGuard) -> FoundModules:
+    """Return the modules whose activations are looked at, as `Site`; say what is left out."""
+    if not config.activations:
+        return FoundModules()
+    sites, compiled = sites_in(scanned, config.activations, find_scores(scanned))
+    if compiled:
+        errors.warn(
+            f"the activations of {len(compiled)} modules (first {compiled[0]}) are not looked at: they run inside "
+            "torch.compile, where a hook would change the graph"
+        )
+    roles = {role for site in sites for role in site.roles}
+    for kind in config.activations:
+        if not compiled and not roles & {*ACTIVATIONS[kind]}:
+            errors.warn(f"activations asks for {kind!r}, and the model has no module that is known as such here")
+    return FoundModules(sites, {(site.gemm.name, role): site.gemm.kind for site in sites for role in site.roles})
 
 
 def observe(setup: RunSetup) -> ActivationObservation | None:
@@ -15,14 +55,58 @@ def observe(setup: RunSetup) -> ActivationObservation | None:
     return ActivationObservation(setup) if setup.config.activations else None
 
 
+class ActivationStep:
+    """Activations in one sampled step."""
+
+    def __init__(self, step: OpenStep) -> None:
+        found: Sequence[Site] = step.watched.model.features[NAME].modules
+        chosen, compiled = compile_patterns(step.config.layers), _compiled(found)
+        self._sites = [s for s in found if chosen(s.gemm.name) and id(s.gemm.module) not in compiled]
+        counts, what_if = partial(is_counted, rank=step.watched.rank, first=None), step.config.what_if_recipes
+        self._operands: dict[Key, Operand] = {
+            (site.gemm.name, role): UncastOperand(
+                site.gemm, role, not_quantized(role), what_if, _never if site.is_copied else counts
+            )
+            for site in self._sites
+            for role in site.roles
+        }
+        step.operands |= self._operands
+
+    def subscribe(self, step: OpenStep) -> None:
+        """See `StepObserver`."""
+        if self._operands:
+            ActivationCapture(self._sites, self._operands, step.lose, step.dispatcher).subscribe()
+
+    def close(self) -> Collection[Key]:
+        """See `StepObserver`."""
+        return ()
+
+    def move(self, to: Move) -> None:
+        """Hold no tensor: operands do."""
+
+
+def _compiled(found: Sequence[Site]) -> Collection[int]:
+    return compiled_by_now(scan_modules(site.gemm.module for site in found))
+
+
+def _never(x: torch.Tensor) -> bool:
+    """Another rank counts it."""
+    return False
+
+
 class ActivationObservation(TensorObservation):
     """Activations."""
 
-    name = "activations"
+    name = NAME
     roles = TABLES[0].roles
 
     def __init__(self, setup: RunSetup) -> None:
-        super().__init__(setup.shard_group.activations, setup.ranks)
+        kinds = setup.shard_group.tensors
+        super().__init__({key: kind for key, kind in kinds.items() if key[1] in self.roles}, setup.ranks)
+
+    def observe(self, step: OpenStep) -> ActivationStep:
+        """See `Observation`."""
+        return ActivationStep(step)
 
     def rows(self, sampled: SampledTables) -> dict[str, Columns]:
         """See `Observation`."""

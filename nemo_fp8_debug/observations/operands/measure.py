@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...capture.operand_stats import OperandStats, added_up
 from ...core.layer_names import aggregate_of, is_aggregate
 from ...kernels.cpu.histograms import Histograms
-from ...measurement.operand_stats import OperandStats, added_up
 from ...numerics.block_scale_counts import distributions
 from ...numerics.delayed_state import EmulatedScales
 from ...numerics.expert_groups import ExpertAggregates

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
-from ...core.keys import ATTENTION, ROLES, Key, roles_of
+from ...capture.attention import AttentionCapture
+from ...capture.backends.base import unknown_cast
+from ...capture.dtensor import is_counted
+from ...capture.gemms import Gemm, matching, seen_in_forward
+from ...capture.hooks import Capture, OperandSink
+from ...capture.matmul_capture import MatmulCapture
+from ...capture.operands import Operand
+from ...capture.packed_transfer import Move
+from ...core.error_guard import ErrorGuard
+from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, roles_of
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
+from ...monitor.dump_tap import Dumping
+from ...monitor.open_step import OpenStep
+from ...monitor.rank_parts import copied_elsewhere, is_shown
 from ...monitor.run_setup import RunSetup
 from ...numerics.metric_columns import unscaled
 from .measure import measure
@@ -24,6 +37,91 @@ def observe(setup: RunSetup) -> OperandObservation:
     return OperandObservation(setup)
 
 
+class OperandStep:
+    """Operands in one sampled step."""
+
+    def __init__(self, step: OpenStep) -> None:
+        self._errors, self._roles = step.watched.errors, step.config.roles
+        self._matmuls: MatmulCapture | None = None
+        self._attention: AttentionCapture | None = None
+        self._attention_sinks: dict[Key, OperandSink] = {}
+        for role in step.config.roles:
+            for gemm in step.known:
+                if is_shown(gemm, role):
+                    _add_operand(step, gemm, role)
+        found = matching(step.watched.model.attentions, step.config.layers)
+        self._attentions = [gemm for gemm in found if id(gemm.module) not in step.compiled]
+        if step.watched.model.scales.auto:
+            roles = [*(ATTENTION_FORWARD if "input" in self._roles else ())]
+            roles += ATTENTION_BACKWARD if "grad_output" in self._roles else ()
+            mine = {(g.name, role): Operand(g, role, unknown_cast(role)) for g in self._attentions for role in roles}
+            self._attention_sinks |= mine
+            step.operands |= mine
+
+    def subscribe(self, step: OpenStep) -> None:
+        """See `StepObserver`."""
+        model, inside = step.watched.model, {key for key, sink in step.sinks.items() if seen_in_forward(sink.gemm)}
+        options = step.lose, step.dispatcher, model.scales.auto, step.products
+        if outside := {key: sink for key, sink in step.sinks.items() if key not in inside}:
+            Capture(outside, *options, model.masters, step.copies).subscribe()
+        if inside:
+            self._matmuls = MatmulCapture({key: step.sinks[key] for key in inside}, *options)
+            self._matmuls.subscribe()
+        if self._attentions:
+            self._attention = AttentionCapture(self._attentions, self._attention_sinks, step.lose, step.dispatcher)
+            self._attention.subscribe()
+
+    def close(self) -> Collection[Key]:
+        """See `StepObserver`."""
+        if self._attention is not None and (unseen := list(self._attention.unseen)):
+            _warn_of_unseen_attention(self._errors, unseen)
+        names = [] if self._matmuls is None else list(self._matmuls.not_multiplied)
+        if names:
+            self._errors.warn(
+                f"{len(names)} parameters (first {names[0]}) are multiplied by no operator of torch, and are not observed",
+                kind="not multiplied",
+            )
+        return {(name, role) for name in names for role in self._roles}
+
+    def move(self, to: Move) -> None:
+        """Hold no tensor: operands do."""
+
+
+def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:
+    """Have an operand counted here, if it is asked for and no other rank counts it, and let others get it."""
+    watched, config, key = step.watched, step.config, (gemm.name, role)
+    copied = copied_elsewhere(gemm, role)
+    asked = bool(config.output_rows or config.verify_rows)
+    is_multiplied = asked and gemm.name in step.chosen and not gemm.backend.in_forward
+    counted = (gemm.name in step.chosen or gemm.name in step.dumped) and not copied
+    if not counted and not is_multiplied and gemm.name not in step.dumped:
+        return
+    # All ranks have the same, or those of a mesh have it between them, as its tensors will tell.
+    first = watched.shard_group.first[gemm.name] if copied is None else None
+    counts = _never if copied else partial(is_counted, rank=watched.rank, first=first)
+    operand = Operand(gemm, role, watched.model.scales.in_use(gemm, role), config.what_if_recipes, counts)
+    operand.measures_copies, operand.counts_block_scales = config.copies, config.block_scales
+    step.seen.setdefault(gemm.name, {})[role] = operand
+    if counted:
+        step.operands[key] = operand
+    step.sinks[key] = operand
+    if watched.dump and gemm.name in step.dumped:
+        step.sinks[key] = Dumping(operand, watched.dump, watched.attempt, step.number, watched.rank)
+
+
+def _never(x: torch.Tensor) -> bool:
+    """Another rank counts it."""
+    return False
+
+
+def _warn_of_unseen_attention(errors: ErrorGuard, names: Sequence[str]) -> None:
+    why = "its kernels show no operand; NVTE_UnfusedDPA_Emulate_FP8=1 with NVTE_FLASH_ATTN=0 and NVTE_FUSED_ATTN=0 does"
+    errors.warn(
+        f"attention of {len(names)} layers (first {names[0]}) runs in FP8: it is quantized and not observed, since {why}",
+        kind="attention in FP8",
+    )
+
+
 class OperandObservation(TensorObservation):
     """Operands. Scales that are emulated follow their largest magnitudes, on all ranks."""
 
@@ -35,6 +133,10 @@ class OperandObservation(TensorObservation):
         every = [(name, role) for name, kind in kinds.items() for role in roles_of(kind)]
         super().__init__({key: kinds[key[0]].removeprefix(ATTENTION) for key in every}, setup.ranks)
         self._scales = setup.scales
+
+    def observe(self, step: OpenStep) -> OperandStep:
+        """See `Observation`."""
+        return OperandStep(step)
 
     def _observe(self, amax: Mapping[Key, float]) -> None:
         self._scales.observe({key: value for key, value in amax.items() if key[1] in ROLES})

@@ -10,11 +10,11 @@ from dataclasses import fields
 import numpy as np
 import torch
 
+from ...capture.operand_stats import Cast, OperandStats
 from ...core.keys import Key
 from ...core.observation import Arrays, Plan
 from ...core.plain_arrays import Array
 from ...distributed import Ranks
-from ...measurement.operand_stats import Cast, OperandStats
 from ...numerics.block_scale_counts import CODES
 from ...numerics.histogram import BINS, Histogram
 from ...numerics.metrics import Moments, QuantizationSums

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ...capture.collect import collect
+from ...capture.operand_stats import OperandStats
 from ...core.keys import Key
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
 from ...distributed import Ranks
-from ...measurement.operand_stats import OperandStats
 from ...monitor.pipeline import Sampled
 from .measure import Measured, measure
 from .sums import TensorSums

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...measurement.reduced_gradients import NUMBERS, GradientParts, compared
+from .gradient_parts import NUMBERS, GradientParts, compared
 
 
 class GradientSums:

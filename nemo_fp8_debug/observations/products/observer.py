@@ -1,63 +1,130 @@
-"""Whether products of GEMMs are right, and gradients that ranks add up."""
+"""Products of GEMMs: how large their errors are, and whether they are right; and gradients that ranks add up."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
+from ...capture.packed_transfer import Move
 from ...core.keys import Key
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
-from ...measurement.reduced_gradients import GradientParts
-from ...measurement.verification import FOUND, ProductsFound, verification_columns
+from ...monitor.open_step import OpenStep
 from ...monitor.pipeline import Sampled
+from ...monitor.rank_parts import counts_weight
 from ...monitor.run_setup import RunSetup
-from ...numerics.gemm_error import PRODUCTS
+from ...numerics.gemm_error import PRODUCTS, SUMS
+from .checks import CheckQueue
+from .gradient_parts import GradientParts
 from .gradient_sums import GradientSums
-from .table import TABLES
+from .gradients import ReducedGradients
+from .output_rows import OutputSums, output_columns
+from .samples import Chosen, Products
+from .table import OUTPUTS, VERIFICATION
+from .verification import FOUND, ProductsFound, verification_columns
 from .worst_products import WorstProducts
 
 
 @dataclass(frozen=True)
-class VerifiedParts:
+class ProductsOfRank:
     """What a rank knows."""
 
+    outputs: OutputSums = field(default_factory=dict)
     #: by (layer, product), as `verification.FOUND`
     products: ProductsFound = field(default_factory=dict)
     #: before and after ranks add them up, by layer
     gradients: Mapping[str, GradientParts] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ProductsOfRanks:
+    """What all ranks know together."""
+
+    outputs: OutputSums
+    #: as `verification.OF_RANKS`
+    products: ProductsFound
+
+
 def observe(setup: RunSetup) -> ProductObservation | None:
-    """Return what verifies products; None if that is not asked for."""
-    return ProductObservation(setup) if setup.config.verify_rows else None
+    """Return what observes products; None if it is not asked for."""
+    return ProductObservation(setup) if setup.config.output_rows or setup.config.verify_rows else None
+
+
+class ProductStep:
+    """Products in one sampled step."""
+
+    def __init__(self, step: OpenStep) -> None:
+        chosen = Chosen(step.config.output_rows, step.config.verify_rows, states=step.config.states)
+        gemms = {gemm.name: gemm for gemm in step.known if gemm.name in step.chosen and not gemm.backend.in_forward}
+        self._queue, options = CheckQueue(), (chosen, step.number, step.guard)
+        self.products = {
+            name: Products(gemms[name], operands, *options, self._queue, step.dispatcher)
+            for name, operands in step.seen.items()
+            if name in gemms
+        }
+        step.products |= self.products
+        self.gradients: ReducedGradients | None = None
+        if chosen.verify and self.products:
+            verified = [gemm for gemm in gemms.values() if gemm.name in self.products]
+            keeps = partial(counts_weight, step.watched.shard_group, step.watched.rank)
+            self.gradients = ReducedGradients(verified, step.scanned, step.number, keeps, step.guard, step.dispatcher)
+
+    def subscribe(self, step: OpenStep) -> None:
+        """See `StepObserver`."""
+        if self.gradients is not None:
+            self.gradients.subscribe()
+
+    def close(self) -> Collection[Key]:
+        """See `StepObserver`."""
+        return ()
+
+    def move(self, to: Move) -> None:
+        """See `StepObserver`."""
+        for one in (*self.products.values(), self._queue, self.gradients):
+            if one is not None:
+                one.move(to)
 
 
 class ProductObservation:
-    """Products, of which the rank that is farthest off is kept, and gradients, whose parts add up."""
+    """Sums over parts of outputs; products, of which the rank that is farthest off is kept; and parts of gradients."""
 
     name = "products"
 
     def __init__(self, setup: RunSetup) -> None:
-        rank = setup.ranks.rank
-        self._keys = [(name, product) for name in setup.gemms for product in PRODUCTS]
-        self._verified = WorstProducts(self._keys, rank)
-        self._gradients = GradientSums(setup.gemms, setup.parts["weight_gradient"], rank)
-        self._rows = max(setup.config.output_rows, setup.config.verify_rows)
+        keys, config = [(name, product) for name in setup.gemms for product in PRODUCTS], setup.config
+        self._outputs, self._keys = keys if config.output_rows else [], keys if config.verify_rows else []
+        self._verified = WorstProducts(self._keys, setup.ranks.rank)
+        gemms = setup.gemms if config.verify_rows else []
+        self._gradients = GradientSums(gemms, setup.parts["weight_gradient"], setup.ranks.rank)
+        self._rows = max(config.output_rows, config.verify_rows)
 
-    def collect(self, step: Sampled) -> VerifiedParts:
+    def observe(self, step: OpenStep) -> ProductStep:
         """See `Observation`."""
-        products = {key: checked for one in step.products for key, checked in one.checks().items()}
-        return VerifiedParts(products, step.gradients.found() if step.gradients else {})
+        return ProductStep(step)
 
-    def pack(self, plan: Plan, found: VerifiedParts | None, expected: Collection[Key]) -> Arrays:
+    def collect(self, step: Sampled) -> ProductsOfRank:
         """See `Observation`."""
-        found = found or VerifiedParts()
+        mine: ProductStep | None = step.observers.get(self.name)
+        if mine is None:
+            return ProductsOfRank()
+        outputs = {key: sums for one in mine.products.values() for key, sums in one.sums().items()}
+        products = {key: checked for one in mine.products.values() for key, checked in one.checks().items()}
+        return ProductsOfRank(outputs, products, mine.gradients.found() if mine.gradients else {})
+
+    def pack(self, plan: Plan, found: ProductsOfRank | None, expected: Collection[Key]) -> Arrays:
+        """See `Observation`."""
+        found = found or ProductsOfRank()
+        outputs = np.zeros((len(self._outputs), len(SUMS) + 1))
+        for row, key in zip(outputs, self._outputs, strict=True):
+            if (sums := found.outputs.get(key)) is not None:
+                row[:] = sums.numpy()
         mine = [(i, found.products[key].numpy()) for i, key in enumerate(self._keys) if key in found.products]
         return {
+            "outputs": outputs,
             "at": np.array([i for i, _ in mine], np.int64),
             "found": np.array([values for _, values in mine]).reshape(-1, len(FOUND)),
             "gradients": self._gradients.rows(found.gradients).numpy(),
@@ -73,22 +140,29 @@ class ProductObservation:
     def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> torch.Tensor:
         """See `Observation`."""
         rows = self._verified.rows(self._found(packed), extremes)
-        return torch.cat([rows.flatten(), torch.tensor(packed["gradients"]).flatten()])
+        parts = torch.tensor(packed["outputs"]), rows, torch.tensor(packed["gradients"])
+        return torch.cat([part.flatten() for part in parts])
 
-    def whole(self, plan: Plan, sums: torch.Tensor, extremes: torch.Tensor) -> ProductsFound:
+    def whole(self, plan: Plan, sums: torch.Tensor, extremes: torch.Tensor) -> ProductsOfRanks:
         """See `Observation`."""
-        gradients = self._gradients.size
-        products, added = sums.split([len(sums) - gradients, gradients])
-        return self._verified.of_all(products) | self._gradients.of_all(added)
+        outputs, gradients = len(self._outputs) * (len(SUMS) + 1), self._gradients.size
+        added, products, of_gradients = sums.split([outputs, len(sums) - outputs - gradients, gradients])
+        rows = zip(self._outputs, added.view(-1, len(SUMS) + 1), strict=True)
+        verified = self._verified.of_all(products) | self._gradients.of_all(of_gradients)
+        return ProductsOfRanks({key: row for key, row in rows if row[-1] > 0}, verified)
 
-    def alone(self, found: VerifiedParts) -> ProductsFound:
+    def alone(self, found: ProductsOfRank) -> ProductsOfRanks:
         """See `Observation`."""
-        return self._verified.alone(found.products) | self._gradients.of_all(self._gradients.rows(found.gradients))
+        gradients = self._gradients.of_all(self._gradients.rows(found.gradients))
+        return ProductsOfRanks(found.outputs, self._verified.alone(found.products) | gradients)
 
     def rows(self, sampled: SampledTables) -> dict[str, Columns]:
         """See `Observation`."""
-        found = sampled.whole[self.name]
-        return {TABLES[0].name: verification_columns(found, sampled.kinds, self._rows, sampled.step)}
+        found: ProductsOfRanks = sampled.whole[self.name]
+        return {
+            OUTPUTS.name: output_columns(found.outputs, sampled.kinds, sampled.casts),
+            VERIFICATION.name: verification_columns(found.products, sampled.kinds, self._rows, sampled.step),
+        }
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
         """See `Observation`."""

@@ -1,4 +1,4 @@
-"""Tags of verified products, and what the summary of a step says of them."""
+"""Tags of products, and what the summary of a step says of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...core.keys import RESULTS
 from ...core.sample import Sample
 from ...record.scalars import Tags
 from ...record.start_here import StartHere
-from .table import TABLES
+from .table import OUTPUTS, VERIFICATION
 
 #: what the summary calls its scalars
 LABELS = {
@@ -18,13 +18,14 @@ LABELS = {
 
 
 def add_scalars(sample: Sample, tags: Tags) -> None:
-    """Add how far each product is off, in parts of its bound."""
-    tags.stream_products(sample.table(TABLES[0].name), "error_over_bound", "error_over_bound")
+    """Add the error of each product, and how far it is off in parts of its bound."""
+    tags.stream_products(sample.table(OUTPUTS.name), "relative_error", "output_error")
+    tags.stream_products(sample.table(VERIFICATION.name), "error_over_bound", "error_over_bound")
 
 
 def add_summary(sample: Sample, summary: StartHere) -> None:
     """Add the product that is farthest off, and how many are wrong."""
-    columns = sample.table(TABLES[0].name)
+    columns = sample.table(VERIFICATION.name)
     ratios = [(value, i) for i, value in enumerate(columns.get("error_over_bound", ())) if value is not None]
     if not ratios:
         return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...measurement.verification import OF_RANKS, ProductsFound, of_a_rank, severities
+from .verification import OF_RANKS, ProductsFound, of_a_rank, severities
 
 
 class WorstProducts:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ...core.plain_arrays import Array
-from ...measurement.replicas import Checksums, Compared
 from ..operands.sums import NONE
+from .rows import Checksums, Compared
 
 #: of a slot, added up over ranks: that hold it, whose checksum is the largest, the smallest, and the sums of both ranks
 _COLUMNS = 5

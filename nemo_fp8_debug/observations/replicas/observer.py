@@ -6,13 +6,17 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from ...capture.gemms import seen_in_forward
+from ...capture.packed_transfer import Move
 from ...core.keys import Key
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
-from ...measurement.replicas import Checksums, Compared, replica_columns
+from ...monitor.open_step import OpenStep
 from ...monitor.pipeline import Sampled
 from ...monitor.run_setup import RunSetup
+from .checksums import ReplicaChecks
 from .comparison import ReplicaComparison
+from .rows import Checksums, Compared, replica_columns
 from .table import TABLES
 
 _Compared = Mapping[tuple[str, str], Compared]
@@ -25,6 +29,27 @@ def observe(setup: RunSetup) -> ReplicaObservation | None:
     return ReplicaObservation(ReplicaComparison(setup.gemms, setup.parts, setup.ranks.rank))
 
 
+class ReplicaStep:
+    """Copies in one sampled step."""
+
+    def __init__(self, step: OpenStep) -> None:
+        gemms = {sink.gemm.name: sink.gemm for sink in step.sinks.values() if not seen_in_forward(sink.gemm)}
+        self.checks = ReplicaChecks(list(gemms.values()), step.watched.model.masters, step.guard, step.watched.world == 1)
+        step.copies = self.checks
+
+    def subscribe(self, step: OpenStep) -> None:
+        """See `StepObserver`."""
+        self.checks.subscribe(step.dispatcher)
+
+    def close(self) -> Collection[Key]:
+        """See `StepObserver`."""
+        return ()
+
+    def move(self, to: Move) -> None:
+        """See `StepObserver`."""
+        self.checks.move(to)
+
+
 class ReplicaObservation:
     """Checksums of copies."""
 
@@ -33,9 +58,14 @@ class ReplicaObservation:
     def __init__(self, comparison: ReplicaComparison) -> None:
         self._copies = comparison
 
+    def observe(self, step: OpenStep) -> ReplicaStep:
+        """See `Observation`."""
+        return ReplicaStep(step)
+
     def collect(self, step: Sampled) -> Checksums:
         """See `Observation`."""
-        return step.replicas.found() if step.replicas else {}
+        mine: ReplicaStep | None = step.observers.get(self.name)
+        return mine.checks.found() if mine else {}
 
     def pack(self, plan: Plan, found: Checksums | None, expected: Collection[Key]) -> Arrays:
         """See `Observation`."""

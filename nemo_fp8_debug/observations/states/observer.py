@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
+import torch
+
+from ...capture.gemms import matching
+from ...capture.packed_transfer import Move
+from ...capture.stepped import weight_of
+from ...core.keys import Key
 from ...core.layer_names import is_aggregate
 from ...core.observation import SampledTables
 from ...core.table import Columns
+from ...monitor.open_step import OpenStep
+from ...monitor.rank_parts import counts_weight
 from ...monitor.run_setup import RunSetup
 from ..operands.tensors import TensorObservation, join_rows
+from .optimizer import StateCapture, state_operands
 from .table import TABLES, UPDATE_METRICS
 from .update_errors import update_columns
 
@@ -18,6 +28,40 @@ from .update_errors import update_columns
 def observe(setup: RunSetup) -> StateObservation | None:
     """Return what observes states; None if they are not asked for."""
     return StateObservation(setup) if setup.config.states else None
+
+
+class StateStep:
+    """Optimizers in one sampled step."""
+
+    def __init__(self, step: OpenStep) -> None:
+        config, watched = step.config, step.watched
+        gemms = [gemm for gemm in matching(step.known, config.layers) if weight_of(gemm) is not None]
+        counts = partial(counts_weight, watched.shard_group, watched.rank)
+        operands = state_operands(gemms, config.states, config.what_if_recipes, counts)
+        step.operands |= operands
+
+        def find_weight_gradient(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+            products = step.products.get(name)
+            return None if products is None else products.weight_gradient
+
+        self._errors = watched.errors
+        self._capture = StateCapture(operands, step.guard, config.output_rows, step.number, find_weight_gradient)
+        self._is_open = False
+
+    def subscribe(self, step: OpenStep) -> None:
+        """See `StepObserver`."""
+        self._capture.subscribe(step.dispatcher)
+        self._is_open = True
+
+    def close(self) -> Collection[Key]:
+        """See `StepObserver`."""
+        if self._is_open and self._capture.unseen:
+            why = "it skipped the step, or steps by flattened parameters (FSDP1), or by others that are not the model's"
+            self._errors.warn(f"no states of an optimizer were seen: {why}", kind="states")
+        return ()
+
+    def move(self, to: Move) -> None:
+        """Hold no tensor: operands do."""
 
 
 class StateObservation(TensorObservation):
@@ -30,6 +74,10 @@ class StateObservation(TensorObservation):
         kinds = setup.shard_group.kinds
         keys = [(name, role) for name in setup.gemms for role in setup.config.states]
         super().__init__({key: kinds[key[0]] for key in keys}, setup.ranks)
+
+    def observe(self, step: OpenStep) -> StateStep:
+        """See `Observation`."""
+        return StateStep(step)
 
     def rows(self, sampled: SampledTables) -> dict[str, Columns]:
         """See `Observation`."""

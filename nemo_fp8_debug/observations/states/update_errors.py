@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...measurement.operand_stats import OperandStats
+from ...capture.operand_stats import OperandStats
 from ...numerics.adam import UPDATE_SUMS
 from .table import UPDATE_METRICS
 

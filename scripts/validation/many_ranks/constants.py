@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from benchmarks.reduction import ROWS, stats, tensors_of
 
+from nemo_fp8_debug.capture.operand_stats import OperandStats
 from nemo_fp8_debug.core.keys import ROLES
 from nemo_fp8_debug.core.observation import Plan
 from nemo_fp8_debug.distributed import Ranks, Reduction, ShardGroup
 from nemo_fp8_debug.distributed.gloo import Group
-from nemo_fp8_debug.measurement.operand_stats import OperandStats
 from nemo_fp8_debug.numerics.histogram import BINS
 
 from .processes import forked, free_port, statuses, temporary_folder

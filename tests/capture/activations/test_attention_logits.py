@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BertConfig, BertForMaskedLM
 
 from nemo_fp8_debug import FP8DebugWarning, Monitor, read_record
-from nemo_fp8_debug.capture.activations.attention_logits import ROWS, rows_of
+from nemo_fp8_debug.observations.activations.attention_logits import ROWS, rows_of
 
 HEADS, WIDTH = 4, 32
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from ..measurement.replicas import Checksums
-from ..numerics.stored_codes import is_cast_of
-from .backends.base import StoredCodes, raw_weight
-from .backends.parallel import part_of
-from .backends.transformer_engine.casts import is_quantized
-from .dispatcher import Dispatcher
-from .dtensor import is_dtensor, local
-from .gemms import Gemm
-from .masters import Masters
-from .stepped import is_split_by_zero, stepped_by
+from ...capture.backends.base import StoredCodes, raw_weight
+from ...capture.backends.parallel import part_of
+from ...capture.backends.transformer_engine.casts import is_quantized
+from ...capture.dispatcher import Dispatcher
+from ...capture.dtensor import is_dtensor, local
+from ...capture.gemms import Gemm
+from ...capture.masters import Masters
+from ...capture.stepped import is_split_by_zero, stepped_by
+from ...numerics.stored_codes import is_cast_of
+from .rows import Checksums
 
 _COMPARING = "while comparing copies over ranks"
 #: values whose weights are made at once; bounds temporaries to some tens of MiB

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..measurement.verification import NOT_REDUCED, OTHER_REDUCTION
-from .backends.parallel import gradient_ranks
-from .masters import begin_of_part
-from .scan import ScannedModule
+from ...capture.backends.parallel import gradient_ranks
+from ...capture.masters import begin_of_part
+from ...capture.scan import ScannedModule
+from .verification import NOT_REDUCED, OTHER_REDUCTION
 
 
 @dataclass(frozen=True)

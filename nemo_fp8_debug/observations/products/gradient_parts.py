@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..numerics.product_check import CHECKED, Accumulation, Block, Exact, check_blocks
+from ...numerics.product_check import CHECKED, Accumulation, Block, Exact, check_blocks
 from .verification import (
     GRADIENT_NOT_SEEN,
     OF_RANKS,

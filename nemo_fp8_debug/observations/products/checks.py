@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..measurement.verification import CHANGED, GATHERED, NOT_SEEN
-from ..numerics.block_scaling import matrix
-from ..numerics.gemm_error import spread
-from ..numerics.product_check import CHECKED, Accumulation, Block, Exact, check_blocks
+from ...capture.dtensor import local
+from ...numerics.block_scaling import matrix
+from ...numerics.gemm_error import spread
+from ...numerics.product_check import CHECKED, Accumulation, Block, Exact, check_blocks
 from .accumulation import accumulation_of
-from .dtensor import local
+from .verification import CHANGED, GATHERED, NOT_SEEN
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class ProductChecks:
             self._queue.add(self, product, Block(returned.block, exact, self._how[product], returned.added))
 
     def found(self) -> dict[str, torch.Tensor]:
-        """By product, in host memory, float64 as `measurement.verification.FOUND`."""
+        """By product, in host memory, float64 as `verification.FOUND`."""
         self._queue.run()
         if self._changed is not None and bool(self._changed):
             for product in ("dgrad", "wgrad"):

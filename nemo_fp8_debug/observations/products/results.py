@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..measurement.verification import ADDED_UP, HOOKED, INSIDE, NOT_SEEN, UNKNOWN_CAST
-from ..numerics.block_scaling import matrix
-from .backends.base import Args, Kwargs, as_multiplied, raw_weight
-from .backends.parallel import adds_up, sequence_part
-from .backends.transformer_engine.casts import call_of, is_quantized
-from .collectives import Collectives
-from .dispatcher import Dispatcher
-from .dtensor import is_dtensor, local
-from .gemms import Gemm
-from .overrides import emulated
-from .product_checks import ProductChecks
-from .product_nodes import bias_of, product_node, watch
+from ...capture.backends.base import Args, Kwargs, as_multiplied, raw_weight
+from ...capture.backends.parallel import adds_up, sequence_part
+from ...capture.backends.transformer_engine.casts import call_of, is_quantized
+from ...capture.collectives import Collectives
+from ...capture.dispatcher import Dispatcher
+from ...capture.dtensor import is_dtensor, local
+from ...capture.gemms import Gemm
+from ...capture.overrides import emulated
+from ...numerics.block_scaling import matrix
+from .checks import ProductChecks
+from .nodes import bias_of, product_node, watch
+from .verification import ADDED_UP, HOOKED, INSIDE, NOT_SEEN, UNKNOWN_CAST
 
 _LOOKING = "while looking at what a GEMM returned"
 _OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from ..core.keys import STATES, Key
-from ..numerics.recipe import Recipe
-from .backends.base import not_quantized
-from .dispatcher import Dispatcher
-from .dtensor import is_dtensor
-from .gemms import Gemm
-from .operands import Operand
-from .stepped import Stepped, stepped_by
-from .uncast import UncastOperand
+from ...capture.backends.base import not_quantized
+from ...capture.dispatcher import Dispatcher
+from ...capture.dtensor import is_dtensor
+from ...capture.gemms import Gemm
+from ...capture.operands import Operand
+from ...capture.stepped import Stepped, stepped_by
+from ...capture.uncast import UncastOperand
+from ...core.keys import STATES, Key
+from ...numerics.recipe import Recipe
 from .update_samples import Products, UpdateSample, adam_of
 
 #: under which optimizers keep each state; the first one that is there counts

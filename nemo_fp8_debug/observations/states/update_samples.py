@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..numerics.adam import Adam, Held, update_sums
-from ..numerics.gemm_error import spread
-from .dtensor import is_dtensor
+from ...capture.dtensor import is_dtensor
+from ...numerics.adam import Adam, Held, update_sums
+from ...numerics.gemm_error import spread
 
 #: exact and quantized dW of the first call of a layer, the same rows and columns; None: not known
 Products = Callable[[str], tuple[torch.Tensor, torch.Tensor] | None]

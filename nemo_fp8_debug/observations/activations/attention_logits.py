@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backends.base import Args, Kwargs
-from ..operator_mode import OperatorMode, over_dtensors
-from ..unseen_operators import enter_again, leave_modes
+from ...capture.backends.base import Args, Kwargs
+from ...capture.operator_mode import OperatorMode, over_dtensors
+from ...capture.unseen_operators import enter_again, leave_modes
 
 #: rows of each head, spread over the sequence; the last one, which sees the most keys, among them
 ROWS = 16

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..numerics.gemm_error import spread
-from ..numerics.product_check import CHECKED
+from ...numerics.gemm_error import spread
+from ...numerics.product_check import CHECKED
 
 #: why nothing can be told of a product; the place of each is what ranks exchange
 REASONS = (

@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 
-from ..measurement.reduced_gradients import GradientParts, bound_of_sum
-from ..measurement.verification import PARTS_MISSING
-from ..measurement.verification import REDUCED_ROWS as ROWS
-from ..numerics.gemm_error import spread
-from .backends.parallel import part_of
-from .dispatcher import Dispatcher
-from .dtensor import is_dtensor, local
-from .gemms import Gemm
-from .gradient_reducers import ALONE, OTHER, Reducer, Sharded, is_alone, of_ddp, of_megatron
-from .masters import find_buffers
+from ...capture.backends.parallel import part_of
+from ...capture.dispatcher import Dispatcher
+from ...capture.dtensor import is_dtensor, local
+from ...capture.gemms import Gemm
+from ...capture.masters import find_buffers
+from ...capture.scan import ScannedModule
+from ...capture.stepped import is_split_by_zero, weight_of
+from ...numerics.gemm_error import spread
+from .gradient_parts import GradientParts, bound_of_sum
+from .reducers import ALONE, OTHER, Reducer, Sharded, is_alone, of_ddp, of_megatron
 from .results import adds_to_main_grad
-from .scan import ScannedModule
-from .stepped import is_split_by_zero, weight_of
+from .verification import PARTS_MISSING
+from .verification import REDUCED_ROWS as ROWS
 
 _LOOKING = "while comparing reduced gradients"
 #: roundings beside those of sums: by an average before and after them, by tokens, by clipping

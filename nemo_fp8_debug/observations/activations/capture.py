@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...capture.attention import is_attention
+from ...capture.backends.base import Args, Kwargs
+from ...capture.dispatcher import Dispatcher, Pass
+from ...capture.operand_guard import Fault, OperandGuard
+from ...capture.operands import MEASURED, Operand
 from ...core.keys import Key
-from ..attention import is_attention
-from ..backends.base import Args, Kwargs
-from ..dispatcher import Dispatcher, Pass
-from ..operand_guard import Fault, OperandGuard
-from ..operands import MEASURED, Operand
 from .attention_logits import Scores, attention_sums, of_module, seen_logits
 from .norms import channel_sums, input_of, output_of
 from .routers import Choice, Router, load_sums, router_sums

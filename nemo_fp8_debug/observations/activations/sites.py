@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from ...capture.attention import is_attention
+from ...capture.backends import parallel
+from ...capture.gemms import Gemm
+from ...capture.scan import ScannedModule, find_inside
+from ...capture.uncast import NO_GEMM
 from ...core.keys import ACTIVATIONS
-from ..attention import is_attention
-from ..backends import parallel
-from ..gemms import Gemm
-from ..scan import ScannedModule, find_inside
-from ..uncast import NO_GEMM
 from .norms import roles_of_norm
 from .routers import Router, find_routers
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .dispatcher import Dispatcher, Guard
+from ...capture.dispatcher import Dispatcher, Guard
 
 #: by name of a node: where X and W are among its inputs, and whether W is transposed there
 _PLACES = {

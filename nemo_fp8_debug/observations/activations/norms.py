@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backends.base import Args, Kwargs
+from ...capture.backends.base import Args, Kwargs
 
 #: norms over the channels of each token, by the end of their class's name
 _NORM = re.compile(r"(?<!batch)(?<!group)(?<!instance)norm\Z")

@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 
-from ..kernels import quantize_dequantize
-from ..measurement.verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
-from ..numerics.block_scaling import BlockRule, matrix
-from ..numerics.gemm_error import PRODUCTS, Rows, Side, Terms, scale_of, spread, take_rows
-from ..numerics.tensor_scaling import CurrentScaling
-from .backends.base import Args, Kwargs, ScaleInUse, as_multiplied
-from .backends.parallel import adds_up
-from .dispatcher import Dispatcher
-from .dtensor import local
-from .gemms import Gemm
-from .operands import Operand
-from .overrides import emulated
-from .product_checks import CheckQueue, ProductChecks, Used
+from ...capture.backends.base import Args, Kwargs, ScaleInUse, as_multiplied
+from ...capture.backends.parallel import adds_up
+from ...capture.dispatcher import Dispatcher
+from ...capture.dtensor import local
+from ...capture.gemms import Gemm
+from ...capture.operands import Operand
+from ...capture.overrides import emulated
+from ...kernels import quantize_dequantize
+from ...numerics.block_scaling import BlockRule, matrix
+from ...numerics.gemm_error import PRODUCTS, Rows, Side, Terms, scale_of, spread, take_rows
+from ...numerics.tensor_scaling import CurrentScaling
+from .checks import CheckQueue, ProductChecks, Used
 from .results import BeforeSums, Results
+from .verification import BY_CHANCE, STORED, UNKNOWN_CAST, UNKNOWN_COPY
 
 
 def _scale(m: torch.Tensor, cast: ScaleInUse) -> torch.Tensor | BlockRule:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ...capture.operand_stats import Cast
 from ...core.keys import MIXED, Key
 from ...core.layer_names import aggregate_of
-from ...measurement.operand_stats import Cast
 from ...numerics.gemm_error import PRODUCTS, SUMS
-from .table import METRICS
+from .table import OUTPUT_METRICS
 
 #: by (layer, product), float64 [6]: the sums of `numerics.products`, and the ranks whose parts are in them
 OutputSums = Mapping[tuple[str, str], torch.Tensor]
@@ -61,7 +61,7 @@ def _metrics(product: str, total: Sequence[float]) -> dict[str, int | float | No
         f"error_of_{first}": _relative(of["first_error2"], of["output2"]),
         f"error_of_{second}": _relative(of["second_error2"], of["output2"]),
     }
-    return {"ranks": int(stats), "n": int(of["n"]), **{name: errors[name] for name in METRICS}}
+    return {"ranks": int(stats), "n": int(of["n"]), **{name: errors[name] for name in OUTPUT_METRICS}}
 
 
 def _relative(error2: float, output2: float) -> float | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..numerics.product_check import FLOAT32, Accumulation
+from ...numerics.product_check import FLOAT32, Accumulation
 
 #: partial sums that a GEMM is split into, at the most
 _SPLITS = 8

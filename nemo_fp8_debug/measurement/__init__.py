@@ -1,1 +1,0 @@
-"""Statistics of captured operands, and the metrics made of them. Internal."""

@@ -1,1 +1,0 @@
-"""Outputs of GEMMs: how much of their error each operand brings. Internal."""
