@@ -7,7 +7,6 @@ between has lost nothing, and may start again.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 from collections import defaultdict
@@ -19,9 +18,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import RecordError
-from . import merging, migration, parquet
-from .checks import wrong_values
-from .reader import find_run, read_fingerprint, rows_of
+from . import merging, parquet
+from .parts import (
+    SHARED,
+    Owners,
+    PartDamagedError,
+    PartGoneError,
+    count_rows,
+    parts_in,
+    read_groups,
+    size_of,
+    steps_in,
+    widest_first,
+)
+from .reader import find_run, read_fingerprint
 from .schema import SCHEMAS, STATUS, Part, arrow_schema, part_name
 from .storage import Storage
 from .thinning import FewerExperts, Thinning, named_steps
@@ -108,7 +118,7 @@ def has_ended(run: Storage) -> bool:
 
 def _sizes(run: Storage) -> dict[str, Size]:
     return {
-        table: Size(len(names), run.size(table), rows_of(run, table)) for table in SCHEMAS if (names := run.names(table))
+        table: Size(len(names), run.size(table), count_rows(run, table)) for table in SCHEMAS if (names := run.names(table))
     }
 
 
@@ -122,15 +132,13 @@ class _Table:
     def compact(self) -> None:
         """Merge the parts of each attempt."""
         by_attempt = defaultdict(list)
-        for name in self._run.names(self._table):
-            if part := Part.named(self._table, name):
-                by_attempt[part.attempt].append(part)
+        for part in parts_in(self._run, self._table):
+            by_attempt[part.attempt].append(part)
         for attempt, parts in by_attempt.items():
             self._compact_attempt(attempt, parts)
 
     def _compact_attempt(self, attempt: int, parts: Sequence[Part]) -> None:
-        largest_first = sorted(parts, key=lambda part: (not part.merged, part.first - part.last))
-        whole = [found for part in largest_first if (found := self._looked_at(part))]
+        whole = [found for part in widest_first(parts) if (found := self._looked_at(part))]
         chosen = self._chosen(whole)
         of_step = None
         if self._thinning.experts and self._thinning.touches(self._table):
@@ -145,32 +153,20 @@ class _Table:
         """The part, if all of it can be read and nothing of it would be lost."""
         steps: set[int] = set()
         try:
-            self._run.check(part.path)
-            with self._run.open(part.path) as file:
-                size = int(file.seek(0, io.SEEK_END))
-                for rows in parquet.groups(file, part.checksum):
-                    if set(rows.column_names) - set(migration.with_earlier_names(self._schema.names)):
-                        raise ValueError("it has columns of a later release")
-                    rows = self._todays(rows)
-                    if wrong := wrong_values(rows):
-                        raise ValueError(wrong)
-                    if pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
-                        raise ValueError("its rows are not of the attempt that its name says")
-                    steps.update(pc.unique(rows["step"]).to_pylist())
-        except Exception:  # every driver has errors of its own
+            for rows in read_groups(self._run, self._table, part):
+                steps |= steps_in(rows)
+            return _Whole(part, size_of(self._run, part), frozenset(steps))
+        except (PartGoneError, PartDamagedError):
             self._done.left.append(part.path)
             return None
-        return _Whole(part, size, frozenset(steps))
 
     def _chosen(self, whole: Sequence[_Whole]) -> list[_Whole]:
         """Each part with the steps that are to be taken from it; a step that several parts hold is taken once."""
-        taken: set[int] = set()
-        chosen = []
+        owners, chosen = Owners(self._table), []
         by_age = self._thinning.touches(self._table)
         kept = self._thinning.kept({step for each in whole for step in each.steps}) if by_age else None
         for each in whole:
-            steps = each.steps if self._table == "replayed" else each.steps - taken
-            taken |= each.steps
+            steps = frozenset(owners.add(each.part, each.steps))
             steps = steps if kept is None else steps & kept
             chosen.append(replace(each, steps=steps, changes=steps != each.steps))
         return chosen
@@ -189,7 +185,7 @@ class _Table:
 
     def _groups(self, batch: Sequence[_Whole], of_step: Callable[[pa.Table], pa.Table] | None) -> Iterator[pa.Table]:
         rows: Iterator[pa.Table] = (rows for each in batch for rows in self._rows(each))
-        if self._table == "replayed":  # a recipe that was replayed twice
+        if self._table in SHARED:  # somebody may have added the same rows twice
             rows = iter([_distinct(pa.concat_tables(rows))])
         if self._table not in merging.BY_STEP:
             return merging.in_groups(rows)
@@ -197,13 +193,8 @@ class _Table:
         return map(of_step, by_step) if of_step else by_step
 
     def _rows(self, each: _Whole) -> Iterator[pa.Table]:
-        with self._run.open(each.part.path) as file:
-            for rows in parquet.groups(file, each.part.checksum):
-                rows = self._todays(rows)
-                yield rows.filter(pc.is_in(rows["step"], pa.array(each.steps, pa.int64()))) if each.changes else rows
-
-    def _todays(self, rows: pa.Table) -> pa.Table:
-        return migration.completed(rows, self._schema).cast(self._schema)
+        for rows in read_groups(self._run, self._table, each.part):
+            yield rows.filter(pc.is_in(rows["step"], pa.array(each.steps, pa.int64()))) if each.changes else rows
 
     def _remove(self, parts: Iterable[Part]) -> None:
         for part in parts:

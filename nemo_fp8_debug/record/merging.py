@@ -8,17 +8,25 @@ has a few hundred parts, beside one for each `LARGEST` bytes.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from . import migration, parquet
-from .checks import wrong_values
+from . import parquet
+from .parts import (
+    SHARED,
+    Owners,
+    PartDamagedError,
+    PartGoneError,
+    parts_in,
+    read_groups,
+    read_steps,
+    size_of,
+    widest_first,
+)
 from .schema import SCHEMAS, Part, arrow_schema, part_name
 from .storage import Storage
 
@@ -31,7 +39,7 @@ _GROUP = 1 << 17
 #: tables that are read a step at a time: their parts keep the rows of each step together
 BY_STEP = ("histograms", "state_histograms", "activation_histograms")
 #: tables with one writer an attempt, which merging relies on
-_TABLES = tuple(table for table in SCHEMAS if table != "replayed")
+_TABLES = tuple(table for table in SCHEMAS if table not in SHARED)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Merger:
         there = self._storage.names()
         for table in (table for table in _TABLES if table in there):
             earlier = defaultdict(list)
-            for part in self._parts(table):
+            for part in parts_in(self._storage, table):
                 if part.attempt < attempt:
                     earlier[part.attempt].append(part)
             for parts in earlier.values():
@@ -103,58 +111,42 @@ class Merger:
     def _rows(self, table: str, parts: Sequence[Part], read: list[Part]) -> Iterator[pa.Table]:
         """What each part has, one after the other and a row group at a time; those that can be read are added to `read`.
 
-        A part with values that no run writes is left out when it is read, so it stays alone: it must not cost the others.
+        A part that readers leave out stays alone: it must not cost the others.
 
         Raises:
-            Exception: one is damaged behind its first row group.
+            PartDamagedError: one is damaged behind its first row group.
         """
-        schema = arrow_schema(table)
         for part in parts:
-            with contextlib.ExitStack() as opened:
-                try:
-                    groups = parquet.groups(opened.enter_context(self._storage.open_small(part.path)), part.checksum)
-                    first = migration.completed(next(groups), schema).cast(schema)
-                    if wrong_values(first):
-                        continue
-                except Exception:  # every driver has errors of its own
-                    continue
-                read.append(part)
-                yield first
-                for rows in groups:
-                    yield migration.completed(rows, schema).cast(schema)
+            groups = read_groups(self._storage, table, part, whole=True)
+            try:
+                first = next(groups)
+            except (PartGoneError, PartDamagedError, StopIteration):
+                continue
+            read.append(part)
+            yield first
+            yield from groups
 
     def _not_yet_merged(self, table: str, parts: Sequence[Part]) -> list[Written]:
         """The small ones of an attempt's parts; those that a process was killed before it could remove are removed."""
-        held: set[int] = set()
-        for part in sorted(parts, key=lambda each: (not each.merged, each.first - each.last)):
-            if part.merged:
-                steps = self._steps(part)
-                if steps and steps <= held:
-                    self._remove(part)
-                held |= steps
-            elif part.first in held:
+        owners, small = Owners(table), list[Part]()
+        for part in widest_first(parts):
+            if owners.has(part):
                 self._remove(part)
-        small = [part for part in parts if not part.merged and part.first not in held]
-        return [Written(part, self._size(part)) for part in small]
+            elif not part.merged:
+                small.append(part)
+            elif (steps := self._steps(table, part)) and not owners.add(part, steps):
+                self._remove(part)
+        return [Written(part, size_of(self._storage, part)) for part in small]
 
-    def _steps(self, part: Part) -> set[int]:
+    def _steps(self, table: str, part: Part) -> set[int]:
         """That a part has; none if it cannot be read."""
-        with contextlib.suppress(Exception), self._storage.open(part.path) as file:
-            return set(pc.unique(parquet.read(file, part.checksum, ["step"])["step"]).to_pylist())
+        with contextlib.suppress(PartGoneError, PartDamagedError):
+            return read_steps(self._storage, table, part)
         return set()
-
-    def _size(self, part: Part) -> int:
-        """0 if it cannot be read, which merging finds out."""
-        with contextlib.suppress(Exception), self._storage.open(part.path) as file:
-            return int(file.seek(0, io.SEEK_END))
-        return 0
 
     def _remove(self, part: Part) -> None:
         with contextlib.suppress(Exception):
             self._storage.remove(part.path)
-
-    def _parts(self, table: str) -> list[Part]:
-        return [part for name in self._storage.names(table) if (part := Part.named(table, name))]
 
 
 def _bytes(parts: Sequence[Written]) -> int:

@@ -60,6 +60,11 @@ class Outline:
         return stretch, row - int(self._ends[stretch - 1] if stretch else 0)
 
     @cached_property
+    def steps(self) -> frozenset[int]:
+        """The steps of the rows."""
+        return frozenset(stretch.step for stretch in self.stretches)
+
+    @cached_property
     def _ends(self) -> npt.NDArray[np.int64]:
         return np.cumsum([stretch.rows for stretch in self.stretches])
 

@@ -66,49 +66,15 @@ def encode_all(schema: pa.Schema, tables: Iterable[pa.Table]) -> tuple[bytes, st
     return content, f"{zlib.crc32(content[len(data) :]):08x}"
 
 
-def read(
-    file: Any, checksum: str, columns: Sequence[str] | None = None, step: int | None = None, texts: Sequence[str] = ()
-) -> pa.Table:
-    """Columns of a part, all of them by default. Only what they take is read and checked.
-
-    Args:
-        file: opened to read; seekable.
-        checksum: that its name ends in.
-        step: read what may have rows of it; None: all.
-        texts: columns of text that are read as dictionaries: they repeat, and are filtered in a fraction of the time.
-
-    Raises:
-        ValueError: it is damaged or foreign.
-    """
-    part = _opened(file, checksum, texts)
-    names = None if columns is None else list(columns)
-    if step is None:
-        return part.read(columns=names, use_threads=False)
-    groups = [group for group in range(part.num_row_groups) if _may_have(part.metadata.row_group(group), step)]
-    return part.read_row_groups(groups, columns=names, use_threads=False)
-
-
-def groups(file: Any, checksum: str) -> Iterator[pa.Table]:
-    """All columns of a part, a row group at a time.
-
-    Args:
-        file, checksum: as for `read`.
-
-    Raises:
-        ValueError: it is damaged or foreign.
-    """
-    part = _opened(file, checksum)
-    for group in range(part.num_row_groups):
-        yield part.read_row_group(group, use_threads=False)
-
-
-class Rows:
+class PartFile:
     """A part, opened to read some of its rows; only what they take is read and checked."""
 
     def __init__(self, file: Any, checksum: str, texts: Sequence[str] = ()) -> None:
         """
         Args:
-            file, checksum, texts: as for `read`.
+            file: opened to read; seekable.
+            checksum: that its name ends in.
+            texts: columns of text that are read as dictionaries: they repeat, and are filtered in a fraction of the time.
 
         Raises:
             ValueError: it is damaged or foreign.
@@ -117,20 +83,33 @@ class Rows:
         self._metadata = self._part.metadata
         counts = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
         self._ends = np.cumsum([0, *counts])
+        #: rows
+        self.count = int(self._ends[-1])
 
     @property
     def outline(self) -> Outline | None:
         """What the footer says of the rows; None: nothing that fits them."""
         found = from_text((self._metadata.metadata or {}).get(OUTLINE))
-        return found if found is not None and sum(each.rows for each in found.stretches) == self._ends[-1] else None
+        return found if found is not None and sum(each.rows for each in found.stretches) == self.count else None
+
+    def spans_of(self, step: int) -> list[tuple[int, int]]:
+        """Return first row and end of each row group that may have rows of a step."""
+        spans = itertools.pairwise(self._ends.tolist())
+        return [span for group, span in enumerate(spans) if _may_have(self._metadata.row_group(group), step)]
 
     def read(
-        self, columns: Sequence[str], wanted: Sequence[tuple[int, int]] | None = None
+        self, columns: Sequence[str] | None = None, wanted: Sequence[tuple[int, int]] | None = None
     ) -> tuple[pa.Table, Callable[[Ints], Ints]]:
-        """Columns of the row groups that have rows from `first` up to, without it, `end` of any pair; None: all.
+        """Read the row groups that have rows from `first` up to, without it, `end` of any pair; None: all.
+
+        Args:
+            columns: those that the part lacks are passed over; None: all.
 
         Returns:
             The rows, and where places in the part are among them.
+
+        Raises:
+            ValueError: they are damaged.
         """
         there = np.full(len(self._ends) - 1, wanted is None)
         for first, end in wanted or ():
@@ -143,7 +122,40 @@ class Rows:
             found: Ints = places - nearer[np.searchsorted(self._ends[groups], places, side="right") - 1]
             return found
 
-        return self._part.read_row_groups(groups.tolist(), columns=list(columns), use_threads=False), at
+        names = None if columns is None else list(columns)
+        return self._part.read_row_groups(groups.tolist(), columns=names, use_threads=False), at
+
+    def groups(self) -> Iterator[pa.Table]:
+        """Read all columns, a row group at a time.
+
+        Raises:
+            ValueError: one is damaged.
+        """
+        for group in range(self._part.num_row_groups):
+            yield self._part.read_row_group(group, use_threads=False)
+
+    def pick(self, columns: Sequence[str], places: Sequence[int], at_once: int) -> pa.Table:
+        """Read a few rows, of which no more than some are decoded at a time.
+
+        Args:
+            columns: to read; those that the part lacks are passed over.
+            places: of the rows, ascending.
+            at_once: rows to decode at a time.
+
+        Raises:
+            ValueError: they are damaged.
+        """
+        there = [name for name in columns if name in self._part.schema_arrow.names]
+        group = int(np.searchsorted(self._ends, places[0], side="right")) - 1
+        groups, begin = list(range(group, self._part.num_row_groups)), int(self._ends[group])
+        wanted, found = list(places), []
+        batches = self._part.iter_batches(at_once, row_groups=groups, columns=there, use_threads=False)
+        while wanted:
+            batch = next(batches)
+            here = [row for row in wanted if row < begin + len(batch)]
+            found.append(batch.take(pa.array([row - begin for row in here], pa.int64())))
+            wanted, begin = wanted[len(here) :], begin + len(batch)
+        return pa.Table.from_batches(found)
 
 
 def _may_have(group: pq.RowGroupMetaData, step: int) -> bool:
@@ -154,51 +166,6 @@ def _may_have(group: pq.RowGroupMetaData, step: int) -> bool:
             known = column.statistics
             return known is None or not known.has_min_max or known.min <= step <= known.max
     return True
-
-
-def rows(file: Any, checksum: str) -> int:
-    """How many rows a part has.
-
-    Raises:
-        ValueError: it is damaged or foreign.
-    """
-    return int(_opened(file, checksum).metadata.num_rows)
-
-
-def pick(file: Any, checksum: str, columns: Sequence[str], places: Sequence[int], at_once: int) -> pa.Table:
-    """A few rows of a part, of which no more than some are decoded at a time.
-
-    Args:
-        file, checksum: as for `read`.
-        columns: to read; those that the part lacks are passed over.
-        places: of the rows, ascending.
-        at_once: rows to decode at a time.
-
-    Raises:
-        ValueError: it is damaged or foreign.
-    """
-    part = _opened(file, checksum)
-    there = [name for name in columns if name in part.schema_arrow.names]
-    groups, begin = _from_the_first(part.metadata, places)
-    wanted, found = list(places), []
-    batches = part.iter_batches(at_once, row_groups=groups, columns=there, use_threads=False)
-    while wanted:
-        batch = next(batches)
-        here = [row for row in wanted if row < begin + len(batch)]
-        found.append(batch.take(pa.array([row - begin for row in here], pa.int64())))
-        wanted, begin = wanted[len(here) :], begin + len(batch)
-    return pa.Table.from_batches(found)
-
-
-def _from_the_first(metadata: pq.FileMetaData, places: Sequence[int]) -> tuple[list[int], int]:
-    """Row groups from that of the first place on, and how many rows are before it."""
-    begin = 0
-    for group in range(metadata.num_row_groups):
-        rows = metadata.row_group(group).num_rows
-        if places and places[0] < begin + rows:
-            return list(range(group, metadata.num_row_groups)), begin
-        begin += rows
-    return [], begin
 
 
 def _blocks(data: bytes, size: int) -> list[memoryview]:

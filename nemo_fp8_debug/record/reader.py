@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import os
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import polars as pl
@@ -15,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import ConfigError, RecordError, warn
-from . import migration, parquet
-from .checks import wrong_values
+from . import migration
 from .links import find_link_out
-from .schema import SCHEMAS, SECTIONS, Part, arrow_schema, attempt_of_fingerprint, texts_of
+from .parts import SHARED, Owners, list_parts, may_have, read_columns, read_each, steps_in, warn_of_damage
+from .schema import SCHEMAS, SECTIONS, Part, arrow_schema, attempt_of_fingerprint
 from .storage import Storage
 
 Address = str | os.PathLike[str]
@@ -159,23 +156,33 @@ def read_table(
         where: values that columns must have, as `{"step": 120}` or `{"layer": "decoder.layers.3.mlp.linear_fc2"}`.
         steps: to read; all by default. Of the others no more than one part's rows are held at a time.
     """
-    wanted, where = list(columns or SCHEMAS[table]), dict(where or {})
+    wanted, where, run = list(columns or SCHEMAS[table]), dict(where or {}), Storage(run)
     schema = arrow_schema(table, {*wanted, *where, "attempt", "step"})
     only = None if steps is None else pa.array(sorted(steps), pa.int64())
-    parts, newest = list[tuple[set[tuple[int, int]], pa.Table]](), dict[int, int]()
-    for part, rows in _read(Storage(run), table, schema, where.get("step")):
-        samples = _samples(part, rows)
-        for attempt, step in samples:
-            newest[step] = max(attempt, newest.get(step, 0))
+    step = where.get("step")
+
+    def read(part: Part) -> tuple[set[int], pa.Table]:
+        rows = read_columns(run, table, part, schema.names, step=step)[0]
+        samples = steps_in(rows)
         rows = rows if only is None else rows.filter(pc.is_in(rows["step"], only))
-        parts.append((samples, _matching(rows, where)))
-    earlier = [[step for attempt, step in samples if attempt < newest[step]] for samples, _ in parts]
-    latest = [_without(rows, steps) for (_, rows), steps in zip(parts, earlier, strict=True)]
+        return samples, _matching(rows, where)
+
+    owners, found = Owners(table), list[tuple[Part, set[int], pa.Table]]()
+
+    def use(part: Part, read: tuple[set[int], pa.Table]) -> None:
+        samples, rows = read
+        new = owners.add(part, samples)
+        found.append((part, new, _without(rows, samples - new)))
+
+    listed = list_parts(run, table)
+    parts = listed if step is None else [part for part in listed if may_have(table, part, step)]
+    warn_of_damage(run, table, read_each(run, table, read, use, owners, parts))
+    latest = [_without(rows, {s for s in new if not owners.is_latest(part, s)}) for part, new, rows in found]
     none = pa.Table.from_batches([], schema)  # schema.empty_table() would import pandas, half a second
     frame = pl.concat([_frame(none), *map(_frame, latest)])
     if not frame["step"].is_sorted():
         frame = frame.sort("step", maintain_order=True)
-    if table == "replayed":  # twice, perhaps
+    if table in SHARED:  # somebody may have added the same rows twice
         frame = frame.unique(["step", "layer", "role", "recipe"], maintain_order=True)
     return frame.select(wanted)
 
@@ -191,132 +198,8 @@ def _matching(rows: pa.Table, where: Mapping[str, Any]) -> pa.Table:
     return rows
 
 
-def _samples(part: Part, rows: pa.Table) -> set[tuple[int, int]]:
-    """(attempt, step) of a part's rows."""
-    steps = pc.unique(rows["step"]).to_pylist() if len(rows) else ()
-    return {(part.attempt, step) for step in steps}
-
-
-def _read(run: Storage, table: str, schema: pa.Schema, step: int | None) -> Iterator[tuple[Part, pa.Table]]:
-    """The parts of a table that may hold `step`, each step of an attempt once."""
-    read: set[tuple[int, int]] = set()
-    parts = deque(parts_of(run, table))
-    listed = set(parts)
-    unreadable: dict[str, str] = {}
-    while parts:
-        part = parts.popleft()
-        if step is not None and table != "steps" and not part.first <= step <= part.last:
-            continue
-        # A process killed while it merged parts left both.
-        if not part.merged and (part.attempt, part.first) in read:
-            continue
-        try:
-            rows = read_part(run, schema, part, step)
-        except FileNotFoundError:  # a run that goes on has merged it since
-            parts.extend(p for p in parts_of(run, table) if p not in listed)
-            listed.update(parts)
-            continue
-        if isinstance(rows, str):
-            unreadable[part.path] = rows
-            continue
-        samples = _samples(part, rows)
-        if table != "replayed":  # where parts of different recipes hold a step
-            rows = _without(rows, [step for _, step in samples & read])
-            read |= samples
-        yield part, rows
-    if unreadable:
-        complain_of(run, table, unreadable)
-
-
-def rows_of(run: Address, table: str, enough: float = math.inf) -> int:
-    """How many rows the parts of a table say they have; only their ends are read, and no more once there are enough."""
-    run, rows = Storage(run), 0
-    for part in parts_of(run, table):
-        if rows >= enough:
-            break
-        with contextlib.suppress(Exception), run.open(part.path) as file:
-            rows += parquet.rows(file, part.checksum)
-    return rows
-
-
-def complain_of(run: Storage, table: str, unreadable: Mapping[str, str]) -> None:
-    """One line, however many parts there are: a disk that went bad spoils all.
-
-    Args:
-        unreadable: what is wrong with each part, by its path.
-    """
-    (name, reason), *others = unreadable.items()
-    more = f"; and so are {len(others)} other parts" if others else ""
-    warn(f"{run.path(name)} is left out, it cannot be read as a part of {table}: {reason}{more}")
-
-
-def _without(rows: pa.Table, steps: list[int]) -> pa.Table:
+def _without(rows: pa.Table, steps: Collection[int]) -> pa.Table:
     return rows.filter(pc.invert(pc.is_in(rows["step"], pa.array(steps, pa.int64())))) if steps else rows
-
-
-def read_part(run: Storage, schema: pa.Schema, part: Part, step: int | None = None) -> pa.Table | str:
-    """The rows of a part, or what is wrong with it.
-
-    Args:
-        step: read what may have rows of it; None: all.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    try:
-        run.check(part.path)
-        with run.open(part.path) as file:
-            names = migration.with_earlier_names(schema.names)
-            rows = migration.completed(parquet.read(file, part.checksum, names, step, texts_of(schema)), schema)
-        check(of_schema(rows, schema))
-        if pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
-            return "its rows are not of the attempt that its name says"
-        return rows
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        return reason(error)
-
-
-def of_schema(rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Rows of a part, if their columns are those of a table.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if [_plain(column.type) for column in rows.schema] != schema.types:
-        raise ValueError("its columns are not those of this table")
-    return rows
-
-
-def check(rows: pa.Table) -> None:
-    """
-    Raises:
-        ValueError: some are not what a run writes.
-    """
-    if wrong := wrong_values(rows):
-        raise ValueError(wrong)
-
-
-def reason(error: Exception) -> str:
-    """Why something cannot be read, in a line."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def parts_of(run: Storage, table: str) -> list[Part]:
-    """The parts of a table, in order, those that are merged first."""
-    parts = []
-    for folder in migration.folders_of(table):
-        for name in run.names(folder):
-            if part := Part.named(folder, name):
-                parts.append(part)
-            elif not name.endswith(".part"):  # left by a process that was killed while it wrote
-                warn(f"{run.path(f'{folder}/{name}')} is passed over: its name is not that of a part")
-    return sorted(parts, key=lambda part: not part.merged)
 
 
 def _attempts(run: Storage) -> list[int]:

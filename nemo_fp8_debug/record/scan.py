@@ -14,19 +14,19 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
 from ..core.memory import give_back, keep_freed
 from ..core.threads import ahead
 from ..errors import RecordError
-from .reader import Address, check, complain_of, reason
-from .scan_index import Index, Run, read_columns
+from .outline import Outline
+from .parts import Ints, PartGoneError, check_values, describe_error, read_columns, read_outline, warn_of_damage
+from .reader import Address
 from .schema import SCHEMAS, Part, arrow_schema
 from .storage import Storage
+from .table_index import Operands, Run, TableIndex
 
-Ints = npt.NDArray[np.int64]
 #: tables of other processes that are kept open
 _OPEN = 8
 #: parts that leave little memory behind when they have been read
@@ -78,20 +78,32 @@ class Scan:
         keep_freed()
         pa.set_memory_pool(pa.system_memory_pool())  # that of Arrow gives all back within milliseconds
         self._storage, self._table = Storage(run), table
-        index = Index(self._storage, table)
+        self._outlines = dict[Part, Outline]()
+
+        def outline_of(part: Part) -> Outline:
+            self._outlines[part] = outline = read_outline(self._storage, table, part)
+            return outline
+
+        operands = Operands(self._storage, table)
+        index = TableIndex.read(self._storage, table, outline_of, use=operands.add)
+        warn_of_damage(self._storage, table, index.damaged)
         #: int64, ascending
-        self.steps: Ints = np.array(sorted(index.owner), dtype=np.int64)
-        self._parts = index.parts(self.steps)
+        self.steps: Ints = index.steps
+        places = {step: place for place, step in enumerate(index.steps.tolist())}
+        self._parts = [
+            (part, operands.runs(self._outlines[part], {step: places[step] for step in steps}))
+            for part, steps in index.in_order
+        ]
         used = list(dict.fromkeys(run.layout for _, runs in self._parts for run in runs))
-        met, first = np.unique(np.concatenate([np.zeros(0, np.int64), *(index.layouts[i] for i in used)]), return_index=True)
+        layouts = operands.layouts
+        met, first = np.unique(np.concatenate([np.zeros(0, np.int64), *(layouts[i] for i in used)]), return_index=True)
         order = met[np.argsort(first)]
         #: layer, role of each operand, in the order of their first rows
-        self.operands = index.operands[order]
-        place = np.empty(len(index.operands), dtype=np.int64)
+        self.operands = operands.names[order]
+        place = np.empty(len(operands.names), dtype=np.int64)
         place[order] = np.arange(len(order))
-        self._layouts = {i: place[index.layouts[i]] for i in used}
-        self._texts = index.texts()
-        self._outlines = {part: index.outline(part) for part, _ in self._parts}
+        self._layouts = {i: place[layouts[i]] for i in used}
+        self._texts = _texts_of([(self._outlines[part], steps) for part, steps in index.held.items()])
         self.schema: Mapping[str, Any] = SCHEMAS[table]
 
     def __reduce__(self) -> tuple[Callable[..., Scan], tuple[str, str, str]]:
@@ -137,8 +149,7 @@ class Scan:
         finally:
             if len(wanted) > _FEW:
                 give_back()
-        if unreadable:
-            complain_of(self._storage, self._table, unreadable)
+        warn_of_damage(self._storage, self._table, unreadable)
 
     def alike(
         self, column: str | None, operands: Ints | None = None, steps: Ints | None = None
@@ -170,8 +181,7 @@ class Scan:
             # What a part had that cannot be read, others may have.
             lost = {kind for kind, (part, _) in first.items() if part.path in unreadable}
             left = [each for each, kind in zip(left, kinds, strict=True) if kind in lost and each[0].path not in unreadable]
-        if unreadable:
-            complain_of(self._storage, self._table, unreadable)
+        warn_of_damage(self._storage, self._table, unreadable)
 
     def _kind(self, column: str | None, part: Part, run: Run) -> Hashable:
         """What stretches of rows have in common that have the same operands, and the same values in a column."""
@@ -205,12 +215,12 @@ class Scan:
             return Chunk(pl.DataFrame(), steps)
         try:
             rows = self._read(part, columns, [(first, some) for _, first, some in kept])
-        except FileNotFoundError:
+        except PartGoneError:
             raise RecordError(
                 f"{self._storage.path(part.path)} is gone: the run goes on and has merged its parts; do the same again"
             ) from None
-        except Exception as error:  # every driver has errors of its own
-            unreadable[part.path] = reason(error)
+        except Exception as error:
+            unreadable[part.path] = describe_error(error)
             return None
         return Chunk(rows, steps)
 
@@ -221,7 +231,9 @@ class Scan:
         """
         known = self._outlines[part].same
         same = {name: known[name] for name in columns if name in known}
-        check(pa.table({each.name: pa.array([same[each.name]], each.type) for each in arrow_schema(self._table, same)}))
+        check_values(
+            pa.table({each.name: pa.array([same[each.name]], each.type) for each in arrow_schema(self._table, same)})
+        )
         if varied := [name for name in columns if name not in same]:
             rows = self._varied(part, varied, kept)
         else:
@@ -234,8 +246,7 @@ class Scan:
     def _varied(self, part: Part, columns: Sequence[str], kept: Sequence[tuple[int, _Chosen]]) -> pl.DataFrame:
         """Of columns whose rows differ; arguments are those of `_read`."""
         spans = [(first + some.first, first + some.end) for first, some in kept]
-        table, at = read_columns(self._storage, part, self._table, columns, spans)
-        check(table)
+        table, at = read_columns(self._storage, self._table, part, columns, spans)
         # The rows of a stretch follow one another in what was read, too.
         begins = at(np.array([first for first, _ in spans])).tolist()
         found = pa.concat_tables(some.of_rows(table, begin) for begin, (_, some) in zip(begins, kept, strict=True))
@@ -249,6 +260,18 @@ def _wanted(runs: Sequence[Run], steps: Ints | None) -> list[Run]:
     if steps is None:
         return list(runs)
     return [replace(run, step=int(steps[run.step])) for run in runs if steps[run.step] >= 0]
+
+
+def _texts_of(parts: Sequence[tuple[Outline, Sequence[int]]]) -> dict[str, list[str | None]]:
+    """Values of text columns, as far as footers tell them of all rows that count, and of no others.
+
+    Args:
+        parts: outlines, and steps that count.
+    """
+    if any(len(outline.steps) != len(steps) for outline, steps in parts):
+        return {}  # some rows were trained again
+    columns = set.intersection(*(set(outline.texts) for outline, _ in parts)) if parts else ()
+    return {name: list(dict.fromkeys(value for outline, _ in parts for value in outline.texts[name])) for name in columns}
 
 
 @lru_cache(_OPEN)

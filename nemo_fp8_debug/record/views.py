@@ -1,8 +1,7 @@
 """SQL that makes views over a record's Parquet parts, whose rows are those of `read_record`: for DuckDB and for Spark.
 
-Readers know three things that the files alone do not say, and so do the views: of a step that was trained twice the latest
-attempt's rows count; a process that was killed while it merged parts left rows twice; and earlier releases called folders,
-columns and values otherwise.
+The files alone do not say whose rows of a step count, which `parts` says, and that earlier releases called folders, columns
+and values otherwise.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import polars as pl
 
 from ..errors import ConfigError
 from . import migration
+from .parts import SHARED, parts_in
 from .reader import find_run, read_fingerprint
-from .schema import SCHEMAS, Part
+from .schema import SCHEMAS
 from .storage import Storage
 
 #: parts, and neither what is being written nor files of others
@@ -48,7 +48,7 @@ _ENGINES = {
 }
 ENGINES = tuple(_ENGINES)
 
-#: rows of a step are those of one part: merged parts come first, then by folder and name
+#: the rule of `parts.Owners` in SQL: rows of a step are those of one part, merged parts come first, then by folder and name
 _PLACE = """concat(
     CASE WHEN regexp_extract(file, '([^/]+)$', 1) LIKE 'attempt-%-steps-%' THEN '0' ELSE '1' END,
     CASE WHEN regexp_extract(file, '([^/]+)/[^/]+$', 1) = '{table}' THEN '0' ELSE '1' END,
@@ -102,13 +102,13 @@ def sql_views(address: str | os.PathLike[str], engine: str = "duckdb") -> str:
 
 def _statements(run: Storage, table: str, engine: str) -> list[str]:
     spelled = _ENGINES[engine]
-    folders = [name for name in migration.folders_of(table) if any(Part.named(name, each) for each in run.names(name))]
+    folders = [name for name in migration.folders_of(table) if parts_in(run, name)]
     names = {"create": spelled.create, "table": table}
     if not folders:
         return [f"{spelled.create} {table} AS\n{_no_rows(spelled, _columns(table, spelled))};"]
     files = (_duckdb_files if engine == "duckdb" else _spark_files)(run, table, folders)
     view = {**names, "place": _PLACE.format(table=table), "columns": _todays_columns(table, spelled)}
-    if table != "replayed":
+    if table not in SHARED:
         return [*files, _VIEW.format(**view, same_place="placed.place = latest.place")]
     whole = _VIEW.format(**view, same_place="placed.place >= latest.place")
     whole = whole.replace(f"{spelled.create} {table} AS", f"{spelled.create} {table}_all AS", 1)

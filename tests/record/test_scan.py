@@ -89,7 +89,7 @@ def test_a_footer_tells_of_a_column_what_all_of_its_rows_have(values: list[tuple
         whole = whole.append_column(name, keys[name])
     tables = [each for each in (whole[:at], whole[at:]) if len(each)]
     content, checksum = parquet.encode_all(whole.schema, tables)
-    told = parquet.Rows(io.BytesIO(content), checksum).outline
+    told = parquet.PartFile(io.BytesIO(content), checksum).outline
     assert told is not None
     expected = {name: set(whole[name].to_pylist()) for name in ("format", "n", "none", "step", "role")}
     if whole["mse"].null_count == len(whole):
@@ -143,12 +143,12 @@ def test_checksums_of_earlier_releases_count() -> None:
     part = max((DEMO / "metrics").iterdir())
     content = part.read_bytes()
     checksum = part.stem[-8:]
-    assert b"crc32_of_64_KiB_blocks" in content and len(parquet.read(io.BytesIO(content), checksum))
+    assert b"crc32_of_64_KiB_blocks" in content and parquet.PartFile(io.BytesIO(content), checksum).count
     for at in (4, len(content) // 2):
         damaged = bytearray(content)
         damaged[at] ^= 1
         with pytest.raises(ValueError, match="damaged"):
-            parquet.read(io.BytesIO(bytes(damaged)), checksum)
+            parquet.PartFile(io.BytesIO(bytes(damaged)), checksum).read()
 
 
 def test_a_column_that_is_held_is_not_overwritten_by_the_next(run: Path) -> None:

@@ -215,9 +215,10 @@ class TestMerged:
             p for part in (longest / "histograms").iterdir() if (p := Part.named("histograms", part.name)) and p.first == 0
         )
         with (longest / part.path).open("rb") as file:
-            assert len(parquet.read(file, part.checksum)) == 128
-            assert parquet.read(file, part.checksum, ["step"], 17)["step"].to_pylist() == [17, 17]
-            picked = parquet.pick(file, part.checksum, ["step", "layer"], [34, 35, 127], 10).to_pylist()
+            rows = parquet.PartFile(file, part.checksum)
+            assert rows.count == 128
+            assert rows.read(["step"], rows.spans_of(17))[0]["step"].to_pylist() == [17, 17]
+            picked = rows.pick(["step", "layer"], [34, 35, 127], 10).to_pylist()
         assert picked == [{"step": 17, "layer": "l0"}, {"step": 17, "layer": "l1"}, {"step": 63, "layer": "l1"}]
         assert read_table(longest, "histograms", where={"step": 17}).equals(whole.filter(step=17))
 
@@ -296,12 +297,12 @@ class TestMerged:
     def test_no_single_bit_of_a_part_can_change_unseen(self, data: st.DataObject) -> None:
         rows = parquet.pa.table({"a": list(range(3000)), "b": [f"layer {i % 7}" for i in range(3000)]})
         content, checksum = parquet.encode(rows)
-        assert parquet.read(io.BytesIO(content), checksum).cast(rows.schema).equals(rows)
+        assert parquet.PartFile(io.BytesIO(content), checksum).read()[0].cast(rows.schema).equals(rows)
         bit = data.draw(st.integers(0, 8 * len(content) - 1))
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises((ValueError, OSError)):
-            parquet.read(io.BytesIO(bytes(damaged)), checksum)
+            parquet.PartFile(io.BytesIO(bytes(damaged)), checksum).read()
 
 
 @pytest.mark.parametrize("address", ["memory://bucket/deep/run", "file://{tmp}/run"])

@@ -16,7 +16,8 @@ import numpy as np
 import polars as pl
 
 from ...core.memory import Buffers
-from ...record.reader import read_table, rows_of
+from ...record.parts import count_rows
+from ...record.reader import read_table
 from ...record.scan import Chunk, Scan, itself
 from ...record.schema import SCHEMAS
 from ...record.storage import Storage
@@ -87,7 +88,7 @@ class Metrics:
         Args:
             held: rows up to which the record is held.
         """
-        return cls.of(read_table(run, "metrics")) if rows_of(run, "metrics", held + 1) <= held else cls._of(Scan(run))
+        return cls.of(read_table(run, "metrics")) if count_rows(run, "metrics", held + 1) <= held else cls._of(Scan(run))
 
     @classmethod
     def _of(cls, source: Source) -> Metrics:

@@ -8,7 +8,7 @@ import polars as pl
 
 from ...analysis.replay.replay import replay
 from ...errors import RecordError, hearing
-from ...record.reader import rows_of
+from ...record.parts import count_rows
 from ..records.tables import WHAT_IF_METRICS, in_columns
 
 #: rows of metrics of a record that is replayed
@@ -22,7 +22,7 @@ def what_if(run: str, step: int, recipe: str) -> dict[str, Any]:
         ConfigError: the recipe is none, or histograms cannot tell.
         RecordError: there are no histograms of that step.
     """
-    if (rows_there := rows_of(run, "metrics")) > _MOST_REPLAYED:
+    if (rows_there := count_rows(run, "metrics")) > _MOST_REPLAYED:
         raise RecordError(f"{run} has {rows_there:,} rows of metrics, too many to replay here; run `nemo-fp8-debug replay`")
     with hearing():
         rows = replay(run, recipe, steps=[step])

@@ -28,10 +28,9 @@ from ...record.storage import Storage
 from ..web.json_values import numbers, plain
 from .cache import Cache
 from .layer_names import LayerNames
+from .layouts import NONFINITE, Array, Texts
 from .losses import thinned
 from .metadata import table_of
-from .part_files import NONFINITE
-from .part_index import Array, Texts
 from .part_matrices import Index, Parts
 from .tables import layout_of, no_such_tensor
 
@@ -174,8 +173,7 @@ class Bands:
 
     def _only_source(self, run: Storage, part: Part) -> str | None:
         """That all rows of a part have, if its footer says so."""
-        told = self._parts.outline(run, part)
-        known = told.texts.get("scale_source", ()) if told else ()
+        known = self._parts.outline(run, part).texts.get("scale_source", ())
         return known[0] if len(known) == 1 else None
 
     def _sources(self, run: Storage, part: Part) -> Texts:

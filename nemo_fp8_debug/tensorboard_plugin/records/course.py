@@ -10,7 +10,7 @@ from ...record.storage import Storage
 from . import metadata
 from .execution import tensors_of
 from .extents import end_of_warm_up
-from .part_index import Array
+from .layouts import Array
 from .part_matrices import Index, Parts
 from .tables import layout_of, metric_of, packed, placed
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from ...record.schema import Part
-from .part_index import Layout, Tensors
+from .layouts import Layout, Tensors
 
 #: made before its siblings and run behind them: Megatron's output projection of attention
 _LAST = {"linear_proj"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .part_index import Array
+from .layouts import Array
 
 #: bits of a float32 that are dropped: what is left is BF16; and of that, so that a picture has few bars
 _DROPPED, _COARSER = 16, 4

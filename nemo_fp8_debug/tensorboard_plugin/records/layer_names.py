@@ -11,7 +11,7 @@ from ...analysis.runs.metrics import Metrics
 from ...errors import ConfigError, hearing
 from ...record.storage import Storage
 from .cache import Cache
-from .part_index import Layers
+from .layouts import Layers
 from .part_matrices import Index, Parts
 from .tables import layout_of, tensors_of_newest
 

@@ -8,7 +8,7 @@ from ...core.keys import SHOWN_AS
 from ...numerics.metric_names import LABELS, METRICS, UNITS, WORSE
 from ...record import schema
 from ...record.schema import SCHEMAS
-from .part_files import NONFINITE
+from .layouts import NONFINITE
 
 ROLES = dict(SHOWN_AS)
 #: tables of tensors, and those of their histograms

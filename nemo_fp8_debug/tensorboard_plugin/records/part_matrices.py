@@ -8,25 +8,32 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from ...errors import hearing
-from ...record.outline import Outline, Stretch
-from ...record.reader import parts_of
+from ...record.outline import Outline
+from ...record.parts import (
+    KEYS,
+    PartDamagedError,
+    PartGoneError,
+    list_parts,
+    read_columns,
+    read_outline,
+    read_rows,
+)
 from ...record.schema import SCHEMAS, Part, attempt_of_fingerprint
 from ...record.storage import Storage
+from ...record.table_index import TableIndex, read_stretch_names
 from ..web.errors import NotReadable
-from . import part_files
 from .cache import Cache
 from .extent import Extent
-from .part_files import Gone
-from .part_index import Array, Layout, Tensors, Texts, coded, laid_out, numbers_in
+from .layouts import Array, Layout, Tensors, Texts, coded, columns_of, is_tried, laid_out, numbers_in, values_of
 
 T = TypeVar("T")
 
@@ -45,43 +52,14 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class Index:
+class Index(TableIndex):
     """The sampled steps of a record, and which part has each."""
 
-    version: str
-    #: int64 [S], ascending
-    steps: Array
-    owner: dict[int, Part]
-    #: by name why parts are left out
-    damaged: dict[str, str]
-    #: listed, by table
-    listed: dict[str, list[Part]]
+    version: str = ""
+    #: by table
+    listed: dict[str, list[Part]] = field(default_factory=dict)
     #: what is out of the ordinary about the names of its files
     heard: list[str] = field(default_factory=list)
-
-    @cached_property
-    def newest_first(self) -> list[Part]:
-        """The parts that have steps: those of the latest attempt before others, however far these came."""
-        return sorted(self.held, key=lambda part: (part.attempt, part.last), reverse=True)
-
-    @property
-    def newest(self) -> Part | None:
-        """The last part of the latest attempt."""
-        return self.newest_first[0] if self.newest_first else None
-
-    @cached_property
-    def held(self) -> dict[Part, list[int]]:
-        """The steps that each part has, ascending."""
-        parts: dict[Part, list[int]] = {}
-        for step in self.steps.tolist():
-            parts.setdefault(self.owner[step], []).append(step)
-        return parts
-
-    def nearest(self, step: int) -> int:
-        """The sampled step next to one; of two the earlier."""
-        after = min(int(np.searchsorted(self.steps, step)), len(self.steps) - 1)
-        before = max(after - 1, 0)
-        return int(min(self.steps[before], self.steps[after], key=lambda s: abs(int(s) - step)))
 
 
 @dataclass
@@ -102,12 +80,11 @@ class Parts:
         """
         self.table = table
         self._indexes: Cache[_Held] = Cache(_RECORDS, lambda _: 1)
-        self._steps: Cache[Array] = Cache(_PARTS, lambda _: 1)
         self._layouts: Cache[Layout] = Cache(_LAYOUTS, lambda held: 0 if held.rows is None else held.rows.nbytes)
         self._metrics: Cache[Array] = Cache(_HELD, lambda held: held.nbytes)
         self._extents: Cache[Extent] = Cache(_EXTENTS, lambda held: held.nbytes)
         self._harmed: dict[tuple[str, str, str], str] = {}
-        self._outlines: Cache[Outline | None] = Cache(_PARTS, lambda _: 1)
+        self._outlines: Cache[Outline] = Cache(_PARTS, lambda _: 1)
         self._tensors: Cache[Tensors] = Cache(_TENSORS, len)
         self._texts: Cache[Texts] = Cache(_HELD // 8, lambda held: held.codes.nbytes)
 
@@ -126,18 +103,17 @@ class Parts:
         return known
 
     def _looked(self, run: Storage, known: Index | None) -> Index:
-        for _ in range(_ATTEMPTS):
-            try:
-                with hearing() as heard:
-                    listed, version = _listed(run)
-            except Exception as error:  # every driver of a remote file system has errors of its own
-                raise NotReadable(f"{run} cannot be listed ({type(error).__name__}: {error}); look at the folder.") from None
-            # Damage may have been an outage: what could not be read is tried again.
-            if known is not None and known.version == version and not known.damaged:
-                return known
-            with contextlib.suppress(Gone):
-                return self._indexed(run, listed, version, heard)
-        raise NotReadable(f"{run} changes faster than it can be read; try again.")
+        try:
+            with hearing() as heard:
+                listed, version = _listed(run)
+                # Damage may have been an outage: what could not be read is tried again.
+                if known is not None and known.version == version and not known.damaged:
+                    return known
+                found = TableIndex.read(run, self.table, partial(self._outline, run), listed[self.table])
+        except Exception as error:  # every driver of a remote file system has errors of its own
+            raise NotReadable(f"{run} cannot be listed ({type(error).__name__}: {error}); look at the folder.") from None
+        damaged = {path: _why(path, reason) for path, reason in found.damaged.items()}
+        return Index(found.steps, found.owner, damaged, version, listed, heard)
 
     def warm(self, run: Storage) -> None:
         """Learn the steps of a record before somebody asks."""
@@ -152,59 +128,38 @@ class Parts:
         with hearing():
             listed, _ = _listed(run)
         owner = {step: part for part in listed[self.table] for step in (part.first, part.last)}
-        return Index("", np.array(sorted(owner), np.int64), owner, {}, listed)
+        return Index(np.array(sorted(owner), np.int64), owner, {}, listed=listed)
 
-    def _indexed(self, run: Storage, listed: dict[str, list[Part]], version: str, heard: list[str]) -> Index:
-        """Steps by the rules of `read_table`: of attempts the latest, and a merged part before those it was made of.
+    def _outline(self, run: Storage, part: Part) -> Outline:
+        return self._outlines.get((str(run), part.path), lambda: read_outline(run, self.table, part))
 
-        Raises:
-            Gone: a part was merged into another since it was listed.
-        """
-        taken: dict[tuple[int, int], Part] = {}
-        damaged: dict[str, str] = {}
-        for part in listed[self.table]:
-            if not part.merged and (part.attempt, part.first) in taken:
-                continue
-            try:
-                steps = self._steps_of(run, part)
-            except NotReadable as error:
-                damaged[part.path] = str(error)
-                continue
-            for step in steps.tolist():
-                taken.setdefault((part.attempt, step), part)
-        owner = {step: part for (_, step), part in sorted(taken.items(), key=lambda item: item[0])}
-        return Index(version, np.array(sorted(owner), np.int64), owner, damaged, listed, heard)
-
-    def _steps_of(self, run: Storage, part: Part) -> Array:
-        def make() -> Array:
-            if told := self.outline(run, part):
-                return np.unique([stretch.step for stretch in told.stretches])
-            return np.unique(numbers_in(part_files.columns(run, self.table, part, "step")["step"]))
-
-        return self._steps.get((str(run), part.path), make)
-
-    def outline(self, run: Storage, part: Part) -> Outline | None:
-        """What the footer of a part tells of its rows; None: nothing."""
-        return self._outlines.get((str(run), part.path), lambda: part_files.outline(run, part))
+    def outline(self, run: Storage, part: Part) -> Outline:
+        """What the footer of a part tells of its rows."""
+        with answering(part):
+            return self._outline(run, part)
 
     def layout(self, run: Storage, part: Part) -> Layout:
         """Where a part's rows are."""
 
         def make() -> Layout:
-            told = self.outline(run, part) if self.table == "metrics" else None
-            if told and (layout := self._as_told(run, part, told.stretches)):
+            if self.table == "metrics" and (layout := self._as_told(run, part)):
                 return layout
-            names = "step", "layer", "role", *(() if self.table == "metrics" else ("scale_source",))
-            return Layout(*laid_out(part_files.columns(run, self.table, part, *names)))
+            return Layout(*laid_out(self.columns(run, part, *KEYS, *(() if self.table == "metrics" else ("scale_source",)))))
 
         return self._layouts.get((str(run), part.path), make)
 
-    def _as_told(self, run: Storage, part: Part, stretches: Sequence[Stretch]) -> Layout | None:
+    def _as_told(self, run: Storage, part: Part) -> Layout | None:
         """The layout of a part whose steps ascend and have the same tensors, from its outline; None: it is not one."""
+        stretches = self.outline(run, part).stretches
         steps, first = np.array([stretch.step for stretch in stretches], np.int64), stretches[0]
         if (np.diff(steps) <= 0).any() or {stretch.digest for stretch in stretches} != {first.digest}:
             return None
-        read = partial(part_files.first_tensors, run, self.table, part, first.rows)
+
+        def read() -> Tensors:
+            with answering(part):
+                names = read_stretch_names(run, self.table, part, 0, first)
+            return Tensors(zip(names["layer"].to_pylist(), names["role"].to_pylist(), strict=True))
+
         tensors = self._tensors.get(first.digest, read)
         return Layout(steps, tensors, None) if len(tensors.places) == first.rows else None
 
@@ -212,29 +167,31 @@ class Parts:
         """float64 [S, T], as the layout of the part has them; NaN where there is none."""
 
         def make() -> Array:
-            rows = part_files.columns(run, self.table, part, *part_files.columns_of(self.table, name))
-            return self.layout(run, part).spread(part_files.values_of(rows, self.table, name), np.nan)
+            rows = self.columns(run, part, *columns_of(self.table, name))
+            return self.layout(run, part).spread(values_of(rows, self.table, name), np.nan)
 
         return self._metrics.get((str(run), part.path, name), make)
 
     def columns(self, run: Storage, part: Part, *names: str) -> pa.Table:
         """Columns of a part, all its rows; they are not held."""
-        return part_files.columns(run, self.table, part, *names)
+        with answering(part):
+            return read_columns(run, self.table, part, {"attempt", *names})[0]
 
     def some_rows(self, run: Storage, part: Part, names: Sequence[str], places: Sequence[int]) -> pa.Table:
         """Columns of a few rows of a part; they are not held."""
-        return part_files.some_rows(run, self.table, part, names, places)
+        with answering(part):
+            return read_rows(run, self.table, part, names, places)
 
     def extent(self, run: Storage, part: Part, name: str, steps: Sequence[int]) -> Extent:
         """Where the values of a metric lie at some steps of a part."""
 
         def make() -> Extent:
-            whole = len(steps) == len(self._steps_of(run, part))
-            names = part_files.columns_of(self.table, name)
-            rows = part_files.columns(run, self.table, part, *names, *(() if whole else ("step",)))
-            values = part_files.values_of(rows, self.table, name)
-            if self.table != "metrics":
-                values = np.where(part_files.is_tried(run, self.table, part), np.nan, values)
+            whole = len(steps) == len(self.outline(run, part).steps)
+            is_mixed = self.table != "metrics"
+            others = [*(() if whole else ("step",)), *(("scale_source",) if is_mixed else ())]
+            rows = self.columns(run, part, *columns_of(self.table, name), *others)
+            values = values_of(rows, self.table, name)
+            values = np.where(is_tried(rows), np.nan, values) if is_mixed else values
             return Extent.of(values if whole else values[np.isin(numbers_in(rows["step"]), steps)])
 
         return self._extents.get((str(run), part.path, name, tuple(steps)), make)
@@ -276,13 +233,30 @@ class Parts:
         for _ in range(_ATTEMPTS):
             try:
                 return read(self.index(run))
-            except Gone:
+            except PartGoneError:
                 self._indexes.get(str(run), _Held).looked = 0.0
         raise NotReadable(f"{run} changes faster than it can be read; try again.")
 
 
+@contextlib.contextmanager
+def answering(part: Part) -> Iterator[None]:
+    """Say in an answer that a part is damaged.
+
+    Raises:
+        NotReadable: it is.
+    """
+    try:
+        yield
+    except PartDamagedError as error:
+        raise NotReadable(_why(part.path, str(error))) from None
+
+
+def _why(path: str, reason: str) -> str:
+    return f"{path} cannot be read: {reason}."
+
+
 def _listed(run: Storage) -> tuple[dict[str, list[Part]], str]:
-    listed = {table: parts_of(run, table) for table in SCHEMAS}
+    listed = {table: list_parts(run, table) for table in SCHEMAS}
     attempts = [name for name in run.names() if attempt_of_fingerprint(name) is not None]
     names = [*attempts, *(part.path for parts in listed.values() for part in parts)]
     return listed, hashlib.blake2b("\n".join(names).encode(), digest_size=12).hexdigest()

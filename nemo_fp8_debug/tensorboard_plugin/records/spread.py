@@ -14,7 +14,7 @@ from ...core.threads import ahead
 from ...record.schema import Part
 from ...record.storage import Storage
 from .execution import tensors_of
-from .part_index import Array, Layout, Tensors
+from .layouts import Array, Layout, Tensors
 from .part_matrices import Index, Parts
 from .tables import layout_of, metric_of, packed, placed
 

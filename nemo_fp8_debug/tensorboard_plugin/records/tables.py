@@ -11,17 +11,18 @@ import polars as pl
 
 from ...analysis.comparison.groups import depth_of, kind_of
 from ...errors import hearing
+from ...record.parts import may_have, read_names, read_whole_rows
 from ...record.reader import read_table
 from ...record.schema import Part
 from ...record.storage import Storage
 from ..web.errors import BadParameter, NotThere
 from ..web.json_values import numbers, plain
 from ..web.query import shortened
-from . import metadata, part_files
+from . import metadata
 from .execution import ordered
+from .layouts import Array, Layout, Tensors
 from .notes import notes
-from .part_index import Array, Layout, Tensors
-from .part_matrices import Index, Parts
+from .part_matrices import Index, Parts, answering
 
 #: sampled steps in one answer
 MOST_STEPS = 128
@@ -29,8 +30,6 @@ MOST_STEPS = 128
 WHAT_IF_METRICS = ("relative_error", "underflow_pct", "overflow_pct", "mse")
 #: rows that are decoded at a time to find one
 _METRICS_AT_ONCE, _HISTOGRAMS_AT_ONCE = 1 << 13, 32
-#: what tells histograms apart
-_KEYS = ("step", "layer", "role")
 #: sets of tensors of which it is kept where they are
 _PLACED = 32
 
@@ -147,7 +146,8 @@ def histogram_of(parts: Parts, run: Storage, layer: str, role: str, step: int) -
         row = parts.layout(run, part).row(at, (layer, role))
         if row is None:
             raise no_such_tensor(run, layer, f"step {at} of {role}")
-        recorded = part_files.whole_rows(run, parts.table, part, [row], _METRICS_AT_ONCE)[0]
+        with answering(part):
+            recorded = read_whole_rows(run, parts.table, part, [row], _METRICS_AT_ONCE)[0]
         rows = _histograms(run, metadata.TABLES[parts.table], index, part.attempt, at, layer, role)
         if not rows:
             raise NotThere(_why_no_histogram(run, layer, role, at, index))
@@ -160,18 +160,13 @@ def _histograms(
     run: Storage, table: str, index: Index, attempt: int, step: int, layer: str, role: str
 ) -> list[dict[str, Any]]:
     for part in index.listed[table]:
-        if part.attempt != attempt or not part.first <= step <= part.last:
+        if part.attempt != attempt or not may_have(table, part, step):
             continue
-        wanted = (
-            (pl.col("step") == step) & (pl.col("layer").cast(pl.String) == layer) & (pl.col("role").cast(pl.String) == role)
-        )
-        if rows := _keys(run, table, part).filter(wanted)["row"].to_list():
-            return part_files.whole_rows(run, table, part, rows, _HISTOGRAMS_AT_ONCE)
+        with answering(part):
+            names = pl.DataFrame(pl.from_arrow(read_names(run, table, part))).with_row_index("row")
+            if rows := names.filter(step=step, layer=layer, role=role)["row"].to_list():
+                return read_whole_rows(run, table, part, rows, _HISTOGRAMS_AT_ONCE)
     return []
-
-
-def _keys(run: Storage, table: str, part: Part) -> pl.DataFrame:
-    return pl.DataFrame(pl.from_arrow(part_files.columns(run, table, part, *_KEYS))).with_row_index("row")
 
 
 def _as_told(row: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from ...record.outline import Outline
 from ...record.schema import Part
 from ...record.storage import Storage
 from ..web.json_values import numbers
-from .part_files import columns_of, values_of
-from .part_index import Layout
+from .layouts import Layout, columns_of, values_of
 from .part_matrices import Index, Parts
 from .tables import layout_of, metric_of, no_such_tensor
 
@@ -108,7 +107,7 @@ def _of_rows(
 ) -> dict[str, list[Any]]:
     """Read from the few rows of the tensor."""
     names = dict.fromkeys(column for name in metrics for column in columns_of(parts.table, name))
-    outline = parts.outline(run, part) or Outline(())
+    outline = parts.outline(run, part)
     texts = so_far.told(outline, places)
     missing = [name for name in TEXTS if name not in texts]
     rows = _some_rows(parts, run, part, (*names, *missing), places)

@@ -9,8 +9,8 @@ import polars as pl
 
 from ...core.scale_sources import HIGH_PRECISION
 from ...errors import hearing
-from ...record.reader import read_fingerprint, read_part
-from ...record.schema import arrow_schema
+from ...record.parts import PartDamagedError, PartGoneError, read_columns
+from ...record.reader import read_fingerprint
 from ...record.storage import Storage
 from ..records.notes import quantization_of
 from ..records.part_matrices import Index, Parts
@@ -43,10 +43,8 @@ def _last_loss(run: Storage, index: Index) -> tuple[int | None, float | None]:
     newest = sorted(index.listed["steps"], key=lambda part: (part.attempt, part.last, part.merged), reverse=True)
     for part in newest[:_PARTS_READ]:
         try:
-            rows = read_part(run, arrow_schema("steps", {"attempt", "step", "loss"}), part)
-        except FileNotFoundError:  # merged into another one since
-            continue
-        if isinstance(rows, str):
+            rows = read_columns(run, "steps", part, ("attempt", "step", "loss"))[0]
+        except (PartGoneError, PartDamagedError):
             continue
         losses = pl.DataFrame(pl.from_arrow(rows)).drop_nulls("loss").sort("step")
         if len(losses):

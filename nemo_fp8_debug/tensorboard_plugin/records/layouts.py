@@ -1,4 +1,4 @@
-"""Where the rows of a part are: a matrix, steps x tensors."""
+"""Where the rows of a part are, a matrix of steps x tensors, and the values of a metric in them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import polars as pl
 import pyarrow as pa
 
 from ...record.parquet import GROUP
+from ...record.schema import SCHEMAS
 
 Array = npt.NDArray[Any]
 #: different layers in order, as keys
@@ -20,6 +21,8 @@ Layers = dict[str, None]
 _LAYOUTS = 256
 #: source of the scales of rows of what-if recipes
 WHAT_IF = "what-if"
+#: how many values are not finite: two columns as one
+NONFINITE = "nonfinite"
 
 
 class Tensors(tuple[tuple[str, str], ...]):
@@ -103,6 +106,26 @@ def coded(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
     return numbers_in(indices).astype(np.int32, copy=False), coded.dictionary.to_pylist()
 
 
+def columns_of(table: str, metric: str) -> tuple[str, ...]:
+    """That `values_of` takes."""
+    return ("nan", "inf") if metric == NONFINITE else (metric,) if metric in SCHEMAS[table] else ()
+
+
+def values_of(rows: pa.Table, table: str, metric: str) -> Array:
+    """float64 [rows] of a metric, NaN where there is none."""
+    values = [np.asarray(numbers_in(rows[name]), np.float64) for name in columns_of(table, metric)]
+    if not values:
+        return np.full(len(rows), np.nan)
+    # Of two counts one may be unknown: msProbe counts NaN alone.
+    return np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(values, axis=0))
+
+
+def is_tried(rows: pa.Table) -> Array:
+    """bool [rows]: which rows are of what-if recipes."""
+    codes, known = coded(rows["scale_source"])
+    return codes == known.index(WHAT_IF) if WHAT_IF in known else np.zeros(len(codes), bool)
+
+
 def laid_out(rows: pa.Table) -> tuple[Array, Tensors, Array | None]:
     """Steps, tensors and rows of a `Layout`, from the columns step, layer and role of a part.
 
@@ -111,9 +134,8 @@ def laid_out(rows: pa.Table) -> tuple[Array, Tensors, Array | None]:
     step = numbers_in(rows["step"])
     (layer, layers), (role, roles) = coded(rows["layer"]), coded(rows["role"])
     key = layer * len(roles) + role
-    source, sources = coded(rows["scale_source"]) if "scale_source" in rows.column_names else (key, [])
-    if WHAT_IF in sources:
-        kept = np.flatnonzero(source != sources.index(WHAT_IF))
+    if "scale_source" in rows.column_names and (tried := is_tried(rows)).any():
+        kept = np.flatnonzero(~tried)
         steps, tensors, places = _laid_out(step[kept], key[kept], layers, roles)
         count = len(steps) * len(tensors)
         places = np.arange(count, dtype=np.int32).reshape(len(steps), len(tensors)) if places is None else places

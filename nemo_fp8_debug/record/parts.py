@@ -1,0 +1,354 @@
+"""The one reader of parts: it lists those of a table, decides whose rows count, and reads columns and rows of them.
+
+Three rules decide whose rows count:
+
+* In an attempt, a step's rows are those of one part. Merged parts come before single ones: a process that was killed while
+  it merged parts left both. Tables that several processes add to (`SHARED`) have rows of a step in several parts.
+* Of a step that several attempts trained, the rows of the latest attempt count.
+* A part that is damaged, foreign or of another attempt than its name says is left out, and named in one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..errors import warn
+from . import migration, parquet
+from .checks import wrong_values
+from .outline import Outline, stretches
+from .schema import SCHEMAS, Part, arrow_schema, texts_of
+from .storage import Storage
+
+Ints = npt.NDArray[np.int64]
+T = TypeVar("T")
+Each = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
+
+#: tables that several processes may add to, each with rows of its own of a step
+SHARED = ("replayed",)
+#: what tells rows apart
+KEYS = ("step", "layer", "role")
+
+
+class PartGoneError(Exception):
+    """The part was merged into another one since it was listed."""
+
+
+class PartDamagedError(Exception):
+    """The part cannot be read; the message says why, in a line."""
+
+
+def parts_in(run: Storage, folder: str) -> list[Part]:
+    """Return the parts in a folder of a record, by name."""
+    return [part for name in run.names(folder) if (part := Part.named(folder, name))]
+
+
+def list_parts(run: Storage, table: str) -> list[Part]:
+    """Return the parts of a table, merged ones first. Warn of files with other names."""
+    parts = []
+    for folder in migration.folders_of(table):
+        for name in run.names(folder):
+            if part := Part.named(folder, name):
+                parts.append(part)
+            elif not name.endswith(".part"):  # left by a process that was killed while it wrote
+                warn(f"{run.path(f'{folder}/{name}')} is passed over: its name is not that of a part")
+    return sorted(parts, key=lambda part: not part.merged)
+
+
+def widest_first(parts: Iterable[Part]) -> list[Part]:
+    """Return parts so that those that merging has replaced come after the part that replaces them."""
+    return sorted(parts, key=lambda part: (not part.merged, part.first - part.last))
+
+
+def may_have(table: str, part: Part, step: int) -> bool:
+    """Return whether a part may have rows of a step, by its name. A single part of a table without layers has more steps."""
+    return "layer" not in SCHEMAS[table] or part.first <= step <= part.last
+
+
+class Owners:
+    """The parts whose rows count, by step, as parts are added in order.
+
+    Example:
+        >>> names = [f"attempt-0-{steps}-00000000.parquet" for steps in ("step-5", "steps-0-9")]
+        >>> single, merged = (Part.named("metrics", name) for name in names)
+        >>> owners = Owners("metrics")
+        >>> owners.add(merged, {0, 5, 9}) == {0, 5, 9}, owners.has(single), owners.add(single, {5})
+        (True, True, set())
+    """
+
+    def __init__(self, table: str) -> None:
+        self._is_shared = table in SHARED
+        #: by attempt
+        self._steps: dict[int, set[int]] = defaultdict(set)
+        #: by step: of the latest attempt, the part that came first
+        self.of_step: dict[int, Part] = {}
+
+    def has(self, part: Part) -> bool:
+        """Return whether a single part only repeats a step that another part has."""
+        return not self._is_shared and not part.merged and part.first in self._steps[part.attempt]
+
+    def add(self, part: Part, steps: Collection[int]) -> set[int]:
+        """Add a part and return its steps that no part of its attempt has had before."""
+        known = self._steps[part.attempt]
+        new = set(steps) if self._is_shared else set(steps) - known
+        known |= new
+        for step in new:
+            if step not in self.of_step or self.of_step[step].attempt < part.attempt:
+                self.of_step[step] = part
+        return new
+
+    def is_latest(self, part: Part, step: int) -> bool:
+        """Return whether no later attempt has a step."""
+        return self.of_step[step].attempt <= part.attempt
+
+
+def read_each(
+    run: Storage,
+    table: str,
+    read: Callable[[Part], T],
+    use: Callable[[Part, T], None],
+    owners: Owners,
+    parts: Sequence[Part] | None = None,
+    each: Each = map,
+) -> dict[str, str]:
+    """Read each part whose rows may count, and look again for those that a run has merged meanwhile.
+
+    Args:
+        read: takes a part; may raise `PartGoneError` or `PartDamagedError`.
+        use: takes a part and what was read, and adds the part to `owners`; may raise the same.
+        parts: those that are read first; by default all of the table, as they are listed.
+        each: does `read` of several parts, in order, as `map` does.
+
+    Returns:
+        Why parts are left out, by their paths.
+    """
+
+    def tried(part: Part) -> T | Exception:
+        try:
+            return read(part)
+        except (PartGoneError, PartDamagedError) as error:
+            return error
+
+    damaged, listed = dict[str, str](), set[Part]()
+    new = list_parts(run, table) if parts is None else list(parts)
+    while new:
+        listed.update(new)
+        is_any_gone = False
+        for is_merged in (True, False):
+            left = [part for part in new if part.merged == is_merged and not owners.has(part)]
+            for part, found in zip(left, each(tried, left), strict=True):
+                try:
+                    if isinstance(found, Exception):
+                        raise found
+                    use(part, found)
+                except PartGoneError:
+                    is_any_gone = True
+                except PartDamagedError as error:
+                    damaged[part.path] = str(error)
+        new = [part for part in list_parts(run, table) if part not in listed] if is_any_gone else []
+    return damaged
+
+
+def warn_of_damage(run: Storage, table: str, damaged: Mapping[str, str]) -> None:
+    """Warn in one line, however many parts there are: a disk that went bad spoils all.
+
+    Args:
+        damaged: what is wrong with each part, by its path.
+    """
+    if damaged:
+        (name, why), *others = damaged.items()
+        more = f"; and so are {len(others)} other parts" if others else ""
+        warn(f"{run.path(name)} is left out, it cannot be read as a part of {table}: {why}{more}")
+
+
+def describe_error(error: Exception) -> str:
+    """Return why something cannot be read, in a line."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+@contextlib.contextmanager
+def open_part(run: Storage, part: Part, texts: Sequence[str] = (), whole: bool = False) -> Iterator[parquet.PartFile]:
+    """Open a part.
+
+    Args:
+        texts: columns of text that are read as dictionaries.
+        whole: a remote part comes in one request.
+
+    Raises:
+        PartGoneError: there is none.
+        PartDamagedError: it is damaged or foreign.
+    """
+    try:
+        with (run.open_small if whole else run.open)(part.path) as file:
+            yield parquet.PartFile(file, part.checksum, texts)
+    except PartDamagedError:
+        raise
+    except FileNotFoundError:
+        raise PartGoneError(part.path) from None
+    except Exception as error:  # of parquet's and of every driver's own
+        raise PartDamagedError(describe_error(error)) from None
+
+
+def read_outline(run: Storage, table: str, part: Part) -> Outline:
+    """Read what the footer of a part says of its rows. An earlier release wrote none: then read its steps and names.
+
+    Raises:
+        PartGoneError, PartDamagedError: as for `open_part`.
+    """
+    with open_part(run, part) as rows:
+        if outline := rows.outline:
+            if outline.same.get("attempt", part.attempt) != part.attempt:
+                raise PartDamagedError(_OTHER_ATTEMPT)
+            return outline
+    return Outline(tuple(stretches(read_names(run, table, part))))
+
+
+def read_names(run: Storage, table: str, part: Part, first: int = 0, count: int | None = None) -> pa.Table:
+    """Read step, layer and role of rows of a part, as numbers and plain text.
+
+    Raises:
+        PartGoneError, PartDamagedError: as for `open_part`.
+    """
+    found, at = read_columns(run, table, part, KEYS, None if count is None else [(first, first + count)])
+    names = found if count is None else found.slice(int(at(np.array([first]))[0]), count)
+    return names.cast(pa.schema([(name, pa.int64() if name == "step" else pa.string()) for name in names.column_names]))
+
+
+def read_steps(run: Storage, table: str, part: Part) -> set[int]:
+    """Read which steps a part has.
+
+    Raises:
+        PartGoneError, PartDamagedError: as for `open_part`.
+    """
+    return steps_in(read_columns(run, table, part, ("attempt", "step"))[0])
+
+
+def steps_in(rows: pa.Table) -> set[int]:
+    """Return the steps of some rows."""
+    return set(pc.unique(rows["step"]).to_pylist()) if len(rows) else set()
+
+
+def read_columns(
+    run: Storage,
+    table: str,
+    part: Part,
+    columns: Iterable[str],
+    spans: Sequence[tuple[int, int]] | None = None,
+    step: int | None = None,
+) -> tuple[pa.Table, Callable[[Ints], Ints]]:
+    """Read columns of the row groups of a part that have some rows.
+
+    Args:
+        columns: to read; texts come as dictionaries.
+        spans: pairs of the first row and the one behind the last; None: all rows.
+        step: only row groups that may have rows of it; None: all.
+
+    Returns:
+        The rows, columns in the order of the schema; and where places in the part are among them.
+
+    Raises:
+        PartGoneError, PartDamagedError: as for `open_part`.
+    """
+    schema = arrow_schema(table, columns)
+    with open_part(run, part, texts_of(schema)) as rows:
+        spans = rows.spans_of(step) if step is not None else spans
+        found, at = rows.read(migration.with_earlier_names(schema.names), spans)
+        return _checked(migration.completed(found, schema), schema, part), at
+
+
+def read_rows(run: Storage, table: str, part: Part, columns: Iterable[str], places: Sequence[int]) -> pa.Table:
+    """Read columns of a few rows of a part, ascending, and decode no more than the row groups around them.
+
+    Raises:
+        PartGoneError, PartDamagedError: as for `open_part`.
+    """
+    rows = np.array(places)
+    spans = [(int(span[0]), int(span[-1]) + 1) for span in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)]
+    found, at = read_columns(run, table, part, columns, spans)
+    # Slices: `take` would ask pandas what its places are, and import it for that.
+    begins = at(np.array([first for first, _ in spans])).tolist()
+    return pa.concat_tables(found.slice(begin, end - first) for begin, (first, end) in zip(begins, spans, strict=True))
+
+
+def read_whole_rows(run: Storage, table: str, part: Part, places: Sequence[int], at_once: int) -> list[dict[str, Any]]:
+    """Read all columns of a few rows of a part, ascending, of which some are decoded at a time.
+
+    Raises:
+        PartGoneError, PartDamagedError: as for `open_part`.
+    """
+    names = list(SCHEMAS[table])
+    with open_part(run, part) as rows:
+        found = migration.renamed(rows.pick(migration.with_earlier_names(names), places, at_once))
+        check_values(found)
+    return [{name: row.get(name) for name in names} for row in found.to_pylist()]
+
+
+def read_groups(run: Storage, table: str, part: Part, whole: bool = False) -> Iterator[pa.Table]:
+    """Read all columns of a part as today's schema has them, a row group at a time.
+
+    Args:
+        whole: a remote part comes in one request.
+
+    Raises:
+        PartGoneError, PartDamagedError: as for `open_part`; or a later release wrote it.
+    """
+    schema = arrow_schema(table)
+    with open_part(run, part, whole=whole) as rows:
+        for group in rows.groups():
+            if set(group.column_names) - set(migration.with_earlier_names(schema.names)):
+                raise PartDamagedError("it has columns of a later release")
+            yield _checked(migration.completed(group, schema), schema, part).cast(schema)
+
+
+def size_of(run: Storage, part: Part) -> int:
+    """Return the bytes of a part; 0 if it cannot be read."""
+    with contextlib.suppress(Exception), run.open(part.path) as file:  # every driver has errors of its own
+        return int(file.seek(0, io.SEEK_END))
+    return 0
+
+
+def count_rows(run: str | os.PathLike[str], table: str, enough: float = math.inf) -> int:
+    """Return how many rows the parts of a table say they have; only their ends are read, and no more once that is enough."""
+    run, rows = Storage(run), 0
+    for part in list_parts(run, table):
+        if rows >= enough:
+            break
+        with contextlib.suppress(PartGoneError, PartDamagedError), open_part(run, part) as opened:
+            rows += opened.count
+    return rows
+
+
+_OTHER_ATTEMPT = "its rows are not of the attempt that its name says"
+
+
+def _checked(rows: pa.Table, schema: pa.Schema, part: Part) -> pa.Table:
+    if [_plain(column.type) for column in rows.schema] != schema.types:
+        raise PartDamagedError("its columns are not those of this table")
+    check_values(rows)
+    if "attempt" in rows.column_names and pc.unique(rows["attempt"]).to_pylist() not in ([], [part.attempt]):
+        raise PartDamagedError(_OTHER_ATTEMPT)
+    return rows
+
+
+def check_values(rows: pa.Table) -> None:
+    """Refuse rows with values that no run writes.
+
+    Raises:
+        PartDamagedError: there are some.
+    """
+    if wrong := wrong_values(rows):
+        raise PartDamagedError(wrong)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
