@@ -15,10 +15,10 @@ from ..analysis.comparison.compare import compare
 from ..analysis.comparison.comparison import Comparison
 from ..analysis.comparison.summary import summarize, to_json
 from ..analysis.diagnosis.diagnose import diagnose_comparison
+from ..analysis.diagnosis.ranking import by_harm
 from ..analysis.formatting import number
 from ..analysis.runs.cluster import on_cluster
 from ..analysis.runs.run import Run
-from ..analysis.story.ranking import by_harm
 from ..core.keys import SHOWN_AS, STATES
 from ..numerics.metric_names import label_of
 from .cluster import Cluster

@@ -20,10 +20,10 @@ from tab import FC1, FC2, Tab, start, write_counted_run
 
 from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
 from nemo_fp8_debug.analysis.recommendation.flags import flagged_by
 from nemo_fp8_debug.analysis.recommendation.recommend import recommend
 from nemo_fp8_debug.analysis.replay.replay import replay
-from nemo_fp8_debug.analysis.story.ranking import harm_ranks
 from nemo_fp8_debug.analysis.story.story import story
 from nemo_fp8_debug.errors import hearing
 from nemo_fp8_debug.tensorboard_plugin.jobs import jobs, memory, what_if, worker_process

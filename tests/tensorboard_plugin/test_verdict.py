@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from verdict_records import CULPRIT, HOSTILE, ONSET
 
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
-from nemo_fp8_debug.analysis.story.ranking import harm_ranks
+from nemo_fp8_debug.analysis.diagnosis.ranking import harm_ranks
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.numerics.metric_names import LABELS
 

@@ -8,9 +8,9 @@ import polars as pl
 
 from ...core.keys import Key
 from ..diagnosis.diagnosis import Diagnosis
+from ..diagnosis.ranking import harm_ranks
 from ..diagnosis.rules.finding import NO_RECIPE, NOT_FP8
 from ..formatting import number
-from ..story.ranking import harm_ranks
 
 
 @dataclass(frozen=True)

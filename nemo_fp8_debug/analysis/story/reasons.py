@@ -8,8 +8,8 @@ from typing import Any
 from ...core.keys import GRADIENTS
 from ...numerics.metric_names import LABELS
 from ..diagnosis.diagnosis import Diagnosis
+from ..diagnosis.ranking import BESIDES, BLAMED, REST
 from ..diagnosis.rules.finding import CAUSES, NOT_FP8, Finding
-from .ranking import BESIDES, BLAMED, REST
 from .told import died, sentence, steps_apart, value_of
 
 #: share of a tensor that is lost, from which a format holds it badly

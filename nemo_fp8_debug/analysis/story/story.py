@@ -13,10 +13,10 @@ from ...numerics.metric_names import LABELS
 from ..comparison.drift import SHOWN
 from ..diagnosis.diagnosis import Diagnosis
 from ..diagnosis.events import Event, in_order
+from ..diagnosis.ranking import BESIDES, BLAMED, KEY, medians, ranked
 from ..formatting import jsonable
 from ..runs.run import Run
 from .headline import first_of, headline
-from .ranking import BESIDES, BLAMED, KEY, medians, ranked
 from .reasons import why
 from .strip import ROWS, row_of
 from .told import died, tensor_of, value_of

@@ -10,11 +10,11 @@ from ...analysis.comparison.layer_matching import named_alike
 from ...analysis.comparison.summary import to_json
 from ...analysis.diagnosis.diagnose import comparison_of, diagnose, diagnose_comparison
 from ...analysis.diagnosis.diagnosis import Diagnosis
+from ...analysis.diagnosis.ranking import by_harm
 from ...analysis.loss.outcome import LossOutcome
 from ...analysis.runs.run import Run
 from ...analysis.story.headline import of_loss
 from ...analysis.story.markdown import story_markdown
-from ...analysis.story.ranking import by_harm
 from ...analysis.story.story import story
 from ...errors import hearing
 from .telling import Tell, to_nobody

@@ -13,11 +13,11 @@ from ...core.keys import Key
 from ..comparison.compare import split_experts
 from ..comparison.comparison import Comparison
 from ..comparison.drift import SHOWN, TAIL
-from ..diagnosis.diagnosis import Diagnosis
-from ..diagnosis.rules.finding import Finding
 from ..runs.blocks import by_tensor, over_blocks
 from ..runs.grid import Floats, Grid, median
 from ..runs.run import Run
+from .diagnosis import Diagnosis
+from .rules.finding import Finding
 
 KEY = ["layer", "role"]
 #: groups of the ranking: blamed, also wrong by then, out of band for whatever reason, neither
