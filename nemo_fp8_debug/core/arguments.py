@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from ..errors import ConfigError
 
@@ -26,7 +26,8 @@ def checks_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[
         Callback(intervall=5)  # ConfigError: there is no option 'intervall' (did you mean 'interval'?); ...
 
     Args:
-        options_of: the class that the constructor's `**options` go to. Its options then show in the constructor's signature.
+        options_of: the class that the constructor's `**options` go to. Its options then show in the constructor's signature,
+            with their types, so that launchers and command lines (NeMo-Run, LightningCLI) can offer them.
     """
 
     def decorated(cls: C) -> C:
@@ -43,6 +44,9 @@ def checks_arguments(options_of: Callable[..., Any] | None = None) -> Callable[[
             original(self, *args, **kwargs)
 
         checked.__signature__ = signature  # type: ignore[attr-defined]
+        checked.__annotations__ = {
+            p.name: p.annotation for p in signature.parameters.values() if p.annotation is not p.empty
+        }
         cls.__init__ = checked  # type: ignore[misc]
         return cls
 
@@ -54,9 +58,10 @@ def _signature(original: Callable[..., None], options_of: Callable[..., Any] | N
     if options_of is None:
         return signature
     own = [p for p in signature.parameters.values() if p.kind not in _OF_SIGNATURE]
-    names = {p.name for p in own}
+    names, types = {p.name for p in own}, get_type_hints(options_of)
     more = [p for p in inspect.signature(options_of).parameters.values() if p.name not in names]
-    return signature.replace(parameters=[*own, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in more)])
+    options = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[p.name]) for p in more]
+    return signature.replace(parameters=[*own, *options])
 
 
 def _explained(error: TypeError, unknown: Sequence[str], known: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -80,9 +80,13 @@ class TestOptions:
         assert "\n" not in str(caught.value)
 
     def test_signatures_show_every_option(self) -> None:
-        options = set(inspect.signature(Config).parameters)
-        for shown in (Monitor, FP8DebugCallback, FP8DebugTrainerCallback, FP8DebugBridgeCallback, FP8DebugForwardStep):
-            assert options <= set(inspect.signature(shown).parameters)
+        options, types = inspect.signature(Config).parameters, get_type_hints(Config)
+        for watching in (Monitor, FP8DebugCallback, FP8DebugTrainerCallback, FP8DebugBridgeCallback, FP8DebugForwardStep):
+            shown = inspect.signature(watching).parameters
+            assert set(options) <= set(shown)
+            for name in set(options) - {"output"}:  # which Monitor takes as a path too
+                assert (shown[name].default, shown[name].annotation) == (options[name].default, types[name])
+                assert get_type_hints(watching.__init__)[name] == types[name]
 
     def test_whole_numbers_of_other_types_are_taken(self) -> None:
         for value in (np.int64(10), torch.tensor(10), 10.0):
