@@ -29,13 +29,12 @@ from ..capture.overrides import SWITCHED
 from ..capture.tracing import Hook
 from ..core.keys import ROLES
 from ..errors import ConfigError, warn
-from ..numerics.recipe import parse_recipe
+from ..numerics.recipe import BF16_RECIPE
 from ..numerics.tensor_scaling import Unscaled
 from ..plan.plan import Change, Plan
 from .emulate import Emulation
 from .te_recipes import autocast, te_recipe
 
-_NOT_IN_FP8 = parse_recipe("bf16")
 #: a module of Transformer Engine without FP8: any GEMM
 _PLAIN = replace(
     LINEAR,
@@ -187,4 +186,4 @@ def _emulation(gemms: Sequence[Gemm], changes: Sequence[Change]) -> Emulation:
     made_inside = [Change(g.name, "bf16", ("input",)) for g in normalize]
     by_name = [Change(g.name, change.recipe) for g, change in zip(gemms, changes, strict=True)]
     plain = [replace(gemm, backend=_PLAIN) for gemm in gemms]
-    return Emulation.of_gemms(plain, _NOT_IN_FP8, Plan((*by_name, *made_inside)))
+    return Emulation.of_gemms(plain, BF16_RECIPE, Plan((*by_name, *made_inside)))

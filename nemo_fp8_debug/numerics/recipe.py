@@ -69,6 +69,10 @@ class Recipe:
         return isinstance(self.scaling, BlockRule)
 
 
+#: casts nothing
+BF16_RECIPE = Recipe(Unscaled())
+
+
 def refuse_blocks(recipe: Recipe, what: str) -> None:
     """Say that `what` has no use for a recipe that scales blocks.
 
@@ -98,6 +102,21 @@ def parse_recipe(value: str | Mapping[str, Any] | Recipe) -> Recipe:
     if isinstance(value, str):
         return _named(value)
     return _of_options(dict(value) if isinstance(value, Mapping) else {"name": value})
+
+
+def find_recipe(name: str | None) -> Recipe | None:
+    """Return the recipe that a record names.
+
+    Args:
+        name: as recorded; None: nothing was.
+
+    Returns:
+        None if there is no such recipe here: a framework may have more.
+    """
+    try:
+        return None if name is None else parse_recipe(name)
+    except ConfigError:
+        return None
 
 
 @functools.lru_cache(maxsize=256)

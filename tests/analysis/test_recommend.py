@@ -25,6 +25,7 @@ from nemo_fp8_debug.analysis.recommendation.recommend import Recommendation, ove
 from nemo_fp8_debug.analysis.replay.replay import add_to_record, replay
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.cli import app
+from nemo_fp8_debug.numerics.recipe import find_recipe
 from nemo_fp8_debug.plan.plan import Plan
 from nemo_fp8_debug.record.writer import RunRecord
 
@@ -187,7 +188,7 @@ def test_float32_operands_have_no_histogram_to_weigh_but_dumps(tmp_path: Path) -
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
 @pytest.mark.parametrize("recipe", ["delayed", "current-e4m3", "mxfp8", "of another tool"])
 def test_nothing_is_tried_twice_and_bf16_is_the_last(recipe: str, role: str) -> None:
-    tried = [r.name for _, r in candidates(recipe, "e4m3", role)]
+    tried = [r.name for _, r in candidates(find_recipe(recipe), "e4m3", role)]
     assert len(set(tried)) == len(tried) and tried[-1] == "bf16" and recipe not in tried
 
 

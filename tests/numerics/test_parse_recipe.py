@@ -11,7 +11,7 @@ from nemo_fp8_debug.errors import ConfigError
 from nemo_fp8_debug.numerics.block_scaling import BlockScaling, MXFP8Scaling
 from nemo_fp8_debug.numerics.formats import BF16, E2M1, E4M3, E5M2, FloatFormat
 from nemo_fp8_debug.numerics.nvfp4_scaling import NVFP4Scaling
-from nemo_fp8_debug.numerics.recipe import Recipe, parse_recipe
+from nemo_fp8_debug.numerics.recipe import BF16_RECIPE, Recipe, find_recipe, parse_recipe
 from nemo_fp8_debug.numerics.tensor_scaling import (
     CurrentScaling,
     DelayedScaling,
@@ -120,3 +120,8 @@ class TestParseRecipe:
     )
     def test_format_of_each_role_under_other_recipes(self, name: str, formats: list[FloatFormat]) -> None:
         assert [parse_recipe(name).format_of(role) for role in ROLES] == formats
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("bf16", BF16_RECIPE), ("of another tool", None), (None, None)])
+def test_a_record_may_name_a_recipe_that_is_not_known(name: str | None, recipe: Recipe | None) -> None:
+    assert find_recipe(name) == recipe

@@ -13,8 +13,8 @@ from ...errors import ConfigError
 from ...numerics.block_scaling import BlockScaling, MXFP8Scaling
 from ...numerics.limits import LEAST_VALUES
 from ...numerics.metric_names import LABELS
-from ...numerics.recipe import Recipe, Scaling, parse_recipe
-from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling, Unscaled
+from ...numerics.recipe import BF16_RECIPE, Recipe, Scaling, find_recipe, parse_recipe
+from ...numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ..replay.replay import replay
 from ..runs.run import Run
 
@@ -22,7 +22,6 @@ from ..runs.run import Run
 Cast = tuple[Scaling, str]
 
 STAY = "stay"
-BF16 = Recipe(Unscaled())
 #: block recipes, in order of cost
 BLOCKS = (BlockScaling, MXFP8Scaling)
 _KEY = ["layer", "role"]
@@ -120,15 +119,14 @@ def cast_of(recipe: Recipe, role: str) -> Cast:
     return recipe.scaling, recipe.format_of(role).name
 
 
-def candidates(in_use: str, fmt: str, role: str) -> Iterator[tuple[str, Recipe]]:
+def candidates(in_use: Recipe | None, fmt: str, role: str) -> Iterator[tuple[str, Recipe]]:
     """Kinds of changes and their recipes, in order of cost.
 
     Args:
-        in_use: the recipe as recorded; a host may have recipes that have no name here.
+        in_use: the recipe as recorded; None: a framework's own, which is not known here.
         fmt: format that the operand is cast to.
     """
-    here = _known(in_use)
-    recipe = here or _current_in(fmt, role)
+    recipe = in_use or _current_in(fmt, role)
     scaling = recipe.scaling
     if isinstance(scaling, DelayedScaling):
         for more in (1, 2):
@@ -139,22 +137,22 @@ def candidates(in_use: str, fmt: str, role: str) -> Iterator[tuple[str, Recipe]]
             yield "history", replace(recipe, scaling=replace(scaling, amax_compute_algo="most_recent"))
     if isinstance(scaling, (DelayedScaling, CurrentScaling)):
         current = replace(recipe, scaling=CurrentScaling())
-        if current != here:
+        if current != in_use:
             yield "current", current
         if other := _OTHER_FORMAT.get(fmt):
             for one in dict.fromkeys([scaling, CurrentScaling()]):
                 yield "format", Recipe(one, other)
     for block in BLOCKS:
         for choice in ("e4m3", "hybrid") if role == "grad_output" else ("e4m3",):
-            if Recipe(block(), choice) != here:
+            if Recipe(block(), choice) != in_use:
                 yield "block", Recipe(block(), choice)
-    yield "bf16", BF16
+    yield "bf16", BF16_RECIPE
 
 
-def replayable(in_use: str, fmt: str, role: str) -> Iterator[Recipe]:
+def replayable(in_use: Recipe | None, fmt: str, role: str) -> Iterator[Recipe]:
     """What is to be known of an operand to choose: its candidates, and what its own recipe should have made of it."""
-    if own := _known(in_use):
-        yield own
+    if in_use:
+        yield in_use
     for _, recipe in candidates(in_use, fmt, role):
         yield recipe
 
@@ -162,13 +160,6 @@ def replayable(in_use: str, fmt: str, role: str) -> Iterator[Recipe]:
 def _current_in(fmt: str, role: str) -> Recipe:
     usual = Recipe(CurrentScaling())
     return Recipe(CurrentScaling(), fmt) if fmt in _OTHER_FORMAT and usual.format_of(role).name != fmt else usual
-
-
-def _known(name: str) -> Recipe | None:
-    try:
-        return parse_recipe(name)
-    except ConfigError:
-        return None
 
 
 class Judged:
@@ -206,7 +197,7 @@ class Judged:
         missing: dict[Recipe, list[Key]] = {}
         for key, recipes in wanted.items():
             for recipe in recipes:
-                if key in self._samples and self.of(key, recipe) is None and not recipe.in_blocks and recipe != BF16:
+                if key in self._samples and self.of(key, recipe) is None and not recipe.in_blocks and recipe != BF16_RECIPE:
                     missing.setdefault(recipe, []).append(key)
         for recipe, keys in missing.items():
             steps = self._steps(keys)
@@ -225,7 +216,7 @@ class Judged:
         rows = rows.join(self._looked_at.select(*_KEY, "step", "n"), on=[*_KEY, "step"], maintain_order="left")
         counted = _worst(_without_few(rows), [*_KEY, "recipe"], pl.len())
         for layer, role, name, *metrics, samples in counted.iter_rows():
-            recipe, key = _known(name), (layer, role)
+            recipe, key = find_recipe(name), (layer, role)
             if recipe is not None and samples == self._samples[key]:
                 self._errors[key, cast_of(recipe, role)] = Errors(*metrics)
 
@@ -271,7 +262,7 @@ def _by_key(rows: pl.DataFrame) -> Iterator[tuple[Key, tuple[float, ...]]]:
         yield (layer, role), tuple(values)
 
 
-def options_of(key: Key, in_use: str, fmt: str, dtype: str, judged: Judged, budget: Budget) -> tuple[Option, ...]:
+def options_of(key: Key, in_use: Recipe | None, fmt: str, dtype: str, judged: Judged, budget: Budget) -> tuple[Option, ...]:
     """Everything that can be done about an operand that does not keep the budget, in order of cost; BF16 is the last."""
     options = []
     astray = _astray(key, in_use, judged)
@@ -279,7 +270,7 @@ def options_of(key: Key, in_use: str, fmt: str, dtype: str, judged: Judged, budg
         if astray and isinstance(recipe.scaling, DelayedScaling):
             continue
         errors = judged.of(key, recipe)
-        if recipe == BF16:
+        if recipe == BF16_RECIPE:
             errors = errors or (_NONE if dtype != "float32" else None)  # 16 bits are the run's own precision
             options.append(Option(kind, recipe.name, errors, True))
         else:
@@ -287,13 +278,13 @@ def options_of(key: Key, in_use: str, fmt: str, dtype: str, judged: Judged, budg
     return tuple(options)
 
 
-def _astray(key: Key, in_use: str, judged: Judged) -> bool:
+def _astray(key: Key, in_use: Recipe | None, judged: Judged) -> bool:
     """Whether the scale in use loses what its recipe would not: no other delayed scale can be relied on then.
 
     A replayed history knows the sampled steps only, so that small differences tell nothing.
     """
-    recipe, now = _known(in_use), judged.in_use().get(key)
-    own = judged.of(key, recipe) if recipe is not None and isinstance(recipe.scaling, DelayedScaling) else None
+    now = judged.in_use().get(key)
+    own = judged.of(key, in_use) if in_use is not None and isinstance(in_use.scaling, DelayedScaling) else None
     if own is None or now is None:
         return False
     more = [(getattr(now, name) or 0.0) - (getattr(own, name) or 0.0) for name in ("underflow_pct", "overflow_pct")]

@@ -14,6 +14,7 @@ from ...core.keys import ROLES, SHOWN_AS, Key
 from ...core.layer_names import compile_patterns, is_aggregate
 from ...core.scale_sources import QUANTIZED, notice
 from ...errors import RecordError
+from ...numerics.recipe import BF16_RECIPE, find_recipe
 from ...plan.plan import Change, Plan
 from ..comparison.compare import quantized
 from ..formatting import number
@@ -21,7 +22,7 @@ from ..runs.run import Run
 from .engines import why_none
 from .flags import Flag
 from .flops import coverage, flops_of
-from .options import BF16, STAY, Budget, Errors, Judged, Option, options_of, replayable
+from .options import STAY, Budget, Errors, Judged, Option, options_of, replayable
 
 #: blocks of the model at either end that may be left in BF16 as a whole, as a share of all
 _AT_THE_ENDS = 0.25
@@ -136,7 +137,8 @@ def recommend(
     unknown = [key for key, (recipe, *_) in about.items() if recipe is None]
     about = {key: what for key, what in about.items() if key not in unknown}
     too_bad = [key for key in about if not budget.met_by(now.get(key))]
-    judged.replay({key: list(replayable(*about[key][:2], key[1])) for key in too_bad})
+    in_use = {key: find_recipe(recipe) for key, (recipe, *_) in about.items()}
+    judged.replay({key: list(replayable(in_use[key], about[key][1], key[1])) for key in too_bad})
     flops, in_fp8 = flops_of(run.metrics), _in_fp8(run)
     before = coverage(flops, in_fp8.__contains__)
 
@@ -146,7 +148,7 @@ def recommend(
     findings = []
     for key, (recipe, fmt, dtype) in about.items():
         stay = Option(STAY, recipe, now.get(key), key not in too_bad)
-        options = (stay, *(options_of(key, recipe, fmt, dtype, judged, budget) if key in too_bad else ()))
+        options = (stay, *(options_of(key, in_use[key], fmt, dtype, judged, budget) if key in too_bad else ()))
         reason = flags[key].why if key in flags else _reason(now.get(key), budget)
         finding = Finding(*key, reason, options, None)
         alone = left(_plan([finding]))
@@ -198,7 +200,7 @@ def _about(run: Run, flagged: Sequence[Key]) -> dict[Key, tuple[str, str, str]]:
 
 
 def _in_fp8(run: Run) -> set[Key]:
-    metrics, is_fp8 = quantized(run.metrics), pl.col("recipe").ne_missing(BF16.name)
+    metrics, is_fp8 = quantized(run.metrics), pl.col("recipe").ne_missing(BF16_RECIPE.name)
     rows = metrics.gathered(["recipe"], lambda rows: rows.filter(is_fp8).unique("tensor"))
     return set(metrics.named(rows).select("layer", "role").rows())
 
@@ -219,7 +221,7 @@ def _taken_out(plan: Plan, keys: Collection[Key]) -> set[Key]:
     for change in plan.changes:
         chosen = compile_patterns([change.layer])
         named = {(layer, role) for layer, role in keys if role in change.roles and (layer == change.layer or chosen(layer))}
-        out = out | named if change.recipe == BF16.name else out - named
+        out = out | named if change.recipe == BF16_RECIPE.name else out - named
     return out
 
 
@@ -233,7 +235,7 @@ def _plan(findings: Sequence[Finding]) -> Plan:
     for layer, mine in layers.items():
         whys = [f"{SHOWN_AS[f.role]}: {f.why}" for f in mine]
         if sum(f.chosen.kind == "bf16" for f in mine) > 1:
-            changes.append(Change(layer, BF16.name, ROLES, why="; ".join(whys)))
+            changes.append(Change(layer, BF16_RECIPE.name, ROLES, why="; ".join(whys)))
         else:
             changes += [Change(layer, f.chosen.recipe, (f.role,), why=w) for f, w in zip(mine, whys, strict=True)]
     return Plan(tuple(changes))
@@ -250,7 +252,7 @@ def block_of(layer: str) -> int | None:
 
 def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | None:
     """The blocks at either end that hold all that the plan takes out of FP8; None where others would have to go too."""
-    at = [block_of(change.layer) for change in plan.changes if change.recipe == BF16.name]
+    at = [block_of(change.layer) for change in plan.changes if change.recipe == BF16_RECIPE.name]
     known = [block for layer in run.metrics.tensors["layer"].unique() if (block := block_of(layer)) is not None]
     n = run.fingerprint.get("backend_options", {}).get("num_layers") or max(known, default=-1) + 1
     if not at or None in at:
@@ -261,7 +263,7 @@ def _ends(run: Run, plan: Plan, left: Callable[[Plan], float | None]) -> Ends | 
     if start + end > max(1, n * _AT_THE_ENDS):
         return None
     whole = [*range(start), *range(n - end, n)]
-    return Ends(start, end, n, left(Plan(tuple(Change(f"re:^decoder[.]layers[.]{b}[.]", BF16.name) for b in whole))))
+    return Ends(start, end, n, left(Plan(tuple(Change(f"re:^decoder[.]layers[.]{b}[.]", BF16_RECIPE.name) for b in whole))))
 
 
 def _notes(run: Run, findings: Sequence[Finding]) -> list[str]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import replace
 
 import torch
 
 from ...core.keys import Key
-from ...errors import ConfigError, warn
+from ...errors import warn
 from ...numerics.formats import FORMATS
 from ...numerics.histogram import DTYPES, Histogram
-from ...numerics.recipe import Recipe, parse_recipe
+from ...numerics.recipe import Recipe, find_recipe
 from ...record.dump import dumped_files, read_dump
 from ...record.reader import read_table
 from ...record.storage import Storage
@@ -69,10 +68,9 @@ def in_blocks(job: Job) -> dict[Key, Recipe]:
     """The block recipes that operands are to be measured under."""
     found = {}
     for layer, role, name in job.about.select(*OPERAND, "recipe").iter_rows():
-        with contextlib.suppress(ConfigError):  # a host may have recipes that have no name here
-            recipe = job.recipe or parse_recipe(name)
-            if recipe.in_blocks:
-                found[layer, role] = recipe
+        recipe = job.recipe or find_recipe(name)
+        if recipe and recipe.in_blocks:
+            found[layer, role] = recipe
     return found
 
 

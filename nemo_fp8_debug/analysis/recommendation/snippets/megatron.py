@@ -12,16 +12,16 @@ from typing import Any
 import yaml
 
 from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
-from ....numerics.recipe import Recipe
+from ....numerics.recipe import BF16_RECIPE, Recipe
 from ....numerics.tensor_scaling import CurrentScaling
-from ..options import BF16, cast_of
+from ..options import cast_of
 from ..recommend import Finding, Recommendation
 from .snippet import Snippet, commented, first_for_all, module_of
 
 NAME = "megatron_modules.yaml"
 #: what Megatron calls the recipes that it can give a module, in order of cost; delayed scaling is not among them
 RECIPES: dict[type[Any], str] = {CurrentScaling: "tensorwise", BlockScaling: "blockwise", MXFP8Scaling: "mxfp8"}
-_MENU = [Recipe(scaling(), fmt) for scaling in RECIPES for fmt in ("hybrid", "e4m3")] + [BF16]
+_MENU = [Recipe(scaling(), fmt) for scaling in RECIPES for fmt in ("hybrid", "e4m3")] + [BF16_RECIPE]
 _HOW = (
     "Recipes of single modules. Megatron-LM: --te-precision-config-file THIS_FILE; Megatron-Bridge and others: quant_recipe "
     "of TransformerConfig = megatron.core.quantization.utils.load_quantization_recipe(THIS_FILE). It takes megatron-core "
@@ -40,8 +40,8 @@ def per_module(found: Recommendation) -> Snippet | None:
     matchers: dict[str, Any] = {}
     coarser = []
     for pattern, findings in by_pattern.items():
-        recipe = first_for_all(findings, _MENU) or BF16
-        name = "bf16" if recipe == BF16 else f"{RECIPES[type(recipe.scaling)]}_{recipe.fp8_format}"
+        recipe = first_for_all(findings, _MENU) or BF16_RECIPE
+        name = "bf16" if recipe == BF16_RECIPE else f"{RECIPES[type(recipe.scaling)]}_{recipe.fp8_format}"
         configs[name] = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": _recipe(recipe)}
         matchers[pattern] = {"type": "glob", "enabled": True, "pattern": pattern, "config": name}
         coarser += [_coarser(finding, recipe, name) for finding in findings]
@@ -55,7 +55,7 @@ def per_module(found: Recommendation) -> Snippet | None:
 
 
 def _recipe(recipe: Recipe) -> dict[str, str]:
-    if recipe == BF16:
+    if recipe == BF16_RECIPE:
         return {}  # none is high precision
     return {"fp8_quantization_recipe": RECIPES[type(recipe.scaling)], "fp8_format": recipe.fp8_format}
 

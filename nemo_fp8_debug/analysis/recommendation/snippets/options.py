@@ -8,8 +8,7 @@ from typing import Any
 import polars as pl
 import yaml
 
-from ....errors import ConfigError
-from ....numerics.recipe import Recipe, parse_recipe
+from ....numerics.recipe import Recipe, find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...comparison.compare import quantized
 from ..options import STAY
@@ -64,11 +63,8 @@ def _in_use(found: Recommendation) -> Recipe | None:
     metrics = quantized(found.run.metrics)
     counts = metrics.gathered(["recipe"], lambda rows: rows.group_by("recipe", maintain_order=True).agg(pl.sum("count")))
     names = counts.sort("count", descending=True, maintain_order=True)
-    try:
-        recipe = parse_recipe(names["recipe"][0])
-    except ConfigError:
-        return None
-    return recipe if _can_be_said(recipe) else None
+    recipe = find_recipe(names["recipe"][0])
+    return recipe if recipe and _can_be_said(recipe) else None
 
 
 def _menu(findings: list[Finding], ends: Ends | None) -> list[Recipe]:

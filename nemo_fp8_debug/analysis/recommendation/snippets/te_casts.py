@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from ....core.keys import ROLES, SHOWN_AS
 from ....core.layer_names import is_aggregate
 from ....core.scale_sources import ENGINE
-from ....errors import ConfigError
 from ....numerics.block_scaling import BlockScaling, MXFP8Scaling
-from ....numerics.recipe import parse_recipe
+from ....numerics.recipe import find_recipe
 from ....numerics.tensor_scaling import CurrentScaling, DelayedScaling
 from ...runs.run import Run
 from ..flops import OPERANDS, READERS
@@ -68,10 +67,10 @@ def _cast(name: str, fmt: str, source: str | None) -> Cast | None:
         return None
     if source != ENGINE:
         raise Unreadable(f"what it was cast with was not read (`scale_source` is {source})")
-    try:
-        scaling = parse_recipe(name).scaling
-    except ConfigError:
-        raise Unreadable(f"{name} has no counterpart here") from None
+    recipe = find_recipe(name)
+    if recipe is None:
+        raise Unreadable(f"{name} has no counterpart here")
+    scaling = recipe.scaling
     by_torchao = getattr(scaling, "by_logarithm", False)
     if by_torchao or not isinstance(scaling, (CurrentScaling, DelayedScaling, BlockScaling, MXFP8Scaling)):
         raise Unreadable(f"not all options of {name} are in the record")
