@@ -27,7 +27,7 @@ from .parts import (
     size_of,
     widest_first,
 )
-from .schema import SCHEMAS, Part, arrow_schema, part_name
+from .schema import TABLES, Part, arrow_schema, part_name
 from .storage import Storage
 
 #: parts that are merged into one
@@ -37,9 +37,9 @@ LARGEST = 64 << 20
 #: rows of a row group, at the least, if there are as many
 _GROUP = 1 << 17
 #: tables that are read a step at a time: their parts keep the rows of each step together
-BY_STEP = ("histograms", "state_histograms", "activation_histograms")
+BY_STEP = tuple(table.name for table in TABLES.values() if table.by_step)
 #: tables with one writer an attempt, which merging relies on
-_TABLES = tuple(table for table in SCHEMAS if table not in SHARED)
+_MERGED_TABLES = tuple(table for table in TABLES if table not in SHARED)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Merger:
         Args:
             times: how often it has been merged.
         """
-        if table not in _TABLES or written.size >= LARGEST // 2:
+        if table not in _MERGED_TABLES or written.size >= LARGEST // 2:
             return
         waiting = self._waiting[table, times]
         waiting.append(written)
@@ -76,7 +76,7 @@ class Merger:
     def tidy_up(self, attempt: int) -> None:
         """Merge what attempts before one left in small parts, and remove what merged parts hold."""
         there = self._storage.names()
-        for table in (table for table in _TABLES if table in there):
+        for table in (table for table in _MERGED_TABLES if table in there):
             earlier = defaultdict(list)
             for part in parts_in(self._storage, table):
                 if part.attempt < attempt:

@@ -27,7 +27,7 @@ from ..errors import warn
 from . import migration, parquet
 from .checks import wrong_values
 from .outline import Outline, stretches
-from .schema import SCHEMAS, Part, arrow_schema, texts_of
+from .schema import SCHEMAS, TABLES, Part, arrow_schema, texts_of
 from .storage import Storage
 
 Ints = npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ T = TypeVar("T")
 Each = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
 #: tables that several processes may add to, each with rows of its own of a step
-SHARED = ("replayed",)
+SHARED = tuple(table.name for table in TABLES.values() if table.is_added_later)
 #: what tells rows apart
 KEYS = ("step", "layer", "role")
 
