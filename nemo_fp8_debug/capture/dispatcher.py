@@ -19,16 +19,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .backends.base import Args, Kwargs
 from .tracing import Hook
@@ -55,7 +55,7 @@ class Mode(Protocol):
         """Look no longer."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Pass:
     """A call of a module's forward as one observer sees it. A recompute has the pass of the first forward."""
 
@@ -66,14 +66,14 @@ class Pass:
     #: what the observer keeps of it
     kept: Any = None
     #: modes that are still to begin
-    modes: deque[Mode] = field(default_factory=deque)
+    modes: Sequence[Mode] = ()
 
     def watch(self, mode: Mode) -> None:
         """Have a mode begin once all subscribers to this event are done, and end as soon as the module has returned."""
-        self.modes.append(mode)
+        self.modes = [*self.modes, mode]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Observer:
     """Who looks at the calls of a module."""
 
@@ -92,33 +92,35 @@ class _Call:
         self.kind: int | None = None
         #: by observer
         self.passes: dict[_Observer, Pass] = {}
-        self.modes: list[tuple[_Observer, Mode]] = []
+        self.modes: Sequence[tuple[_Observer, Mode]] = ()
 
     def begin_modes(self) -> None:
         """Begin the modes that observers have asked for. Outside of guards, which hide other modes and restore them."""
         for observer, seen in self.passes.items():
-            while seen.modes:
-                mode = seen.modes.popleft()
-                self.modes.append((observer, mode))
+            modes, seen.modes = seen.modes, ()
+            for mode in modes:
+                self.modes = [*self.modes, (observer, mode)]
                 _run(observer.guard, mode.begin)
 
     def end_modes(self) -> None:
         """End all of them, the last one first."""
-        while self.modes:
-            observer, mode = self.modes.pop()
+        modes, self.modes = self.modes, ()
+        for observer, mode in reversed(modes):
             _run(observer.guard, mode.end)
 
 
 class _Module:
-    """A module with hooks, and who gets its events."""
+    """A module with hooks, and who gets its events. Few objects: each one is work for Python's garbage collector."""
+
+    __slots__ = ("calls", "has_counted", "observers", "ready", "returned", "waiting")
 
     def __init__(self) -> None:
-        self.observers: list[_Observer] = []
-        self.ready: list[tuple[Guard, Callable[..., None]]] = []
-        self.returned: list[tuple[Guard, Callable[..., None]]] = []
+        self.observers: Sequence[_Observer] = ()
+        self.ready: Sequence[tuple[Guard, Callable[..., None]]] = ()
+        self.returned: Sequence[tuple[Guard, Callable[..., None]]] = ()
         self.calls: list[_Call] = []
-        #: passes under `no_grad` that a recompute may still come for
-        self.waiting: deque[dict[_Observer, Pass]] = deque()
+        #: passes under `no_grad` that a recompute may still come for, from first to last
+        self.waiting: Sequence[dict[_Observer, Pass]] = ()
         #: counted outside of backward: a recompute adds nothing
         self.has_counted = False
 
@@ -136,12 +138,12 @@ class _Module:
         if torch._C._current_graph_task_id() != -1:  # inside backward: a recompute
             if self.has_counted or not self.waiting:
                 return _SKIPPED
-            call.passes = self.waiting.popleft()
+            call.passes, *self.waiting = self.waiting
             return _AGAIN
         if not torch.is_grad_enabled():
             if not module.training:
                 return _SKIPPED
-            self.waiting.append(call.passes)
+            self.waiting = [*self.waiting, call.passes]
             return _FIRST
         self.has_counted = True
         return _COUNTED
@@ -150,20 +152,23 @@ class _Module:
 class EventHook:
     """A hook on a tensor or a node of the autograd graph, which holds neither."""
 
+    __slots__ = ("__weakref__", "_call", "_guard", "is_inside")
+
     def __init__(self, guard: Guard, call: Callable[..., None], is_inside: bool = False) -> None:
-        self._hooked: tuple[Guard, Callable[..., None]] | None = (guard, call)
+        self._guard = guard
+        self._call: Callable[..., None] | None = call
         #: on a product inside a module's forward
         self.is_inside = is_inside
 
     def __call__(self, *arguments: Any) -> None:
         """What autograd calls."""
-        if hooked := self._hooked:
-            with hooked[0]():
-                hooked[1](*arguments)
+        if (call := self._call) is not None:
+            with self._guard():
+                call(*arguments)
 
     def forget(self) -> None:
         """Do nothing from now on, and hold nothing: the graph may outlive the step."""
-        self._hooked = None
+        self._call, self._guard = None, contextlib.nullcontext
 
 
 class Dispatcher:
@@ -176,6 +181,7 @@ class Dispatcher:
         self._optimizer: dict[str, list[tuple[Guard, Callable[[Any], None]]]] = {}
         # Tensors and nodes come and go with each micro-batch, and their hooks with them.
         self._on_graph: weakref.WeakSet[EventHook] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
         self._undo = contextlib.ExitStack()
         self._undo.callback(self._forget)
 
@@ -196,28 +202,28 @@ class Dispatcher:
             left: called with what the module returned, before all other forward hooks; not if the forward raised.
             applies: whether a call is looked at at all; None: all are.
         """
-        watched, hold = self._watched(module), self._undo.callback
+        watched, hold = self._watched(module), self._handles.append
         if not watched.observers:
             enter, leave = (Hook(partial(f, watched), module) for f in (self._enter, self._leave))
-            hold(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
-            hold(module.register_forward_hook(leave, prepend=True, with_kwargs=True, always_call=True).remove)
-        watched.observers.insert(0, _Observer(guard, entered, left, applies))
+            hold(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            hold(module.register_forward_hook(leave, prepend=True, with_kwargs=True, always_call=True))
+        watched.observers = [_Observer(guard, entered, left, applies), *watched.observers]
 
     def watch_ready(self, module: nn.Module, guard: Guard, call: Callable[[Args, Kwargs], None]) -> None:
         """Have `call` called before each forward of a module, after all pre-hooks that were there."""
         watched = self._watched(module)
         if not watched.ready:
             hook = Hook(partial(self._prepare, watched), module)
-            self._undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        watched.ready.append((guard, call))
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        watched.ready = [*watched.ready, (guard, call)]
 
     def watch_returned(self, module: nn.Module, guard: Guard, call: Callable[[Any], None]) -> None:
         """Have `call` called with what each forward of a module returns, after all forward hooks that were there."""
         watched = self._watched(module)
         if not watched.returned:
             hook = Hook(partial(self._return, watched), module)
-            self._undo.callback(module.register_forward_hook(hook).remove)
-        watched.returned.append((guard, call))
+            self._handles.append(module.register_forward_hook(hook))
+        watched.returned = [*watched.returned, (guard, call)]
 
     def watch_gradient(
         self, x: torch.Tensor, guard: Guard, call: Callable[[torch.Tensor], None], is_inside: bool = False
@@ -229,7 +235,7 @@ class Dispatcher:
         """
         hook = self._on_graph_hook(guard, call, is_inside)
         if x.is_leaf:  # a parameter, which stays
-            self._undo.callback(x.register_hook(hook).remove)
+            self._handles.append(x.register_hook(hook))
         else:
             x.register_hook(hook)
 
@@ -252,7 +258,7 @@ class Dispatcher:
         ):
             if call is not None and name not in self._optimizer:
                 self._optimizer[name] = []
-                self._undo.callback(register(partial(self._step, self._optimizer[name])).remove)
+                self._handles.append(register(partial(self._step, self._optimizer[name])))
             if call is not None:
                 self._optimizer[name].append((guard, call))
 
@@ -266,6 +272,8 @@ class Dispatcher:
 
     def close(self) -> None:
         """End the step: remove all hooks, whatever one of them raises. Gradients that arrive later are ignored."""
+        for handle in self._handles:
+            self._undo.callback(handle.remove)
         self._undo.close()
 
     def _watched(self, module: nn.Module) -> _Module:
@@ -336,7 +344,7 @@ class Dispatcher:
         for watched in self._modules.values():
             for call in watched.calls:  # an interrupt skips forward hooks
                 call.end_modes()
-        self._modules, self._optimizer = {}, {}
+        self._modules, self._optimizer, self._handles = {}, {}, []
 
 
 def _run(guard: Guard, call: Callable[[], None]) -> None:

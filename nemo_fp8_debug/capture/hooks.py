@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,11 +36,13 @@ from .backends.base import (
 )
 from .backends.transformer_engine import inspection
 from .before_backward import wait_for_node
-from .dispatcher import Dispatcher, Mode, Pass
+from .dispatcher import Dispatcher, Guard, Mode, Pass
 from .gemms import Gemm
 from .masters import Masters, beside_master
 from .operand_guard import Fault, OperandGuard
 from .overrides import emulated
+
+_NOTHING: Mapping[str, Any] = {}
 
 
 class OperandSink(Protocol):
@@ -101,7 +103,7 @@ class CopySink(Protocol):
         """Take a weight that is stored in codes."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Plan:
     """What is looked at of one GEMM in this step."""
 
@@ -112,6 +114,8 @@ class _Plan:
     products: ProductSink | None
     #: tells how the engine casts, if that is asked and known; None: it is not
     cast: Callable[..., Callable[[], ScaleInUse]] | None
+    #: around what is done to dY
+    guard: Guard
     #: how the first call of the step casts W
     weight_cast: ScaleInUse | None = None
     #: whether a weight in codes was looked at
@@ -123,7 +127,7 @@ class _Plan:
         return self.gemm.name
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _ModulePlan:
     """What is looked at of a module in this step, decided as that opens."""
 
@@ -140,16 +144,16 @@ class _ModulePlan:
     running: Pass | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Kept:
     """What is kept of a call, and of its recompute."""
 
     #: what is known of the call before it runs
-    arguments: Kwargs = field(default_factory=dict)
+    arguments: Kwargs
+    #: what multiplies, by GEMM, while the forward runs
+    weights: Mapping[str, torch.Tensor | None]
     #: how X and W are cast in it, by GEMM and role, if the backend can tell; None: it has not returned yet
     casts: dict[tuple[str, str], ScaleInUse] | None = None
-    #: what multiplies, by GEMM, while the forward runs
-    weights: dict[str, torch.Tensor | None] = field(default_factory=dict)
     #: sees amaxes that ranks share
     reductions: AmaxReductions | None = None
 
@@ -196,7 +200,8 @@ class Capture:
             inside = {role: sink for role, sink in of_roles.items() if role not in seen}
             told = self._read_casts and not acted_on and gemm.backend.cast is not None and not gemm.backend.foreign(module)
             cast = gemm.backend.cast if told else None
-            self._plans[module, gemm.part] = plan = _Plan(gemm, seen, inside, self._products.get(name), cast)
+            guard = partial(OperandGuard, self._on_fault, name, "grad_output", True)
+            self._plans[module, gemm.part] = plan = _Plan(gemm, seen, inside, self._products.get(name), cast, guard)
             gemms.append(plan)
         backend = gemms[0].gemm.backend
         later = backend.cast is not None and not acted_on
@@ -225,7 +230,7 @@ class Capture:
 
     def _enter(self, plan: _ModulePlan, call: Pass, args: Args, kwargs: Kwargs) -> None:
         plan.running = call if call.counts else None
-        kept = call.kept = call.kept or _Kept()
+        kept = call.kept = call.kept or _Kept(_NOTHING, _NOTHING)
         kept.arguments = plan.backend.arguments(plan.module, args, kwargs)
         if plan.shares_amax:
             kept.reductions = AmaxReductions()
@@ -317,7 +322,7 @@ class Capture:
 
     def _leave(self, plan: _ModulePlan, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
         plan.running, kept = None, call.kept
-        weights, kept.weights = kept.weights, {}
+        weights, kept.weights = kept.weights, _NOTHING
         self._note_casts(plan, out, kept)
         if not call.counts:
             return
@@ -349,24 +354,33 @@ class Capture:
         _multiply(plan, "weight", x if multiplied is use else stored.decoded().values, call, multiplied)
 
     def _watch_gradient(self, plan: _ModulePlan, one: _Plan, call: Pass, args: Args, kwargs: Kwargs, out: Any) -> None:
-        backend, part = plan.backend, one.gemm.part
+        backend = plan.backend
         y = backend.output(out)
         if not y.requires_grad:
             return
         # Of the arguments a hook that lives until backward keeps only those that are no activations.
         small = tuple(None if torch.is_tensor(a) and a.requires_grad else a for a in args)
-        guard = partial(OperandGuard, self._on_fault, one.name, "grad_output", True)
         read = self._cast_reader(one, call.kept.arguments, "grad_output", out)
         node = backend.node(y) if read else None
         waits = wait_for_backward if backend.shares_amax(plan.module) else wait_for_node
         wait = waits(self._dispatcher, node) if node else None
+        self._dispatcher.watch_gradient(y, one.guard, partial(self._see_gradient, one, call, small, kwargs, read, wait))
 
-        def take(grad: torch.Tensor) -> None:
-            if (dy := backend.grad(grad, plan.module, small, kwargs, part)) is not None:
-                add = partial(self._take_gradient, one, dy, call, read)
-                wait(add) if wait else add(())
-
-        self._dispatcher.watch_gradient(y, guard, take)
+    def _see_gradient(
+        self,
+        plan: _Plan,
+        call: Pass,
+        args: Args,
+        kwargs: Kwargs,
+        read: Callable[[Reduced], ScaleInUse] | None,
+        wait: Callable[[Callable[[Reduced], None]], None] | None,
+        grad: torch.Tensor,
+    ) -> None:
+        dy = plan.gemm.backend.grad(grad, plan.gemm.module, args, kwargs, plan.gemm.part)
+        if dy is not None and wait:
+            wait(partial(self._take_gradient, plan, dy, call, read))
+        elif dy is not None:
+            self._take_gradient(plan, dy, call, read, ())
 
     def _take_gradient(
         self, plan: _Plan, dy: torch.Tensor, call: Pass, read: Callable[[Reduced], ScaleInUse] | None, reduced: Reduced
