@@ -210,18 +210,23 @@ def read_outline(run: Storage, table: str, part: Part) -> Outline:
             if outline.same.get("attempt", part.attempt) != part.attempt:
                 raise PartDamagedError(_OTHER_ATTEMPT)
             return outline
-    return Outline(tuple(stretches(read_names(run, table, part))))
+        count = rows.count
+    return Outline(tuple(stretches(read_names(run, table, part, [(0, count)])[0])))
 
 
-def read_names(run: Storage, table: str, part: Part, first: int = 0, count: int | None = None) -> pa.Table:
-    """Read step, layer and role of rows of a part, as numbers and plain text.
+def read_names(run: Storage, table: str, part: Part, spans: Sequence[tuple[int, int]]) -> list[pa.Table]:
+    """Read step, layer and role of the rows of each span, as numbers and plain text.
+
+    Args:
+        spans: pairs of the first row and the one behind the last, ascending.
 
     Raises:
         PartGoneError, PartDamagedError: as for `open_part`.
     """
-    found, at = read_columns(run, table, part, KEYS, None if count is None else [(first, first + count)])
-    names = found if count is None else found.slice(int(at(np.array([first]))[0]), count)
-    return names.cast(pa.schema([(name, pa.int64() if name == "step" else pa.string()) for name in names.column_names]))
+    found, at = read_columns(run, table, part, KEYS, spans)
+    begins = at(np.array([first for first, _ in spans])).tolist()
+    schema = pa.schema([(name, pa.int64() if name == "step" else pa.string()) for name in found.column_names])
+    return [found.slice(begin, end - first).cast(schema) for begin, (first, end) in zip(begins, spans, strict=True)]
 
 
 def read_steps(run: Storage, table: str, part: Part) -> set[int]:

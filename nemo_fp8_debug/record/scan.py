@@ -25,7 +25,7 @@ from .parts import Ints, PartGoneError, check_values, describe_error, read_colum
 from .reader import Address
 from .schema import SCHEMAS, Part, arrow_schema
 from .storage import Storage
-from .table_index import Operands, Run, TableIndex
+from .table_index import Operands, StepRows, TableIndex
 
 #: tables of other processes that are kept open
 _OPEN = 8
@@ -138,7 +138,7 @@ class Scan:
         wanted, chosen = self._wanted(operands, steps)
         unreadable: dict[str, str] = {}
 
-        def made(of_part: tuple[Part, list[Run]]) -> Any:
+        def made(of_part: tuple[Part, list[StepRows]]) -> Any:
             chunk = self._chunk(sorted(set(columns)), chosen, unreadable, of_part)
             return None if chunk is None else then(chunk)
 
@@ -168,10 +168,10 @@ class Scan:
         unreadable: dict[str, str] = {}
         while left:
             kinds = [self._kind(column, *each) for each in left]
-            times, first = Counter(kinds), dict[Hashable, tuple[Part, Run]]()
+            times, first = Counter(kinds), dict[Hashable, tuple[Part, StepRows]]()
             for kind, each in zip(kinds, left, strict=True):
                 first.setdefault(kind, each)
-            of_parts: dict[Part, list[Run]] = defaultdict(list)
+            of_parts: dict[Part, list[StepRows]] = defaultdict(list)
             for part, run in first.values():
                 of_parts[part].append(run)
             read = partial(self._chunk, [column] if column else [], chosen, unreadable)
@@ -183,7 +183,7 @@ class Scan:
             left = [each for each, kind in zip(left, kinds, strict=True) if kind in lost and each[0].path not in unreadable]
         warn_of_damage(self._storage, self._table, unreadable)
 
-    def _kind(self, column: str | None, part: Part, run: Run) -> Hashable:
+    def _kind(self, column: str | None, part: Part, run: StepRows) -> Hashable:
         """What stretches of rows have in common that have the same operands, and the same values in a column."""
         outline = self._outlines[part]
         if column is None:
@@ -193,7 +193,9 @@ class Scan:
         patterns = outline.patterns.get(column)
         return (run.layout, patterns[outline.find(run.first)[0]]) if patterns else (part, run.first)
 
-    def _wanted(self, operands: Ints | None, steps: Ints | None) -> tuple[list[tuple[Part, list[Run]]], dict[int, _Chosen]]:
+    def _wanted(
+        self, operands: Ints | None, steps: Ints | None
+    ) -> tuple[list[tuple[Part, list[StepRows]]], dict[int, _Chosen]]:
         """Parts with steps that are wanted, and of each layout there the rows that are; see `chunks`."""
         wanted = [(part, kept) for part, runs in self._parts if (kept := _wanted(runs, steps))]
         layouts = {run.layout for _, runs in wanted for run in runs}
@@ -204,7 +206,7 @@ class Scan:
         columns: Sequence[str],
         chosen: Mapping[int, _Chosen],
         unreadable: dict[str, str],
-        of_part: tuple[Part, list[Run]],
+        of_part: tuple[Part, list[StepRows]],
     ) -> Chunk | None:
         part, runs = of_part
         kept = [(run.step, run.first, some) for run in runs if (some := chosen[run.layout]).operands.size]
@@ -255,7 +257,7 @@ class Scan:
         return rows[np.arange(len(rows))] if _MANY_TIMES * len(rows) < len(table) else rows
 
 
-def _wanted(runs: Sequence[Run], steps: Ints | None) -> list[Run]:
+def _wanted(runs: Sequence[StepRows], steps: Ints | None) -> list[StepRows]:
     """Those of steps that are wanted, by the places of these; see `Scan.chunks`."""
     if steps is None:
         return list(runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,11 +13,9 @@ import pyarrow as pa
 
 from ..core.threads import ahead
 from .outline import Outline, Stretch, stretches
-from .parts import Ints, Owners, PartDamagedError, read_each, read_names
+from .parts import KEYS, Ints, Owners, PartDamagedError, read_each, read_names
 from .schema import Part
 from .storage import Storage
-
-_NAMES = ("layer", "role")
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class TableIndex:
 
 
 @dataclass(frozen=True)
-class Run:
+class StepRows:
     """Rows of one step in a part, one behind the other."""
 
     #: place among the steps
@@ -104,7 +102,7 @@ class Operands:
     def __init__(self, run: Storage, table: str) -> None:
         self._run, self._table = run, table
         #: layer, role of each
-        self.names = pl.DataFrame(schema=dict.fromkeys(_NAMES, pl.String))
+        self.names = pl.DataFrame(schema=dict.fromkeys(KEYS[1:], pl.String))
         #: int64 [rows]: the operand of each row of a stretch
         self.layouts: list[Ints] = []
         self._layout: dict[str, int] = {}
@@ -115,20 +113,19 @@ class Operands:
         Raises:
             PartDamagedError: its names cannot be read, or differ from what the footer says.
         """
-        for first, stretch in place_stretches(outline):
-            if stretch.digest not in self._layout:
-                names = read_stretch_names(self._run, self._table, part, first, stretch)
-                self._layout[stretch.digest] = len(self.layouts)
-                self.layouts.append(self._places(pl.DataFrame(pl.from_arrow(names.select(_NAMES)))))
+        names = read_new_names(self._run, self._table, part, outline, self._layout)
+        for digest, of_stretch in names.items():
+            self._layout[digest] = len(self.layouts)
+            self.layouts.append(self._places(pl.DataFrame(pl.from_arrow(of_stretch))))
 
-    def runs(self, outline: Outline, places: Mapping[int, int]) -> list[Run]:
+    def runs(self, outline: Outline, places: Mapping[int, int]) -> list[StepRows]:
         """Return where rows of some steps are in a part, in order of steps.
 
         Args:
             places: of steps that are wanted.
         """
         runs = [
-            Run(places[stretch.step], first, self._layout[stretch.digest])
+            StepRows(places[stretch.step], first, self._layout[stretch.digest])
             for first, stretch in place_stretches(outline)
             if stretch.step in places
         ]
@@ -136,9 +133,9 @@ class Operands:
 
     def _places(self, names: pl.DataFrame) -> Ints:
         """Of each row, the place of its operand; those that are new are added."""
-        new = names.unique(maintain_order=True).join(self.names, on=_NAMES, how="anti", maintain_order="left")
+        new = names.unique(maintain_order=True).join(self.names, on=KEYS[1:], how="anti", maintain_order="left")
         self.names = pl.concat([self.names, new])
-        places = names.join(self.names.with_row_index("place"), on=_NAMES, how="left", maintain_order="left")["place"]
+        places = names.join(self.names.with_row_index("place"), on=KEYS[1:], how="left", maintain_order="left")["place"]
         found: Ints = places.cast(pl.Int64).to_numpy()
         return found
 
@@ -149,13 +146,22 @@ def place_stretches(outline: Outline) -> list[tuple[int, Stretch]]:
     return list(zip(firsts, outline.stretches, strict=False))
 
 
-def read_stretch_names(run: Storage, table: str, part: Part, first: int, stretch: Stretch) -> pa.Table:
-    """Read step, layer and role of the rows of a stretch.
+def read_new_names(
+    run: Storage, table: str, part: Part, outline: Outline, known: Container[str] = ()
+) -> dict[str, pa.Table]:
+    """Read layers and roles of the stretches of a part, each list of them once, by its digest.
+
+    Args:
+        known: digests of lists that are not read.
 
     Raises:
-        PartGoneError, PartDamagedError: as `read_columns`, or they differ from what the footer says.
+        PartGoneError, PartDamagedError: as `read_names`, or they differ from what the footer says.
     """
-    names = read_names(run, table, part, first, stretch.rows)
-    if stretches(names) != [stretch]:
+    new = dict[str, tuple[int, Stretch]]()
+    for first, stretch in place_stretches(outline):
+        if stretch.digest not in known:
+            new.setdefault(stretch.digest, (first, stretch))
+    tables = read_names(run, table, part, [(first, first + stretch.rows) for first, stretch in new.values()]) if new else []
+    if [stretches(names) for names in tables] != [[stretch] for _, stretch in new.values()]:
         raise PartDamagedError("its footer does not fit its rows")
-    return names
+    return {digest: names.select(KEYS[1:]) for digest, names in zip(new, tables, strict=True)}

@@ -1,6 +1,6 @@
 """Can DuckDB or polars be the inside of the reader of a record? Times, peaks of memory and results next to our own passes.
 
-No. Both return other values for a damaged part without an error, sums differ in their last bits, and polars takes 23 GB for
+No. Both read a damaged part without an error, sums differ in their last bits, and polars takes 23 GB for
 medians of 134 million rows and DuckDB fails within 2.5 GB. So our own passes stay behind `record/parts.py`.
 
     .venv/bin/python scripts/benchmarks/readers.py RUN [--output FILE] [--s3]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,13 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
+from ...record.outline import Outline
 from ...record.parquet import GROUP
 from ...record.schema import SCHEMAS
 
 Array = npt.NDArray[Any]
 #: different layers in order, as keys
 Layers = dict[str, None]
-#: different sets of tensors that are kept
-_LAYOUTS = 256
 #: source of the scales of rows of what-if recipes
 WHAT_IF = "what-if"
 #: how many values are not finite: two columns as one
@@ -126,47 +126,22 @@ def is_tried(rows: pa.Table) -> Array:
     return codes == known.index(WHAT_IF) if WHAT_IF in known else np.zeros(len(codes), bool)
 
 
-def laid_out(rows: pa.Table) -> tuple[Array, Tensors, Array | None]:
-    """Steps, tensors and rows of a `Layout`, from the columns step, layer and role of a part.
+def lay_out(outline: Outline, names: Mapping[str, Tensors], tried: Array | None) -> Layout:
+    """Return where the rows of a part are, whatever their order.
 
-    If it has scale_source too, rows of what-if recipes are left out.
+    Args:
+        names: layer and role of the rows of stretches, by digest.
+        tried: bool [rows]: which are left out; None: none.
     """
-    step = numbers_in(rows["step"])
-    (layer, layers), (role, roles) = coded(rows["layer"]), coded(rows["role"])
-    key = layer * len(roles) + role
-    if "scale_source" in rows.column_names and (tried := is_tried(rows)).any():
-        kept = np.flatnonzero(~tried)
-        steps, tensors, places = _laid_out(step[kept], key[kept], layers, roles)
-        count = len(steps) * len(tensors)
-        places = np.arange(count, dtype=np.int32).reshape(len(steps), len(tensors)) if places is None else places
-        return steps, tensors, np.append(kept, -1).astype(np.int32)[places]
-    return _laid_out(step, key, layers, roles)
-
-
-def _laid_out(step: Array, key: Array, layers: list[str], roles: list[str]) -> tuple[Array, Tensors, Array | None]:
-    width = int(np.argmax(step != step[0])) or len(step) if len(step) else 0
-    whole = _step_by_step(step, key, width)
-    at, steps = (None, step[::width]) if whole else (np.searchsorted(found := np.unique(step), step), found)
-    met, first, tensor = np.unique(key[:width] if whole else key, return_index=True, return_inverse=True)
+    place: dict[tuple[str, str], int] = {}
+    places = {digest: np.array([place.setdefault(key, len(place)) for key in keys]) for digest, keys in names.items()}
+    tensor = np.concatenate([places[stretch.digest] for stretch in outline.stretches])
+    step = np.repeat([stretch.step for stretch in outline.stretches], [stretch.rows for stretch in outline.stretches])
+    rows = np.arange(len(step)) if tried is None else np.flatnonzero(~tried)
+    steps, at = np.unique(step[rows], return_inverse=True)
+    met, first, column = np.unique(tensor[rows], return_index=True, return_inverse=True)
     order = np.argsort(first)  # as they are first met
-    tensors = _named(tuple(met[order].tolist()), tuple(layers), tuple(roles))
-    if at is None:
-        return steps, tensors, None
-    table = np.full((len(steps), len(tensors)), -1, np.int32)
-    table[at, np.argsort(order)[tensor]] = np.arange(len(step))
-    return steps, tensors, table
-
-
-@lru_cache(_LAYOUTS)
-def _named(codes: tuple[int, ...], layers: tuple[str, ...], roles: tuple[str, ...]) -> Tensors:
-    """Tensors by their codes: the parts of a run share them."""
-    n = len(roles)
-    return Tensors((layers[code // n], roles[code % n]) for code in codes)
-
-
-def _step_by_step(step: Array, key: Array, width: int) -> bool:
-    """Whether rows are `width` different tensors a step, the same at each, and steps ascend: what runs write."""
-    if not width or len(step) % width or len(np.unique(key[:width])) < width:
-        return False
-    steps, keys = step.reshape(-1, width), key.reshape(-1, width)
-    return bool((steps == steps[:, :1]).all() and (np.diff(steps[:, 0]) > 0).all() and (keys == keys[0]).all())
+    keys = list(place)
+    table = np.full((len(steps), len(met)), -1, np.int32)
+    table[at, np.argsort(order)[column]] = rows
+    return Layout(steps, Tensors(keys[i] for i in met[order].tolist()), table)

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +19,6 @@ import pyarrow as pa
 from ...errors import hearing
 from ...record.outline import Outline
 from ...record.parts import (
-    KEYS,
     PartDamagedError,
     PartGoneError,
     list_parts,
@@ -29,11 +28,11 @@ from ...record.parts import (
 )
 from ...record.schema import SCHEMAS, Part, attempt_of_fingerprint
 from ...record.storage import Storage
-from ...record.table_index import TableIndex, read_stretch_names
+from ...record.table_index import TableIndex, read_new_names
 from ..web.errors import NotReadable
 from .cache import Cache
 from .extent import Extent
-from .layouts import Array, Layout, Tensors, Texts, coded, columns_of, is_tried, laid_out, numbers_in, values_of
+from .layouts import Array, Layout, Tensors, Texts, coded, columns_of, is_tried, lay_out, numbers_in, values_of
 
 T = TypeVar("T")
 
@@ -142,26 +141,29 @@ class Parts:
         """Where a part's rows are."""
 
         def make() -> Layout:
-            if self.table == "metrics" and (layout := self._as_told(run, part)):
-                return layout
-            return Layout(*laid_out(self.columns(run, part, *KEYS, *(() if self.table == "metrics" else ("scale_source",)))))
+            outline = self.outline(run, part)
+            steps = np.array([stretch.step for stretch in outline.stretches], np.int64)
+            digests = {stretch.digest: stretch.rows for stretch in outline.stretches}
+            rows = None if self.table == "metrics" else self.columns(run, part, "scale_source")
+            tried = None if rows is None or not (found := is_tried(rows)).any() else found
+            if tried is None and len(digests) == 1 and (np.diff(steps) > 0).all():
+                ((digest, count),) = digests.items()
+                tensors = self._tensors.get(digest, lambda: self._names(run, part, outline)[digest])
+                if len(tensors.places) == count:
+                    return Layout(steps, tensors, None)
+            layout = lay_out(outline, self._names(run, part, outline), tried)
+            return replace(layout, tensors=self._tensors.get(layout.tensors, lambda: layout.tensors))  # one for all parts
 
         return self._layouts.get((str(run), part.path), make)
 
-    def _as_told(self, run: Storage, part: Part) -> Layout | None:
-        """The layout of a part whose steps ascend and have the same tensors, from its outline; None: it is not one."""
-        stretches = self.outline(run, part).stretches
-        steps, first = np.array([stretch.step for stretch in stretches], np.int64), stretches[0]
-        if (np.diff(steps) <= 0).any() or {stretch.digest for stretch in stretches} != {first.digest}:
-            return None
-
-        def read() -> Tensors:
-            with answering(part):
-                names = read_stretch_names(run, self.table, part, 0, first)
-            return Tensors(zip(names["layer"].to_pylist(), names["role"].to_pylist(), strict=True))
-
-        tensors = self._tensors.get(first.digest, read)
-        return Layout(steps, tensors, None) if len(tensors.places) == first.rows else None
+    def _names(self, run: Storage, part: Part, outline: Outline) -> dict[str, Tensors]:
+        """Layer and role of the rows of stretches, by digest."""
+        with answering(part):
+            tables = read_new_names(run, self.table, part, outline)
+        return {
+            digest: Tensors(zip(names["layer"].to_pylist(), names["role"].to_pylist(), strict=True))
+            for digest, names in tables.items()
+        }
 
     def metric(self, run: Storage, part: Part, name: str) -> Array:
         """float64 [S, T], as the layout of the part has them; NaN where there is none."""

@@ -11,7 +11,7 @@ import polars as pl
 
 from ...analysis.comparison.groups import depth_of, kind_of
 from ...errors import hearing
-from ...record.parts import may_have, read_names, read_whole_rows
+from ...record.parts import KEYS, may_have, read_columns, read_whole_rows
 from ...record.reader import read_table
 from ...record.schema import Part
 from ...record.storage import Storage
@@ -163,8 +163,9 @@ def _histograms(
         if part.attempt != attempt or not may_have(table, part, step):
             continue
         with answering(part):
-            names = pl.DataFrame(pl.from_arrow(read_names(run, table, part))).with_row_index("row")
-            if rows := names.filter(step=step, layer=layer, role=role)["row"].to_list():
+            names = pl.DataFrame(pl.from_arrow(read_columns(run, table, part, KEYS)[0])).with_row_index("row")
+            named = [pl.col(name).cast(pl.String) == text for name, text in (("layer", layer), ("role", role))]
+            if rows := names.filter(pl.col("step") == step, *named)["row"].to_list():
                 return read_whole_rows(run, table, part, rows, _HISTOGRAMS_AT_ONCE)
     return []
 
