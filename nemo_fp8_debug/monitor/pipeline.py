@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..capture.device_to_host import DeviceToHostCopy
+from ..capture.operand_stats import OperandStats
 from ..capture.operands import Operand
 from ..core.error_guard import ErrorGuard
 from ..core.features import load_modules
@@ -188,7 +189,8 @@ class Pipeline:
 
     def _report(self, sampled: Sampled, whole: Mapping[str, Any]) -> None:
         """Say what is missing."""
-        stats = [stat for found in whole.values() if isinstance(found, list) for stat in found]
+        found = (part for parts in whole.values() if isinstance(parts, list) for part in parts)
+        stats = [part for part in found if isinstance(part, OperandStats)]
         layers = {layer for layer, _ in sampled.expected}
         if silent := layers - {layer for layer, _ in (stat.key for stat in stats)}:
             self._errors.warn(
