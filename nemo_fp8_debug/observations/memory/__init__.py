@@ -1,0 +1,1 @@
+"""Memory of each process as its optimizer has stepped. Internal."""
