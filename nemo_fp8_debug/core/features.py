@@ -13,7 +13,7 @@ from functools import cache
 from types import ModuleType
 
 #: in the order of the record's tables
-FEATURES = ("operands", "products", "replicas", "states", "activations", "memory", "steps")
+FEATURES = ("operands", "products", "replicas", "states", "activations", "steps")
 _PACKAGE = f"{__name__.partition('.')[0]}.observations"
 
 

@@ -1,1 +1,0 @@
-"""Memory of each process as its optimizer has stepped. Internal."""
