@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,17 +38,19 @@ class Plan:
         return zlib.crc32(json.dumps([self.step, *self.what_if, self.copies, self.block_scales]).encode()) >> 1
 
 
-class Observation(Protocol):
+class Observation:
     """One feature on this rank. What it finds and what ranks have together is its own matter."""
 
     #: of its folder
-    name: str
+    name = ""
 
     def observe(self, step: Any) -> Any:
         """Return what looks at a sampled step that opens, as `monitor.open_step` has both."""
+        raise NotImplementedError
 
     def collect(self, step: Any) -> Any:
         """Return what this rank found in a sampled step, once that is in host memory."""
+        raise NotImplementedError
 
     def pack(self, plan: Plan, found: Any, expected: Collection[Key]) -> Arrays:
         """Return what this rank found as plain arrays; of one that found nothing too.
@@ -57,9 +59,11 @@ class Observation(Protocol):
             found: in a sampled step; None: nothing could be collected.
             expected: operands that this rank was to see.
         """
+        raise NotImplementedError
 
     def extremes(self, packed: Arrays) -> torch.Tensor:
-        """Return int32 [n], whose maximum over ranks is taken; n is the same on all."""
+        """Return int32 [n], whose maximum over ranks is taken; n is the same on all. By default there are none."""
+        return torch.zeros(0, dtype=torch.int32)
 
     def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> torch.Tensor:
         """Return float64 [m], which is added up over ranks; m follows from the extremes.
@@ -67,18 +71,23 @@ class Observation(Protocol):
         Args:
             extremes: their maximum over all ranks.
         """
+        raise NotImplementedError
 
     def whole(self, plan: Plan, sums: torch.Tensor, extremes: torch.Tensor) -> Any:
         """Return what all ranks have found together; asked on the first of them."""
+        raise NotImplementedError
 
     def alone(self, found: Any) -> Any:
-        """Return the same where no other rank has parts."""
+        """Return the same where no other rank has parts. By default that is what this rank found."""
+        return found
 
     def rows(self, sampled: SampledTables) -> Mapping[str, Columns]:
         """Return the rows of its tables."""
+        raise NotImplementedError
 
     def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> Mapping[str, Columns]:
-        """Return its tables with what needs all rows of a model, or scalars of the step; asked where they are written."""
+        """Return tables that need all rows of a model, or scalars of the step; asked on the rank that writes."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..capture.dispatcher import Dispatcher
 from ..capture.gemms import Gemm
@@ -39,8 +38,8 @@ class Watched:
     observations: Sequence[Observation]
 
 
-class StepObserver(Protocol):
-    """What one feature looks at in one sampled step."""
+class StepObserver:
+    """What one feature looks at in one sampled step; by default at nothing."""
 
     def subscribe(self, step: OpenStep) -> None:
         """Look at the step from now on; asked once all observers are made, and only if the step is looked at."""
@@ -51,6 +50,7 @@ class StepObserver(Protocol):
         Returns:
             Operands that were expected, and that this run does not have.
         """
+        return ()
 
     def move(self, to: Move) -> None:
         """Replace each tensor that was collected by what `to` gives for it."""

@@ -10,7 +10,6 @@ import torch
 from ...capture.backends.base import not_quantized
 from ...capture.dtensor import is_counted
 from ...capture.operands import Operand
-from ...capture.packed_transfer import Move
 from ...capture.scan import ScannedModule, scan_modules
 from ...capture.tracing import compiled_by_now
 from ...capture.uncast import UncastOperand
@@ -21,7 +20,7 @@ from ...core.observation import SampledTables
 from ...core.table import Columns
 from ...coverage.modules import find_scores
 from ...monitor.model_scan import FoundModules
-from ...monitor.open_step import OpenStep
+from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.run_setup import RunSetup
 from ...options.config import Config
 from ..operands.tensors import TensorObservation, join_rows
@@ -55,7 +54,7 @@ def observe(setup: RunSetup) -> ActivationObservation | None:
     return ActivationObservation(setup) if setup.config.activations else None
 
 
-class ActivationStep:
+class ActivationStep(StepObserver):
     """Activations in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
@@ -76,13 +75,6 @@ class ActivationStep:
         """See `StepObserver`."""
         if self._operands:
             ActivationCapture(self._sites, self._operands, step.lose, step.dispatcher).subscribe()
-
-    def close(self) -> Collection[Key]:
-        """See `StepObserver`."""
-        return ()
-
-    def move(self, to: Move) -> None:
-        """Hold no tensor: operands do."""
 
 
 def _compiled(found: Sequence[Site]) -> Collection[int]:

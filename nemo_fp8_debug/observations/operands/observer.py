@@ -14,13 +14,12 @@ from ...capture.gemms import Gemm, matching, seen_in_forward
 from ...capture.hooks import Capture, OperandSink
 from ...capture.matmul_capture import MatmulCapture
 from ...capture.operands import Operand
-from ...capture.packed_transfer import Move
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, roles_of
 from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
 from ...monitor.dump_tap import Dumping
-from ...monitor.open_step import OpenStep
+from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.rank_parts import copied_elsewhere, is_shown
 from ...monitor.run_setup import RunSetup
 from ...numerics.metric_columns import unscaled
@@ -37,7 +36,7 @@ def observe(setup: RunSetup) -> OperandObservation:
     return OperandObservation(setup)
 
 
-class OperandStep:
+class OperandStep(StepObserver):
     """Operands in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
@@ -82,9 +81,6 @@ class OperandStep:
                 kind="not multiplied",
             )
         return {(name, role) for name in names for role in self._roles}
-
-    def move(self, to: Move) -> None:
-        """Hold no tensor: operands do."""
 
 
 def _add_operand(step: OpenStep, gemm: Gemm, role: str) -> None:

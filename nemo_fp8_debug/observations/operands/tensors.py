@@ -10,7 +10,7 @@ import torch
 from ...capture.collect import collect
 from ...capture.operand_stats import OperandStats
 from ...core.keys import Key
-from ...core.observation import Arrays, Plan, SampledTables
+from ...core.observation import Arrays, Observation, Plan, SampledTables
 from ...core.table import Columns
 from ...distributed import Ranks
 from ...monitor.pipeline import Sampled
@@ -20,7 +20,7 @@ from .sums import TensorSums
 Stats = list[OperandStats]
 
 
-class TensorObservation:
+class TensorObservation(Observation):
     """Tensors of one feature, by (layer, role)."""
 
     name = ""
@@ -59,17 +59,9 @@ class TensorObservation:
         """See `Observation`."""
         return self._sums.whole(plan, sums, extremes)
 
-    def alone(self, found: Stats) -> Stats:
-        """See `Observation`."""
-        return found
-
     def measure(self, sampled: SampledTables) -> Measured:
         """Return the metrics of whole tensors."""
         return measure(sampled.whole[self.name], sampled.what_if, sampled.chosen)
-
-    def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> Mapping[str, Columns]:
-        """See `Observation`."""
-        return {}
 
 
 def join_rows(in_use: Columns, tried: Columns, own: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:

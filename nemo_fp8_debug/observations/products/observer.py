@@ -11,9 +11,9 @@ import torch
 
 from ...capture.packed_transfer import Move
 from ...core.keys import Key
-from ...core.observation import Arrays, Plan, SampledTables
+from ...core.observation import Arrays, Observation, Plan, SampledTables
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep
+from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.pipeline import Sampled
 from ...monitor.rank_parts import counts_weight
 from ...monitor.run_setup import RunSetup
@@ -54,7 +54,7 @@ def observe(setup: RunSetup) -> ProductObservation | None:
     return ProductObservation(setup) if setup.config.output_rows or setup.config.verify_rows else None
 
 
-class ProductStep:
+class ProductStep(StepObserver):
     """Products in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
@@ -78,10 +78,6 @@ class ProductStep:
         if self.gradients is not None:
             self.gradients.subscribe()
 
-    def close(self) -> Collection[Key]:
-        """See `StepObserver`."""
-        return ()
-
     def move(self, to: Move) -> None:
         """See `StepObserver`."""
         for one in (*self.products.values(), self._queue, self.gradients):
@@ -89,7 +85,7 @@ class ProductStep:
                 one.move(to)
 
 
-class ProductObservation:
+class ProductObservation(Observation):
     """Sums over parts of outputs; products, of which the rank that is farthest off is kept; and parts of gradients."""
 
     name = "products"
@@ -163,7 +159,3 @@ class ProductObservation:
             OUTPUTS.name: output_columns(found.outputs, sampled.kinds, sampled.casts),
             VERIFICATION.name: verification_columns(found.products, sampled.kinds, self._rows, sampled.step),
         }
-
-    def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
-        """See `Observation`."""
-        return {}

@@ -9,9 +9,9 @@ import torch
 from ...capture.gemms import seen_in_forward
 from ...capture.packed_transfer import Move
 from ...core.keys import Key
-from ...core.observation import Arrays, Plan, SampledTables
+from ...core.observation import Arrays, Observation, Plan, SampledTables
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep
+from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.pipeline import Sampled
 from ...monitor.run_setup import RunSetup
 from .checksums import ReplicaChecks
@@ -29,7 +29,7 @@ def observe(setup: RunSetup) -> ReplicaObservation | None:
     return ReplicaObservation(ReplicaComparison(setup.gemms, setup.parts, setup.ranks.rank))
 
 
-class ReplicaStep:
+class ReplicaStep(StepObserver):
     """Copies in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
@@ -41,16 +41,12 @@ class ReplicaStep:
         """See `StepObserver`."""
         self.checks.subscribe(step.dispatcher)
 
-    def close(self) -> Collection[Key]:
-        """See `StepObserver`."""
-        return ()
-
     def move(self, to: Move) -> None:
         """See `StepObserver`."""
         self.checks.move(to)
 
 
-class ReplicaObservation:
+class ReplicaObservation(Observation):
     """Checksums of copies."""
 
     name = "replicas"
@@ -93,7 +89,3 @@ class ReplicaObservation:
     def rows(self, sampled: SampledTables) -> dict[str, Columns]:
         """See `Observation`."""
         return {TABLES[0].name: replica_columns(sampled.whole[self.name], sampled.kinds)}
-
-    def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
-        """See `Observation`."""
-        return {}

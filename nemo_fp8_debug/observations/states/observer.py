@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from ...capture.gemms import matching
-from ...capture.packed_transfer import Move
 from ...capture.stepped import weight_of
 from ...core.keys import Key
 from ...core.layer_names import is_aggregate
 from ...core.observation import SampledTables
 from ...core.table import Columns
-from ...monitor.open_step import OpenStep
+from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.rank_parts import counts_weight
 from ...monitor.run_setup import RunSetup
 from ..operands.tensors import TensorObservation, join_rows
@@ -30,7 +29,7 @@ def observe(setup: RunSetup) -> StateObservation | None:
     return StateObservation(setup) if setup.config.states else None
 
 
-class StateStep:
+class StateStep(StepObserver):
     """Optimizers in one sampled step."""
 
     def __init__(self, step: OpenStep) -> None:
@@ -59,9 +58,6 @@ class StateStep:
             why = "it skipped the step, or steps by flattened parameters (FSDP1), or by others that are not the model's"
             self._errors.warn(f"no states of an optimizer were seen: {why}", kind="states")
         return ()
-
-    def move(self, to: Move) -> None:
-        """Hold no tensor: operands do."""
 
 
 class StateObservation(TensorObservation):
