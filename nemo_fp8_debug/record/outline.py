@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -131,7 +132,7 @@ def stretches(table: pa.Table) -> list[Stretch]:
     """
     if not set(_KEYS) <= set(table.column_names) or not len(table) or table["step"].null_count:
         return []
-    steps = table["step"].to_numpy()
+    steps = pl.Series(table["step"]).to_numpy()  # that of pyarrow would import pandas
     ends = [0, *((steps[1:] != steps[:-1]).nonzero()[0] + 1).tolist(), len(steps)]
     names = [table[name].combine_chunks() for name in _KEYS[1:]]
     spans = itertools.pairwise(ends)
