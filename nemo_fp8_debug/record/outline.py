@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -132,7 +131,8 @@ def stretches(table: pa.Table) -> list[Stretch]:
     """
     if not set(_KEYS) <= set(table.column_names) or not len(table) or table["step"].null_count:
         return []
-    steps = pl.Series(table["step"]).to_numpy()  # that of pyarrow would import pandas
+    column = table["step"].combine_chunks()  # to_numpy would import pandas
+    steps = np.frombuffer(column.buffers()[1], np.int64, len(column), 8 * column.offset)
     ends = [0, *((steps[1:] != steps[:-1]).nonzero()[0] + 1).tolist(), len(steps)]
     names = [table[name].combine_chunks() for name in _KEYS[1:]]
     spans = itertools.pairwise(ends)
