@@ -7,6 +7,7 @@ amaxes. Nothing is waited for: an amax is looked at once the engine has waited f
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,8 +17,8 @@ import torch
 
 from ..numerics.tensor_scaling import CurrentScaling
 from .backends.base import ScaleInUse, UnknownCast
-from .collectives import Collectives
 from .dispatcher import Dispatcher
+from .operator_mode import Collectives
 
 #: group of ranks and amax, in order
 Reduced = Sequence[tuple[Any, torch.Tensor]]
@@ -78,3 +79,25 @@ def wait_for_backward(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[
 
     dispatcher.watch_node(node, nullcontext, begin, end)  # a guard would leave the mode
     return waiting.append
+
+
+def wait_for_node(dispatcher: Dispatcher, node: Any) -> Callable[[Callable[[Reduced], None]], None]:
+    """Return what has a function called once, as a node written in Python is about to run. Does not hold the node.
+
+    To be called as the gradient arrives: hooks run in the order in which they came.
+    """
+    held = weakref.ref(node)  # which holds the hook of the tensor, which holds this
+
+    def wait(take: Callable[[Reduced], None]) -> None:
+        waiting, node = [take], held()
+
+        def last(*_: Any) -> None:
+            while waiting:
+                waiting.pop()(())  # nothing is reduced before the node runs
+
+        if node is None:
+            last()
+        else:
+            dispatcher.watch_node(node, nullcontext, before=last)
+
+    return wait

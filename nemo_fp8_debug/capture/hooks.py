@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .amax_reductions import AmaxReductions, Reduced, wait_for_backward, with_shared_amax
+from .amax_reductions import AmaxReductions, Reduced, wait_for_backward, wait_for_node, with_shared_amax
 from .backends.base import (
     Args,
     Backend,
@@ -35,7 +35,6 @@ from .backends.base import (
     unknown_cast,
 )
 from .backends.transformer_engine import inspection
-from .before_backward import wait_for_node
 from .dispatcher import Dispatcher, Guard, Mode, Pass
 from .gemms import Gemm
 from .masters import Masters, beside_master

@@ -22,9 +22,9 @@ from .backends.in_forward import parameter_of
 from .dataflow import COMPUTED, MOVED, UNTOLD, Dataflow, Origin
 from .dispatcher import EventHook
 from .dtensor import is_dtensor
+from .operand_guard import enter_again, leave_modes
 from .operator_mode import over_dtensors
 from .scan import scan_modules
-from .unseen_operators import enter_again, leave_modes
 
 #: where each product has its two operands
 _OPERANDS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .unseen_operators import enter_again, leave_modes
+from torch.utils import _python_dispatch
 
 #: told of (GEMM name, role, error, whether the operand is lost)
 Fault = Callable[[str, str, Exception, bool], None]
@@ -31,3 +31,20 @@ class OperandGuard:
             return False
         self._on_fault(self._name, self._role, error, self._lost)
         return True
+
+
+_NONE: Sequence[Any] = ()
+
+
+def leave_modes() -> Sequence[Any]:
+    """Leave the modes that are entered, in this thread; for `enter_again`. Those of tracing remain, and with them others."""
+    modes: Sequence[Any] = _python_dispatch._get_current_dispatch_mode_stack()
+    if not modes or any(getattr(mode, "_mode_key", None) is not None for mode in modes):
+        return _NONE
+    return [_python_dispatch._pop_mode() for _ in modes]
+
+
+def enter_again(modes: Sequence[Any]) -> None:
+    """Enter them as they were."""
+    for mode in reversed(modes):
+        _python_dispatch._push_mode(mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from ..numerics.nvfp4_scaling import NVFP4Scaling
 from ..numerics.recipe import Recipe
 from ..numerics.stored_codes import quantization_sums_of_codes
 from ..numerics.tensor_scaling import CurrentScaling, Unscaled
-from .backends.base import ScaleInUse
+from .backends.base import Backend, ScaleInUse
 from .dtensor import local
 from .gemms import Gemm
 
@@ -241,3 +242,20 @@ def _one_scale(use: ScaleInUse, other: ScaleInUse, dtype: torch.dtype) -> bool:
     if not isinstance(use.scale, torch.Tensor) or not isinstance(other.scale, torch.Tensor):
         return False
     return use.format == other.format and use.scale.device.type == "cpu" and bool(use.scale == other.scale)
+
+
+#: of modules that are looked at for something else than their GEMMs
+NO_GEMM = Backend("no GEMM", lambda module: False, lambda *_: None, lambda *_: None, lambda out: out)
+
+
+class UncastOperand(Operand):
+    """One of those, in one step. Float32 ones are measured under what-if recipes whose scale follows the tensor."""
+
+    def _measure_directly(self, x: torch.Tensor, use: ScaleInUse, counted: Any) -> None:
+        super()._measure_directly(x, use, counted)
+        for recipe in self.what_if if x.dtype == torch.float32 else ():
+            if isinstance(recipe.scaling, CurrentScaling):
+                fmt = recipe.format_of(self.role)
+                scale = recipe.scaling.scale(self.moments[-1].whole.amax[0].float(), fmt.max)
+                sums = quantization_sums(x, scale, self.role, fmt, counted)
+                self.what_if_sums.setdefault(recipe.name, []).append(sums)

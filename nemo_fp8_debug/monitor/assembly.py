@@ -23,8 +23,8 @@ from .live_control import LiveControl
 from .model_scan import ModelScan
 from .open_step import Watched
 from .pipeline import Pipeline, meet
+from .rank_parts import RunSetup
 from .recorder_queue import Recording
-from .run_setup import RunSetup
 from .run_summary import Summary
 from .schedule import Schedule
 from .triggers import Triggers

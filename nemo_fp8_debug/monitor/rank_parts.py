@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,9 +11,10 @@ from ..capture.backends.parallel import copied_part
 from ..capture.backends.transformer_engine import inspection
 from ..capture.dtensor import is_counted
 from ..capture.gemms import Gemm, matching
+from ..capture.scales import Scales
 from ..capture.stepped import is_split_by_zero, weight_of
-from ..core.keys import Key
-from ..distributed import ShardGroup
+from ..core.keys import ROLES, Key, roles_of
+from ..distributed import Ranks, ShardGroup
 from ..options.config import Config
 
 
@@ -61,3 +63,20 @@ def counts_weight(shard_group: ShardGroup, rank: int, gemm: Gemm) -> Callable[[t
         return lambda x: False
     # An engine may split states only after the monitor was made.
     return lambda x: not is_copy if is_split_by_zero(weight_of(gemm)) else is_counted(x, rank, first)
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What is the same for all sampled steps of a run."""
+
+    config: Config
+    ranks: Ranks
+    shard_group: ShardGroup
+    scales: Scales
+    #: into how many parts ranks may split a tensor, by what it is
+    parts: Mapping[str, int]
+
+    @property
+    def gemms(self) -> list[str]:
+        """Names of the GEMMs of all ranks that reduce together."""
+        return [name for name, kind in self.shard_group.kinds.items() if roles_of(kind) == ROLES]

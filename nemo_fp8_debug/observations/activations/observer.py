@@ -9,10 +9,9 @@ import torch
 
 from ...capture.backends.base import not_quantized
 from ...capture.dtensor import is_counted
-from ...capture.operands import Operand
+from ...capture.operands import Operand, UncastOperand
 from ...capture.scan import ScannedModule, scan_modules
 from ...capture.tracing import compiled_by_now
-from ...capture.uncast import UncastOperand
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ACTIVATIONS, Key
 from ...core.layer_names import compile_patterns
@@ -21,7 +20,7 @@ from ...core.table import Columns
 from ...coverage.modules import find_scores
 from ...monitor.model_scan import FoundModules
 from ...monitor.open_step import OpenStep, StepObserver
-from ...monitor.run_setup import RunSetup
+from ...monitor.rank_parts import RunSetup
 from ...options.config import Config
 from ..operands.tensors import TensorObservation, join_rows
 from .capture import ActivationCapture

@@ -10,8 +10,8 @@ from itertools import groupby
 from ...capture.attention import is_attention
 from ...capture.backends import parallel
 from ...capture.gemms import Gemm
+from ...capture.operands import NO_GEMM
 from ...capture.scan import ScannedModule, find_inside
-from ...capture.uncast import NO_GEMM
 from ...core.keys import ACTIVATIONS
 from .norms import roles_of_norm
 from .routers import Router, find_routers

@@ -20,8 +20,7 @@ from ...core.observation import Arrays, Plan, SampledTables
 from ...core.table import Columns
 from ...monitor.dump_tap import Dumping
 from ...monitor.open_step import OpenStep, StepObserver
-from ...monitor.rank_parts import copied_elsewhere, is_shown
-from ...monitor.run_setup import RunSetup
+from ...monitor.rank_parts import RunSetup, copied_elsewhere, is_shown
 from ...numerics.metric_columns import unscaled
 from .measure import measure
 from .table import METRICS_TABLE

@@ -15,18 +15,15 @@ from ...core.observation import Arrays, Observation, Plan, SampledTables
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.pipeline import Sampled
-from ...monitor.rank_parts import counts_weight
-from ...monitor.run_setup import RunSetup
+from ...monitor.rank_parts import RunSetup, counts_weight
 from ...numerics.gemm_error import PRODUCTS, SUMS
 from .checks import CheckQueue
-from .gradient_parts import GradientParts
-from .gradient_sums import GradientSums
+from .gradient_parts import GradientParts, GradientSums
 from .gradients import ReducedGradients
 from .output_rows import OutputSums, output_columns
 from .samples import Chosen, Products
 from .table import OUTPUTS, VERIFICATION
-from .verification import FOUND, ProductsFound, verification_columns
-from .worst_products import WorstProducts
+from .verification import FOUND, ProductsFound, WorstProducts, verification_columns
 
 
 @dataclass(frozen=True)

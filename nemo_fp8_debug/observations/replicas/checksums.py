@@ -21,7 +21,7 @@ from ...capture.gemms import Gemm
 from ...capture.masters import Masters
 from ...capture.stepped import is_split_by_zero, stepped_by
 from ...numerics.stored_codes import is_cast_of
-from .rows import Checksums
+from .comparison import Checksums
 
 _COMPARING = "while comparing copies over ranks"
 #: values whose weights are made at once; bounds temporaries to some tens of MiB

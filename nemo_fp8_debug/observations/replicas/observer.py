@@ -13,10 +13,9 @@ from ...core.observation import Arrays, Observation, Plan, SampledTables
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.pipeline import Sampled
-from ...monitor.run_setup import RunSetup
+from ...monitor.rank_parts import RunSetup
 from .checksums import ReplicaChecks
-from .comparison import ReplicaComparison
-from .rows import Checksums, Compared, replica_columns
+from .comparison import Checksums, Compared, ReplicaComparison, replica_columns
 from .table import TABLES
 
 _Compared = Mapping[tuple[str, str], Compared]

@@ -16,12 +16,11 @@ from ...core.layer_names import is_aggregate
 from ...core.observation import SampledTables
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, StepObserver
-from ...monitor.rank_parts import counts_weight
-from ...monitor.run_setup import RunSetup
+from ...monitor.rank_parts import RunSetup, counts_weight
 from ..operands.tensors import TensorObservation, join_rows
 from .optimizer import StateCapture, state_operands
 from .table import TABLES, UPDATE_METRICS
-from .update_errors import update_columns
+from .update_samples import update_columns
 
 
 def observe(setup: RunSetup) -> StateObservation | None:

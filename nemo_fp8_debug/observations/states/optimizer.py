@@ -18,9 +18,8 @@ from ...capture.backends.base import not_quantized
 from ...capture.dispatcher import Dispatcher
 from ...capture.dtensor import is_dtensor
 from ...capture.gemms import Gemm
-from ...capture.operands import Operand
+from ...capture.operands import Operand, UncastOperand
 from ...capture.stepped import Stepped, stepped_by
-from ...capture.uncast import UncastOperand
 from ...core.keys import STATES, Key
 from ...numerics.recipe import Recipe
 from .update_samples import Products, UpdateSample, adam_of
