@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from small_models.megatron import gpt, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nemo_fp8_debug import Emulation, Monitor
+from nemo_fp8_debug import Emulation, Monitor, read_record
 from nemo_fp8_debug.observations.products.nodes import product_node
 
 PRODUCTS = {"fprop", "dgrad", "wgrad"}
@@ -242,3 +243,20 @@ def test_the_node_of_the_layer_before_is_never_taken_for_ones_own() -> None:
     assert product_node(y, x, first.weight) is not None
     assert product_node(Halved.apply(y), y, None) is None
     assert product_node(y.view(2, 4, 32), y, None) is None
+
+
+def test_few_rows_cost_no_sample(tmp_path: Path) -> None:
+    """Gradients are compared at 8 rows and columns, however few products are looked at."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = Monitor(model, tmp_path, interval=1, table_rows=0, on_error="raise", verify_rows=2)
+    for step in range(8):
+        with monitor.step(step):
+            optimizer.zero_grad()
+            model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
+    monitor.close()
+    rows = read_record(tmp_path, table="verification").filter(product="reduction")
+    assert rows["step"].n_unique() == 8 and set(rows["outcome"]) == {"within"}
+    assert rows["row"].max() > 1  # a place that two rows do not have

@@ -101,7 +101,7 @@ def verification_columns(found: ProductsFound, kinds: Mapping[str, str], rows: i
 
 
 def _rows_of(product: str, rows: int) -> int:
-    return min(rows, REDUCED_ROWS) if product == REDUCTION else rows
+    return REDUCED_ROWS if product == REDUCTION else rows
 
 
 def _row(of: Mapping[str, float], rows: int, step: int) -> dict[str, Any]:
