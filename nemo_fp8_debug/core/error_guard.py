@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from ..errors import warn
 
@@ -13,8 +13,8 @@ class ErrorGuard:
 
     def __init__(self, on_error: str) -> None:
         self.raises = on_error == "raise"
-        #: the step that messages name
-        self.step = -1
+        #: tells the step that messages name
+        self.step: Callable[[], int] = lambda: -1
         self._warned: set[str] = set()
 
     @contextlib.contextmanager
@@ -26,7 +26,7 @@ class ErrorGuard:
             if self.raises:
                 raise
             with contextlib.suppress(Exception):  # to say so may take memory or a stack that is not there
-                message = f"error {when} near step {self.step}; that sample was dropped"
+                message = f"error {when} near step {self.step()}; that sample was dropped"
                 self.warn(f"{message}: {type(error).__name__}: {error}", kind=f"{when} {type(error)}")
 
     def warn(self, message: str, kind: str | Collection[str] | None = None) -> None:

@@ -92,7 +92,9 @@ class Monitor:
         self._sampled: SampledStep | None = None
         self._begun: int | None = None
         self._order = StepOrder(self._errors.warn if self._ranks.writes else lambda *anything: None)
-        self._step, self._closed, self._process = -1, False, os.getpid()
+        order = self._order
+        self._errors.step = lambda: order.current
+        self._closed, self._process = False, os.getpid()
         self._summary.open()
         with self._errors.guard("while recording that the run goes on"):
             if self._live_control.ended_before:  # which no longer holds, long before the first sample says so
@@ -161,7 +163,6 @@ class Monitor:
         self._begun = _INVALID if number is None else number
         if number is None:
             return
-        self._step = self._errors.step = number
         self._waits.start_step(number)
         self._live_control.start_step(number)
         if self._schedule.samples(number) and not self._live_control.stopped:
@@ -280,14 +281,14 @@ class Monitor:
             losses: by name, numbers or scalar tensors, which are read in the background.
         """
         if not self.closed and not self._idle and self._ranks.writes:
-            self._delivery.note_validation(max(self._step, 0) if step is None else step, losses)
+            self._delivery.note_validation(max(self._order.current, 0) if step is None else step, losses)
 
     def _tell_triggers(self, scalars: Mapping[str, Any]) -> None:
         with self._errors.guard("while watching the loss"):
             try:
-                self._live_control.end_step(self._step, scalars.get("loss"), scalars.get("grad_norm"))
+                self._live_control.end_step(self._order.current, scalars.get("loss"), scalars.get("grad_norm"))
             except TimeoutError as error:
-                self._pipeline.end(self._step, error)
+                self._pipeline.end(self._order.current, error)
 
     @entry("while closing the record")
     def close(self) -> None:

@@ -22,6 +22,8 @@ class StepOrder:
         """
         self._warn = warn
         self._begun: int | None = None
+        #: the last step that began with a valid number; -1: none did
+        self.current = -1
         #: whether a step was begun and neither ended nor given up
         self.is_open = False
         #: whether the loop has called anything
@@ -62,7 +64,7 @@ class StepOrder:
                 "step goes back",
             )
         else:
-            self._begun = step
+            self._begun = self.current = step
         return self._begun
 
     def end(self) -> int | None:
