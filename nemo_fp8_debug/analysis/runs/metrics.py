@@ -21,7 +21,7 @@ from ...record.reader import read_table
 from ...record.scan import Chunk, Scan, itself
 from ...record.schema import SCHEMAS
 from ...record.storage import Storage
-from . import cluster, passes
+from . import cluster
 from .grid import KEY, Floats, Grid, Ints
 from .source import Bools, Held, Source, some_of
 
@@ -190,7 +190,7 @@ class Metrics:
             # Some rows of a table have all of its values if those are one.
             if known is not None and (self._is_all or len(known) == 1) and not self.is_empty():
                 return known
-            self._values[column] = passes.unique(column, self)
+            self._values[column] = _find_unique(column, self)
         return self._values[column]
 
     def counts(self, column: str) -> dict[str | None, Ints]:
@@ -201,7 +201,7 @@ class Metrics:
 
     def _count(self, column: str) -> dict[str | None, Ints]:
         values = self._source.values(column) or self.unique(column)
-        counts = passes.counted(column, values, self)
+        counts = _count_values(column, values, self)
         of_values = dict(zip([None, *(value for value in values if value is not None)], counts.T, strict=True))
         return {value: of_values[value] for value in values if of_values[value].any()}
 
@@ -263,7 +263,7 @@ class Metrics:
         """All rows at once: step, layer, role and columns; all of them by default."""
         names = list(self.columns if columns is None else dict.fromkeys(["step", *KEY, *columns]))
         read = [name for name in names if name not in ("step", *KEY)]
-        found = self.named(pl.concat(self.over_steps(partial(passes.all_rows, read)))).select(names)
+        found = self.named(pl.concat(self.over_steps(partial(_read_all_rows, read)))).select(names)
         return found if found["step"].is_sorted() else found.sort("step", maintain_order=True)
 
     @cached_property
@@ -277,9 +277,9 @@ class Metrics:
     def sizes_of_weights(self) -> dict[str, int]:
         """How many values W has, by layer, of those whose size is known."""
         weights = self.with_role("weight")
-        most = passes.largest(weights.at(np.arange(len(weights.steps))[-1:]), whole=True)
+        most = _find_largest(weights.at(np.arange(len(weights.steps))[-1:]), whole=True)
         if (most < 0).any():  # the last sample lacks some, or the part of a rank
-            most = np.max(weights.over_steps(passes.largest), axis=0)
+            most = np.max(weights.over_steps(_find_largest), axis=0)
         return {layer: n for layer, n in zip(weights.tensors["layer"], most.tolist(), strict=True) if n >= 0}
 
     def gathered(self, columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
@@ -294,7 +294,7 @@ class Metrics:
             >>> metrics.gathered(["mse"], lambda rows: rows.select(pl.max("mse"), pl.sum("count"))).row(0)
             (2.0, 2)
         """
-        found = self.over_steps(partial(passes.gathered, columns, gather))
+        found = self.over_steps(partial(_gather_rows, columns, gather))
         return found[0] if len(found) == 1 else gather(pl.concat(found, how="diagonal"))
 
     def last(self, columns: Sequence[str]) -> pl.DataFrame:
@@ -415,3 +415,56 @@ def in_common(baseline: Metrics, run: Metrics) -> tuple[Metrics, Metrics]:
     """Both over the tensors that both have, in the order of the first."""
     tensors = baseline.tensors.join(run.tensors, on=KEY, how="semi", maintain_order="left")
     return baseline.among(tensors), run.among(tensors)
+
+
+# Each makes one pass over the rows of some operands and steps; results of stretches of steps are put together.
+
+
+def _find_unique(column: str, metrics: Metrics) -> list[str | None]:
+    """Return the values of a text column, in the order of their first rows."""
+    found: dict[str | None, None] = {}
+    for chunk, _ in metrics.alike(column if column in metrics.columns else None):
+        texts = chunk.rows[column].cast(pl.String) if chunk.rows.width else pl.repeat(None, len(chunk.operand), eager=True)
+        found |= dict.fromkeys(texts.unique(maintain_order=True).to_list())
+    return list(found)
+
+
+def _count_values(column: str, values: Sequence[str | None], metrics: Metrics) -> Ints:
+    """Return int64 [T, 1 + values that are texts]: how often each operand has none, and each of the values."""
+    texts = pl.Enum([value for value in values if value is not None])
+    width = len(texts.categories) + 1
+
+    counts = np.zeros((len(metrics.tensors), width), dtype=np.int64)
+    for chunk, times in metrics.alike(column if len(values) > 1 else None):
+        codes = chunk.rows[column].cast(texts).to_physical().cast(pl.Int64) + 1 if len(values) > 1 else None
+        of_rows = codes.fill_null(0).to_numpy() if codes is not None else int(values[:1] != [None])
+        many = np.repeat(times, [len(operands) for _, operands in chunk.steps])
+        counts += np.bincount(chunk.operand * width + of_rows, many, counts.size).astype(np.int64).reshape(counts.shape)
+    return counts
+
+
+def _read_all_rows(columns: Sequence[str], metrics: Metrics) -> pl.DataFrame:
+    """Return columns with tensor and step."""
+    return pl.concat([metrics.none(columns).drop("count"), *metrics.scan(columns)])
+
+
+def _find_largest(weights: Metrics, whole: bool = False) -> Ints:
+    """Return the most values that each operand has in a sample; -1 if that is not known.
+
+    Args:
+        whole: only samples that no rank is missing from count.
+    """
+    most = np.full(len(weights.tensors), -1)
+    for rows in weights.scan(["n", "nan", "inf", *(["ranks_missing"] if whole else [])]):
+        counted = rows.filter(ranks_missing=0) if whole else rows
+        known = counted.select("tensor", n=pl.col("n") + pl.col("nan") + pl.col("inf")).drop_nulls()
+        np.maximum.at(most, known["tensor"].to_numpy(), known["n"].to_numpy())
+    return most
+
+
+def _gather_rows(columns: Sequence[str], gather: Callable[[pl.DataFrame], pl.DataFrame], metrics: Metrics) -> pl.DataFrame:
+    """See `Metrics.gathered`."""
+    found = gather(metrics.none(columns))
+    for rows in metrics.scan(columns):
+        found = gather(pl.concat([found, gather(rows.with_columns(count=pl.lit(1, pl.Int64)))], how="diagonal"))
+    return found
