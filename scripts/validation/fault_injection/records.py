@@ -136,9 +136,9 @@ class StoredRun(Run):
     def steps(self) -> pl.DataFrame:  # type: ignore[override]
         return self.table_of_steps
 
-    @property
-    def outputs(self) -> pl.DataFrame:  # type: ignore[override]
-        return pl.DataFrame(schema=SCHEMAS["outputs"])
+    def table(self, name: str) -> pl.DataFrame:
+        """Return no rows: of tables, those of operands and of steps alone are stored."""
+        return pl.DataFrame(schema=SCHEMAS[name])
 
     @property
     def others(self) -> pl.DataFrame:  # type: ignore[override]
