@@ -19,6 +19,9 @@ from .plain_arrays import Array
 from .table import Columns
 
 Arrays = Mapping[str, Array]
+#: parts of the sum, by where they lie in it: lower lanes first, and in a lane the parts of earlier features. With more than two
+#: ranks the rounding of a sum depends on its place. So lanes keep their numbers, and records stay equal to the last bit
+Lanes = Mapping[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,15 @@ class Observation:
         """Return int32 [n], whose maximum over ranks is taken; n is the same on all. By default there are none."""
         return torch.zeros(0, dtype=torch.int32)
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> torch.Tensor:
-        """Return float64 [m], which is added up over ranks; m follows from the extremes.
+    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+        """Return what is added up over ranks, float64 [m] by lane; each m follows from the extremes.
 
         Args:
             extremes: their maximum over all ranks.
         """
         raise NotImplementedError
 
-    def whole(self, plan: Plan, sums: torch.Tensor, extremes: torch.Tensor) -> Any:
+    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> Any:
         """Return what all ranks have found together; asked on the first of them."""
         raise NotImplementedError
 

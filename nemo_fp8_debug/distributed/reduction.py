@@ -70,12 +70,15 @@ class Reduction:
         largest = extremes[2:].split([len(part) for part in parts])
         pairs = list(zip(self._observations, largest, strict=True))
         added = [one.sums(plan, mine[one.name], most) for one, most in pairs]
-        sums = torch.cat(added)
+        places = sorted((lane, i) for i, lanes in enumerate(added) for lane in lanes)
+        sums = torch.cat([added[i][lane] for lane, i in places])
         group.add_up(sums)
         if self._ranks.rank != self._shard_group.ranks[0]:
             return None
-        of_all = sums.split([len(part) for part in added])
-        return {one.name: one.whole(plan, part, most) for (one, most), part in zip(pairs, of_all, strict=True)}
+        of_all: list[dict[int, torch.Tensor]] = [{} for _ in added]
+        for (lane, i), part in zip(places, sums.split([len(added[i][lane]) for lane, i in places]), strict=True):
+            of_all[i][lane] = part
+        return {one.name: one.whole(plan, lanes, most) for (one, most), lanes in zip(pairs, of_all, strict=True)}
 
 
 def _by_observation(arrays: Arrays) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from ...monitor.model_scan import FoundModules
 from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.rank_parts import RunSetup
 from ...options.config import Config
-from ..operands.tensors import TensorObservation, join_rows
+from ..operands.tensors import TensorObservation, join_rows, put_in_use_first
 from .capture import ActivationCapture
 from .metrics import activation_columns
 from .sites import Site, sites_in
@@ -108,3 +108,8 @@ class ActivationObservation(TensorObservation):
         own = activation_columns(sampled.whole[self.name], keys)
         activations, histograms = (table.name for table in TABLES)
         return {activations: join_rows(found.metrics, found.what_if, own), histograms: found.histograms}
+
+    def finish(self, tables: Mapping[str, Columns], scalars: Mapping[str, float]) -> dict[str, Columns]:
+        """Return the rows of all stages of a pipeline in one order."""
+        name = TABLES[0].name
+        return {name: put_in_use_first(tables[name])} if tables.get(name) else {}

@@ -16,7 +16,7 @@ from ...capture.matmul_capture import MatmulCapture
 from ...capture.operands import Operand
 from ...core.error_guard import ErrorGuard
 from ...core.keys import ATTENTION, ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, Key, roles_of
-from ...core.observation import Arrays, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, Plan, SampledTables
 from ...core.table import Columns
 from ...monitor.dump_tap import Dumping
 from ...monitor.open_step import OpenStep, StepObserver
@@ -141,7 +141,7 @@ class OperandObservation(TensorObservation):
         self._observe({stat.key: stat.amax for stat in found})
         return found
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> torch.Tensor:
+    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         self._observe(self._sums.amax(extremes))
         return super().sums(plan, packed, extremes)

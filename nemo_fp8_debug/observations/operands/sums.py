@@ -12,7 +12,7 @@ import torch
 
 from ...capture.operand_stats import Cast, OperandStats
 from ...core.keys import Key
-from ...core.observation import Arrays, Plan
+from ...core.observation import Arrays, Lanes, Plan
 from ...core.plain_arrays import Array
 from ...distributed import Ranks
 from ...numerics.block_scale_counts import CODES
@@ -118,7 +118,7 @@ class TensorSums:
 
     def _seen(self, extremes: torch.Tensor) -> tuple[Array, dict[str, Array], Array]:
         """Tensors that any rank has, int64 [S]; the extremes of each, int32 [S]; and bool [S, 256], who is occupied."""
-        table = extremes.numpy().reshape(len(self._keys), -1)
+        table = extremes.numpy().reshape(len(self._keys), len(EXTREMES) + BINADES)
         seen = (table[:, EXTREMES.index("cast")] != NONE).nonzero()[0]
         table = table[seen]
         return seen, dict(zip(EXTREMES, table[:, : len(EXTREMES)].T, strict=True)), table[:, len(EXTREMES) :] > 0
@@ -128,8 +128,8 @@ class TensorSums:
         seen, column, _ = self._seen(extremes)
         return {self._keys[i]: value for i, value in zip(seen.tolist(), _floats(column["amax"]).tolist(), strict=True)}
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> torch.Tensor:
-        """Return float64: a row of numbers for each of S tensors, further sums of some, and the occupied binades of all."""
+    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+        """Return a row of numbers for each of S tensors, further sums of some, and the occupied binades of all."""
         seen, column, occupied = self._seen(extremes)
         numbers = np.zeros((len(self._keys), len(_columns(plan))))
         numbers[packed["rows"]] = packed["numbers"]
@@ -142,19 +142,17 @@ class TensorSums:
         place = (occupied.reshape(-1).cumsum() - 1).reshape(occupied.shape)
         counts = np.zeros((int(occupied.sum()), BINADE))
         counts[place[np.searchsorted(seen, packed["rows"])][packed["occupied"]]] = packed["counts"]
-        return torch.from_numpy(np.concatenate([numbers[seen].reshape(-1), further, counts.reshape(-1)]))
+        parts = numbers[seen].reshape(-1), further, counts.reshape(-1)
+        return {lane: torch.from_numpy(part) for lane, part in enumerate(parts)}
 
-    def whole(self, plan: Plan, sums: torch.Tensor, extremes: torch.Tensor) -> list[OperandStats]:
+    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> list[OperandStats]:
         """Return the statistics of whole tensors."""
         seen, column, occupied = self._seen(extremes)
         names = _columns(plan)
-        table, further, counts = sums.split(
-            [len(seen) * len(names), int(column["further"].sum()), int(occupied.sum()) * BINADE]
-        )
-        numbers = dict(zip(names, table.view(-1, len(names)).T, strict=True))
-        histograms = _histograms(counts.view(-1, BINADE), torch.from_numpy(occupied))
+        numbers = dict(zip(names, sums[0].view(-1, len(names)).T, strict=True))
+        histograms = _histograms(sums[2].view(-1, BINADE), torch.from_numpy(occupied))
         keys = [self._keys[i] for i in seen.tolist()]
-        return self._whole(plan, keys, column, numbers, histograms, further.split(column["further"].tolist()))
+        return self._whole(plan, keys, column, numbers, histograms, sums[1].split(column["further"].tolist()))
 
     def _whole(
         self,

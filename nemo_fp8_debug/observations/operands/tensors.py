@@ -10,7 +10,7 @@ import torch
 from ...capture.collect import collect
 from ...capture.operand_stats import OperandStats
 from ...core.keys import Key
-from ...core.observation import Arrays, Observation, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns
 from ...distributed import Ranks
 from ...monitor.pipeline import Sampled
@@ -51,17 +51,29 @@ class TensorObservation(Observation):
         """See `Observation`."""
         return self._sums.extremes(packed)
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> torch.Tensor:
+    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         return self._sums.sums(plan, packed, extremes)
 
-    def whole(self, plan: Plan, sums: torch.Tensor, extremes: torch.Tensor) -> Stats:
+    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> Stats:
         """See `Observation`."""
         return self._sums.whole(plan, sums, extremes)
 
     def measure(self, sampled: SampledTables) -> Measured:
         """Return the metrics of whole tensors."""
         return measure(sampled.whole[self.name], sampled.what_if, sampled.chosen)
+
+
+def put_in_use_first(columns: Columns) -> dict[str, list[Any]]:
+    """Return rows of tensors as they are before those under other recipes, each in their order.
+
+    Example:
+        >>> put_in_use_first({"layer": ["a", "a", "b"], "scale_source": ["engine", "what-if", "engine"]})["layer"]
+        ['a', 'b', 'a']
+    """
+    tried = [source == "what-if" for source in columns["scale_source"]]
+    order = sorted(range(len(tried)), key=lambda i: tried[i])
+    return {name: [values[i] for i in order] for name, values in columns.items()}
 
 
 def join_rows(in_use: Columns, tried: Columns, own: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:

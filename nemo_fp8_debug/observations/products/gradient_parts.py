@@ -227,11 +227,6 @@ class GradientSums:
         """
         self._names, self._parts, self._rank = list(names), parts, rank
 
-    @property
-    def size(self) -> int:
-        """How many numbers there are."""
-        return len(self._names) * self._parts * NUMBERS
-
     def rows(self, found: Mapping[str, GradientParts]) -> torch.Tensor:
         """float64 [names, parts, numbers], which add up over ranks."""
         rows = torch.zeros(len(self._names), self._parts, NUMBERS, dtype=torch.float64)

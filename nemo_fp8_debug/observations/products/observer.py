@@ -11,7 +11,7 @@ import torch
 
 from ...capture.packed_transfer import Move
 from ...core.keys import Key
-from ...core.observation import Arrays, Observation, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.pipeline import Sampled
@@ -130,18 +130,16 @@ class ProductObservation(Observation):
         """See `Observation`."""
         return self._verified.severities(self._found(packed))
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> torch.Tensor:
+    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
         rows = self._verified.rows(self._found(packed), extremes)
-        parts = torch.tensor(packed["outputs"]), rows, torch.tensor(packed["gradients"])
-        return torch.cat([part.flatten() for part in parts])
+        parts = {3: torch.tensor(packed["outputs"]), 4: rows, 6: torch.tensor(packed["gradients"])}
+        return {lane: part.flatten() for lane, part in parts.items()}
 
-    def whole(self, plan: Plan, sums: torch.Tensor, extremes: torch.Tensor) -> ProductsOfRanks:
+    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> ProductsOfRanks:
         """See `Observation`."""
-        outputs, gradients = len(self._outputs) * (len(SUMS) + 1), self._gradients.size
-        added, products, of_gradients = sums.split([outputs, len(sums) - outputs - gradients, gradients])
-        rows = zip(self._outputs, added.view(-1, len(SUMS) + 1), strict=True)
-        verified = self._verified.of_all(products) | self._gradients.of_all(of_gradients)
+        rows = zip(self._outputs, sums[3].view(-1, len(SUMS) + 1), strict=True)
+        verified = self._verified.of_all(sums[4]) | self._gradients.of_all(sums[6])
         return ProductsOfRanks({key: row for key, row in rows if row[-1] > 0}, verified)
 
     def alone(self, found: ProductsOfRank) -> ProductsOfRanks:

@@ -9,7 +9,7 @@ import torch
 from ...capture.gemms import seen_in_forward
 from ...capture.packed_transfer import Move
 from ...core.keys import Key
-from ...core.observation import Arrays, Observation, Plan, SampledTables
+from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.pipeline import Sampled
@@ -70,13 +70,13 @@ class ReplicaObservation(Observation):
         """See `Observation`."""
         return self._copies.extremes(packed["slots"])
 
-    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> torch.Tensor:
+    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
         """See `Observation`."""
-        return self._copies.rows(packed["slots"], extremes).flatten()
+        return {5: self._copies.rows(packed["slots"], extremes).flatten()}
 
-    def whole(self, plan: Plan, sums: torch.Tensor, extremes: torch.Tensor) -> _Compared:
+    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> _Compared:
         """See `Observation`."""
-        return self._copies.of_all(sums, extremes)
+        return self._copies.of_all(sums[5], extremes)
 
     def alone(self, found: Checksums) -> _Compared:
         """Return what this rank compares for itself: weights with their masters."""

@@ -17,7 +17,7 @@ from ...core.observation import SampledTables
 from ...core.table import Columns
 from ...monitor.open_step import OpenStep, StepObserver
 from ...monitor.rank_parts import RunSetup, counts_weight
-from ..operands.tensors import TensorObservation, join_rows
+from ..operands.tensors import TensorObservation, join_rows, put_in_use_first
 from .optimizer import StateCapture, state_operands
 from .table import TABLES, UPDATE_METRICS
 from .update_samples import update_columns
@@ -101,4 +101,4 @@ class StateObservation(TensorObservation):
         for layer, role, norm in rows:
             totals[role] += 0.0 if norm is None or is_aggregate(layer) else norm**2
         shares = [None if n is None or not totals[role] else 100 * n**2 / totals[role] for _, role, n in rows]
-        return {name: {**states, "share_pct": shares}}
+        return {name: put_in_use_first({**states, "share_pct": shares})}
