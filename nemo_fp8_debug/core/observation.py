@@ -19,8 +19,8 @@ from .plain_arrays import Array
 from .table import Columns
 
 Arrays = Mapping[str, Array]
-#: parts of the sum, by where they lie in it: lower lanes first, and in a lane the parts of earlier features. With more than two
-#: ranks the rounding of a sum depends on its place. So lanes keep their numbers, and records stay equal to the last bit
+#: parts of the sum by lane: lower lanes lie first in it, and in a lane earlier features do. On more than two ranks, rounding
+#: depends on that place. So lanes keep their numbers, and records stay equal to the last bit
 Lanes = Mapping[int, torch.Tensor]
 
 
