@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -65,7 +66,7 @@ class Run:
 
     def begin_step(self, step: int) -> None:
         """Before the forward pass."""
-        self.errors.step = lambda: step
+        self.errors.step = partial(int, step)  # which can be pickled
         if self._monitor:
             self._monitor.begin_step(step)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 from ..errors import warn
 
@@ -14,7 +15,7 @@ class ErrorGuard:
     def __init__(self, on_error: str) -> None:
         self.raises = on_error == "raise"
         #: tells the step that messages name
-        self.step: Callable[[], int] = lambda: -1
+        self.step: Callable[[], int] = partial(int, -1)
         self._warned: set[str] = set()
 
     @contextlib.contextmanager

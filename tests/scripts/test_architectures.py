@@ -12,7 +12,7 @@ import torch
 from architectures import ATTACHED, DIFFERENT, IDENTICAL, NO_GEMM, NOT_BUILT, RESULTS, examine, examine_apart
 from torch import nn
 
-from nemo_fp8_debug.capture import gemms
+from nemo_fp8_debug.capture import scan
 
 FOUND = json.loads(RESULTS.read_text())
 
@@ -35,7 +35,7 @@ def test_a_name_that_no_module_has_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         found: Any = getattr(module, "layer_number", None)
         return found if isinstance(found, int) else None
 
-    monkeypatch.setattr(gemms, "_megatron_number", number)
+    monkeypatch.setattr(scan, "_read_megatron_number", number)
     told = examine("gpt_neox_japanese")
     assert told["outcome"] == DIFFERENT and "layers.-1." in told["why"] and "is recorded, and no module" in told["why"]
 
