@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import signal
@@ -41,18 +42,20 @@ def extend_environment(**values: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "TORCH_CUDA_ARCH_LIST": "9.0", "DS_ACCELERATOR": "cpu"} | threads | values
 
 
-def run_worker(script: Path, *arguments: object, log: Path, **values: str) -> int:
+def run_worker(script: Path, *arguments: object, log: Path, output: Path | None = None, **values: str) -> int:
     """Run a script in a process of its own, and return its exit status.
 
     Args:
         script: that is run.
         arguments: of the script.
         log: file for what it and its engine print to standard error.
+        output: file for what it prints; None: it prints where this process does.
         values: variables of its environment.
     """
     command = [sys.executable, "-W", "ignore", str(script), *map(str, arguments)]
-    with log.open("w") as errors:
-        return subprocess.run(command, env=extend_environment(**values), stderr=errors).returncode
+    environment = extend_environment(**values)
+    with log.open("w") as errors, output.open("w") if output else contextlib.nullcontext() as printed:
+        return subprocess.run(command, env=environment, stdout=printed, stderr=errors).returncode
 
 
 def run_in_ranks(world: int, train: Callable[[int, int], object], log: Path) -> str:

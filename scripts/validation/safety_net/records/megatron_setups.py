@@ -24,7 +24,8 @@ from megatron_on_cpu import megatron_on_cpu
 from safety_net.records.setup import EVERYTHING, Setup, watch
 
 SEQUENCE, VOCABULARY, HIDDEN, LAYERS, MICRO_BATCHES = 16, 64, 64, 2, 2
-_EXPERTS = {
+#: options of a mixture of experts
+EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
     "moe_router_load_balancing_type": "none",
@@ -175,11 +176,11 @@ _SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
 SETUPS = [
     _setup("dense", 1),
     _setup("recompute", 1, **_RECOMPUTED),
-    _setup("experts", 1, **_EXPERTS),
+    _setup("experts", 1, **EXPERTS),
     _setup("tensor-parallel-2", 2, "tensor"),
     _setup("sequence-parallel-2", 2, "tensor", sequence_parallel=True),
     _setup("pipeline-parallel-2", 2, "pipeline"),
     _setup("data-parallel-2", 2, ddp=_SHARDED),
-    _setup("expert-parallel-2", 2, "expert", **_EXPERTS),
+    _setup("expert-parallel-2", 2, "expert", **EXPERTS),
     _setup("tensor-and-data-parallel-4", 4, "tensor", _SHARDED, sequence_parallel=True),
 ]
