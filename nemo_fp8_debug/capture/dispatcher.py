@@ -75,7 +75,7 @@ class Pass:
 
 @dataclass(eq=False, slots=True)
 class _Observer:
-    """Who looks at the calls of a module."""
+    """A subscriber to the calls of a module."""
 
     guard: Guard
     entered: Callable[[Pass, Args, Kwargs], None]
@@ -161,7 +161,7 @@ class EventHook:
         self.is_inside = is_inside
 
     def __call__(self, *arguments: Any) -> None:
-        """What autograd calls."""
+        """Hand the event to the subscriber; autograd calls this."""
         if (call := self._call) is not None:
             with self._guard():
                 call(*arguments)

@@ -66,7 +66,7 @@ class ProductSink(Protocol):
 
     @property
     def sees_sums(self) -> bool:
-        """Whether the module adds up its output over ranks, and what it adds is looked at."""
+        """Return True if the module adds up its output over ranks and we check what it adds."""
 
     def watch_sums(self) -> Mode | None:
         """Return what sees the sums of the call that is about to run; None: they are not looked at."""
@@ -104,7 +104,7 @@ class CopySink(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Plan:
-    """What is looked at of one GEMM in this step."""
+    """The plan for one GEMM in this step."""
 
     gemm: Gemm
     #: by role: what gets an operand that hooks see, and one from inside of its module
@@ -122,13 +122,13 @@ class _Plan:
 
     @property
     def name(self) -> str:
-        """Of the GEMM."""
+        """Return the name of the GEMM."""
         return self.gemm.name
 
 
 @dataclass(eq=False, slots=True)
 class _ModulePlan:
-    """What is looked at of a module in this step, decided as that opens."""
+    """The plan for one module, which we make as the step opens."""
 
     module: nn.Module
     backend: Backend
@@ -145,7 +145,7 @@ class _ModulePlan:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """What is kept of a call, and of its recompute."""
+    """Values that a call leaves for its end and its recompute."""
 
     #: what is known of the call before it runs
     arguments: Kwargs

@@ -179,7 +179,8 @@ class Pipeline:
         kinds = self._shard_group.kinds
         what_if, chosen = self._what_if(sampled.what_if), {name for name in kinds if sampled.chosen(name)}
         made = SampledTables(sampled.step, whole, kinds, chosen, what_if)
-        return {name: columns for one in self.observations for name, columns in one.rows(made).items()}
+        seen = [one for one in self.observations if one.name in whole]  # none if collecting failed
+        return {name: columns for one in seen for name, columns in one.rows(made).items()}
 
     def _what_if(self, recipes: Sequence[Recipe]) -> list[EmulatedScales]:
         """Keep the histories of recipes that are tried as before, and begin those of new ones."""
