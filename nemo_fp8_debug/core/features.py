@@ -1,7 +1,8 @@
 """What this package observes: a folder of `observations` for each feature, whose modules are found by name.
 
 A folder may have `table` (its tables), `observer` (what subscribes to events and how it adds up over ranks), `scalars` (its
-tags in TensorBoard) and `rule` (what a diagnosis makes of its tables). Those that read a record import no observer.
+tags in TensorBoard), `two_runs` (what sets two records apart) and `rule` (what a diagnosis makes of its tables). Those that
+read a record import no observer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cache
 from types import ModuleType
 
 #: in the order of the record's tables
-FEATURES = ("operands", "products", "replicas", "states", "activations", "steps")
+FEATURES = ("operands", "products", "replicas", "states", "gradients", "activations", "steps")
 _PACKAGE = f"{__name__.partition('.')[0]}.observations"
 
 

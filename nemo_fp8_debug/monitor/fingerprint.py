@@ -79,6 +79,8 @@ _HOST_OPTIONS = (
     "quant_recipe",
     "te_precision_config_file",
     "activation_func_fp8_input_store",
+    "cross_entropy_loss_fusion",
+    "cross_entropy_fusion_impl",
     "moe_router_dtype",
     "moe_dispatch_fwd_dtype",
     "moe_combine_bwd_dtype",

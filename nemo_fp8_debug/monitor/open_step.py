@@ -13,6 +13,7 @@ from ..capture.operand_guard import Fault
 from ..capture.operands import Operand
 from ..capture.packed_transfer import Move
 from ..capture.scan import ScannedModule
+from ..capture.weight_gradients import WeightGradients
 from ..core.error_guard import ErrorGuard
 from ..core.keys import Key
 from ..core.observation import Observation
@@ -75,6 +76,7 @@ class OpenStep:
     dispatcher: Dispatcher
     #: told of a fault that costs an operand
     lose: Fault
+    gradients: WeightGradients
     #: tensors that are counted
     operands: dict[Key, Operand] = field(default_factory=dict)
     #: what gets each operand of a GEMM,
@@ -91,8 +93,3 @@ class OpenStep:
     def guard(self) -> Callable[[str], AbstractContextManager[None]]:
         """A context that keeps an exception out of the training loop, named by what it guards."""
         return self.watched.errors.guard
-
-    @property
-    def chosen_gemms(self) -> list[Gemm]:
-        """GEMMs that are looked at."""
-        return [gemm for gemm in self.known if gemm.name in self.chosen]

@@ -18,6 +18,7 @@ from ..capture.masters import find_buffers
 from ..capture.operands import Operand
 from ..capture.scan import ScannedModule, scan_modules
 from ..capture.tracing import compiled_by_now
+from ..capture.weight_gradients import WeightGradients
 from ..core.keys import Key
 from ..core.layer_names import compile_patterns
 from ..core.observation import Plan
@@ -25,7 +26,7 @@ from ..kernels.empty_histograms import forget_empty_histograms
 from ..options.config import Config
 from .open_step import OpenStep, StepObserver, Watched
 from .pipeline import Sampled, Steps
-from .rank_parts import compiled_parts, counted_parts
+from .rank_parts import compiled_parts, counted_parts, counts_weight
 from .sample_warnings import (
     warn_of_late_compiling,
     warn_of_lost,
@@ -81,8 +82,13 @@ class SampledStep:
         known, patterns = self._known, self._dumped
         dumped = {gemm.name for gemm in matching(known, patterns)} if patterns else set()
         chosen = {gemm.name for gemm in matching(known, self._plan.layers)}
+        own, guard = self._watched.shard_group, self._watched.errors.guard
+        counts = partial(counts_weight, own, self._watched.rank)
+        weighed = [gemm for gemm in known if gemm.name in chosen]
+        gradients = WeightGradients(weighed, scanned, len(own.ranks), counts, guard, self._dispatcher)
         step = OpenStep(
-            self.step, self._plan, self._watched, known, chosen, dumped, scanned, compiled, self._dispatcher, self._lose
+            *(self.step, self._plan, self._watched, known, chosen, dumped, scanned, compiled),
+            *(self._dispatcher, self._lose, gradients),
         )
         self._operands, self._observers = step.operands, step.observers
         for observation in self._watched.observations:
@@ -116,6 +122,7 @@ class SampledStep:
         self.is_looked_at = bool(step.sinks or step.operands)
         for observer in step.observers.values():
             observer.subscribe(step)
+        step.gradients.subscribe()
 
     def show_loss(self, loss: Any, tokens: torch.Tensor | float) -> None:
         """See `Monitor.watch_loss`."""

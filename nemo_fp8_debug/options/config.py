@@ -34,7 +34,7 @@ MOST_WHAT_IF = 16
 #: options by which ranks come to meet at a step
 SAME_ON_ALL_RANKS = (
     *("interval", "first_step", "last_step", "triggers", "trigger_steps"),
-    *("output_rows", "verify_rows", "replicas", "states", "activations"),
+    *("output_rows", "verify_rows", "replicas", "states", "gradients", "activations"),
     *("copies", "block_scales", "eager"),
 )
 
@@ -84,6 +84,8 @@ class Config:
             by bit. A sampled step reads those tensors once more. Default: `False`.
         states: tensors of the optimizer's to look at too, of the weights of all GEMMs. A list of `weight_gradient`,
             `first_moment`, `second_moment`, `master_weight` and `update`. Default: `()`.
+        gradients: whether the norm of each weight's gradient, and how many of its values are zero or not finite, are
+            recorded. A sampled step reads each gradient once more. Default: `True`.
         activations: what to look at between GEMMs. A list of `norm` (inputs, before a pre-norm the residual stream, and
             outputs), `router` (logits of a mixture of experts) and `attention` (logits of some rows). Default: `()`.
         copies: whether the copies that dgrad and wgrad multiply are measured too, where a block recipe makes them differ. A
@@ -135,6 +137,7 @@ class Config:
     verify_rows: int = 0
     replicas: bool = False
     states: Sequence[str] = ()
+    gradients: bool = True
     activations: Sequence[str] = ()
     copies: bool = False
     block_scales: bool = False
@@ -169,7 +172,7 @@ class Config:
         if self.activations:
             check_choices("activations", self.activations, ACTIVATIONS)
         self._check_histograms()
-        for name in ("replicas", "copies", "block_scales", "eager", "log_every_tensor"):
+        for name in ("replicas", "gradients", "copies", "block_scales", "eager", "log_every_tensor"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it is True or False")
         if self.on_error not in ("warn", "raise"):

@@ -157,7 +157,8 @@ def read_table(
         steps: to read; all by default. Of the others no more than one part's rows are held at a time.
     """
     wanted, where, run = list(columns or SCHEMAS[table]), dict(where or {}), Storage(run)
-    schema = arrow_schema(table, {*wanted, *where, "attempt", "step"})
+    keys = {"attempt", "step", *(("layer", "role", "recipe", "rounded") if table in SHARED else ())}
+    schema = arrow_schema(table, {*wanted, *where, *keys})
     only = None if steps is None else pa.array(sorted(steps), pa.int64())
     step = where.get("step")
 
@@ -182,8 +183,9 @@ def read_table(
     frame = pl.concat([_frame(none), *map(_frame, latest)])
     if not frame["step"].is_sorted():
         frame = frame.sort("step", maintain_order=True)
-    if table in SHARED:  # somebody may have added the same rows twice
-        frame = frame.unique(["step", "layer", "role", "recipe"], maintain_order=True)
+    if table in SHARED:  # somebody may have added the same rows twice; exact ones count before rounded ones
+        frame = frame.sort("step", "rounded", maintain_order=True)
+        frame = frame.unique(["step", "layer", "role", "recipe"], keep="first", maintain_order=True)
     return frame.select(wanted)
 
 

@@ -65,10 +65,10 @@ SELECT
 FROM placed JOIN latest ON placed.attempt = latest.attempt AND placed.step = latest.step AND {same_place}
 WHERE latest.attempt = latest.newest;"""
 
-#: several recipes may be replayed, each in parts of its own, and one of them twice
+#: several recipes may be replayed, each in parts of its own, and one of them twice: exact rows count before rounded ones
 _ONCE = """{create} {table} AS
 SELECT {names} FROM (
-  SELECT *, row_number() OVER (PARTITION BY step, layer, role, recipe ORDER BY attempt) AS nth FROM {table}_all)
+  SELECT *, row_number() OVER (PARTITION BY step, layer, role, recipe ORDER BY rounded NULLS FIRST) AS nth FROM {table}_all)
 WHERE nth = 1;"""
 
 

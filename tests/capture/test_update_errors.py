@@ -11,13 +11,14 @@ from torch import nn
 from torchao.optim import AdamW8bit
 
 from nemo_fp8_debug import Emulation, Monitor, read_record
-from nemo_fp8_debug.analysis.diagnosis.rules.finding import Finding
-from nemo_fp8_debug.analysis.diagnosis.rules.outputs import error_budget
+from nemo_fp8_debug.analysis.diagnosis.facts import Records
+from nemo_fp8_debug.analysis.diagnosis.finding import Finding
 from nemo_fp8_debug.analysis.runs.run import Run
 from nemo_fp8_debug.core.keys import STATES
 from nemo_fp8_debug.numerics.adam import Adam, Held, update_sums
 from nemo_fp8_debug.numerics.gemm_error import spread
 from nemo_fp8_debug.observations.states import table
+from nemo_fp8_debug.observations.states.rule import describe_culprit
 
 IN, OUT, STEPS = 128, 64, 3
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
@@ -160,9 +161,8 @@ def test_the_budget_of_a_step_sums_to_100_percent(tmp_path: Path) -> None:
     watched.steps(tmp_path, states=tuple(STATES))
     emulation.detach()
     run = Run.read(tmp_path)
-    about = Finding("operand", "outlier", "low", "", layer=run.table("states")["layer"][0], role="input", since=0)
-    found = error_budget(about, run.table("outputs"), run.table("verification"), run.table("states"))
-    assert found
-    told = found.evidence.partition("of the error of the step of W: ")[2]
+    about = Finding("operand", "outlier", "clear", "", layer=run.table("states")["layer"][0], role="input", since=0)
+    (found,) = describe_culprit(about, Records(run))
+    told = found.removeprefix("the error of the step of W is ")
     shares = [int(part.split("%")[0]) for part in told.split(", ")]
     assert len(shares) == 5 and sum(shares) == pytest.approx(100, abs=2) and "joint" in told

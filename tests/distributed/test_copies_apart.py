@@ -47,7 +47,7 @@ def test_a_weight_with_one_bit_flipped_is_named_with_its_rank(trained: Path) -> 
     assert {(layer, what) for _, layer, what, _ in found} == {("2", "weight")}  # gradients are reduced, and stay equal
     diagnosis = diagnose(str(trained / "weight"))
     assert (diagnosis.cause, diagnosis.confidence) == ("replicas", "high")
-    assert f"W of 2 is not the same on the 4 ranks that hold copies: rank {WRONG_RANK} is apart" in diagnosis.verdict()
+    assert f"W of 2 is not the same on the 4 ranks that hold copies: rank {WRONG_RANK} differs" in diagnosis.verdict()
     assert f"equal up to step {ONSET - 1}" in diagnosis.verdict()
 
 
@@ -68,7 +68,7 @@ def test_a_weight_that_missed_an_update_is_held_against_its_master(trained: Path
     rows = read_record(str(trained / "master"), "replicas").filter(pl.col("what") == "master")
     assert set(rows["ranks"]) == {WORLD} and set(rows.filter(pl.col("step") != ONSET)["outcome"]) == {"equal"}
     verdict = diagnose(str(trained / "master")).verdict()
-    assert f"W of 2 is not what its master weight is cast to, on 1 of 4 ranks: rank {WRONG_RANK} is apart" in verdict
+    assert f"W of 2 is not what its master weight is cast to, on 1 of 4 ranks: rank {WRONG_RANK} differs" in verdict
 
 
 @pytest.mark.long

@@ -347,3 +347,22 @@ def test_parts_of_a_sequence_are_counted_on_both_ranks_and_weights_on_one(traine
 def test_the_loss_of_the_last_stage_is_recorded(trained: Path) -> None:
     losses = json.loads((trained / "results-2-1.json").read_text())["pp-vpp"]["auto"]["losses"]
     assert read_table(find_run(trained / "pp-vpp" / "auto"), "steps").sort("step")["loss"].to_list() == losses
+
+
+@of_all
+def test_norms_of_gradients_are_those_of_exact_products(trained: Path, layout: Layout) -> None:
+    """Of all micro-batches and ranks, before gradients are divided by the tokens of a step."""
+    rows = read_table(find_run(trained / layout.name / "delayed"), "gradients")
+    if layout.name == "cp":  # without Megatron's DDP nobody adds up what the two ranks have
+        assert rows.is_empty()
+        return
+    whole = Whole(trained, layout)
+    found = {(row["step"], row["layer"]): row for row in rows.iter_rows(named=True)}
+    names = {name for name, _ in whole.keys}
+    assert {name for _, name in found} >= names
+    for step, name in ((step, name) for step in range(STEPS) for name in names):
+        x, dy = ([t.double().flatten(0, -2) for t in whole.of(step, (name, role))[0]] for role in ("input", "grad_output"))
+        exact = sum((b.T @ a for a, b in zip(x, dy, strict=True)), torch.zeros(dy[0].shape[-1], x[0].shape[-1]).double())
+        row = found[step, name]
+        assert row["norm"] == pytest.approx(float(exact.norm()), rel=2e-2), (step, name)
+        assert (row["elements"], row["nonfinite"]) == (exact.numel(), 0)

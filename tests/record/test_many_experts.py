@@ -17,7 +17,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from typer.testing import CliRunner
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.summary import summarize, to_json
+from nemo_fp8_debug.analysis.story.summary import summarize, to_json
 from nemo_fp8_debug.cli import app
 from nemo_fp8_debug.core.layer_names import aggregate_of, compile_patterns, few_experts, is_aggregate
 from nemo_fp8_debug.core.sample import Sample

@@ -13,8 +13,8 @@ import pytest
 from tab import Tab
 
 from nemo_fp8_debug.analysis.comparison.compare import compare
-from nemo_fp8_debug.analysis.comparison.summary import to_json
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
+from nemo_fp8_debug.analysis.story.summary import to_json
 from nemo_fp8_debug.record import migration
 from nemo_fp8_debug.record.reader import read_fingerprint, read_table
 from nemo_fp8_debug.record.schema import SCHEMAS

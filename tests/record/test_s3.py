@@ -83,7 +83,7 @@ def test_an_outage_costs_two_requests_and_no_step_if_it_ends(
     outage = s3_faults.Outage(faults, steps=6, pause=0.0)
     lost = s3_faults.of_outage(proxy, outage, new_address())
     assert lost["steps_recorded"] == s3_faults.LEAVES and (lost["requests"] == 2 or faults.gone)
-    assert "cannot be written" in lost["said"][0] and lost["said"][-1].startswith("9 parts of the record were lost")
+    assert "cannot be written" in lost["said"][0] and lost["said"][-1].startswith("12 parts of the record were lost")
     address = new_address()
     back = s3_faults.of_outage(proxy, replace(outage, ends=5), address)
     assert back["steps_recorded"] == 6 and not any("lost" in message for message in back["said"])

@@ -65,6 +65,17 @@ def test_attempts_merges_and_replays(tmp_path: Path, name: str, monkeypatch: pyt
     assert lake.sql("SELECT count(*) FROM metrics").fetchall() == [(3 * 11,)]
 
 
+def test_an_exact_row_counts_before_rounded_ones(run: Path) -> None:
+    rows = replay(run, "current-e5m2").with_columns(rounded=pl.lit(False))
+    for amax in range(4):  # parts in any order, by their checksums
+        add_to_record(run, rows.with_columns(rounded=pl.lit(True), amax=pl.lit(float(amax))))
+    add_to_record(run, rows)
+    key = ["step", "layer", "role"]
+    assert read_record(run, "replayed").sort(key).equals(rows.sort(key), null_equal=True)
+    assert read_record(run, "replayed", ["step", "amax"])["amax"].sort().equals(rows["amax"].sort())
+    assert differing_tables(run, lake_of(run)) == []
+
+
 def test_parts_that_are_written_later_are_in_the_views(run: Path) -> None:
     lake, record = lake_of(run), start(run)
     record.record(sample(20, [{"layer": "resumed"}]))

@@ -36,7 +36,8 @@ METRICS_TABLE = Table("metrics", TENSORS, roles=(*ROLES, *ATTENTION_FORWARD, *AT
 TABLES = (
     METRICS_TABLE,
     Table("what_if", TENSORS),
-    Table("replayed", TENSORS, is_added_later=True),
+    #: rounded: whether metrics are approximate, from histograms of float32 values that were rounded to bfloat16
+    Table("replayed", {**TENSORS, **typed("boolean", "rounded")}, is_added_later=True),
     Table("histograms", HISTOGRAMS, by_step=True),
     Table("copies", {**TENSORS, "product": "string"}),
     Table("block_scales", _BLOCK_SCALES),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...capture.backends.parallel import part_of
+from ...capture.data_parallel import Sharded
 from ...capture.dispatcher import Dispatcher
 from ...capture.dtensor import is_dtensor, local
 from ...capture.gemms import Gemm
@@ -25,7 +26,7 @@ from ...capture.scan import ScannedModule
 from ...capture.stepped import is_split_by_zero, weight_of
 from ...numerics.gemm_error import spread
 from .gradient_parts import GradientParts, bound_of_sum
-from .reducers import ALONE, OTHER, Reducer, Sharded, is_alone, of_ddp, of_megatron
+from .reducers import ALONE, OTHER, Reducer, is_alone, of_ddp, of_fsdp, of_megatron
 from .results import adds_to_main_grad
 from .verification import PARTS_MISSING
 from .verification import REDUCED_ROWS as ROWS
@@ -149,7 +150,7 @@ class ReducedGradients:
         if hasattr(weight, "main_grad"):
             return of_megatron(module, weight, self._buffers)[0]
         if self._sharded.parameter(module, one.name) is not None:
-            return self._sharded.reducer(module, one.name)
+            return of_fsdp(self._sharded, module, one.name)
         if is_dtensor(weight):
             return OTHER
         return of_ddp(weight) or (ALONE if is_alone() else OTHER)

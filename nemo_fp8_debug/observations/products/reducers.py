@@ -5,8 +5,7 @@ Each is read from what the framework holds. One that is not known here is `OTHER
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ...capture.backends.parallel import gradient_ranks
+from ...capture.data_parallel import Sharded, active_ddp
 from ...capture.masters import begin_of_part
-from ...capture.scan import ScannedModule
 from .verification import NOT_REDUCED, OTHER_REDUCTION
 
 
@@ -42,8 +41,7 @@ OTHER = Reducer(reason=OTHER_REDUCTION)
 
 def of_ddp(weight: Any) -> Reducer | None:
     """Of torch's DistributedDataParallel, in whose forward this is called; None: in none that has the weight."""
-    of: Any = sys.modules.get("torch.nn.parallel.distributed")
-    active = getattr(getattr(of, "DistributedDataParallel", None), "_active_ddp_module", None)
+    active = active_ddp()
     if active is None or not any(p is weight for p in active._module_parameters):
         return None
     if active._comm_hooks or active.mixed_precision is not None:
@@ -52,49 +50,18 @@ def of_ddp(weight: Any) -> Reducer | None:
     return Reducer(ranks, 1 / ranks, reason=0 if active.require_backward_grad_sync else NOT_REDUCED)
 
 
-class Sharded:
-    """Of FSDP2: whose parameter takes the place of a module's weight while it is not gathered."""
-
-    def __init__(self, scanned: Iterable[ScannedModule]) -> None:
-        self._of: dict[tuple[int, str], tuple[Any, Any]] = {}
-        for group in [group for one in scanned for group in _groups_of(one.module)]:
-            for one in group.fsdp_params:
-                info = one._module_info
-                self._of[id(info.module), info.param_name] = one, group
-
-    def parameter(self, module: nn.Module, name: str) -> Any:
-        """The sharded parameter, a DTensor; None: it has none."""
-        found = self._of.get((id(module), name))
-        return found and found[0].sharded_param
-
-    def has_gradient(self, module: nn.Module, name: str) -> bool:
-        """Whether earlier backward passes have left any."""
-        one, _ = self._of[id(module), name]
-        own = getattr(one, "_unsharded_param", None)
-        kept = (one.sharded_param.grad, one.unsharded_accumulated_grad, None if own is None else own.grad)
-        return any(grad is not None for grad in kept)
-
-    def reducer(self, module: nn.Module, name: str) -> Reducer:
-        """How it is added up."""
-        one, group = self._of[id(module), name]
-        placements = one.sharded_param.placements
-        of_rows = all(p.is_replicate() for p in placements[:-1]) and placements[-1].is_shard(0)
-        hooked = getattr(group, "_all_reduce_hook", None) is not None
-        if hooked or not of_rows or type(placements[-1]).__name__ != "Shard" or one.sharded_param.ndim != 2:
-            return OTHER
-        ranks = one.sharded_param.device_mesh.size()
-        if not (group.reduce_grads and group.all_reduce_grads):
-            return Reducer(ranks, reason=NOT_REDUCED)
-        return Reducer(ranks, 1 / (group.gradient_divide_factor or ranks), dtype=group._reduce_dtype)
-
-
-def _groups_of(module: nn.Module) -> Sequence[Any]:
-    if not hasattr(module, "_get_fsdp_state"):
-        return ()
-    get: Any = module._get_fsdp_state
-    state = get()
-    group = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
-    return getattr(state, "_fsdp_param_groups", () if group is None else (group,))
+def of_fsdp(sharded: Sharded, module: nn.Module, name: str) -> Reducer:
+    """Of a parameter that FSDP2 has sharded."""
+    one, group = sharded.find(module, name)
+    placements = one.sharded_param.placements
+    of_rows = all(p.is_replicate() for p in placements[:-1]) and placements[-1].is_shard(0)
+    hooked = getattr(group, "_all_reduce_hook", None) is not None
+    if hooked or not of_rows or type(placements[-1]).__name__ != "Shard" or one.sharded_param.ndim != 2:
+        return OTHER
+    ranks = one.sharded_param.device_mesh.size()
+    if not sharded.is_reduced(module, name):
+        return Reducer(ranks, reason=NOT_REDUCED)
+    return Reducer(ranks, 1 / (group.gradient_divide_factor or ranks), dtype=group._reduce_dtype)
 
 
 def of_megatron(module: nn.Module, weight: Any, buffers: Sequence[Any]) -> tuple[Reducer, slice | None]:

@@ -43,7 +43,9 @@ class StateStep(StepObserver):
             return None if products is None else products.weight_gradient
 
         self._errors = watched.errors
-        self._capture = StateCapture(operands, step.guard, config.output_rows, step.number, find_weight_gradient)
+        self._capture = StateCapture(step.operands, step.guard, config.output_rows, step.number, find_weight_gradient)
+        if "weight_gradient" in config.states:
+            step.gradients.watch(self._capture.see_gradients)
         self._is_open = False
 
     def subscribe(self, step: OpenStep) -> None:

@@ -1,13 +1,14 @@
 """Weight gradients and optimizer states of one sampled step: seen as an optimizer steps, before it and after.
 
 An optimizer steps by parameters of the model or, in mixed precision, by float32 copies of them, whole or a rank's part
-(Megatron's `main_param`). The gradient is the one that it steps by: reduced over ranks, and clipped if the run clips.
+(Megatron's `main_param`). The gradient is that of `capture/weight_gradients.py`, which nobody has clipped. Where that is not
+known (DeepSpeed's ZeRO), the gradient is the one that the optimizer steps by.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from ...capture.dtensor import is_dtensor
 from ...capture.gemms import Gemm
 from ...capture.operands import Operand, UncastOperand
 from ...capture.stepped import Stepped, stepped_by
+from ...capture.weight_gradients import WeightGradient
 from ...core.keys import STATES, Key
 from ...numerics.recipe import Recipe
 from .update_samples import Products, UpdateSample, adam_of
@@ -33,6 +35,7 @@ _NAMES = {
 
 
 _LOOKING = "while looking at an optimizer's states"
+_GRADIENT = "weight_gradient"
 #: raised for parts of states, and for what is no matrix: of their steps nothing is told
 _NOT_WHOLE = (LookupError, TypeError)
 
@@ -63,7 +66,7 @@ class StateCapture:
 
     def __init__(
         self,
-        operands: Mapping[Key, Operand],
+        operands: MutableMapping[Key, Operand],
         guard: Callable[[str], AbstractContextManager[None]],
         rows: int,
         step: int,
@@ -71,7 +74,7 @@ class StateCapture:
     ) -> None:
         """
         Args:
-            operands: as of `state_operands`.
+            operands: as of `state_operands`, among others.
             guard: a context that keeps an exception out of the training loop.
             rows: and columns of each weight whose steps are compared with exact ones; 0: none are.
             step: which decides which rows those are.
@@ -79,7 +82,7 @@ class StateCapture:
         """
         self._operands, self._guard, self._rows, self._step, self._products = operands, guard, rows, step, products
         self._samples: dict[str, UpdateSample] = {}
-        self._gemms = {name: operand.gemm for (name, _), operand in operands.items()}
+        self._gemms = {name: operand.gemm for (name, role), operand in operands.items() if role in STATES}
         self._seen: set[Key] = set()
         #: weights as they were before the step, by layer
         self._earlier: dict[str, Any] = {}
@@ -92,12 +95,27 @@ class StateCapture:
     @property
     def unseen(self) -> bool:
         """Whether no optimizer stepped by any of the weights."""
-        return bool(self._operands) and not self._stepped
+        return bool(self._gemms) and not self._stepped
+
+    def see_gradients(self, found: Sequence[WeightGradient]) -> None:
+        """Count gradients in place of earlier ones of the same weights."""
+        for names, x in found:
+            for key in [(name, _GRADIENT) for name in names if (name, _GRADIENT) in self._operands]:
+                self._operands[key] = _counted_anew(self._operands[key])
+                if x is not None:
+                    with self._guard(_LOOKING):
+                        self._operands[key].add(x, 0)
 
     def _before(self, optimizer: Any) -> None:
         for stepped in stepped_by(optimizer, self._gemms):
             self._stepped = True
-            self._take(stepped.name, "weight_gradient", stepped.of(_gradient(optimizer, stepped.parameter)))
+            key = stepped.name, _GRADIENT
+            if key in self._operands:
+                known, apart = self._operands[key], getattr(optimizer, "use_decoupled_grad", False)
+                if apart and known.calls:  # `.grad` was counted, and the optimizer steps by another
+                    known = self._operands[key] = _counted_anew(known)
+                if not known.calls and not known.copies:
+                    self._take(*key, stepped.of(_gradient(optimizer, stepped.parameter)))
             if self._wants(stepped.name, "update"):
                 self._earlier[stepped.name] = stepped.of(stepped.parameter).detach().clone()
                 self._begin_sample(stepped, optimizer)
@@ -143,6 +161,10 @@ class StateCapture:
             with self._guard(_LOOKING):
                 self._seen.add((name, role))
                 self._operands[name, role].add(x, 0)
+
+
+def _counted_anew(operand: Operand) -> Operand:
+    return type(operand)(operand.gemm, operand.role, operand.in_use, operand.what_if, operand.is_counted)
 
 
 def _gradient(optimizer: Any, parameter: Any) -> Any:

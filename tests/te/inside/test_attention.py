@@ -18,9 +18,9 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from nemo_fp8_debug import FP8DebugWarning, Monitor
 from nemo_fp8_debug.analysis.comparison.compare import compare
 from nemo_fp8_debug.analysis.comparison.onset import onsets
-from nemo_fp8_debug.analysis.comparison.summary import summarize
 from nemo_fp8_debug.analysis.diagnosis.diagnose import diagnose
 from nemo_fp8_debug.analysis.runs.metrics import Metrics
+from nemo_fp8_debug.analysis.story.summary import summarize
 from nemo_fp8_debug.coverage.scan import ledger_of
 from nemo_fp8_debug.record.reader import read_table
 

@@ -1,0 +1,58 @@
+"""What torch's data parallelism holds: parameters that FSDP2 has sharded, and the DDP whose forward runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from .scan import ScannedModule
+
+
+def active_ddp() -> Any:
+    """Return torch's DistributedDataParallel in whose forward this is called; None: in none."""
+    of: Any = sys.modules.get("torch.nn.parallel.distributed")
+    return getattr(getattr(of, "DistributedDataParallel", None), "_active_ddp_module", None)
+
+
+class Sharded:
+    """Parameters of FSDP2: each takes the place of a module's weight while that is not gathered."""
+
+    def __init__(self, scanned: Iterable[ScannedModule]) -> None:
+        self._of: dict[tuple[int, str], tuple[Any, Any]] = {}
+        for group in [group for one in scanned for group in _groups_of(one.module)]:
+            for one in group.fsdp_params:
+                info = one._module_info
+                self._of[id(info.module), info.param_name] = one, group
+
+    def find(self, module: nn.Module, name: str) -> tuple[Any, Any]:
+        """Return what FSDP2 knows of a parameter, and of those that it gathers together with it."""
+        return self._of[id(module), name]
+
+    def parameter(self, module: nn.Module, name: str) -> Any:
+        """Return the sharded parameter, a DTensor; None: it has none."""
+        found = self._of.get((id(module), name))
+        return found and found[0].sharded_param
+
+    def has_gradient(self, module: nn.Module, name: str) -> bool:
+        """Return True if earlier backward passes have left any."""
+        one, _ = self._of[id(module), name]
+        own = getattr(one, "_unsharded_param", None)
+        kept = (one.sharded_param.grad, one.unsharded_accumulated_grad, None if own is None else own.grad)
+        return any(grad is not None for grad in kept)
+
+    def is_reduced(self, module: nn.Module, name: str) -> bool:
+        """Return True if the next backward pass adds up its gradient over all ranks."""
+        _, group = self._of[id(module), name]
+        return bool(group.reduce_grads and group.all_reduce_grads)
+
+
+def _groups_of(module: nn.Module) -> Sequence[Any]:
+    if not hasattr(module, "_get_fsdp_state"):
+        return ()
+    get: Any = module._get_fsdp_state
+    state = get()
+    group = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
+    return getattr(state, "_fsdp_param_groups", () if group is None else (group,))

@@ -1,0 +1,296 @@
+"""Gradients of weights: of all micro-batches and ranks, before anyone unscales, clips or uses them.
+
+A hook on each weight notes that a backward pass comes to it. Its gradient is handed over once that pass is over and the
+engine's own callbacks have run. That of a later micro-batch takes its place, so the last one is complete.
+
+DDP       its callback has added up the gradient over ranks by then, unless the pass was one under `no_sync`
+FSDP2     the same, and each rank has a part
+Megatron  `main_grad`, when `finish_grad_sync` of Megatron's DDP returns
+a step of the optimizer inside backward: the gradient as it arrives, because nothing is left at the end of the pass
+
+A weight whose ranks add up gradients in another way is left out: a rank's own share would be taken for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .backends.base import raw_weight
+from .backends.in_forward import parameter_name
+from .backends.parallel import copied_part, gradient_ranks, groups
+from .data_parallel import Sharded, active_ddp
+from .dispatcher import Dispatcher
+from .dtensor import is_dtensor
+from .gemms import Gemm
+from .operand_guard import enter_again, leave_modes
+from .patching import patched
+from .scan import ScannedModule
+from .stepped import is_split_by_zero
+
+_LOOKING = "while looking at gradients of weights"
+#: lists of Megatron's gradient buffers, in its DDP
+_BUFFERS = ("buffers", "expert_parallel_buffers")
+#: of a weight that Megatron adds up once more after `finish_grad_sync`
+_ADDED_LATER = ("shared_embedding", "average_gradients_across_tp_domain")
+_FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
+
+
+class WeightGradient(NamedTuple):
+    """A gradient, as of now in the step."""
+
+    #: of the GEMMs that multiply the weight
+    names: Sequence[str]
+    #: as it lies here: whole, a DTensor, or a flat part; None: what was handed over before is not complete
+    x: torch.Tensor | None
+
+
+@dataclass(eq=False)
+class WatchedWeight:
+    """A weight whose gradient is looked at."""
+
+    names: list[str]
+    module: nn.Module
+    #: where it is kept
+    holder: nn.Module
+    key: str
+    #: that has the gradient: the weight or, under FSDP2, its sharded parameter
+    parameter: Any
+    #: whether this rank counts what it has of a tensor that lies as the weight does
+    counts: Callable[[torch.Tensor], bool]
+    is_sharded: bool = False
+    #: whether the module adds to `main_grad`, and autograd gets nothing of it
+    is_fused: bool = False
+    #: whether other ranks have summands, which DDP has to add up
+    needs_ddp: bool = False
+    #: DDP adds them up in the pass that comes
+    is_synced: bool = False
+    #: Megatron's buffer, and the DDP that has it
+    buffer: Any = None
+    reducer: Any = None
+    #: version of the gradient as the pass came to the weight; None: it had none
+    _version: int | None = None
+    _hooked: set[int] = field(default_factory=set)
+
+    @property
+    def is_due(self) -> bool:
+        """Return True if this rank is to count a part of the gradient."""
+        if self.buffer is not None and _is_distributed(self.buffer):
+            return not copied_part(self.module) and _part_of_bucket(self.buffer, self.parameter) is not None
+        return self.counts(self.parameter)
+
+    def is_counted(self, x: torch.Tensor) -> bool:
+        """Return True if no other rank counts what this one has of the gradient."""
+        return self.is_due if self.buffer is not None else self.counts(x)
+
+
+class WeightGradients:
+    """Of one sampled step on this rank."""
+
+    def __init__(
+        self,
+        gemms: Sequence[Gemm],
+        scanned: Sequence[ScannedModule],
+        ranks: int,
+        counts: Callable[[Gemm], Callable[[torch.Tensor], bool]],
+        guard: Callable[[str], AbstractContextManager[None]],
+        dispatcher: Dispatcher,
+    ) -> None:
+        """
+        Args:
+            gemms: whose weights are looked at.
+            scanned: the modules of the model, as they are in this step.
+            ranks: that hold parts of the same tensors.
+            counts: of a GEMM: whether this rank counts a tensor that lies as its weight does.
+            guard: a context that keeps an exception out of the training loop.
+            dispatcher: of the step.
+        """
+        self._guard, self._dispatcher, self._ranks = partial(guard, _LOOKING), dispatcher, ranks
+        self._gemms, self._scanned, self._counts = gemms, scanned, counts
+        self._calls: list[Callable[[Sequence[WeightGradient]], None]] = []
+        self.weights: Sequence[WatchedWeight] = ()
+        #: those that a backward pass came to, since the last were handed over and in all
+        self._arrived: list[WatchedWeight] = []
+        self._of_ranks: dict[int, WatchedWeight] = {}
+        self._passes: set[int] = set()
+        self._ddp: dict[int, set[int]] = {}
+
+    def watch(self, call: Callable[[Sequence[WeightGradient]], None]) -> Sequence[WatchedWeight]:
+        """Have `call` called with gradients, each time that they are complete so far; returns whose these will be."""
+        if not self._calls:
+            self.weights = self._find()
+        self._calls.append(call)
+        return self.weights
+
+    def subscribe(self) -> None:
+        """Look at gradients from now on, if anyone asked."""
+        for one in self.weights:
+            if one.buffer is None and not one.is_sharded:
+                self._hook(one, one.parameter)
+            if one.is_sharded or one.needs_ddp:
+                self._dispatcher.watch_ready(one.module, self._guard, partial(self._before_forward, one))
+        for module in {id(one.reducer): one.reducer for one in self.weights if one.reducer is not None}.values():
+            watcher = partial(self._after_reduction, module)
+            self._dispatcher.at_close(patched(module, "finish_grad_sync", _call_first, watcher))
+
+    def _find(self) -> list[WatchedWeight]:
+        sharded, buffers = Sharded(self._scanned), _buffers_of(self._scanned)
+        self._sharded = sharded
+        found: dict[int, WatchedWeight] = {}
+        for gemm in self._gemms:
+            if (place := _place_of(gemm)) is None:
+                continue
+            own = sharded.parameter(*place)
+            weight: Any = raw_weight(*place) if own is None else own
+            if id(weight) in found:
+                found[id(weight)].names.append(gemm.name)
+            elif weight is not None and weight.requires_grad and weight.is_leaf and weight.dim() > 1:
+                one = WatchedWeight([gemm.name], gemm.module, *place, weight, self._counts(gemm), own is not None)
+                one.is_fused = hasattr(weight, "main_grad") and any(getattr(gemm.module, name, False) for name in _FUSED)
+                if self._is_known(one, buffers):
+                    found[id(weight)] = one
+        return list(found.values())
+
+    def _is_known(self, one: WatchedWeight, buffers: Sequence[tuple[Any, Any]]) -> bool:
+        """Return True if it is known how ranks add up its gradient."""
+        weight, of_megatron = one.parameter, gradient_ranks(one.module)
+        ranks = self._ranks if of_megatron is None else of_megatron
+        if is_split_by_zero(weight):
+            return False
+        if is_dtensor(weight):
+            return groups() is None and bool(weight.device_mesh.size() == ranks)
+        for module, buffer in buffers:
+            if weight in buffer.param_index_map:
+                one.buffer, one.reducer = buffer, module
+                later = any(getattr(weight, name, False) for name in _ADDED_LATER)
+                return not later and bool(buffer.data_parallel_group.size() == ranks)
+        one.needs_ddp = ranks > 1
+        return not _is_delayed(one.module) and not (one.is_fused and one.needs_ddp)
+
+    def _hook(self, one: WatchedWeight, weight: Any) -> None:
+        if id(weight) not in one._hooked:
+            one._hooked.add(id(weight))
+            self._dispatcher.watch_gradient(weight, self._guard, partial(self._arrive, one))
+
+    def _before_forward(self, one: WatchedWeight, *_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+            return
+        if one.is_sharded:
+            gathered: Any = raw_weight(one.holder, one.key)
+            if gathered is not None and gathered.is_leaf and gathered.requires_grad and not is_dtensor(gathered):
+                self._hook(one, gathered)
+            return
+        ddp = active_ddp()
+        if ddp is not None:
+            own = self._ddp.setdefault(id(ddp), {id(p) for p in ddp._module_parameters})
+            ranks = gradient_ranks(one.module) or self._ranks
+            is_all = id(one.parameter) in own and ddp.process_group.size() == ranks
+            one.is_synced = is_all and bool(ddp.require_backward_grad_sync)
+
+    def _arrive(self, one: WatchedWeight, grad: torch.Tensor | None) -> None:
+        kept = None if one.is_sharded else one.parameter.grad
+        one._version = None if kept is None else kept._version
+        of_ranks = one.is_sharded or one.needs_ddp
+        if grad is not None and not of_ranks and getattr(one.parameter, "_post_accumulate_grad_hooks", None):
+            # One of them may step, and leave nothing for the end of the pass.
+            self._hand_over([WeightGradient(one.names, grad if kept is None else None)])
+        self._arrived.append(one)
+        if of_ranks:
+            self._of_ranks[id(one)] = one
+        # A reentrant checkpoint has a pass of its own within another.
+        if (task := torch._C._current_graph_task_id()) not in self._passes:
+            self._passes.add(task)
+            self._dispatcher.after_backward(self._guard, self._after_backward)
+
+    def _after_backward(self) -> None:
+        """Hand over what this pass came to; of what ranks add up also what earlier ones did, which may have waited."""
+        arrived, self._arrived = {id(one): one for one in self._arrived}, []
+        found = [found for one in (arrived | self._of_ranks).values() if (found := self._look(one)) is not None]
+        self._hand_over(found)
+
+    def _look(self, one: WatchedWeight) -> WeightGradient | None:
+        grad = one.parameter.grad
+        if one.is_fused:
+            return WeightGradient(one.names, one.parameter.main_grad)
+        if one.is_sharded:
+            return WeightGradient(one.names, grad if self._sharded.is_reduced(one.holder, one.key) else None)
+        if grad is None or grad._version == one._version:
+            return None  # nothing was added to it, as in torch.autograd.grad
+        return WeightGradient(one.names, None if one.needs_ddp and not one.is_synced else grad)
+
+    def _after_reduction(self, module: Any, _: Any) -> None:
+        """Hand over what a DDP of Megatron's has added up."""
+        with self._guard():
+            found = list[WeightGradient]()
+            for one in [one for one in self.weights if one.reducer is module]:
+                flat = one.parameter.main_grad.detach().reshape(-1)
+                if not _is_distributed(one.buffer):
+                    found.append(WeightGradient(one.names, one.parameter.main_grad))
+                elif (mine := _part_of_bucket(one.buffer, one.parameter)) is not None:
+                    found.append(WeightGradient(one.names, flat[mine]))
+            self._hand_over(found)
+
+    def _hand_over(self, found: Sequence[WeightGradient]) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return
+        modes = leave_modes()
+        try:
+            with torch.no_grad():
+                usable = [one if _is_usable(one.x) else one._replace(x=None) for one in found]
+                for call in self._calls:
+                    call(usable)
+        finally:
+            enter_again(modes)
+
+
+def _place_of(gemm: Gemm) -> tuple[nn.Module, str] | None:
+    """Return the module that has the parameter of a GEMM, and its name there; None: it is not known."""
+    if gemm.backend.in_forward:
+        path, _, key = parameter_name(gemm.module, gemm.part).rpartition(".")
+        return gemm.module.get_submodule(path), key
+    if not gemm.part or gemm.part.isdigit():
+        return gemm.module, f"weight{gemm.part}"
+    return gemm.module, f"{gemm.part}_weight"  # of Transformer Engine's LayerNormMLP
+
+
+def _is_usable(x: torch.Tensor | None) -> bool:
+    return x is not None and x.is_floating_point() and x.layout == torch.strided
+
+
+def _is_delayed(module: Any) -> bool:
+    """Return True if dW is computed after the backward pass."""
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and bool(store.delay_wgrad_compute())
+
+
+def _buffers_of(scanned: Sequence[ScannedModule]) -> list[tuple[Any, Any]]:
+    """Return each of Megatron's gradient buffers, with the DDP that has it."""
+    held = [(one.module, vars(one.module).get(name)) for one in scanned for name in _BUFFERS]
+    lists = [(module, found) for module, found in held if isinstance(found, list) and hasattr(module, "finish_grad_sync")]
+    return [(module, buffer) for module, found in lists for buffer in found]
+
+
+def _is_distributed(buffer: Any) -> bool:
+    return bool(buffer.ddp_config.use_distributed_optimizer)
+
+
+def _part_of_bucket(buffer: Any, parameter: Any) -> slice | None:
+    """Return which values of a parameter's gradient this rank has added up: ranks have equal parts of each bucket."""
+    begin, end, number = buffer.param_index_map[parameter]
+    bucket, group = buffer.buckets[number], buffer.data_parallel_group
+    size = bucket.grad_data.numel() // group.size()
+    first = bucket.offset + group.rank() * size
+    low, high = max(begin, first), min(end, first + size)
+    return slice(low - begin, high - begin) if low < high else None
+
+
+def _call_first(original: Callable[..., Any], tell: Callable[[Any], None], *arguments: Any, **options: Any) -> Any:
+    result = original(*arguments, **options)
+    tell(result)
+    return result

@@ -1,0 +1,188 @@
+"""Rules about what lies between GEMMs: attention logits, routers and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from ...analysis import thresholds
+from ...analysis.diagnosis.courses import LayerCourse, courses
+from ...analysis.diagnosis.facts import Facts, Records, fact
+from ...analysis.diagnosis.finding import Finding
+from ...analysis.diagnosis.rule import rule
+from ...analysis.diagnosis.rules.nonfinite import FirstNonfinite, first_of_rows
+from ...analysis.formatting import number
+from ...analysis.runs.metrics import IS_NONFINITE
+from ...analysis.runs.run import Run
+from ...core.keys import UNCAST
+
+_Loads = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+_LOGITS, _ROUTER = "attention_logits", "router_logits"
+
+
+class AttentionCourse(NamedTuple):
+    """The largest logit of one attention layer, and the median entropy of its weights before and after it grows."""
+
+    course: LayerCourse
+    steps: np.ndarray[tuple[int], np.dtype[np.int64]]
+    entropy: np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+class RouterCourse(NamedTuple):
+    """How uneven a router is, and the tokens of each expert."""
+
+    #: of unevenness; None: too few samples
+    course: LayerCourse | None
+    layer: str
+    steps: np.ndarray[tuple[int], np.dtype[np.int64]]
+    #: int64 [S, E]
+    loads: _Loads
+    #: tokens in each sample
+    rows: np.ndarray[tuple[int], np.dtype[np.int64]]
+    #: of the baseline, int64 [S, E]; None: there is none
+    usual: _Loads | None
+
+
+@fact
+def attention_logits(records: Records) -> list[AttentionCourse]:
+    """Return the largest logits of each attention layer, sample by sample."""
+    mine, theirs = _read_both(records, _LOGITS)
+    found = []
+    for course in [] if mine is None else courses(mine, theirs, "amax"):
+        rows = mine.filter(layer=course.layer).sort("step")  # type: ignore[union-attr]
+        entropy = rows["entropy"].cast(pl.Float64).fill_null(np.nan).to_numpy()
+        found.append(AttentionCourse(course, rows["step"].to_numpy(), entropy))
+    return found
+
+
+@fact
+def router_loads(records: Records) -> list[RouterCourse]:
+    """Return how each router spreads its tokens, sample by sample."""
+    mine, theirs = _read_both(records, _ROUTER)
+    if mine is None:
+        return []
+    even = pl.col("loads").list.mean()
+    uneven = (pl.col("loads").list.max() - even) / (pl.col("rows") - even)
+    rows, others = (None if each is None else each.with_columns(uneven=uneven) for each in (mine, theirs))
+    assert rows is not None
+    by_layer = {course.layer: course for course in courses(rows, others, "uneven")}
+    found = []
+    for (layer,), of_layer in rows.drop_nulls("loads").group_by("layer", maintain_order=True):
+        loads = np.array(of_layer["loads"].to_list(), dtype=np.int64)
+        usual = None if others is None else np.array(others.filter(layer=layer)["loads"].drop_nulls().to_list())
+        name = str(layer)
+        steps, tokens = of_layer["step"].to_numpy(), of_layer["rows"].to_numpy()
+        found.append(RouterCourse(by_layer.get(name), name, steps, loads, tokens, usual))
+    return found
+
+
+def _read_both(records: Records, role: str) -> tuple[pl.DataFrame | None, pl.DataFrame | None]:
+    """Return rows of a role in the run and in the baseline; None twice if either record has none."""
+    mine, theirs = (None if each is None else _read(each) for each in (records.run, records.baseline))
+    assert mine is not None
+    if mine.is_empty() or (theirs is not None and theirs.is_empty()):
+        return None, None
+    return mine.filter(role=role), None if theirs is None else theirs.filter(role=role)
+
+
+def _read(run: Run) -> pl.DataFrame:
+    rows = run.table("activations").filter(
+        pl.col("scale_source") != "what-if", pl.col("role").is_in(list(UNCAST["activations"]))
+    )
+    return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))
+
+
+@rule("attention", ("attention_logits",), (attention_logits,))
+def find_attention(facts: Facts) -> Iterator[Finding]:
+    """Name the first attention layer whose logits explode.
+
+    Example: the largest logit of layers.3.attention is 210 at step 90, 9 times the largest of the baseline.
+    """
+    found = []
+    for each in attention_logits(facts):
+        course = each.course
+        out = (course.values > thresholds.TIMES_USUAL * course.usual.max()) & (course.values > thresholds.LOGIT)
+        if (first := course.since(out)) is not None:
+            found.append((int(course.steps[course.begin(first)]), first, each))
+    if not found:
+        return
+    since, first, (course, steps, entropy) = min(found, key=lambda each: each[0])
+    value = float(course.values[first])
+    evidence = (
+        f"the largest logit of {course.layer} is {number(value)} at {facts.unit} {course.steps[first]}, "
+        f"{number(value / float(course.usual.max()))} times the largest {_where(facts)}"
+    )
+    sides = [entropy[side][np.isfinite(entropy[side])] for side in (steps < since, steps >= since)]
+    if all(map(len, sides)):
+        before, after = (float(np.median(side)) for side in sides)
+        evidence += f"; the entropy of its weights goes from {number(before)} to {number(after)} nats"
+    evidence += f"; {len(found) - 1} more attention layers do so" if len(found) > 1 else ""
+    yield Finding("attention", "attention_logits", "clear", evidence, course.layer, _LOGITS, since, "", True)
+
+
+@rule("router", ("router_collapse", "dead_experts"), (router_loads,))
+def find_routers(facts: Facts) -> Iterator[Finding]:
+    """Name routers that give one expert nearly all tokens, and experts that get none any longer.
+
+    Example: the router of layers.1 gives expert 3 98% of the tokens at step 70, and no expert more than 31% before.
+    """
+    collapsed, dead = list[tuple[int, int, RouterCourse]](), list[tuple[int, str, int]]()
+    for each in router_loads(facts):
+        course = each.course
+        if course is not None and course.usual.max() <= thresholds.UNEVEN:
+            first = course.since(course.values >= thresholds.COLLAPSED)
+            if first is not None:
+                collapsed.append((int(course.steps[course.begin(first)]), int(course.steps[first]), each))
+        dead += [(int(each.steps[first]), each.layer, expert) for first, expert in _find_silent(each.loads, each.usual)]
+    if collapsed:
+        since, step, router = min(collapsed, key=lambda each: each[0])
+        place = int(np.searchsorted(router.steps, step))
+        loads, tokens = router.loads[place], float(router.rows[place])
+        assert router.course is not None
+        usual, even = float(router.course.usual.max()), float(loads.sum()) / len(loads) / tokens
+        evidence = (
+            f"{router.layer} gives expert {int(np.argmax(loads))} {100 * loads.max() / tokens:.0f}% of the tokens at "
+            f"{facts.unit} {step}, and no expert more than {100 * (even + usual * (1 - even)):.0f}% {_where(facts)}"
+        )
+        evidence += f"; {len(collapsed) - 1} more routers do so" if len(collapsed) > 1 else ""
+        yield Finding("router", "router_collapse", "clear", evidence, router.layer, _ROUTER, since, "", True)
+    if dead:
+        since, layer, expert = min(dead)
+        evidence = f"expert {expert} of {layer} gets no token from {facts.unit} {since} on, and did {_where(facts)}"
+        evidence += f"; neither do {len(dead) - 1} more experts" if len(dead) > 1 else ""
+        yield Finding("router", "dead_experts", "hint", evidence, layer, _ROUTER, since, "", True)
+
+
+def _find_silent(loads: _Loads, usual: _Loads | None) -> list[tuple[int, int]]:
+    """Return since which sample, and which expert.
+
+    Args:
+        loads: int64 [S, E].
+        usual: likewise, of the baseline; None: there is none.
+    """
+    found = []
+    for expert in range(loads.shape[1]):
+        given = np.flatnonzero(loads[:, expert])
+        first = int(given[-1]) + 1 if len(given) else 0
+        had_some = len(given) > first / 2 > 0 if usual is None else len(usual) > 0 and (usual[:, expert] > 0).mean() > 0.5
+        expected = loads[first:].sum(1) / loads.shape[1]
+        if had_some and len(loads) - first >= thresholds.LASTING and expected.min() >= thresholds.TOKENS:
+            found.append((first, expert))
+    return found
+
+
+def _where(facts: Facts) -> str:
+    return "in the baseline" if facts.paired else "before"
+
+
+def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
+    """Return the first NaN or infinity between GEMMs that the baseline does not have."""
+    columns = ["step", "layer", "role", "nonfinite_order"]
+    rows = _read(run).filter(IS_NONFINITE).select(columns)
+    if baseline is not None:
+        usual = _read(baseline).filter(IS_NONFINITE).select("layer", "role").unique()
+        rows = rows.join(usual, on=["layer", "role"], how="anti", maintain_order="left")
+    return first_of_rows(rows)

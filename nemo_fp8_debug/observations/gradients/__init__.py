@@ -1,0 +1,1 @@
+"""Gradients of weights, before they are unscaled or clipped. Internal."""

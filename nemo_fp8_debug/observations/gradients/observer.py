@@ -1,0 +1,128 @@
+"""Gradients of weights: how large they are, and how many of their values are zero or not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ...capture.dtensor import local
+from ...capture.packed_transfer import Move
+from ...capture.weight_gradients import WatchedWeight, WeightGradient
+from ...core.keys import Key
+from ...core.observation import Arrays, Lanes, Observation, Plan, SampledTables
+from ...core.table import Columns
+from ...monitor.open_step import OpenStep, StepObserver
+from ...monitor.pipeline import Sampled
+from ...monitor.rank_parts import RunSetup
+from .sizes import GradientSize, GradientSizes
+from .table import TABLES
+
+#: what ranks add up of each gradient: parts that are to be counted, parts that are, and a `GradientSize`
+_COLUMNS = ("due", "parts", "squares", "zeros", "nonfinite", "elements")
+_LANE = 7
+
+
+def observe(setup: RunSetup) -> GradientObservation | None:
+    """Return what observes gradients; None if they are not asked for."""
+    return GradientObservation(setup) if setup.config.gradients else None
+
+
+@dataclass(frozen=True)
+class GradientsOfRank:
+    """What a rank knows."""
+
+    #: names of GEMMs whose gradients it is to count a part of
+    due: Collection[str] = ()
+    sizes: Mapping[str, GradientSize] = field(default_factory=dict)
+
+
+class GradientStep(StepObserver):
+    """Gradients in one sampled step."""
+
+    def __init__(self, step: OpenStep) -> None:
+        self._sizes = GradientSizes()
+        weights = step.gradients.watch(self._see)
+        self._weights: Mapping[str, WatchedWeight] = {one.names[0]: one for one in weights}
+
+    def _see(self, found: Sequence[WeightGradient]) -> None:
+        counted = list[tuple[str, torch.Tensor]]()
+        for names, x in found:
+            if x is None:
+                self._sizes.forget(names[0])
+            elif self._weights[names[0]].is_counted(x):
+                counted.append((names[0], local(x).detach()))
+        self._sizes.measure(counted)
+
+    def move(self, to: Move) -> None:
+        """See `StepObserver`."""
+        self._sizes.move(to)
+
+    def found(self) -> GradientsOfRank:
+        """Return what this rank knows."""
+        sizes = self._sizes.found()
+        return GradientsOfRank({name for name, one in self._weights.items() if name in sizes or one.is_due}, sizes)
+
+
+class GradientObservation(Observation):
+    """Sizes of gradients. Ranks add up those of their parts; a gradient of which any part is missing has no row."""
+
+    name = "gradients"
+
+    def __init__(self, setup: RunSetup) -> None:
+        self._names = setup.gemms
+
+    def observe(self, step: OpenStep) -> GradientStep:
+        """See `Observation`."""
+        return GradientStep(step)
+
+    def collect(self, step: Sampled) -> GradientsOfRank:
+        """See `Observation`."""
+        mine: GradientStep | None = step.observers.get(self.name)
+        return mine.found() if mine else GradientsOfRank()
+
+    def pack(self, plan: Plan, found: GradientsOfRank | None, expected: Collection[Key]) -> Arrays:
+        """See `Observation`."""
+        found = found or GradientsOfRank()
+        rows = np.zeros((len(self._names), len(_COLUMNS)))
+        for row, name in zip(rows, self._names, strict=True):
+            row[0] = name in found.due
+            if (size := found.sizes.get(name)) is not None:
+                row[1:] = 1, size.squares, size.zeros, size.nonfinite, size.elements
+        return {"rows": rows}
+
+    def sums(self, plan: Plan, packed: Arrays, extremes: torch.Tensor) -> Lanes:
+        """See `Observation`."""
+        return {_LANE: torch.tensor(packed["rows"]).flatten()}
+
+    def whole(self, plan: Plan, sums: Lanes, extremes: torch.Tensor) -> Mapping[str, tuple[float, ...]]:
+        """Return the sums of each gradient that no part is missing of."""
+        rows = zip(self._names, sums[_LANE].view(-1, len(_COLUMNS)).tolist(), strict=True)
+        return {name: tuple(row[1:]) for name, row in rows if row[1] and row[1] == row[0]}
+
+    def alone(self, found: GradientsOfRank) -> Mapping[str, tuple[float, ...]]:
+        """See `Observation`."""
+        return {name: (1, s.squares, s.zeros, s.nonfinite, s.elements) for name, s in found.sizes.items()}
+
+    def rows(self, sampled: SampledTables) -> dict[str, Columns]:
+        """See `Observation`."""
+        found: Mapping[str, tuple[float, ...]] = sampled.whole[self.name]
+        layers = [name for name in self._names if name in found]
+        if not layers:
+            return {}
+        parts, squares, zeros, nonfinite, elements = zip(*(found[name] for name in layers), strict=True)
+        return {
+            TABLES[0].name: {
+                "layer": layers,
+                "gemm": [sampled.kinds[name] for name in layers],
+                "norm": [None if math.isnan(square) else square**0.5 for square in squares],
+                "weight_norm": [sampled.norms.get((name, "weight")) for name in layers],
+                "zeros": [int(n) for n in zeros],
+                "nonfinite": [int(n) for n in nonfinite],
+                "elements": [int(n) for n in elements],
+                "ranks": [int(n) for n in parts],
+            }
+        }

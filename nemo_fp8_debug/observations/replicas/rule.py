@@ -1,0 +1,62 @@
+"""The rule about replicas: copies that must be equal on all ranks and are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from ...analysis.diagnosis.facts import Facts, Records, fact
+from ...analysis.diagnosis.finding import Finding
+from ...analysis.diagnosis.rule import rule
+
+_SHOWN = {"master": "the master weight", "weight": "W", "weight_gradient": "the reduced dW", "input": "X"}
+#: the order within a step
+_ORDER = {"master": -1, "weight": 0, "input": 1, "weight_gradient": 2}
+
+
+class CopiesApart(NamedTuple):
+    """The first copies that differ."""
+
+    row: Mapping[str, Any]
+    #: more tensors that differ in the same sample
+    more: int
+    #: last earlier step at which copies were equal; None: there is none
+    equal_until: int | None
+
+
+@fact
+def copies_apart(records: Records) -> CopiesApart | None:
+    """Return the first copies that are not equal, in the order of a step."""
+    rows = records.run.table("replicas")
+    apart = rows.filter(pl.col("outcome") == "apart")
+    if apart.is_empty():
+        return None
+    order = pl.col("what").replace_strict(_ORDER, return_dtype=pl.Int64)
+    row = apart.sort("step", order, maintain_order=True).row(0, named=True)
+    equal = rows.filter(pl.col("step") < row["step"], pl.col("outcome") == "equal")["step"].sort()
+    return CopiesApart(row, len(apart.filter(step=row["step"])) - 1, int(equal[-1]) if len(equal) else None)
+
+
+@rule("replicas", ("replicas",), (copies_apart,))
+def find_copies_apart(facts: Facts) -> Iterator[Finding]:
+    """Name copies that ranks must hold alike and do not. That needs no baseline.
+
+    Example: the last micro-batch is not reduced, so dW of layers.0.proj differs between two ranks.
+    """
+    found = copies_apart(facts)
+    if found is None:
+        return
+    row, more, equal_until = found
+    rank = f"rank {row['rank']} differs" if row["rank"] is not None else f"{row['ranks_apart']} differ"
+    if row["what"] == "master":
+        ranks = f"{row['ranks_apart']} of {row['ranks']} ranks"
+        evidence = f"W of {row['layer']} is not what its master weight is cast to, on {ranks}: {rank}"
+    else:
+        evidence = (
+            f"{_SHOWN[row['what']]} of {row['layer']} is not the same on the {row['ranks']} ranks that hold copies: {rank}"
+        )
+    evidence += f"; so do {more} more tensors in the same sample" if more else ""
+    evidence += f"; equal up to {facts.unit} {equal_until}" if equal_until is not None else ", from the start or before"
+    yield Finding("replicas", "replicas", "proof", evidence, row["layer"], None, row["step"])

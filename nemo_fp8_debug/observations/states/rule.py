@@ -1,0 +1,132 @@
+"""Rules about optimizer states: steps of a weight that are far too large, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from ...analysis import thresholds
+from ...analysis.diagnosis.courses import LayerCourse, courses
+from ...analysis.diagnosis.facts import Facts, Records, fact
+from ...analysis.diagnosis.finding import Finding
+from ...analysis.diagnosis.rule import rule
+from ...analysis.diagnosis.rules.nonfinite import OPTIMIZER, WEIGHT_GRADIENT, FirstNonfinite
+from ...analysis.formatting import number
+from ...analysis.runs.metrics import IS_NONFINITE
+from ...analysis.runs.run import Run
+from ...core.keys import SHOWN_AS, STATES
+from ..products.rule import share_in_percent
+
+#: of the error of the step of a weight
+_OF_UPDATE = {
+    "error_of_weight_gradient": "of dW",
+    "error_of_first_moment": "of m",
+    "error_of_second_moment": "of v",
+    "error_of_weight": "of the rounding of W",
+}
+
+
+@fact
+def weight_steps(records: Records) -> list[LayerCourse]:
+    """Return for each weight the size of its steps, as a share of the weight, sample by sample."""
+    mine, theirs = (None if each is None else _read(each, "update") for each in (records.run, records.baseline))
+    assert mine is not None
+    if mine.is_empty() or (theirs is not None and theirs.is_empty()):
+        return []
+    return courses(mine, theirs, "update_to_weight")
+
+
+@fact
+def lost_steps(records: Records) -> pl.DataFrame:
+    """Return layer, step (the first) and n of weights that a step leaves as they are although they have a gradient.
+
+    Steps without a learning rate do not count, and weights that stand still in the baseline neither.
+    """
+    mine = _read(records.run, "update").filter(norm=0.0)
+    if records.baseline is not None:
+        theirs = _read(records.baseline, "update").filter(norm=0.0).select("layer").unique()
+        mine = mine.join(theirs, on="layer", how="anti", maintain_order="left")
+    moved = _read(records.run, "weight_gradient").filter(pl.col("norm") > 0).select("step", "layer")
+    rates = records.run.steps.filter(pl.col("lr") > 0).select("step")
+    still = mine.join(moved, on=["step", "layer"], how="semi", maintain_order="left")
+    still = still.join(rates, on="step", how="semi", maintain_order="left")
+    return still.group_by("layer", maintain_order=True).agg(pl.col("step").min(), n=pl.len()).filter(pl.col("n") > 1)
+
+
+@rule("weight steps", ("step_size", "frozen_weights"), (weight_steps, lost_steps))
+def find_weight_steps(facts: Facts) -> Iterator[Finding]:
+    """Name the first weight whose steps are far too large, or lost in rounding.
+
+    Example: one parameter group has a learning rate of 3, so each step changes W of layers.2.fc1 by 40% of its size.
+    """
+    found = [(first, each) for each in weight_steps(facts) if (first := each.since(_is_off(each))) is not None]
+    if found:
+        first, course = min(found, key=lambda each: each[1].steps[each[0]])
+        since, value, usual = int(course.steps[first]), float(course.values[first]), float(course.usual.max())
+        evidence = (
+            f"a step changes W of {course.layer} by {number(100 * value)}% of its size at {facts.unit} {since}, "
+            f"{number(value / usual)} times the largest of {'the baseline' if facts.paired else 'the beginning'}"
+        )
+        evidence += f"; {len(found) - 1} more weights do so" if len(found) > 1 else ""
+        yield Finding("weight steps", "step_size", "clear", evidence, course.layer, "update", since)
+    lost = lost_steps(facts).sort("step", maintain_order=True)
+    if len(lost):
+        row = lost.row(0, named=True)
+        evidence = (
+            f"W of {row['layer']} stands still in {row['n']} sampled steps, first at {facts.unit} {row['step']}, although "
+            "it has a gradient and the learning rate is above 0"
+        )
+        evidence += f"; so do {len(lost) - 1} more weights" if len(lost) > 1 else ""
+        yield Finding("weight steps", "frozen_weights", "clear", evidence, row["layer"], "update", row["step"])
+
+
+def _is_off(course: LayerCourse) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    limit = max(thresholds.TIMES_USUAL * float(course.usual.max()), thresholds.STEP_LARGE)
+    out: np.ndarray[tuple[int], np.dtype[np.bool_]] = course.values > limit
+    return out
+
+
+def _read(run: Run, *roles: str) -> pl.DataFrame:
+    rows = run.table("states").filter(pl.col("scale_source") != "what-if")
+    rows = rows.filter(pl.col("role").is_in(roles)) if roles else rows
+    return rows.filter(~pl.col("step").is_in(run.made_up_for.implode()))
+
+
+def find_nonfinite(run: Run, baseline: Run | None) -> list[FirstNonfinite]:
+    """Return the first NaN or infinity of what an optimizer steps by and keeps, that the baseline does not have."""
+    rows = _read(run).filter(IS_NONFINITE)
+    if baseline is not None:
+        usual = _read(baseline).filter(IS_NONFINITE).select("layer", "role").unique()
+        rows = rows.join(usual, on=["layer", "role"], how="anti", maintain_order="left")
+    if rows.is_empty():
+        return []
+    order = pl.col("role").replace_strict({role: i for i, role in enumerate(STATES)}, return_dtype=pl.Int64)
+    first = rows.sort("step", order, maintain_order=True).row(0, named=True)
+    place = WEIGHT_GRADIENT if first["role"] == "weight_gradient" else OPTIMIZER
+    name = f"{SHOWN_AS[first['role']]} of {first['layer']}"
+    return [FirstNonfinite(int(first["step"]), (place, 0), name, first["layer"], first["role"])]
+
+
+def describe_culprit(found: Finding, records: Records) -> Iterator[str]:
+    """Yield whose the error of the steps of the culprit's weight is.
+
+    Args:
+        found: about an operand.
+    """
+    rows = _read(records.run, "update").filter(layer=found.layer).filter(pl.col("step") >= (found.since or 0))
+    rows = rows.filter(pl.col("update_error").is_not_null())
+    if rows.is_empty():
+        return
+    # Samples in which the gradient's part is not known would make the others look larger.
+    rows = known if len(known := rows.drop_nulls("error_of_weight_gradient")) else rows
+    squares = {what: (rows[name] ** 2).mean() for name, what in _OF_UPDATE.items()}
+    parts = {what: float(value) for what, value in squares.items() if isinstance(value, float)}
+    both = (rows["update_error"] ** 2).mean()
+    assert isinstance(both, float)
+    shares = share_in_percent(parts | {"joint": both - sum(parts.values())})
+    if shares:
+        told = ", ".join(f"{share:.0f}% {what}" for what, share in shares.items())
+        without = "" if "of dW" in shares else " (the part of dW is not known)"
+        yield f"the error of the step of W is {told}{without}"

@@ -1,0 +1,67 @@
+"""What optimizers keep, of two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import polars as pl
+
+from ...analysis.comparison.drift import TAIL
+from ...analysis.formatting import number
+from ...analysis.runs.run import Run
+from ...core.keys import SHOWN_AS
+
+#: name in JSON, title of the table, and its columns behind layer and tensor
+NAME, TITLE = "states", "What the optimizers keep, baseline -> run, medians over the later half of the run"
+HEADINGS = ("size (log2 of the ratio)", "root mean square", "share of the squared norm %", "NaN or infinity since")
+_KEY = ["layer", "role"]
+_SHOWN = ("rms_baseline", "rms_run", "size_log2", "share_baseline", "share_run")
+_IS_KNOWN = (pl.col("mse") > 0) & (pl.col("relative_error") > 0)
+#: of a tensor; null if it is zero or unknown
+_ROOT_MEAN_SQUARE = pl.when(_IS_KNOWN).then(pl.col("mse").sqrt() / pl.col("relative_error"))
+
+
+def compare_runs(baseline: Run, run: Run) -> pl.DataFrame:
+    """Return how far the optimizer's tensors are apart, over the later half of the samples that both runs have.
+
+    Returns:
+        A row a weight and state: layer, role, tensor (as people write the role), rms_baseline, rms_run (root mean squares,
+        medians), size_log2 (the median of the log2 of their ratio), share_baseline, share_run (percent of all squared norms,
+        medians), nonfinite_since (first step at which it holds NaN or infinity in the run alone); those that are not finite
+        first, then the farthest apart. Empty where a record has none.
+
+    Example:
+        >>> from nemo_fp8_debug.analysis.runs.run import Run
+        >>> compare_runs(Run.read("runs/baseline"), Run.read("runs/bad")).columns[:3]
+        ['layer', 'role', 'tensor']
+    """
+    rows = _sizes(baseline).join(_sizes(run), on=["step", *_KEY], suffix="_run")
+    steps = rows["step"].unique().sort()
+    later = pl.col("step").is_in(steps.tail(max(1, round(len(steps) * TAIL))).implode())
+    lost = pl.col("step").filter((pl.col("lost_run") > 0) & (pl.col("lost") == 0)).min()
+    found = rows.group_by(_KEY, maintain_order=True).agg(
+        pl.col("rms").filter(later).median().alias("rms_baseline"),
+        pl.col("rms_run").filter(later).median(),
+        (pl.col("rms_run") / pl.col("rms")).log(2).filter(later).median().alias("size_log2"),
+        pl.col("share_pct").filter(later).median().alias("share_baseline"),
+        pl.col("share_pct_run").filter(later).median().alias("share_run"),
+        lost.alias("nonfinite_since"),
+    )
+    named = found.with_columns(tensor=pl.col("role").replace_strict(SHOWN_AS, return_dtype=pl.String))
+    ordered = named.sort("nonfinite_since", -pl.col("size_log2").abs(), nulls_last=True, maintain_order=True)
+    return ordered.select(*_KEY, "tensor", *_SHOWN, "nonfinite_since")
+
+
+def _sizes(run: Run) -> pl.DataFrame:
+    """step, layer, role, share_pct, rms (null where it is zero or not known), lost (NaN and infinite values)."""
+    rows = run.table("states").filter(pl.col("scale_source") != "what-if")
+    return rows.select("step", *_KEY, "share_pct", rms=_ROOT_MEAN_SQUARE, lost=pl.col("nan") + pl.col("inf"))
+
+
+def show_row(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the cells of a row of `compare_runs`, behind layer and tensor."""
+    yield number(row["size_log2"])
+    for name in ("rms", "share"):
+        yield f"{number(row[f'{name}_baseline'])} -> {number(row[f'{name}_run'])}"
+    yield "-" if row["nonfinite_since"] is None else str(row["nonfinite_since"])
